@@ -16,6 +16,7 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import RUN_STEPS
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded
 from services.decode.core.actions import (
     Action,
@@ -119,7 +120,7 @@ class Virtual:
         members = range(number, number + width)
         self.refused = True
         keys = _keys(number, 0, prompt)
-        self.post(ReserveBlocks(number, keys, prompt, prompt, prompt + MAX_TOKENS, stores=1, width=width))
+        self.post(ReserveBlocks(number, EngineRequest(keys, prompt, prompt, width), prompt + MAX_TOKENS, stores=1))
         if self.refused:
             return False
         self.live |= {member: Answering(number, prompt, answer) for member in members}

@@ -6,6 +6,7 @@ from heapq import heapify, heappop, heappush
 
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.latency import Speeds, prefill_seconds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded
 from services.prefill.core.actions import Action, ReportFirstToken, RunStep
 from services.prefill.core.events import IoResult, StepEnded, SubmitJob
@@ -56,7 +57,7 @@ def _arrival(number: int, coming: Coming) -> SubmitJob:
         BlockKey(number.to_bytes(16, "big") + index.to_bytes(16, "big"))
         for index in range(coming.tokens // BLOCK_TOKENS)
     )
-    return SubmitJob(number, coming.tokens, keys, None, tenant=coming.tenant)
+    return SubmitJob(number, EngineRequest(keys, coming.tokens, coming.tokens, tenant=coming.tenant), None)
 
 
 def _seconds(step: RunStep, speeds: Speeds) -> float:

@@ -17,6 +17,7 @@ from moonpool.kv.native_library import chain_keys, tokens_below
 from moonpool.logprobs import bytes_per_token
 from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
 from moonpool.scheduling.fair_share import check_priority
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.steps import SequenceSampling, TokenHistory
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
@@ -40,24 +41,16 @@ class IncomingRequest:
     Attributes:
         request_id: of the request.
         token_ids: tokens whose KV is wanted; typecode "i".
-        keys: keys of their full blocks.
         chain_root: parent of the first key.
-        tenant: whose KV it is.
         sampling: how the next tokens are chosen.
-        transient: none of its blocks is to be kept.
-        priority: among the tenant's own; lower ones go first.
-        weight: the tenant's share, relative to others'.
+        spec: the part that schedulers see.
     """
 
     request_id: str
     token_ids: "array[int]"
-    keys: Sequence[BlockKey]
     chain_root: BlockKey
-    tenant: str
     sampling: SequenceSampling
-    transient: bool = False
-    priority: int = 0
-    weight: float = 1.0
+    spec: EngineRequest
 
     @classmethod
     def from_proto(
@@ -99,26 +92,26 @@ class IncomingRequest:
         if bad_tokens and params.response_format:
             raise InvalidRequest("sequence.bad_tokens", "has no meaning with response_format, which says what may come")
         sampling = SequenceSampling.of(params, spec.prompt_tokens, spec.end_token_ids, bad_tokens)
-        rest = sampling, spec.transient, spec.priority, weight
-        return cls(spec.request_id, tokens, keys, BlockKey(root), spec.tenant, *rest)
-
-    @property
-    def width(self) -> int:
-        """Sequences that run together: answers, or beams."""
-        return self.sampling.params.width
-
-    @property
-    def logprob_bytes(self) -> int:
-        """Memory of the log probabilities of each token of an answer."""
-        return bytes_per_token(self.sampling.params.logprobs)
+        seen = EngineRequest(
+            tuple(keys),
+            len(tokens),
+            spec.prompt_tokens,
+            width=params.width,
+            logprob_bytes=bytes_per_token(params.logprobs),
+            tenant=spec.tenant,
+            priority=spec.priority,
+            weight=weight,
+            transient=spec.transient,
+        )
+        return cls(spec.request_id, tokens, BlockKey(root), sampling, seen)
 
     def history(self, token_ids: "array[int] | None" = None) -> TokenHistory:
         """For engines that check what blocks hold; `token_ids` = the array that grows with the answer, if one does."""
-        return TokenHistory(self.chain_root, self.token_ids if token_ids is None else token_ids, self.keys)
+        return TokenHistory(self.chain_root, self.token_ids if token_ids is None else token_ids, self.spec.keys)
 
     def parents(self) -> list[BlockKey]:
-        """The key before each of `keys` in its chain."""
-        return [self.chain_root, *self.keys][: len(self.keys)]
+        """The key before each of the request's keys in its chain."""
+        return [self.chain_root, *self.spec.keys][: len(self.spec.keys)]
 
 
 def _bad_tokens(spec: kv_pb2.SequenceSpec, ends: int, vocab_size: int) -> list[Sequence[int]]:

@@ -91,10 +91,10 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
     tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
     if total <= tokens:
         raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
-    if incoming.width > config.max_batch:
+    if incoming.spec.width > config.max_batch:
         field = "beam_width" if incoming.sampling.params.beam_width else "n"
         raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_batch} places in a step")
-    needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.width)
+    needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.spec.width)
     if needed > config.num_blocks:
         have = f"this instance has {config.num_blocks}"
         raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, {have}")
@@ -375,13 +375,11 @@ class DecodeExecutor:
             Unavailable: the core has stopped.
         """
         tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
-        number, self._next = self._next, self._next + incoming.width
+        number, self._next = self._next, self._next + incoming.spec.width
         who = "" if conductor is None else conductor_identity(conductor)
-        keys, prompt = tuple(incoming.keys), incoming.sampling.prompt_tokens
-        width, targets, beams = incoming.width, len(stores), beam_rules_of(incoming.sampling.params)
-        asked = keys, tokens, prompt, total, tbt_slo_s, who, targets, width, starts_in_s
-        kept = incoming.priority, incoming.tenant, incoming.transient, incoming.logprob_bytes
-        self._order(ReserveBlocks(number, *asked, beams, bool(secret), fence, *kept))
+        beams = beam_rules_of(incoming.sampling.params)
+        asked = incoming.spec, total, tbt_slo_s, who, len(stores), starts_in_s
+        self._order(ReserveBlocks(number, *asked, beams, resumable=bool(secret), fence=fence))
         if (answer := self._answers.pop(number, None)) is None:
             raise Unavailable("the instance stops")
         if isinstance(answer, ReservationRefused):

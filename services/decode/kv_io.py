@@ -121,7 +121,7 @@ class StoreLoads:
             return LoadEnd(0, 0.0, failed=True)
         blocks, failed = 0, False
         try:
-            blocks = await self._read(action, store, keys, request.incoming.tenant)
+            blocks = await self._read(action, store, keys, request.incoming.spec.tenant)
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
         except DamagedSliceError as damaged:
@@ -203,7 +203,7 @@ class BlockIo:
         def over(stored: bool) -> None:
             self._post(IoEnded(action.io, StoreEnd(stored)))
 
-        self._write_back.submit(store, [key], [parent], sequence.request.incoming.tenant, [action.block], over)
+        self._write_back.submit(store, [key], [parent], sequence.request.incoming.spec.tenant, [action.block], over)
 
     def stop(self, action: StopReceiving, live: LiveRequest) -> None:
         """Lets what is being written into a request's blocks end."""

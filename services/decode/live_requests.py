@@ -391,9 +391,9 @@ class LiveRequest:
     gather: bool = False
 
     def __post_init__(self) -> None:
-        for choice in range(self.incoming.width):
+        for choice in range(self.incoming.spec.width):
             sampling = replace(self.incoming.sampling, sample_index=choice)
-            self.sequences.append(LiveSequence(self, choice, list(self.incoming.keys), sampling))
+            self.sequences.append(LiveSequence(self, choice, list(self.incoming.spec.keys), sampling))
         if self.incoming.sampling.params.beam_width:
             self.beams = LiveBeamSearch(self.sequences)
 

@@ -113,7 +113,7 @@ class TransferReceiver:
         if request is None:
             self._answer(message.transfer_id, message.generation, complete=False, reason="no such transfer (any more)")
             return
-        known = self._forgotten(request.sequences[0].keys, request.incoming.tenant)
+        known = self._forgotten(request.sequences[0].keys, request.incoming.spec.tenant)
         older = not set(known).issubset(message.forgotten)
         try:
             self._shell.open(request, self.verdict, older=older)

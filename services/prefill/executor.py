@@ -299,9 +299,9 @@ class PrefillExecutor:
             self.post(IoEnded(order.io, events.IoDone()))
             return
         blocks = order.blocks[: end - order.first]
-        keys, parents = incoming.keys[order.first : end], incoming.parents()[order.first : end]
+        keys, parents = incoming.spec.keys[order.first : end], incoming.parents()[order.first : end]
         over: IoEnded[events.IoResult] = IoEnded(order.io, events.IoDone())
-        self._write_back.submit(store, keys, parents, incoming.tenant, blocks, lambda _: self.post(over))
+        self._write_back.submit(store, keys, parents, incoming.spec.tenant, blocks, lambda _: self.post(over))
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ class BlockRead:
     @classmethod
     def of_request(cls, order: LoadBlocks, request: LivePrefill) -> "BlockRead":
         """A prompt's prefix."""
-        keys = request.incoming.keys[order.first : order.first + len(order.blocks)]
-        source, whose = request.sources[order.source].instance, (request.incoming.tenant, request.request_id)
+        keys = request.incoming.spec.keys[order.first : order.first + len(order.blocks)]
+        source, whose = request.sources[order.source].instance, (request.incoming.spec.tenant, request.request_id)
         return cls(source, keys, order.blocks, order.timeout_s, *whose, request.note_load)
 
 

@@ -87,8 +87,8 @@ class LivePrefill:
         """
         if request.HasField("target"):
             check_instance(request.target.decode, "target.decode")
-            if request.target.held_blocks > len(incoming.keys):
-                raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.keys)}")
+            if request.target.held_blocks > len(incoming.spec.keys):
+                raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.spec.keys)}")
         if request.HasField("source"):
             check_instance(request.source.instance, "source.instance")
             _check_kind("source", request.source)
@@ -121,18 +121,13 @@ class LivePrefill:
         """What the core is told."""
         return SubmitJob(
             self.number,
-            len(self.incoming.token_ids),
-            tuple(self.incoming.keys),
+            self.incoming.spec,
             None if self.target is None else self.target.held_blocks,
             tuple(_kv_source(source) for source in self.sources),
             tuple(
                 WriteBackTarget(instance_name(store), held) for store, held in zip(self.copies, self.held, strict=True)
             ),
-            self.incoming.tenant,
-            self.incoming.priority,
-            self.incoming.weight,
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
-            transient=self.incoming.transient,
             max_queue_s=self.max_queue_s,
         )
 

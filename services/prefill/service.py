@@ -94,7 +94,7 @@ class PrefillInstance:
         """
         incoming = await self.intake.read(request.sequence)
         taken = LivePrefill.from_proto(request, incoming, next(self._numbers))
-        taken.forgotten = self._carried_out.concerning(incoming.keys, incoming.tenant)
+        taken.forgotten = self._carried_out.concerning(incoming.spec.keys, incoming.spec.tenant)
         self.shell.submit(taken)
         return taken
 

@@ -9,6 +9,7 @@ from moonpool.frozen import frozen
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlocksLent
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded
 from services.conductor.core.events import FENCE_FIELD, DecodeReservation, Failure, FailureKind, ReserveGranted
 from services.conductor.core.instances import LoadFacts
@@ -238,9 +239,9 @@ class DecodeInstance:
         counts = sequence.tokens + 1, sequence.left - 1, len(keys), self._world.now
         for choice in range(sequence.width):
             self._sequences[number + choice] = DecodeSequence(sequence, number + choice, stores, *counts, choice)
-        asked = keys, sequence.tokens, request.tokens, request.longest, tbt_slo_s, conductor, len(stores)
-        how = sequence.width, starts_in_s, None, True, sequence.fence
-        self._tell(ReserveBlocks(number, *asked, *how, tenant=request.tenant))
+        spec = EngineRequest(keys, sequence.tokens, request.tokens, sequence.width, tenant=request.tenant)
+        asked = spec, request.longest, tbt_slo_s, conductor, len(stores), starts_in_s
+        self._tell(ReserveBlocks(number, *asked, resumable=True, fence=sequence.fence))
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:

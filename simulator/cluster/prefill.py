@@ -13,6 +13,7 @@ from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlocksLent
 from moonpool.scheduling.latency import prefill_seconds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
 from services.conductor.core.events import DecodeReservation, Failure, FailureKind, StalePlacement
 from services.conductor.core.instances import LoadFacts
@@ -286,8 +287,8 @@ class PrefillInstance:
         keys = sequence.keys(self._config.block_tokens)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
-        asked = self._came, sequence.tokens, keys, held, sources, copies
-        self._tell(events.SubmitJob(*asked, tenant=sequence.request.tenant, max_queue_s=max_queue_s))
+        spec = EngineRequest(keys, sequence.tokens, sequence.tokens, tenant=sequence.request.tenant)
+        self._tell(events.SubmitJob(self._came, spec, held, sources, copies, max_queue_s=max_queue_s))
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.KVSource) -> None:

@@ -71,12 +71,12 @@ class DecodeAdmission:
         batch, now = self._planner.batch, self._state.now
         running = RequestStatus.RUNNING  # a local name: most of many requests are in the batch
         apart = [request for request in others if request.status is not running and request not in batch]
-        context = batch.context + event.tokens * event.width + sum(map(batch.context_of, apart))
-        sequences = len(batch) + event.width + sum(request.slots for request in apart)
+        context = batch.context + event.request.tokens * event.request.width + sum(map(batch.context_of, apart))
+        sequences = len(batch) + event.request.width + sum(request.slots for request in apart)
         step_s = self._step_s(sequences, context)
         if not event.starts_in_s or not step_s:
             return step_s
-        starts_at, most = now + event.starts_in_s, event.total_tokens - event.tokens
+        starts_at, most = now + event.starts_in_s, event.total_tokens - event.request.tokens
         later = [request.starts_at for request in apart if not request.is_started and request.starts_at > starts_at]
         times = [
             at for at in thin_out(later, MAX_FORECAST_TIMES) if not self._has_ended(0, most, (at - starts_at) / step_s)
@@ -97,10 +97,10 @@ class DecodeAdmission:
         """Whether a request has not started by a time, or its only sequence is expected to have ended by then."""
         now = self._state.now
         starts_at = now if request.is_started else max(request.starts_at, now)
-        if at < starts_at or request.width > 1:
+        if at < starts_at or request.spec.width > 1:
             return at < starts_at
         tokens = self._planner.batch.context_of(request)
-        made = max(0, tokens - request.prompt_tokens)
+        made = max(0, tokens - request.spec.prompt_tokens)
         return self._has_ended(made, request.total_tokens - tokens, (at - starts_at) / step_s)
 
     def _has_ended(self, made: int, most: int, steps: float) -> bool:
@@ -122,8 +122,8 @@ class DecodeAdmission:
             self._planner.slots_taken + sum(self._planner.slots_kept.values()),
             self._state.settings.max_batch,
         )
-        if taken + event.width > slots:
-            return "tbt_slo", f"{taken} of the {slots} places of a step are taken, {event.width} are needed"
+        if taken + event.request.width > slots:
+            return "tbt_slo", f"{taken} of the {slots} places of a step are taken, {event.request.width} are needed"
         limit = min([event.tbt_slo_s, *(request.tbt_slo_s for request in others if request.tbt_slo_s)])
         if tbt_s <= limit:
             tbt_s = self._longest_step_s(event, tbt_s, others)
@@ -135,13 +135,14 @@ class DecodeAdmission:
         """Seconds of the longest step while a request is here, if all grow and end as expected."""
         planner, now = self._planner, self._state.now
         steps_in = event.starts_in_s / step_s if step_s else 0.0
-        growth = self._growth(event.tokens - event.prompt_tokens, event.total_tokens - event.tokens)
-        asked = RequestForecast(steps_in, steps_in + growth, event.width, event.tokens * event.width)
+        spec = event.request
+        growth = self._growth(spec.tokens - spec.prompt_tokens, event.total_tokens - spec.tokens)
+        asked = RequestForecast(steps_in, steps_in + growth, spec.width, spec.tokens * spec.width)
         forecasts = [asked]
         for request in others:
             tokens, context = max(map(planner.batch.tokens_of, request.sequences)), planner.batch.context_of(request)
             waits = 0.0 if request.is_started or not step_s else max(0.0, request.starts_at - now) / step_s
-            growth = self._growth(tokens - request.prompt_tokens, request.total_tokens - tokens)
+            growth = self._growth(tokens - request.spec.prompt_tokens, request.total_tokens - tokens)
             forecasts.append(RequestForecast(waits, waits + growth, request.slots, context))
         worst = max([self._step_s(*size) for size in peak_steps(forecasts, asked)])
         return worst + planner.least_chunk_s

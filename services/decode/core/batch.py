@@ -74,7 +74,7 @@ class RunningBatch:
 
     def context_of(self, request: DecodeRequest) -> int:
         """Tokens of all sequences of a request, in the batch or not, or of those it will begin with."""
-        if request.width == 1:
+        if request.spec.width == 1:
             return self.tokens_of(request.sequences[0])
         tokens = sum(map(self.tokens_of, request.sequences))
         return tokens * request.slots // len(request.sequences)
@@ -194,7 +194,7 @@ class BlockCopy:
 def fork_sequences(request: DecodeRequest, manager: BlockManager) -> None:
     """Forks a request's one sequence into `width` sequences that refer to the same blocks."""
     [first] = request.sequences
-    for number in range(first.id + 1, first.id + request.width):
+    for number in range(first.id + 1, first.id + request.spec.width):
         manager.acquire(first.table)
         copy = RequestSequence(number, list(first.keys), first.tokens, list(first.table), stored=list(first.stored))
         request.sequences.append(copy)
@@ -311,7 +311,7 @@ def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockS
 
 def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings) -> BlockSharing:
     """How sequences share blocks if known tokens have no KV yet: they share the prompt's full blocks only."""
-    shared = count = request.prompt_tokens // settings.block_tokens
+    shared = count = request.spec.prompt_tokens // settings.block_tokens
     tables = []
     for sequence in request.sequences:
         own = settings.blocks_for(sequence.tokens - 1) - shared

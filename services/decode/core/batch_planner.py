@@ -471,7 +471,7 @@ class BatchPlanner:
         if request in self.batch:
             self.batch.end(sequence)
         request.sequences.remove(sequence)
-        request.ended_tokens += sequence.tokens - request.prompt_tokens
+        request.ended_tokens += sequence.tokens - request.spec.prompt_tokens
         self._state.blocks.release(sequence.table)
         if request.id in self.slots_kept:
             self.keep_slots(request)
@@ -560,9 +560,9 @@ class BatchPlanner:
         have = len(request.blocks) + request.promised
         if have > request.expected_blocks or not request.expected_blocks:
             tokens = max(self.batch.tokens_of(sequence) for sequence in request.sequences)
-            answer = self._lengths.expected(max(0, tokens - request.prompt_tokens))
-            total = max(tokens, min(request.total_tokens, request.prompt_tokens + answer))
-            needed = batch.most_blocks(self._settings, request.prompt_tokens, total, request.slots)
+            answer = self._lengths.expected(max(0, tokens - request.spec.prompt_tokens))
+            total = max(tokens, min(request.total_tokens, request.spec.prompt_tokens + answer))
+            needed = batch.most_blocks(self._settings, request.spec.prompt_tokens, total, request.slots)
             request.expected_blocks = max(have, needed)
         self._budget.expect(request, request.expected_blocks - have)
 

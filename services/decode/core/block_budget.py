@@ -57,7 +57,7 @@ class BlockBudget:
 
     def exclusive_blocks(self, request: DecodeRequest) -> int:
         """Blocks that only this request references (freed if it is preempted). Others share leading ones only."""
-        if request.width > 1:
+        if request.spec.width > 1:
             return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
         table = request.blocks
         return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)

@@ -1,147 +1,156 @@
-"""Events of the decode core. Plain values: counts, keys and reasons, never tokens or bytes."""
+"""Events of the decode scheduler. Plain values: counts, keys and reasons, never tokens or bytes."""
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded, Tick
 
 BeamCandidates = tuple[tuple[float, bool], ...]
-"""What may follow one beam: of each token its log probability and whether the sequence ends with it; the best first."""
+"""Tokens that may follow one beam, best first: log probability, and whether the sequence ends with the token."""
 
 
 @frozen
 class BeamRules:
-    """How the beams of a request are chosen; names as in `transformers`."""
+    """How the beams of a request are chosen; names as in `transformers`.
+
+    Attributes:
+        length_penalty: a hypothesis' score is the sum of its log probabilities over (number of tokens ^ this).
+        early_stopping: True, False or "never".
+    """
 
     length_penalty: float
-    """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
     early_stopping: bool | str
-    """True, False or "never"."""
 
 
 @frozen
 class ReserveBlocks:
-    """Room is asked for; answered by `Promised` or `Refused`."""
+    """Asks for blocks. Answered by `ReservationGranted` or `ReservationRefused`.
+
+    Attributes:
+        id: grows from request to request. The sequences of a group have this id and the following ones; the next
+            request's id is higher than all of them.
+        request: what is asked for.
+        total_tokens: most tokens of a sequence; more than the request's `tokens`.
+        tbt_slo_s: longest time between tokens, seconds; 0 = no limit.
+        conductor: identity of the conductor; "" = unknown.
+        stores: kvstores that each full block of the answer is written to.
+        starts_in_s: seconds until the request is expected to start; the time between tokens is kept from then on.
+        beams: rules of its beam search; None = independent sequences.
+        resumable: another conductor may take the request over (`AdoptRequest`): it outlives its conductor, and its
+            output is kept for a while after its end.
+        fence: how often its client has resumed it.
+    """
 
     id: int
-    """Grows from request to request: who has a lower one came earlier. The sequences of a group have this id and the
-    following ones; the next request's is higher than all of them."""
-    keys: tuple[BlockKey, ...]
-    """Of the full blocks of the tokens whose KV will come."""
-    tokens: int
-    """Tokens whose KV will come."""
-    prompt_tokens: int
-    """The original prompt's, at most `tokens`: the answer is what comes after them."""
+    request: EngineRequest
     total_tokens: int
-    """Longest that the sequence can become; more than `tokens`."""
     tbt_slo_s: float = 0.0
-    """Seconds between tokens that must be kept; 0 = any."""
     conductor: str = ""
-    """Who asks; "" when it does not say."""
     stores: int = 0
-    """Copies of each full block of the answer that are to be written back."""
-    width: int = 1
-    """Sequences that begin with these tokens and run together."""
     starts_in_s: float = 0.0
-    """Seconds until it is expected to start: the time between tokens is to be kept from then on."""
     beams: BeamRules | None = None
-    """The sequences are beams; None = each goes its own way."""
     resumable: bool = False
-    """Another conductor may `Adopt` it: it outlives its own, and what it has said is kept for a while after its end."""
     fence: int = 0
-    """How often its client has resumed it."""
-    priority: int = 0
-    """Lower ones go first."""
-    tenant: str = ""
-    """Whose KV it is."""
-    transient: bool = False
-    """None of its blocks is to be kept: its KV was deleted while it was on its way."""
-    logprob_bytes: int = 0
-    """Bytes of the log probabilities that are kept with each token of its answer."""
 
 
 @frozen
 class TransferOpened:
-    """The KV begins to come: the promise becomes blocks, named by `Table`."""
+    """KV begins to arrive: the promised blocks are bound, and named by `SetBlockTable`.
+
+    Attributes:
+        older: the KV may be older than a deletion of such blocks: no block of the request is kept for others.
+    """
 
     id: int
     older: bool = False
-    """It may be older than a deletion of such blocks: nothing of the request is kept for others."""
 
 
 @frozen
 class TransferProgress:
-    """Something of the transfer came: its lease is renewed."""
+    """Some of the KV has arrived: the lease is renewed."""
 
     id: int
 
 
 @frozen
 class TransferComplete:
-    """All KV has come and was verified."""
+    """All KV has arrived and was verified."""
 
     id: int
 
 
 @frozen
 class StartDecoding:
-    """The first token is known."""
+    """The first token is known.
+
+    Attributes:
+        stream: the conductor's stream.
+        finish: why the sequence has ended with its first token; 0 = it continues.
+        others: the same for the further sequences of a group.
+        candidates: for a beam search, tokens that may follow the prompt; there is no first token then.
+        known: for each sequence, tokens known behind its first one; empty if there are none. Not for beams.
+        known_keys: keys of the blocks that these tokens fill, without the last token.
+        patient: no client waits for single tokens.
+    """
 
     id: int
     stream: int
-    """The conductor's stream."""
     finish: int
-    """Why the sequence has ended with its first token; 0 = it goes on."""
     others: tuple[int, ...] = ()
-    """The same for the further sequences of a group."""
     candidates: BeamCandidates = ()
-    """What may follow the prompt, where beams are wanted: there is no first token then."""
     known: tuple[int, ...] = ()
-    """Of each sequence, tokens behind the first one that are known too; empty where there are none. Not of beams."""
     known_keys: tuple[tuple[BlockKey, ...], ...] = ()
-    """Of the blocks that these fill, the last token left out."""
     patient: bool = False
-    """Nobody waits for its single tokens."""
 
 
 @frozen
 class ComputePrompt:
-    """No KV comes: what is not held of the prompt is computed here, and the first token with it."""
+    """No KV arrives: the part of the prompt that is not cached is computed here, with the first token.
+
+    Attributes:
+        stream: the conductor's stream.
+        patient: no client waits for single tokens.
+    """
 
     id: int
     stream: int
-    """The conductor's stream."""
     patient: bool = False
-    """As in `Start`."""
 
 
 @frozen
 class AbortRequest:
-    """The request is not wanted any more, or cannot go on."""
+    """The request is cancelled, or cannot continue.
+
+    Attributes:
+        leading: leading blocks that have arrived whole, if KV was still arriving.
+    """
 
     id: int
     why: str
     leading: int = 0
-    """Leading blocks that are whole, where its KV was still coming."""
 
 
 @frozen
 class AdoptRequest:
-    """A conductor wants a started sequence, or what is kept of one; ignored when there is nothing of it."""
+    """A conductor takes over a started request, or its retained output. Ignored if there is neither.
+
+    Attributes:
+        fence: a higher one wins.
+        positions: for each answer, position of the first output token that is wanted.
+    """
 
     id: int
     stream: int
     fence: int
-    """The higher one wins."""
     positions: tuple[int, ...]
-    """Of the first output token that is wanted of each answer."""
 
 
 @frozen
 class StreamOpened:
-    """A conductor has opened a stream. While it has one, its promises do not run out.
+    """A conductor has opened a stream. While it has a stream, its promises do not run out.
 
-    What it had on a stream that has closed ends: it forecasts, and has placed that anew.
+    Requests that it had on a closed stream end: the conductor lives, and has placed them anew.
     """
 
     stream: int
@@ -150,9 +159,9 @@ class StreamOpened:
 
 @frozen
 class StreamClosed:
-    """The stream's sequences end.
+    """A conductor's stream has closed; its requests end.
 
-    If it was its conductor's last one, those that may be adopted are orphans instead; what was not started ends too.
+    If it was the conductor's last stream, resumable requests become orphans instead, and promises end too.
     """
 
     stream: int
@@ -160,77 +169,88 @@ class StreamClosed:
 
 @frozen
 class RunProgress:
-    """Some steps of the run are over, which goes on. Nobody ended in them."""
+    """Some steps of the run have ended; the run continues. No sequence ended in them.
+
+    Attributes:
+        step: number of the run.
+        seconds: of all these steps.
+        filled: sequences of which a block became full, with its key, in order.
+        waited_s: seconds before these, in which patient steps yielded to other work of the host.
+    """
 
     step: int
-    """The run's number."""
     steps: int
     seconds: float
-    """Of all of them."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
-    """Sequences of which a block became full, with its key, in their order."""
     waited_s: float = 0.0
-    """Before these seconds: patient steps let others of the host go first."""
 
 
 @frozen
 class RunDone:
-    """The run is over, and nothing writes to its blocks any more."""
+    """The run has ended, and no longer writes to its blocks.
+
+    Attributes:
+        step: number of the run.
+        aborted: nothing was computed.
+        ended: sequences that ended with the token of the last step, with the reason.
+        filled: sequences whose last block became full, with its key.
+        steps: steps that took `seconds`: those not reported by `RunProgress`.
+        candidates: tokens that may follow each beam of the step.
+        waited_s: as in `RunProgress`.
+    """
 
     step: int
-    """The run's number."""
     aborted: bool
-    """Nothing was computed."""
     seconds: float
     ended: tuple[tuple[int, int], ...] = ()
-    """Sequences that ended with the token of this step, with the reason."""
     filled: tuple[tuple[int, BlockKey], ...] = ()
-    """Sequences whose last block became full, with its key."""
     steps: int = 1
-    """Steps that took these seconds: those of the run that were not told by `Stepped`."""
     candidates: tuple[tuple[int, BeamCandidates], ...] = ()
-    """What may follow each beam of the step."""
     waited_s: float = 0.0
-    """As in `Stepped`."""
 
 
 @frozen
 class SwapEnd:
-    """Result of `SwapOut` and `SwapIn`."""
+    """Result of `SwapOut` and `SwapIn`.
+
+    Attributes:
+        seconds: since the copy began or, if later, since the copy before it ended; waiting does not count.
+    """
 
     ok: bool
     seconds: float
-    """Since it began or, if that was later, since the copy before it ended: waiting for others is left out."""
 
 
 @frozen
 class StoreEnd:
-    """Result of `Store`."""
+    """Result of `StoreBlock`. `ok`: the kvstore has the block now."""
 
     ok: bool
-    """The kvstore has the block now."""
 
 
 @frozen
 class LoadEnd:
-    """Result of `Load`; comes within its time. Nothing is written into the blocks any more."""
+    """Result of `LoadStoredBlocks`, within its time. Nothing writes into the blocks any more.
+
+    Attributes:
+        blocks: leading blocks that have arrived whole; fewer than asked for is a miss.
+        seconds: since the load began, also if others were in flight.
+        failed: for another reason than missing blocks: the request does not use this store again.
+    """
 
     blocks: int
-    """Leading ones of the blocks asked for that have come whole; fewer is a miss."""
     seconds: float
-    """Since it began, however many others were under way."""
     failed: bool = False
-    """For another reason than that blocks were missing: the store is not asked for this request again."""
 
 
 @frozen
 class ReceiveEnd:
-    """Result of `StopReceiving`. Nothing is written into the blocks any more."""
+    """Result of `StopReceiving`. Nothing writes into the blocks any more."""
 
 
 @frozen
 class EngineDied:
-    """The engine computes no more; its step is over."""
+    """The engine has died; its run is over."""
 
     why: str
 

@@ -9,6 +9,7 @@ from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import KVOwner
 from moonpool.scheduling.fair_share import priority_rank
+from moonpool.scheduling.request import EngineRequest
 from services.decode.core.beam_search import BeamSearch
 from services.decode.core.events import ReserveBlocks
 
@@ -167,14 +168,12 @@ class DecodeRequest:
 
     Attributes:
         id: of the request and its first sequence; further sequences have the ids that follow.
-        sequences: one until the request starts, then all that have not ended, at most `width`.
-        width: most sequences it may have.
-        prompt_tokens: tokens of the original prompt.
+        sequences: one until the request starts, then all that have not ended, at most the width.
+        spec: what was asked for: prompt, width, tenant.
         total_tokens: most tokens of a sequence.
         tbt_slo_s: promised seconds between tokens; 0 = none.
         conductor: identity of its conductor; "" = unknown.
         stores: kvstores that its full blocks are written to.
-        logprob_bytes: bytes of log probabilities kept with each token of its answers.
         rank: time of arrival, later for a lower priority (`moonpool.scheduling.fair_share.priority_rank`).
         owner: tenant of its KV, and whether its blocks may be kept.
         starts_at: when it is expected to start, seconds.
@@ -196,13 +195,11 @@ class DecodeRequest:
 
     id: int
     sequences: list[RequestSequence]
-    width: int
-    prompt_tokens: int
+    spec: EngineRequest
     total_tokens: int
     tbt_slo_s: float
     conductor: str
     stores: int
-    logprob_bytes: int
     rank: float
     owner: KVOwner
     starts_at: float
@@ -223,24 +220,23 @@ class DecodeRequest:
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
         """A request as it arrives."""
-        first = RequestSequence(event.id, list(event.keys), event.tokens, stored=[len(event.keys)] * event.stores)
-        longest = event.total_tokens - event.prompt_tokens
+        spec = event.request
+        first = RequestSequence(event.id, list(spec.keys), spec.tokens, stored=[len(spec.keys)] * event.stores)
+        longest = event.total_tokens - spec.prompt_tokens
         return cls(
             id=event.id,
             sequences=[first],
-            width=event.width,
-            prompt_tokens=event.prompt_tokens,
+            spec=spec,
             total_tokens=event.total_tokens,
             tbt_slo_s=event.tbt_slo_s,
             conductor=event.conductor,
             stores=event.stores,
-            logprob_bytes=event.logprob_bytes,
-            rank=priority_rank(now, event.priority),
-            owner=KVOwner(event.tenant, event.transient),
+            rank=priority_rank(now, spec.priority),
+            owner=KVOwner(spec.tenant, spec.transient),
             starts_at=now + event.starts_in_s,
             until=until,
             takeover=Takeover(event.resumable, event.fence),
-            beam_search=BeamSearch(event.width, longest, event.beams) if event.beams is not None else None,
+            beam_search=BeamSearch(spec.width, longest, event.beams) if event.beams is not None else None,
         )
 
     def set_status(self, status: RequestStatus) -> None:
@@ -261,12 +257,12 @@ class DecodeRequest:
     @property
     def is_group(self) -> bool:
         """Whether the request has, or may have, more than one plain sequence."""
-        return self.width > 1 or self.beam_search is not None
+        return self.spec.width > 1 or self.beam_search is not None
 
     @property
     def slots(self) -> int:
         """Slots of the batch that it takes, now or after its sequences fork."""
-        return self.width if self.status in TRANSFERRING else len(self.sequences)
+        return self.spec.width if self.status in TRANSFERRING else len(self.sequences)
 
     def find(self, number: int) -> RequestSequence | None:
         """The sequence with this id; None if it has ended."""
@@ -298,7 +294,7 @@ class DecodeRequest:
         """Tokens of all its answers; at least those of its hypotheses. Not for a request in the batch."""
         if self.beam_search is not None:
             return self.beam_search.width * self.beam_search.length
-        return self.ended_tokens + sum(max(0, sequence.tokens - self.prompt_tokens) for sequence in self.sequences)
+        return self.ended_tokens + sum(max(0, sequence.tokens - self.spec.prompt_tokens) for sequence in self.sequences)
 
     def keep_nothing(self) -> None:
         """From now on its blocks get no key and are not looked up in kvstores."""
@@ -308,7 +304,7 @@ class DecodeRequest:
 
     def check_invariants(self, *, leased: bool) -> None:
         """Asserts what its status means. `leased`: it has a lease."""
-        assert 1 <= len(self.sequences) <= self.width
+        assert 1 <= len(self.sequences) <= self.spec.width
         for sequence in self.sequences:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
         assert (self.promised > 0) <= (self.status is RequestStatus.PROMISED)
@@ -320,7 +316,7 @@ class DecodeRequest:
         search = self.beam_search
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
-        assert len(self.sequences) == len(search.scores) == self.width
+        assert len(self.sequences) == len(search.scores) == self.spec.width
         assert len({(it.tokens, len(it.table), len(it.keys)) for it in self.sequences}) == 1
         search.check_invariants()
 
@@ -335,12 +331,12 @@ class RequestTable:
     def add(self, request: DecodeRequest) -> None:
         """Adds a request."""
         self.requests[request.id] = request
-        self._by_sequence |= dict.fromkeys(range(request.id, request.id + request.width), request)
+        self._by_sequence |= dict.fromkeys(range(request.id, request.id + request.spec.width), request)
 
     def remove(self, request: DecodeRequest) -> None:
         """Removes a request."""
         del self.requests[request.id]
-        for number in range(request.id, request.id + request.width):
+        for number in range(request.id, request.id + request.spec.width):
             del self._by_sequence[number]
 
     def of(self, number: int) -> DecodeRequest:
@@ -360,4 +356,4 @@ class RequestTable:
         """Asserts that each sequence leads to its request."""
         for request in self.requests.values():
             assert all(self._by_sequence[sequence.id] is request for sequence in request.sequences)
-        assert len(self._by_sequence) == sum(request.width for request in self.requests.values())
+        assert len(self._by_sequence) == sum(request.spec.width for request in self.requests.values())

@@ -175,13 +175,13 @@ def _retained_tokens(request: DecodeRequest) -> int:
     tokens = sum(2 * sequence.tokens for sequence in request.sequences)
     if request.beam_search is not None:
         search = request.beam_search
-        return tokens + len(search.kept) * (request.prompt_tokens + search.length)
-    return tokens + (request.width - len(request.sequences)) * request.prompt_tokens + request.ended_tokens
+        return tokens + len(search.kept) * (request.spec.prompt_tokens + search.length)
+    return tokens + (request.spec.width - len(request.sequences)) * request.spec.prompt_tokens + request.ended_tokens
 
 
 def _logprob_bytes(request: DecodeRequest) -> int:
     """Bytes of the log probabilities of its answers."""
-    return request.logprob_bytes * request.answer_tokens
+    return request.spec.logprob_bytes * request.answer_tokens
 
 
 class OrphanedRequests:
@@ -500,7 +500,7 @@ class DecodeScheduler:
         if request.beam_search is not None:
             request.beam_search.first_candidates = event.candidates
         else:
-            assert len(request.finishes) == request.width, "a first token for each sequence"
+            assert len(request.finishes) == request.spec.width, "a first token for each sequence"
         request.patient = event.patient and not request.tbt_slo_s
         request.sequences[0].tokens += 1
         self._join(request)
@@ -528,7 +528,7 @@ class DecodeScheduler:
         self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
         search = request.beam_search
         over = search is not None and batch.advance_search(self._state, request, [search.first_candidates])
-        if over or len(ended) == request.width:
+        if over or len(ended) == request.spec.width:
             self._finish(request)
             return
         self.planner.add(request)
@@ -652,7 +652,7 @@ class DecodeScheduler:
             self._sequence_ended(number)
         for request, candidates in batch.group_by_search(event.candidates, self._table.get):
             if batch.advance_search(self._state, request, candidates):
-                self._lengths.observe(self.planner.batch.tokens_of(request.sequences[0]) - request.prompt_tokens)
+                self._lengths.observe(self.planner.batch.tokens_of(request.sequences[0]) - request.spec.prompt_tokens)
                 self._finish(request)
             else:
                 self.planner.batch.forked(request)
@@ -663,7 +663,7 @@ class DecodeScheduler:
         if sequence is None:
             return
         request = self._table.of(number)
-        self._lengths.observe(self.planner.batch.tokens_of(sequence) - request.prompt_tokens)
+        self._lengths.observe(self.planner.batch.tokens_of(sequence) - request.spec.prompt_tokens)
         if len(request.sequences) > 1:
             self.planner.end(request, sequence)
         else:

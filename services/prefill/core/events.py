@@ -3,6 +3,7 @@
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
+from moonpool.scheduling.request import EngineRequest
 
 
 @frozen
@@ -32,23 +33,14 @@ class SubmitJob:
 
     job: int
     """Never used twice."""
-    num_tokens: int
-    keys: tuple[BlockKey, ...]
-    """One per full block."""
+    request: EngineRequest
     held_blocks: int | None
     """Leading blocks that the decode instance holds; None = the KV goes nowhere."""
     sources: tuple[KVSource, ...] = ()
     """The best first."""
     copies: tuple[WriteBackTarget, ...] = ()
-    tenant: str = ""
-    priority: int = 0
-    """Among the tenant's own; lower ones go first."""
-    weight: float = 1.0
-    """The tenant's share, relative to others'."""
     reuse: bool = True
     """Blocks that are there already may be used; False = every token is computed."""
-    transient: bool = False
-    """None of its blocks is to be kept: its KV was deleted while it was on its way."""
     max_queue_s: float | None = None
     """Where everything that is here takes longer, it is not taken (`Stale`); None = it is taken all the same."""
 

@@ -73,7 +73,7 @@ def queue_seconds(state: PrefillState, now: float) -> float:
     work, tokens = 0.0, 0
     for job in state.jobs.values():
         done = _done_tokens(job)
-        left = job.num_tokens - done
+        left = job.spec.tokens - done
         if left > 0:
             work += prefill_seconds(speeds, left, done, steps=0, begins=job.first_step_at is None)
             tokens += left
@@ -109,11 +109,11 @@ def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
 
 def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
     """Leading tokens of a job which the jobs before it compute: it will find them."""
-    keys, most = job.keys[: state.reusable_blocks(job)], 0
+    keys, most = job.spec.keys[: state.reusable_blocks(job)], 0
     for other in state.jobs.values() if keys else ():
-        if other.number < job.number and other.reuse and not other.owner.transient and other.keys[:1] == keys[:1]:
-            most = max(most, common_prefix(keys, other.keys))
-    return state.settings.reused_tokens(job.num_tokens, most)
+        if other.number < job.number and other.reuse and not other.owner.transient and other.spec.keys[:1] == keys[:1]:
+            most = max(most, common_prefix(keys, other.spec.keys))
+    return state.settings.reused_tokens(job.spec.tokens, most)
 
 
 def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
@@ -122,9 +122,9 @@ def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
     What it has computed is there.
     """
     for job in state.jobs.values():
-        if job.number > gone.number and job.shared_tokens and job.keys[:1] == gone.keys[:1]:
-            held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
-            there = state.settings.reused_tokens(job.num_tokens, held)
+        if job.number > gone.number and job.shared_tokens and job.spec.keys[:1] == gone.spec.keys[:1]:
+            held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
+            there = state.settings.reused_tokens(job.spec.tokens, held)
             job.shared_tokens = max(there, shared_tokens(state, job))
             return
 
@@ -156,7 +156,7 @@ def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | N
         return None
     for other in state.started.values():
         load = other.load
-        if load is not None and load.first <= at < load.end and other.keys[at] == job.keys[at]:
+        if load is not None and load.first <= at < load.end and other.spec.keys[at] == job.spec.keys[at]:
             late_at = _wait_pays_until(state, job, at, other, load)
             if late_at is not None:
                 return late_at
@@ -170,7 +170,7 @@ def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
         computes = other.load is None and other.computed < most * state.settings.block_tokens
         # Who has the same keys is of the same tenant.
         found = other.reuse and not other.owner.transient and other.place.own < job.place.own
-        if computes and found and common_prefix(job.keys, other.keys) >= most:
+        if computes and found and common_prefix(job.spec.keys, other.spec.keys) >= most:
             return True
     return False
 
@@ -183,7 +183,7 @@ def _wait_pays_until(
     late_at = load.moved_at + each_s + stall_grace(state, load)
     if load.overtaken or other.owner.transient or state.now >= late_at:
         return None
-    end = min(common_prefix(job.keys[: state.reusable_blocks(job)], other.keys), load.end)
+    end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], other.spec.keys), load.end)
     compute_s = prefill_seconds(state.tracker.speeds, (end - at) * size, at * size, steps=1, begins=False)
     left_s = load.moved_at + each_s * (state.settings.layers - load.layers) - state.now
     return late_at if left_s < compute_s else None

@@ -9,6 +9,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlockLending, BlockManager, KVOwner
 from moonpool.scheduling.fair_share import FairQueue, FairShares, QueueKey, priority_rank
 from moonpool.scheduling.latency import Speeds, SpeedTracker
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import CancelIo, PendingIo
 from services.prefill.core.actions import (
     Action,
@@ -161,8 +162,7 @@ class PrefillJob:
     """One prompt."""
 
     number: int
-    num_tokens: int
-    keys: tuple[BlockKey, ...]
+    spec: EngineRequest
     sources: tuple[KVSource, ...]
     copies: tuple[WriteBackTarget, ...]
     outgoing: OutgoingKV | None
@@ -205,21 +205,21 @@ class PrefillJob:
     @classmethod
     def of(cls, event: SubmitJob, settings: PrefillSettings, now: float) -> "PrefillJob":
         """A job as it arrives."""
-        outgoing = None
+        spec, outgoing = event.request, None
         if event.held_blocks is not None:
-            outgoing = OutgoingKV.of(settings.layers, settings.blocks_for(event.num_tokens), event.held_blocks)
+            outgoing = OutgoingKV.of(settings.layers, settings.blocks_for(spec.tokens), event.held_blocks)
         sources = event.sources if event.reuse else ()
         believed = max((source.blocks for source in sources), default=0)
-        expected = settings.reused_tokens(event.num_tokens, believed)
-        place = QueueKey(event.tenant, priority_rank(now, event.priority), event.job, event.weight)
-        given = event.job, event.num_tokens, event.keys, sources, event.copies
-        owner = KVOwner(event.tenant, event.transient)
+        expected = settings.reused_tokens(spec.tokens, believed)
+        place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.job, spec.weight)
+        given = event.job, spec, sources, event.copies
+        owner = KVOwner(spec.tenant, spec.transient)
         return cls(*given, outgoing, now, place, expected, owner, reuse=event.reuse)
 
     @property
     def finished(self) -> bool:
         """Whether all KV is there and the next token was sampled."""
-        return self.computed == self.num_tokens
+        return self.computed == self.spec.tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -389,19 +389,19 @@ class PrefillState:
 
     def reusable_blocks(self, job: PrefillJob) -> int:
         """Leading blocks that may be cached or loaded: full ones."""
-        return job.num_tokens // self.settings.block_tokens if job.reuse else 0
+        return job.spec.tokens // self.settings.block_tokens if job.reuse else 0
 
     def hold_prefix(self, job: PrefillJob, blocks: int) -> None:
         """So many leading blocks of a job that has not begun were found in the pool."""
         job.prefix_blocks = blocks
-        job.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.num_tokens, blocks)
+        job.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
 
     def advance(self, job: PrefillJob, end: int) -> None:
         """Tokens up to `end` are in the pool: the blocks they fill get their identity."""
         size = self.settings.block_tokens
         assert job.table is not None
         for index in range(job.computed // size, end // size):
-            self.manager.register(job.table.blocks[index], job.keys[index], job.owner)
+            self.manager.register(job.table.blocks[index], job.spec.keys[index], job.owner)
         job.computed = end
         job.scheduled = max(job.scheduled, end)
 

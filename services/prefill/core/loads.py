@@ -119,7 +119,7 @@ class PrefixLoads:
 
     def _settle(self, job: PrefillJob, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
-        tokens = self._state.settings.reused_tokens(job.num_tokens, end)
+        tokens = self._state.settings.reused_tokens(job.spec.tokens, end)
         job.load, job.prefix_blocks = None, end
         job.loaded = tokens - job.cached
         self._state.advance(job, tokens)
@@ -154,9 +154,9 @@ class PrefixLoads:
             return 0
         cheaper = load_is_cheaper(
             self._speeds(source),
-            total_tokens=job.num_tokens,
+            total_tokens=job.spec.tokens,
             local_tokens=job.cached,
-            stored_tokens=settings.reused_tokens(job.num_tokens, blocks),
+            stored_tokens=settings.reused_tokens(job.spec.tokens, blocks),
             token_bytes=settings.token_bytes,
             layers=settings.layers,
         )

@@ -112,12 +112,12 @@ def _check_job(state: PrefillState, job: PrefillJob) -> None:
         assert job.table is None
         assert not job.flying
         return
-    assert 0 <= job.cached <= job.computed <= job.scheduled <= job.num_tokens
+    assert 0 <= job.cached <= job.computed <= job.scheduled <= job.spec.tokens
     assert not job.gated or job.flying == 1
     if job.table is None:
         assert job.finished
         return
-    assert len(job.table.blocks) == state.settings.blocks_for(job.num_tokens)
+    assert len(job.table.blocks) == state.settings.blocks_for(job.spec.tokens)
     if job.load is not None:
         assert isinstance(state.ios.get(job.load.io), LoadFlight)
         assert job.computed == job.cached
@@ -177,7 +177,7 @@ class PrefillScheduler:
             case CancelJob():
                 self._leave(event.job, JobOutcome.LEFT)
             case DeleteKV():
-                jobs = [(job.owner, job.keys) for job in self.state.jobs.values()]
+                jobs = [(job.owner, job.spec.keys) for job in self.state.jobs.values()]
                 self.state.do(delete_kv(self.state.manager, event, [*jobs, *self.copies.owners]))
             case ReplicateBlocks():
                 self._copy(event)
@@ -227,7 +227,7 @@ class PrefillScheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are not in the pool yet."""
-        return sum(job.num_tokens - job.computed for job in self.state.jobs.values())
+        return sum(job.spec.tokens - job.computed for job in self.state.jobs.values())
 
     def drain_seconds(self, now: float | None = None) -> float:
         """Predicted seconds until everything that is queued now is computed.
@@ -259,11 +259,11 @@ class PrefillScheduler:
             state.do(RefuseStaleJob(event.job, self.drain_seconds(), self.taken))
             return
         assert event.job not in state.jobs, "a job's number is never used twice"
-        assert len(event.keys) == event.num_tokens // state.settings.block_tokens, "one key per full block"
+        assert len(event.request.keys) == event.request.tokens // state.settings.block_tokens, "one key per full block"
         state.do(AcceptJob(event.job, self.drain_seconds()))
         job = PrefillJob.of(event, state.settings, state.now)
-        held = len(state.manager.match(job.keys[: state.reusable_blocks(job)]))
-        job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.num_tokens, held))
+        held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
+        job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.spec.tokens, held))
         job.shared_tokens = shared_tokens(state, job)
         state.jobs[event.job] = job
         self.taken = event.job
@@ -274,7 +274,7 @@ class PrefillScheduler:
             return RefusalReason.STOPPED
         if self._draining:
             return RefusalReason.DRAINING
-        if self.state.settings.blocks_for(event.num_tokens) > self.state.settings.blocks:
+        if self.state.settings.blocks_for(event.request.tokens) > self.state.settings.blocks:
             return RefusalReason.TOO_LONG
         return None if self._may_enter(event) else RefusalReason.QUEUE_FULL
 
@@ -282,8 +282,8 @@ class PrefillScheduler:
         jobs, limit = self.state.jobs.values(), self.state.settings.max_queue
         if len(jobs) < limit:
             return True
-        weights = {job.place.tenant: job.place.weight for job in jobs} | {event.tenant: event.weight}
-        return may_admit(Counter(job.place.tenant for job in jobs), event.tenant, limit, weights.__getitem__)
+        weights = {job.place.tenant: job.place.weight for job in jobs} | {event.request.tenant: event.request.weight}
+        return may_admit(Counter(job.place.tenant for job in jobs), event.request.tenant, limit, weights.__getitem__)
 
     def _go_on(self) -> None:
         """Starts jobs and steps as far as there is room; the step in front does not wait for late layers for ever."""
@@ -387,7 +387,7 @@ class PrefillScheduler:
         if job is not None and job.outgoing is not None:
             job.outgoing.io = None
             if result.damaged_block is not None:
-                self.state.manager.forget(job.keys[result.damaged_block :])
+                self.state.manager.forget(job.spec.keys[result.damaged_block :])
         self._leave(number, JobOutcome.IO_FAILED)
 
     def _computed(self, job: PrefillJob) -> None:
@@ -395,7 +395,7 @@ class PrefillScheduler:
         now = self.state.now
         job.token_at = now
         began = job.first_step_at if job.first_step_at is not None else now
-        computed = job.num_tokens - job.cached - job.loaded
+        computed = job.spec.tokens - job.cached - job.loaded
         told = (job.cached, job.loaded, computed, began - job.added_at, now - began)
         self.state.do(ReportFirstToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
         if self._sends.finish(job):

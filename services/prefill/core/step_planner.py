@@ -37,9 +37,9 @@ def start_next(state: PrefillState) -> PrefillJob | None:
     if not _engine_short_of_work(state, first):
         return None
     job = state.jobs[first.number]
-    held = state.manager.match(job.keys[: state.reusable_blocks(job)])
+    held = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])
     state.manager.acquire(held)
-    missing = state.settings.blocks_for(job.num_tokens) - len(held)
+    missing = state.settings.blocks_for(job.spec.tokens) - len(held)
     if not state.manager.can_allocate(missing):
         state.manager.release(held)
         return None
@@ -64,10 +64,10 @@ def _engine_short_of_work(state: PrefillState, first: QueueKey) -> bool:
 
 def _tokens_ahead(state: PrefillState, job: PrefillJob) -> int:
     if job.load is None or job.gated:
-        return 0 if wait_for_other_load_until(state, job) is not None else job.num_tokens - job.scheduled
+        return 0 if wait_for_other_load_until(state, job) is not None else job.spec.tokens - job.scheduled
     if wait_for_layers(state, job.load, step_s=0.0) != 0.0:
         return 0
-    return job.num_tokens - job.load.end * state.settings.block_tokens
+    return job.spec.tokens - job.load.end * state.settings.block_tokens
 
 
 CORE_SHARE_WEIGHT = 0.2
@@ -172,7 +172,7 @@ class StepPlanner:
         """Predicted seconds of as much of a job as a step can have."""
         settings = self._state.settings
         start = self._start(job)
-        end = min(job.num_tokens, start + settings.step_tokens)
+        end = min(job.spec.tokens, start + settings.step_tokens)
         speeds = self._state.tracker.speeds
         return prefill_seconds(speeds, end - start, start, steps=1, begins=job.first_step_at is None)
 
@@ -184,7 +184,7 @@ class StepPlanner:
     def _plannable(self, job: PrefillJob) -> bool:
         if job.table is None or job.gated or job.settling:
             return False
-        return job.scheduled < job.num_tokens
+        return job.scheduled < job.spec.tokens
 
     def _under_way(self) -> set[BlockKey]:
         """Keys of the blocks that steps in flight compute."""
@@ -198,13 +198,13 @@ class StepPlanner:
     def _keys(self, job: PrefillJob, share: SequenceSlice) -> tuple[BlockKey, ...]:
         """Of the blocks that a share fills."""
         size = self._state.settings.block_tokens
-        return () if share.full_hit else job.keys[share.start // size : share.end // size]
+        return () if share.full_hit else job.spec.keys[share.start // size : share.end // size]
 
     def _is_under_way(self, job: PrefillJob, share: SequenceSlice, under_way: set[BlockKey]) -> bool:
         """Whether a job that has not begun would compute what another computes just now: soon it will be found."""
         at = share.start // self._state.settings.block_tokens
         begins = job.first_step_at is None and job.load is None and not job.loaded and not share.full_hit
-        return begins and at < self._state.reusable_blocks(job) and job.keys[at] in under_way
+        return begins and at < self._state.reusable_blocks(job) and job.spec.keys[at] in under_way
 
     def _is_loaded(self, job: PrefillJob) -> bool:
         """Whether what the job would compute comes for another one; notes until when it waits for that."""
@@ -232,28 +232,28 @@ class StepPlanner:
         if job.first_step_at is None and job.load is None and not job.loaded:
             self.match_again(job)
         start = self._start(job)
-        end = min(job.num_tokens, start + budget)
-        if end < job.num_tokens:
+        end = min(job.spec.tokens, start + budget)
+        if end < job.spec.tokens:
             end -= end % size
         if end <= start:
             return None
         begins = job.load is not None or start == job.cached + job.loaded
         prefix_blocks = job.prefix_blocks if job.load is None else job.load.end
         loading, full_hit = job.load is not None, start < prefix_blocks * size
-        return SequenceSlice(job.number, start, end, begins, end == job.num_tokens, loading, full_hit)
+        return SequenceSlice(job.number, start, end, begins, end == job.spec.tokens, loading, full_hit)
 
     def _start(self, job: PrefillJob) -> int:
         """The next token that is to be computed; with a load under way, the first one behind it."""
         if job.load is None:
             return job.scheduled
-        return self._state.settings.reused_tokens(job.num_tokens, job.load.end)
+        return self._state.settings.reused_tokens(job.spec.tokens, job.load.end)
 
     def match_again(self, job: PrefillJob) -> None:
         """Blocks that others computed since the job was started need not be computed again."""
         state = self._state
         assert job.table is not None
         held = job.prefix_blocks
-        more = state.manager.match(job.keys[: state.reusable_blocks(job)])[held:]
+        more = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])[held:]
         if not more:
             return
         state.manager.acquire(more)

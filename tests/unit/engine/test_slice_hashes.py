@@ -11,6 +11,7 @@ import pytest
 from moonpool.kv.keys import BlockKey, slice_hash, tokens_to_bytes
 from moonpool.sampling_params import GREEDY, SampleSpec
 from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
 from services.prefill.core import actions, events
@@ -129,7 +130,7 @@ class Walk:
         stored = next((i for i, key in enumerate(keys) if (key, 0) not in self.stored), len(keys))
         sources = (events.KVSource("store", stored),) if self.random.random() < 0.7 else ()
         self.prompts[number] = ids
-        self.post(events.SubmitJob(number, len(ids), tuple(keys), 0, sources))
+        self.post(events.SubmitJob(number, EngineRequest(tuple(keys), len(ids), len(ids)), 0, sources))
 
     def load(self, order: actions.LoadBlocks) -> None:
         """Loads what a store has beyond the cached blocks: some of it behind a gated step, or not to its end."""

@@ -140,7 +140,7 @@ class PrefillMachine(RuleBasedStateMachine):
         action = world.ios[io]
         if not fails and not isinstance(action, actions.WriteBackBlocks):
             assert isinstance(action, actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict)
-            known = damaged < len(world.clients[action.job].arrive.keys)
+            known = damaged < len(world.clients[action.job].arrive.request.keys)
             world.end(io, events.IoFailed(damaged if known and isinstance(action, actions.AwaitVerdict) else None))
         else:
             world.finish_io(io)

@@ -50,7 +50,7 @@ def test_what_a_step_says() -> None:
     (order,) = [action for action in it.done if isinstance(action, actions.RunStep)]
     assert order == actions.RunStep(1, (actions.ChunkOrder(1, 0, 32, (0, 1), last=False),), gated=False)
     it.run_step(1)
-    assert it.core.state.manager.keys() == list(it.clients[1].arrive.keys)
+    assert it.core.state.manager.keys() == list(it.clients[1].arrive.request.keys)
     assert it.steps[2].order.chunks == (actions.ChunkOrder(1, 32, 40, (0, 1, 2), last=True),)
     it.now = 3.0
     it.run_step(2)
@@ -265,7 +265,7 @@ def test_a_load_of_the_whole_prompt_leaves_its_last_token(busy: bool) -> None:
     assert run(it) == [[(1 + busy, 47, 48)]]
     assert client.token is not None
     assert (client.token.loaded_tokens, client.token.computed_tokens) == (47, 1)
-    assert it.core.state.manager.keys() == list(client.arrive.keys)
+    assert it.core.state.manager.keys() == list(client.arrive.request.keys)
 
 
 def test_what_is_held_whole_is_not_loaded() -> None:

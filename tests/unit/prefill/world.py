@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
 from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
 from services.prefill.core import actions, events
 from services.prefill.core.jobs import PrefillSettings
@@ -46,9 +47,9 @@ class Client:
 
     def content(self, index: int) -> Content:
         """What block `index` must hold."""
-        if index < len(self.arrive.keys):
-            return ("key", self.arrive.keys[index])
-        return ("tail", self.arrive.keys, self.arrive.num_tokens)
+        if index < len(self.arrive.request.keys):
+            return ("key", self.arrive.request.keys[index])
+        return ("tail", self.arrive.request.keys, self.arrive.request.tokens)
 
 
 @dataclass
@@ -119,8 +120,10 @@ class World:
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
-        whose = tenant, priority, weight, reuse, transient, max_queue_s
-        client = Client(events.SubmitJob(number, num_tokens, chain, held, sources, copies, *whose))
+        spec = EngineRequest(
+            chain, num_tokens, num_tokens, tenant=tenant, priority=priority, weight=weight, transient=transient
+        )
+        client = Client(events.SubmitJob(number, spec, held, sources, copies, reuse, max_queue_s))
         self.clients[number] = client
         self.post(client.arrive)
         return client
@@ -305,15 +308,15 @@ class World:
         """Cached, loaded and computed tokens make up the prompt, each computed once."""
         at = told.cached_tokens + told.loaded_tokens
         for start, end in client.counted:
-            assert start == at, f"{client.counted} of {client.arrive.num_tokens}"
+            assert start == at, f"{client.counted} of {client.arrive.request.tokens}"
             at = end
-        assert at == client.arrive.num_tokens
+        assert at == client.arrive.request.tokens
         assert told.computed_tokens == at - told.cached_tokens - told.loaded_tokens
 
     def _sent_whole(self, client: Client) -> None:
         held = client.arrive.held_blocks
         if held is not None:
-            blocks = range(held, self.settings.blocks_for(client.arrive.num_tokens))
+            blocks = range(held, self.settings.blocks_for(client.arrive.request.tokens))
             assert set(client.sent) == {(layer, index) for layer in range(LAYERS) for index in blocks}
 
     # --- to the end ------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_what_is_known_before_its_kv_has_come_waits_for_it() -> None:
     world = World(config(64))
     number = world.reserve(prompt(2 * BT + 3), ANSWER)
     assert number is not None
-    keys = world.asked[number].keys
+    keys = world.asked[number].request.keys
     world.start(number, known=2 * BT)
     assert world.run is None
     assert world.core.requests[number].sequences[0].keys == list(keys), "blocks that come are the prompt's alone"

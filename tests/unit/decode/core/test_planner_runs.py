@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded
 from services.decode.core.actions import (
     Action,
@@ -101,7 +102,8 @@ class Clock:
         self._asked.append(ask)
         number, total = len(self._asked), ask.prompt + LONGEST
         self._at(max(self.now, ask.left_at), AbortRequest(number, "cancelled"))
-        self._post(ReserveBlocks(number, keys(number, ask.prompt), ask.prompt, ask.prompt, total, ask.tbt_slo_s))
+        spec = EngineRequest(keys(number, ask.prompt), ask.prompt, ask.prompt)
+        self._post(ReserveBlocks(number, spec, total, ask.tbt_slo_s))
 
     def _at(self, when: int, event: Event | Ask) -> None:
         self._count += 1
@@ -283,7 +285,7 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     out: list[Action] = []
     events: list[Event] = [
         StreamOpened(1, "c"),
-        ReserveBlocks(1, (), 5, 5, 50),
+        ReserveBlocks(1, EngineRequest((), 5, 5), 50),
         TransferOpened(1),
         TransferComplete(1),
         StartDecoding(1, 1, 0),
@@ -294,7 +296,7 @@ def test_a_run_is_cut_for_who_waits_and_for_nobody_else() -> None:
     out.clear()
     events = [
         RunProgress(1, 2, 0.0),
-        ReserveBlocks(2, (), 5, 5, 50),
+        ReserveBlocks(2, EngineRequest((), 5, 5), 50),
         TransferOpened(2),
         TransferComplete(2),
         StartDecoding(2, 1, 0),
@@ -316,7 +318,8 @@ def test_a_patient_step_is_hurried_for_who_waits_and_is_not_patient(run_steps: i
     core, out = DecodeScheduler(config), list[Action]()
     core.handle(0.0, StreamOpened(1, "c"), out)
     for number in (1, 2, 3, 4):
-        for event in (ReserveBlocks(number, (), 5, 5, 50), TransferOpened(number), TransferComplete(number)):
+        asked = ReserveBlocks(number, EngineRequest((), 5, 5), 50)
+        for event in (asked, TransferOpened(number), TransferComplete(number)):
             core.handle(0.0, event, out)
         core.handle(0.0, StartDecoding(number, 1, 0, patient=number < 3), out)
     cuts = [StopRun(1), StopRun(1, hurried=True)] if run_steps > 1 else [StopRun(1, hurried=True)]
@@ -333,7 +336,7 @@ def begun(config: DecodeSettings, total: int = 14) -> tuple[DecodeScheduler, lis
     core, out = DecodeScheduler(config), list[Action]()
     for event in (
         StreamOpened(1, "c"),
-        ReserveBlocks(1, keys(1, 5), 5, 5, total),
+        ReserveBlocks(1, EngineRequest(keys(1, 5), 5, 5), total),
         TransferOpened(1),
         TransferComplete(1),
         StartDecoding(1, 1, 0),

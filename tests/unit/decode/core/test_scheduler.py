@@ -158,7 +158,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def tear(self, leading: int) -> None:
         """Whoever finds the blocks that were whole needs no more of them, and `World` looks at what is in them."""
         number = self.states(RequestStatus.PROMISED)[0]
-        request, keys = self.world.core.requests[number], self.world.asked[number].keys
+        request, keys = self.world.core.requests[number], self.world.asked[number].request.keys
         whole = 0 if request.owner.transient else min(leading, len(keys))
         self.world.tear(number, leading)
         assert number in self.world.failed
@@ -253,7 +253,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert [action.stream for action in out if isinstance(action, FenceConductor)] == [loser] * (loser is not None)
         if taken:
             self.fences[number] = fence
-            numbers = range(number, number + world.asked[number].width)
+            numbers = range(number, number + world.asked[number].request.width)
             told = [(world.heard.get(other), world.answers.get(other, [])) for other in numbers]
             assert all(heard == answer for heard, answer in told), "not a token lost or doubled"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
+from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded, Tick, digest_of
 from services.decode.core.actions import (
     Action,
@@ -70,7 +71,7 @@ def config(blocks: int, **settings: object) -> DecodeSettings:
 
 def preemptible(number: int, rank: float = 0.0, preemptions: int = 0) -> DecodeRequest:
     """A request for `choose_victim`."""
-    request = DecodeRequest.of(ReserveBlocks(number, (), 10, 10, 20), rank, rank)
+    request = DecodeRequest.of(ReserveBlocks(number, EngineRequest((), 10, 10), 20), rank, rank)
     request.preemption.count = preemptions
     return request
 
@@ -146,11 +147,17 @@ class World:
         for index, length in enumerate(answers):
             self.sequences[number + index] = Sequence(array("i", prompt), length, len(prompt), number, index)
         keys = tuple(self.sequences[number].keys())
-        lengths = len(prompt), len(prompt), total_tokens
-        self.asked[number] = ReserveBlocks(
-            number, keys, *lengths, slo, conductor, stores, len(answers), starts_in_s, beams, resumable,
-            priority=priority, tenant=tenant, logprob_bytes=logprob_bytes,
-        )  # fmt: skip
+        spec = EngineRequest(
+            keys,
+            len(prompt),
+            len(prompt),
+            len(answers),
+            logprob_bytes,
+            tenant,
+            priority,
+        )
+        asked = spec, total_tokens, slo, conductor, stores, starts_in_s, beams, resumable
+        self.asked[number] = ReserveBlocks(number, *asked)
         self.post(self.asked[number])
         if number not in self.core.requests:
             for index in range(len(answers)):
@@ -186,7 +193,7 @@ class World:
             self.followers[other], self.heard[other] = stream, list(self.answers[other])
             finishes.append(STOP if len(self.answers[other]) == it.answer else 0)
             more.append(len(self.answers[other]) - 1)
-            keys.append(tuple(it.keys()[len(self.asked[number].keys) : (len(it.tokens) - 1) // BT]))
+            keys.append(tuple(it.keys()[len(self.asked[number].request.keys) : (len(it.tokens) - 1) // BT]))
         finish, *others = finishes
         behind = (tuple(more), tuple(keys)) if known else ((), ())
         self.post(StartDecoding(number, stream, finish, tuple(others), (), *behind))
@@ -202,7 +209,8 @@ class World:
     def positions(self, number: int) -> tuple[int, ...]:
         """Behind what a client has heard of each answer; of beams nothing comes before their end."""
         asked = self.asked[number]
-        return tuple([0 if asked.beams else len(self.heard[other]) for other in range(number, number + asked.width)])
+        numbers = range(number, number + asked.request.width)
+        return tuple([0 if asked.beams else len(self.heard[other]) for other in numbers])
 
     def close(self, stream: int) -> None:
         """A conductor's stream ends: nobody hears its sequences any more."""
@@ -352,7 +360,7 @@ class World:
             (self.hypotheses[ranked.id][number].tolist()[it.prompt :], score) for number, score in ranked.hypotheses
         ]
         start = it.tokens[: it.prompt].tolist()
-        assert found == plain_search(start, asked.width, asked.total_tokens - it.prompt, asked.beams)
+        assert found == plain_search(start, asked.request.width, asked.total_tokens - it.prompt, asked.beams)
         self.searched[ranked.id] = found
 
     def _write(self, it: Sequence, position: int) -> None:

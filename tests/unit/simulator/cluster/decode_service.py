@@ -237,12 +237,13 @@ class Service:
         return self._numbers.get(number, UNKNOWN + number)
 
     def _reserve(self, event: ReserveBlocks) -> None:
-        params = SamplingParams(max_tokens=event.total_tokens - event.prompt_tokens, n=event.width)
-        sampling = SequenceSampling.of(params, event.prompt_tokens, ())
+        params = SamplingParams(max_tokens=event.total_tokens - event.request.prompt_tokens, n=event.request.width)
+        sampling = SequenceSampling.of(params, event.request.prompt_tokens, ())
         tokens = tokens_of(event, self._word(event.id))
         keys = block_keys(BlockKey(ROOT), tokens, self.engine.layout.block_tokens)
-        self._key_of.update(zip(event.keys, keys, strict=True))
-        incoming = IncomingRequest(f"r{event.id}", tokens, keys, BlockKey(ROOT), event.tenant, sampling)
+        self._key_of.update(zip(event.request.keys, keys, strict=True))
+        spec = replace(event.request, keys=tuple(keys))
+        incoming = IncomingRequest(f"r{event.id}", tokens, BlockKey(ROOT), sampling, spec)
         stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
         with suppress(Overloaded):  # the core's answer is in the journal
             promised, _ = self.shell.reserve(
@@ -257,9 +258,9 @@ def tokens_of(event: ReserveBlocks, word: int) -> "array[int]":
 
     The answer, and what of the prompt follows its last full block, are one word again and again.
     """
-    words = [crc32(key) >> 1 for key in event.keys[: event.prompt_tokens // BT]]
+    words = [crc32(key) >> 1 for key in event.request.keys[: event.request.prompt_tokens // BT]]
     prompt = [it for it in words for _ in range(BT)]
-    return array("i", [*prompt, *[word] * (event.tokens - len(prompt))])
+    return array("i", [*prompt, *[word] * (event.request.tokens - len(prompt))])
 
 
 def request_numbers(script: list[Noted]) -> dict[int, int]:
@@ -268,7 +269,7 @@ def request_numbers(script: list[Noted]) -> dict[int, int]:
     for event in (noted.event for noted in script):
         full: Listed[tuple[int, BlockKey]] = ()
         if isinstance(event, ReserveBlocks):
-            full = [(event.id, key) for key in event.keys]
+            full = [(event.id, key) for key in event.request.keys]
         elif isinstance(event, RunProgress | RunDone):
             full = event.filled
         found.update({it: int.from_bytes(key[16:], "little") >> 32 for it, key in full if key.startswith(b"answer")})

@@ -214,9 +214,9 @@ def instance(source: events.KVSource) -> kv_pb2.Instance:
 
 def request_of(event: events.SubmitJob) -> LivePrefill:
     """The request of an arrival, as the contract has it."""
-    sampling = SequenceSampling.of(SamplingParams(max_tokens=1), event.num_tokens, ())
-    tokens = array("i", [event.job] * event.num_tokens)
-    incoming = IncomingRequest(f"r{event.job}", tokens, event.keys, BlockKey(ROOT), event.tenant, sampling)
+    sampling = SequenceSampling.of(SamplingParams(max_tokens=1), event.request.tokens, ())
+    tokens = array("i", [event.job] * event.request.tokens)
+    incoming = IncomingRequest(f"r{event.job}", tokens, BlockKey(ROOT), sampling, event.request)
     target = None if event.held_blocks is None else kv_pb2.TransferTarget(held_blocks=event.held_blocks)
     sources = [prefill_pb2.PrefixSource(instance=instance(it), blocks=it.blocks) for it in event.sources]
     copies = [kv_pb2.Instance(id=copy.store) for copy in event.copies]
