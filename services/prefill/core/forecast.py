@@ -11,20 +11,20 @@ from moonpool.scheduling.latency import Speeds, load_seconds, prefill_seconds
 from services.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, StepFlight
 
 LAYER_STALL_S = 0.02
-"""A step waits so long, and two layers' time, for a layer that is late while others wait."""
+"""Seconds, besides two layers' time, that a step waits for a late layer while other jobs wait."""
 
 
 TIMER_GRAIN_S = 0.0005
-"""A step may begin so much before its time: event loops have timers of this grain."""
+"""A step may begin this many seconds early: the resolution of an event loop's timers."""
 
 
 def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
     """Seconds from one layer of a load to the next: measured once two have come, predicted before.
 
-    The first layer's time says little: it includes that of connecting and looking up.
+    The first layer is left out: its time includes connecting and looking up.
     """
     if load.layers > 1:
-        return (load.moved_at - load.first_at) / (load.layers - 1)
+        return (load.progressed_at - load.first_at) / (load.layers - 1)
     nbytes = (load.end - load.first) * state.settings.slice_bytes
     return load_seconds(state.tracker.speeds, nbytes)
 
@@ -38,19 +38,19 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
     """Seconds after which a step would find each layer of the load in time.
 
     Args:
-        state: the core's.
-        load: is followed layer by layer.
+        state: of the scheduler.
+        load: that the step follows layer by layer.
         step_s: seconds of the step, spread evenly over the layers.
 
     Returns:
-        0 = begin now; None = not to be foreseen: no layer has come yet, or the next one is long overdue.
+        0 = begin now; None = unknown: no layer has arrived yet, or the next one is long overdue.
     """
     layers = state.settings.layers
     if load.layers == layers:
         return 0.0
     each = layer_seconds(state, load)
-    next_at = load.moved_at + each
-    if not load.layers or load.overtaken or state.now > next_at + stall_grace(state, load):
+    next_at = load.progressed_at + each
+    if not load.layers or load.stalled or state.now > next_at + stall_grace(state, load):
         return None
     next_in = max(0.0, next_at - state.now)
     last_in = next_in + (layers - 1 - load.layers) * each
@@ -60,14 +60,14 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
 
 
 OVERDUE_RATIO = 2.0
-"""A step that takes so many times longer than expected tells of itself before it is over."""
+"""A step this many times longer than predicted lowers the engine's speed before it ends."""
 
 
 def queue_seconds(state: PrefillState, now: float) -> float:
-    """Seconds until everything that is queued now is computed, with all of the engine's cores.
+    """Seconds until all queued jobs are computed, with all of the engine's cores.
 
-    Each prompt counts by itself, so that its tokens attend to its own context only. Short prompts share steps. Stages
-    work on several steps at once: the time of all steps is divided among them. The step in front is partly done.
+    Each prompt counts alone: its tokens attend to its own context only. Short prompts share steps. Pipeline stages
+    compute several steps at once, so the time of all steps is divided among them. The step in front is partly done.
     """
     speeds, settings = state.tracker.speeds, state.settings
     work, tokens = 0.0, 0
@@ -82,33 +82,33 @@ def queue_seconds(state: PrefillState, now: float) -> float:
 
 
 def speeds_now(state: PrefillState, now: float) -> Speeds:
-    """The engine's speeds, as far as is known now: a step of which nothing is heard tells before it is over."""
+    """The engine's speeds at `now`: a step that takes too long counts before it ends."""
     speeds, front = state.tracker.speeds, state.front
     if front is None or front.gated:
         return speeds
-    expected_s = _step_seconds(state, front) / state.share
-    late = (now - max(front.began_at, front.moved_at)) / expected_s if expected_s else 1.0
+    expected_s = _step_seconds(state, front) / state.core_share
+    late = (now - max(front.began_at, front.progressed_at)) / expected_s if expected_s else 1.0
     return speeds.slowed_prefill(late) if late > OVERDUE_RATIO else speeds
 
 
 def _done_seconds(state: PrefillState, now: float) -> float:
-    """Of the step that is being computed, as far as its prediction holds; 0 in a pipeline, where steps overlap."""
+    """Seconds done of the step being computed, at most its prediction; 0 in a pipeline, where steps overlap."""
     front = state.front
     if front is None or state.settings.stages > 1:
         return 0.0
-    return min(state.share * (now - front.began_at), _step_seconds(state, front))
+    return min(state.core_share * (now - front.began_at), _step_seconds(state, front))
 
 
 def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
     """Predicted seconds of a step."""
     speeds = state.tracker.speeds
-    chunks = [(share.end - share.start, share.start, share.first) for share in flight.shares]
+    chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
     whole_s = sum([prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks])
     return speeds.prefill_base_s + whole_s
 
 
 def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
-    """Leading tokens of a job which the jobs before it compute: it will find them."""
+    """Leading tokens of a job that earlier jobs compute, and the job will find cached."""
     keys, most = job.spec.keys[: state.reusable_blocks(job)], 0
     for other in state.jobs.values() if keys else ():
         if other.number < job.number and other.reuse and not other.owner.transient and other.spec.keys[:1] == keys[:1]:
@@ -117,10 +117,7 @@ def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
 
 
 def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
-    """A job has left early: the first of those that were to find its blocks computes them, where the others find them.
-
-    What it has computed is there.
-    """
+    """A job has ended early: the first job that was to find its blocks computes those that are missing."""
     for job in state.jobs.values():
         if job.number > gone.number and job.shared_tokens and job.spec.keys[:1] == gone.spec.keys[:1]:
             held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
@@ -135,20 +132,20 @@ def common_prefix(one: Sequence[BlockKey], other: Sequence[BlockKey]) -> int:
 
 
 def _done_tokens(job: PrefillJob) -> int:
-    """Leading tokens that are there, or are expected to come without being computed."""
+    """Leading tokens that have KV, or are expected to get KV without being computed."""
     if job.table is None and job.token_at is None:
         return max(job.expected_tokens, job.shared_tokens)
     return max(job.computed, job.shared_tokens) if job.first_step_at is None and job.load is None else job.computed
 
 
 def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
-    """Until when a job that has not begun waits for the load of another one, which brings what it would compute first.
+    """Until when a job without steps waits for another job's load of the blocks that it would compute first.
 
-    It waits only where all of the load is expected sooner than its own part of it could be computed, and no longer
-    than a layer of it may be late.
+    The job waits only if the whole load is expected before it could compute these blocks, and only until a layer of the
+    load is late.
 
     Returns:
-        Seconds; None = nothing is waited for.
+        Seconds; None if it does not wait.
     """
     at = job.scheduled // state.settings.block_tokens
     begins = job.first_step_at is None and job.load is None and not job.loaded
@@ -164,12 +161,12 @@ def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | N
 
 
 def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
-    """Whether a started job that goes before it is to compute all that its sources have, and has not yet."""
+    """Whether an earlier started job is to compute all blocks that this job's sources hold, and has not yet."""
     most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
     for other in state.started.values():
         computes = other.load is None and other.computed < most * state.settings.block_tokens
-        # Who has the same keys is of the same tenant.
-        found = other.reuse and not other.owner.transient and other.place.own < job.place.own
+        # Jobs with the same keys are of the same tenant.
+        found = other.reuse and not other.owner.transient and other.queue_key.own < job.queue_key.own
         if computes and found and common_prefix(job.spec.keys, other.spec.keys) >= most:
             return True
     return False
@@ -178,12 +175,12 @@ def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
 def _wait_pays_until(
     state: PrefillState, job: PrefillJob, at: int, other: PrefillJob, load: PrefixLoad
 ) -> float | None:
-    """When a load is late; None where it is, or it is better not waited for."""
+    """When a load will be late; None if it is late, or computing is faster than waiting."""
     each_s, size = layer_seconds(state, load), state.settings.block_tokens
-    late_at = load.moved_at + each_s + stall_grace(state, load)
-    if load.overtaken or other.owner.transient or state.now >= late_at:
+    late_at = load.progressed_at + each_s + stall_grace(state, load)
+    if load.stalled or other.owner.transient or state.now >= late_at:
         return None
     end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], other.spec.keys), load.end)
     compute_s = prefill_seconds(state.tracker.speeds, (end - at) * size, at * size, steps=1, begins=False)
-    left_s = load.moved_at + each_s * (state.settings.layers - load.layers) - state.now
+    left_s = load.progressed_at + each_s * (state.settings.layers - load.layers) - state.now
     return late_at if left_s < compute_s else None

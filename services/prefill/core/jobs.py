@@ -1,8 +1,9 @@
-"""State of the prefill scheduler: settings, jobs, their outgoing KV, and I/O in flight with the blocks it holds."""
+"""State of the prefill scheduler: settings, jobs, their outgoing KV, and I/O in flight with the blocks it pins."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from moonpool.kv.keys import BlockKey
@@ -24,11 +25,11 @@ from services.prefill.core.actions import (
 from services.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
 
 MERGE_BYTES = 128 << 10
-"""Slices of several layers leave in one batch until they make so many bytes: a message costs about 150 us."""
+"""Slices of several layers are sent in one batch of up to this many bytes: a message costs about 150 us."""
 
 
 class BlockSpan(NamedTuple):
-    """Blocks [first, end) of one layer that are whole. `step`: the step that made them, None for a prefix."""
+    """Whole blocks [first, end) of one layer. `step`: the step that computed them; None for a prefix."""
 
     layer: int
     first: int
@@ -38,29 +39,34 @@ class BlockSpan(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingKV:
-    """One prompt's way to decode. Waiting slices are positions only: the bytes stay in the pool until they are sent."""
+    """The KV of one prompt on its way to decode. Queued slices are positions: the bytes stay in the pool until sent.
+
+    Attributes:
+        handed: for each layer a bitmap of the blocks queued or sent; blocks that decode holds count as sent.
+        pending: queued spans.
+        io: opening, sending or waiting for the verdict: one at a time.
+        open: the transfer is open.
+    """
 
     num_blocks: int
     handed: list[int]
-    """Per layer one bit for each block handed over; blocks that decode holds count as handed over."""
     pending: deque[BlockSpan] = field(default_factory=deque)
     io: int | None = None
-    """Opening, sending or waiting for the verdict: one at a time."""
     open: bool = False
     sent_bytes: int = 0
 
     @classmethod
     def of(cls, layers: int, num_blocks: int, held_blocks: int) -> "OutgoingKV":
-        """For a prompt of which decode holds the leading blocks."""
+        """For a prompt whose leading `held_blocks` decode holds."""
         return cls(num_blocks, [(1 << held_blocks) - 1] * layers)
 
     @property
     def whole(self) -> bool:
-        """Whether every slice was handed over."""
+        """Whether every slice was queued or sent."""
         return all(handed == (1 << self.num_blocks) - 1 for handed in self.handed)
 
     def add(self, layer: int, first: int, end: int, step: int | None) -> None:
-        """Queues blocks [first, end) of a layer, which must not change any more; those queued before are skipped."""
+        """Queues blocks [first, end) of a layer, which must not change any more; skips those queued before."""
         todo = _block_bits(first, end) & ~self.handed[layer]
         self.handed[layer] |= todo
         while todo:
@@ -71,7 +77,7 @@ class OutgoingKV:
             todo = run >> length << begin + length
 
     def take_back(self, first: int) -> None:
-        """Blocks from `first` on will be computed anew: what of them waits is not sent now, but then."""
+        """Removes blocks from `first` on from the queue: they will be computed again and sent then."""
         kept = deque[BlockSpan]()
         for span in self.pending:
             if span.first < first:
@@ -81,7 +87,7 @@ class OutgoingKV:
         self.pending = kept
 
     def take(self, slice_bytes: int) -> list[BlockSpan]:
-        """The next batch to send: one layer's spans, and more layers while they are small."""
+        """The next batch to send: spans of one layer, and of further layers up to `MERGE_BYTES`."""
         batch, size = [self.pending.popleft()], 0
         while self.pending:
             size += (batch[-1].end - batch[-1].first) * slice_bytes
@@ -97,69 +103,134 @@ def _block_bits(first: int, end: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
-    """What an instance's core is told once."""
+    """Settings of one prefill instance.
+
+    Attributes:
+        blocks: of the pool.
+        slice_bytes: one layer of one block.
+        step_tokens: most tokens of a step; at least one block.
+        stages: most steps in flight.
+        max_started: most jobs with blocks.
+        max_queue: most jobs; more are refused.
+        load_timeout_s: seconds that a load may take beyond the prediction.
+        verdict_timeout_s: longest wait for decode's verdict, seconds.
+    """
 
     blocks: int
-    """Of the KV pool."""
     block_tokens: int
     layers: int
     slice_bytes: int
-    """One layer of one block."""
     step_tokens: int
-    """Tokens computed by one step at most; at least one block."""
     stages: int = 1
-    """Steps in flight at most."""
     max_started: int = 64
-    """Jobs that hold blocks at most."""
     max_queue: int = 1024
-    """Jobs at most; more are refused."""
     load_timeout_s: float = 5.0
-    """A load may take so many seconds beyond what is predicted."""
     verdict_timeout_s: float = 30.0
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token."""
+        """Bytes of KV of one token."""
         return self.layers * self.slice_bytes // self.block_tokens
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that so many tokens need."""
+        """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Tokens of a prompt that need not be computed where its leading blocks are there: the last one always is."""
+        """Tokens of a prompt that need not be computed if `blocks` leading blocks have KV; the last token always is."""
         return min(blocks * self.block_tokens, tokens - 1)
 
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """A job's blocks. They are released when neither the job nor any I/O holds them."""
+    """A job's blocks. They are released when neither the job nor any I/O pins them."""
 
     blocks: list[int]
-    holds: int = 1
+    pins: int = 1
 
 
 @dataclass(slots=True, eq=False)
 class PrefixLoad:
-    """A prefix that is being loaded: blocks [first, end) of the job."""
+    """A prefix that is being loaded: blocks [first, end) of the job.
+
+    Attributes:
+        io: of the load.
+        source: index in the job's sources.
+        progressed_at: when the last layer arrived, or the load began, seconds.
+        first_at: when the first layer arrived, seconds.
+        layers: leading layers that have arrived.
+        stalled: a step has waited too long for it: no step follows it layer by layer any more.
+    """
 
     io: int
     source: int
     first: int
     end: int
-    moved_at: float
-    """When the last layer came, or the load began."""
+    progressed_at: float
     first_at: float = 0.0
-    """When the first layer came."""
     layers: int = 0
-    """Leading layers that are there."""
-    overtaken: bool = False
-    """It has stalled under a step: no step follows it layer by layer any more."""
+    stalled: bool = False
+
+
+class JobStatus(Enum):
+    """State of a job; `TRANSITIONS` has the changes that may happen."""
+
+    WAITING = "waiting"
+    """In the queue, without blocks."""
+    STARTED = "started"
+    """Has blocks for its whole prompt. No step was planned; its prefix may be loading."""
+    COMPUTING = "computing"
+    """Steps compute it; its KV is sent meanwhile."""
+    COMPUTED = "computed"
+    """Its first token was reported. Its KV is sent, or decode's verdict is awaited."""
+    ENDED = "ended"
+    """Not one of the scheduler's jobs any more; I/O may still pin its blocks."""
+
+
+TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
+    JobStatus.WAITING: frozenset({JobStatus.STARTED, JobStatus.ENDED}),
+    JobStatus.STARTED: frozenset({JobStatus.COMPUTING, JobStatus.ENDED}),
+    JobStatus.COMPUTING: frozenset({JobStatus.COMPUTED, JobStatus.ENDED}),
+    JobStatus.COMPUTED: frozenset({JobStatus.ENDED}),
+    JobStatus.ENDED: frozenset(),
+}
+"""For each status the ones that may follow. A job begins as WAITING."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
-    """One prompt."""
+    """One prompt.
+
+    Attributes:
+        number: of the job.
+        spec: what was asked for: tokens, keys, tenant.
+        sources: instances that a prefix may be loaded from, best first.
+        copies: kvstores that blocks are written to.
+        outgoing: KV on its way to decode; None = the KV is not sent.
+        added_at: when the job was queued, seconds.
+        queue_key: place in the fair queue.
+        expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
+        owner: tenant of its KV, and whether its blocks may be kept.
+        shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until its first step.
+        reuse: cached and stored blocks may be used; False = every token is computed.
+        next_source: index of the source tried next.
+        status: set by `set_status` only.
+        first_step_at: when its first step was planned, seconds.
+        token_at: when it was computed, seconds.
+        table: its blocks; bound when it starts, unbound when nothing of it is to be computed or sent.
+        prefix_blocks: leading blocks that were cached or loaded. May grow until the first step is planned.
+        cached: leading tokens that need not be computed because they were cached.
+        loaded: further tokens that need not be computed because they were loaded.
+        computed: leading tokens that are cached, loaded or computed, in all layers. Never shrinks.
+        scheduled: leading tokens that have KV, or are in flight.
+        load: the prefix being loaded.
+        slices_in_flight: its live slices in steps in flight.
+        gated: its slice in flight follows the load: no further slice is planned until that one is done.
+        blocked_by: I/O on blocks that are to be computed again: until it ends, no slice is planned.
+        put_until: for each copy, blocks before this index were written or need not be.
+        misses: blocks that a kvstore lacked.
+        loads: loads that arrived whole.
+    """
 
     number: int
     spec: EngineRequest
@@ -167,38 +238,26 @@ class PrefillJob:
     copies: tuple[WriteBackTarget, ...]
     outgoing: OutgoingKV | None
     added_at: float
-    place: QueueKey
+    queue_key: QueueKey
     expected_tokens: int
-    """Leading tokens that are expected not to be computed; for predictions, until the job starts."""
     owner: KVOwner
     shared_tokens: int = 0
-    """Leading tokens that jobs before it compute here, and register; for predictions, until its first step."""
     reuse: bool = True
-    """False = nothing of it may be cached or loaded."""
     next_source: int = 0
+    status: JobStatus = JobStatus.WAITING
     first_step_at: float | None = None
     token_at: float | None = None
     table: BlockTable | None = None
-    """Bound when the job starts, given up when nothing of it is to be computed or sent."""
     prefix_blocks: int = 0
-    """Leading blocks that were found in the own pool, or loaded. May grow until the first step is planned."""
     cached: int = 0
-    """Leading tokens that need not be computed as they were found in the own pool."""
     loaded: int = 0
-    """Tokens after these that need not as they were loaded."""
     computed: int = 0
-    """Leading tokens that are cached, loaded or computed: their KV is in the pool in all layers. Never shrinks."""
     scheduled: int = 0
-    """Leading tokens that are there, or in flight."""
     load: PrefixLoad | None = None
-    flying: int = 0
-    """Shares in flight that count."""
+    slices_in_flight: int = 0
     gated: bool = False
-    """The share in flight follows the load: nothing is built on it until it is done."""
-    settling: set[int] = field(default_factory=set)
-    """I/O that reads or writes blocks which are to be computed anew: until it ends, nothing is planned."""
+    blocked_by: set[int] = field(default_factory=set)
     put_until: list[int] = field(default_factory=list)
-    """Per copy, blocks before this one were offered or need not be."""
     misses: list[PrefixMiss] = field(default_factory=list)
     loads: list[PrefixLoaded] = field(default_factory=list)
 
@@ -216,61 +275,73 @@ class PrefillJob:
         owner = KVOwner(spec.tenant, spec.transient)
         return cls(*given, outgoing, now, place, expected, owner, reuse=event.reuse)
 
+    def set_status(self, status: JobStatus) -> None:
+        """Changes the status, along `TRANSITIONS` only."""
+        assert status in TRANSITIONS[self.status], f"job {self.number} cannot go from {self.status} to {status}"
+        self.status = status
+
     @property
     def finished(self) -> bool:
-        """Whether all KV is there and the next token was sampled."""
+        """Whether all KV is computed and the next token was sampled."""
         return self.computed == self.spec.tokens
 
 
 @dataclass(slots=True, eq=False)
 class SequenceSlice:
-    """A job's part of a step in flight."""
+    """A job's part of a step in flight: tokens [start, end).
+
+    Attributes:
+        first: it is the job's first slice.
+        last: the prompt ends with it.
+        loading: tokens before `start` arrive through the step's KV gates.
+        full_hit: its tokens have KV, or get it through the gates: the slice writes none.
+        live: it counts; False after it was dropped.
+    """
 
     job: int
     start: int
     end: int
     first: bool
-    """The job's computing begins here."""
     last: bool
     loading: bool
-    """Tokens before `start` come through the step's gates."""
     full_hit: bool
-    """The KV of its tokens is there, or comes through the gates: it writes none."""
     live: bool = True
-    """It counts."""
 
 
 @dataclass(slots=True, eq=False)
 class StepFlight:
-    """A step that the engine has."""
+    """A step in flight.
 
-    shares: list[SequenceSlice]
+    Attributes:
+        progressed_at: when its last layer was computed, or it came to the front of the engine, seconds.
+        began_at: when it was started, seconds.
+        opened: highest layer whose gate is open.
+        layers: leading layers that are computed.
+    """
+
+    slices: list[SequenceSlice]
     tables: tuple[BlockTable, ...]
     gated: bool
-    moved_at: float
-    """When its last layer was done, or it came to the front of the engine."""
+    progressed_at: float
     began_at: float
     opened: int = -1
-    """Highest layer whose gate is open."""
     layers: int = 0
-    """Leading layers that are computed."""
 
 
 @dataclass(slots=True, eq=False)
 class LoadFlight:
-    """A read from a kvstore, or from another instance's pool."""
+    """A read of `wanted` blocks from a kvstore, or from another instance's pool."""
 
     job: int
     source: KVSource
     nbytes: int
     wanted: int
-    """Blocks."""
     tables: tuple[BlockTable, ...]
 
 
 @dataclass(slots=True, eq=False)
 class ReplicaFlight:
-    """A chain's blocks that are being copied here: those before `first` were here."""
+    """Blocks of a chain being replicated here; those before `first` were cached."""
 
     number: int
     keys: tuple[BlockKey, ...]
@@ -284,7 +355,7 @@ class ReplicaFlight:
 
 @dataclass(slots=True, eq=False)
 class TransferFlight:
-    """Opening a transfer, or waiting for its verdict: holds no blocks."""
+    """Opening a transfer, or waiting for decode's verdict; pins no blocks."""
 
     job: int
     opens: bool
@@ -293,7 +364,7 @@ class TransferFlight:
 
 @dataclass(slots=True, eq=False)
 class SendFlight:
-    """Slices on their way out of the pool."""
+    """Slices being sent out of the pool."""
 
     job: int
     tables: tuple[BlockTable, ...]
@@ -301,7 +372,7 @@ class SendFlight:
 
 @dataclass(slots=True, eq=False)
 class WriteBackFlight:
-    """Blocks that are being written to a kvstore."""
+    """Blocks being written to a kvstore."""
 
     blocks: tuple[int, ...]
     tables: tuple[BlockTable, ...] = ()
@@ -311,22 +382,22 @@ IoInFlight = StepFlight | LoadFlight | ReplicaFlight | TransferFlight | SendFlig
 
 
 class PrefillState:
-    """What the parts of the core share.
+    """What the parts of the prefill scheduler share.
 
     Attributes:
-        settings: what the core was told.
-        manager: the pool's blocks.
-        lending: those that other instances read.
-        tracker: predicts seconds with all of the engine's cores, and learns from what was measured.
-        share: of them, that steps have had lately: others of the host have the rest.
-        jobs: all that have not ended, by number.
+        settings: of the instance.
+        manager: the pool's block manager.
+        lending: blocks that other instances read.
+        tracker: measured speeds of the engine with all its cores; predicts times.
+        core_share: part of the engine's cores that steps have had lately; other processes of the host had the rest.
+        jobs: all jobs that have not ended, by number.
         shares: of the tenants; steps are charged to them, in predicted seconds.
-        waiting: those without blocks, in fair order.
-        started: those with blocks, in the order of starting.
-        ios: I/O under way, with what it holds.
-        steps: those of it that the engine computes, in their order.
-        now: time of the event that is being handled.
-        out: its actions.
+        waiting: jobs without blocks, in fair order.
+        started: jobs that have, or had, blocks, in the order of starting.
+        ios: I/O in flight, with the blocks that each pins.
+        steps: steps in flight, in order.
+        now: time of the event being handled, seconds.
+        out: actions of the event being handled.
     """
 
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
@@ -334,10 +405,10 @@ class PrefillState:
         self.manager = BlockManager(settings.blocks)
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
-        self.share = 1.0
+        self.core_share = 1.0
         self.jobs: dict[int, PrefillJob] = {}
         self.shares = FairShares()
-        self.waiting = FairQueue(self.shares)
+        self.waiting = FairQueue(self.slices)
         self.started: dict[int, PrefillJob] = {}
         self.ios: PendingIo[IoInFlight] = PendingIo()
         self.steps: dict[int, StepFlight] = {}
@@ -346,58 +417,58 @@ class PrefillState:
 
     @property
     def front(self) -> StepFlight | None:
-        """The step that the engine computes, or the first of those in its pipeline."""
+        """The step that the engine computes, or the first in its pipeline."""
         return next(iter(self.steps.values()), None)
 
-    def do(self, action: Action) -> None:
-        """Notes an action."""
+    def act(self, action: Action) -> None:
+        """Adds an action."""
         self.out.append(action)
 
     def begin(self, flight: IoInFlight) -> int:
-        """I/O begins, which holds tables of the flight; returns its number."""
+        """Starts I/O, which pins the flight's tables; returns its number."""
         for table in flight.tables:
-            table.holds += 1
+            table.pins += 1
         return self.ios.begin(flight)
 
     def end(self, io: int) -> IoInFlight:
-        """I/O has ended: what it held is given back, and whoever waits for its end goes on."""
+        """I/O has ended: unpins its tables, and unblocks jobs that waited for it."""
         flight = self.ios.end(io)
         for table in flight.tables:
-            self.drop(table)
+            self.unpin(table)
         for number in _jobs_of(flight):
             job = self.jobs.get(number)
-            if job is not None and job.settling:
-                job.settling.discard(io)
+            if job is not None and job.blocked_by:
+                job.blocked_by.discard(io)
         return flight
 
     def cancel(self, io: int | None) -> None:
-        """The I/O is not wanted any more, if it is still under way."""
+        """Cancels I/O that is still in flight."""
         if io is not None and io in self.ios:
-            self.do(CancelIo(io))
+            self.act(CancelIo(io))
 
-    def drop(self, table: BlockTable) -> None:
-        """One hold less; the last one releases the blocks."""
-        table.holds -= 1
-        if not table.holds:
+    def unpin(self, table: BlockTable) -> None:
+        """Drops one pin; the last one releases the blocks."""
+        table.pins -= 1
+        if not table.pins:
             self.manager.release(table.blocks)
 
     def unbind(self, job: PrefillJob) -> None:
-        """The job itself needs its blocks no more."""
+        """Drops the job's own pin on its blocks."""
         if job.table is not None:
-            self.drop(job.table)
+            self.unpin(job.table)
             job.table = None
 
     def reusable_blocks(self, job: PrefillJob) -> int:
-        """Leading blocks that may be cached or loaded: full ones."""
+        """Leading blocks that may be cached or loaded: the full ones."""
         return job.spec.tokens // self.settings.block_tokens if job.reuse else 0
 
     def hold_prefix(self, job: PrefillJob, blocks: int) -> None:
-        """So many leading blocks of a job that has not begun were found in the pool."""
+        """The leading `blocks` of a job without steps were cached."""
         job.prefix_blocks = blocks
         job.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
 
     def advance(self, job: PrefillJob, end: int) -> None:
-        """Tokens up to `end` are in the pool: the blocks they fill get their identity."""
+        """Tokens up to `end` have KV: registers the keys of the blocks that they fill."""
         size = self.settings.block_tokens
         assert job.table is not None
         for index in range(job.computed // size, end // size):
@@ -411,65 +482,65 @@ def _jobs_of(flight: IoInFlight) -> Sequence[int]:
         case SendFlight() | LoadFlight() | TransferFlight():
             return (flight.job,)
         case StepFlight():
-            return [share.job for share in flight.shares]
+            return [part.job for part in flight.slices]
         case WriteBackFlight() | ReplicaFlight():
             return ()
 
 
 class OutgoingTransfers:
-    """Sends the KV of jobs, at most one batch of each at a time."""
+    """Sends the KV of jobs, one batch of each job at a time."""
 
     def __init__(self, state: PrefillState) -> None:
         self._state = state
 
     def open(self, job: PrefillJob) -> None:
-        """A job has started: its transfer is opened, so that its first layer need not wait for that."""
+        """Opens the transfer of a job that starts, so that its first layer need not wait for it."""
         if job.outgoing is not None:
             job.outgoing.io = self._state.begin(TransferFlight(job.number, opens=True))
-            self._state.do(OpenTransfer(job.outgoing.io, job.number))
+            self._state.act(OpenTransfer(job.outgoing.io, job.number))
 
     def add(self, job: PrefillJob, layer: int, first: int, end: int, step: int | None) -> None:
-        """Blocks [first, end) of a layer are whole."""
+        """Blocks [first, end) of a layer are whole: sends them."""
         if job.outgoing is not None:
             job.outgoing.add(layer, first, end, step)
             self._pump(job, job.outgoing)
 
     def leading(self, job: PrefillJob, blocks: int) -> None:
-        """The leading blocks are whole in all layers."""
+        """The leading blocks are whole in all layers: sends them."""
         if job.outgoing is not None:
             for layer in range(self._state.settings.layers):
                 job.outgoing.add(layer, 0, blocks, None)
             self._pump(job, job.outgoing)
 
     def take_back(self, job: PrefillJob, first: int) -> None:
-        """Blocks from `first` on will be computed anew, but not before a batch that may read them has left."""
+        """Blocks from `first` on will be computed again, once a batch that may read them was sent."""
         outgoing = job.outgoing
         if outgoing is None:
             return
         outgoing.take_back(first)
         if outgoing.io is not None and isinstance(self._state.ios.get(outgoing.io), SendFlight):
-            job.settling.add(outgoing.io)
+            job.blocked_by.add(outgoing.io)
 
     def finish(self, job: PrefillJob) -> bool:
-        """All of the job is computed; returns whether nothing has to leave, or to be waited for."""
+        """The job is computed; returns whether there is nothing to send or wait for."""
         if job.outgoing is None:
             self._state.unbind(job)
             return True
-        assert job.outgoing.whole, "a slice was never handed over"
+        assert job.outgoing.whole, "a slice was never queued"
         self._pump(job, job.outgoing)
         return False
 
     def opened(self, number: int) -> None:
-        """A transfer is open; that of a job which has ended meanwhile is given up."""
+        """A transfer is open; aborts it if its job has ended meanwhile."""
         job = self._state.jobs.get(number)
         if job is None or job.outgoing is None:
-            self._state.do(CloseTransfer(number, aborted=True))
+            self._state.act(CloseTransfer(number, aborted=True))
             return
         job.outgoing.io, job.outgoing.open = None, True
         self._pump(job, job.outgoing)
 
     def sent(self, job: PrefillJob, nbytes: int, seconds: float) -> None:
-        """A batch has left."""
+        """A batch was sent."""
         assert job.outgoing is not None
         job.outgoing.io = None
         job.outgoing.sent_bytes += nbytes
@@ -477,26 +548,26 @@ class OutgoingTransfers:
         self._pump(job, job.outgoing)
 
     def give_up(self, job: PrefillJob) -> None:
-        """The job ends before its verdict."""
+        """The job ends before its verdict: aborts the transfer."""
         if job.outgoing is not None:
             self._state.cancel(job.outgoing.io)
             if job.outgoing.open:
-                self._state.do(CloseTransfer(job.number, aborted=True))
+                self._state.act(CloseTransfer(job.number, aborted=True))
 
     def _pump(self, job: PrefillJob, outgoing: OutgoingKV) -> None:
-        """Sends what waits; after the last slice closes the transfer, for whose verdict no block is needed."""
+        """Sends queued slices; after the last one closes the transfer, whose verdict needs no block."""
         if outgoing.io is not None or not outgoing.open:
             return
         table, state = job.table, self._state
         if outgoing.pending and table is not None:
             pieces = tuple([_layer_blocks(span, table) for span in outgoing.take(state.settings.slice_bytes)])
             io = outgoing.io = state.begin(SendFlight(job.number, (table,)))
-            state.do(SendSlices(io, job.number, pieces))
+            state.act(SendSlices(io, job.number, pieces))
         elif job.finished:
-            self._state.do(CloseTransfer(job.number, aborted=False))
+            self._state.act(CloseTransfer(job.number, aborted=False))
             self._state.unbind(job)
             outgoing.io = self._state.begin(TransferFlight(job.number, opens=False))
-            self._state.do(AwaitVerdict(outgoing.io, job.number, self._state.settings.verdict_timeout_s))
+            self._state.act(AwaitVerdict(outgoing.io, job.number, self._state.settings.verdict_timeout_s))
 
 
 def _layer_blocks(span: BlockSpan, table: BlockTable) -> LayerBlocks:

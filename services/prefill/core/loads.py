@@ -29,16 +29,16 @@ FAILED_SOURCE_PAUSE_S = 2.0
 
 
 LOAD_SLACK = 4.0
-"""A load may take so many times its predicted seconds, and the configured timeout on top."""
+"""A load may take this many times its predicted seconds, plus the configured timeout."""
 
 
 class PrefixLoads:
     """Loads prefixes into the pool.
 
     Attributes:
-        loaded_blocks: blocks that came whole.
-        failures: loads that failed for another reason than that blocks were missing or damaged.
-        undecided: jobs for which is decided again (`decide_again`).
+        loaded_blocks: blocks that arrived whole.
+        failures: loads that failed for another reason than missing or damaged blocks.
+        undecided: jobs whose decision waits for another job (`decide_again`).
     """
 
     def __init__(self, state: PrefillState, steps: StepPlanner, sends: OutgoingTransfers) -> None:
@@ -51,11 +51,11 @@ class PrefixLoads:
         self.failures = 0
 
     def decide(self, job: PrefillJob) -> None:
-        """Loads a prefix into the blocks of a job that starts, from the best source from which it is worth it.
+        """Loads a prefix into the blocks of a job that starts, from the best source for which loading pays.
 
-        Not what comes for another job: then it is decided again when that is over (`decide_again`).
+        If another job loads or computes the same blocks, the decision waits for that job (`decide_again`).
         """
-        if self._comes(job):
+        if self._comes_for_other(job):
             self.undecided[job.number] = None
             return
         while job.next_source < len(job.sources):
@@ -66,58 +66,60 @@ class PrefixLoads:
             job.next_source += 1
 
     def decide_again(self) -> None:
-        """Decides for those that waited for what another job loads or computes, and need not any more."""
+        """Decides for jobs that waited for another job and need not any more."""
         for number in list(self.undecided):
             job = self._state.jobs.get(number)
             if job is None or job.first_step_at is not None:
                 del self.undecided[number]
-            elif not self._comes(job):
+            elif not self._comes_for_other(job):
                 del self.undecided[number]
                 self._steps.match_again(job)
                 self.decide(job)
 
-    def _comes(self, job: PrefillJob) -> bool:
-        """Whether what a job could load comes for another one."""
+    def _comes_for_other(self, job: PrefillJob) -> bool:
+        """Whether another job loads or computes the blocks that this job could load."""
         return bool(job.sources) and (
             wait_for_other_load_until(self._state, job) is not None or is_computed_by_other(self._state, job)
         )
 
     def layer_loaded(self, io: int, layer: int) -> None:
-        """All slices of a layer are in the pool."""
+        """All blocks of a layer are in the pool."""
         job = self._job_of(io)
         if job is None or job.load is None:
             return
-        job.load.layers, job.load.moved_at = layer + 1, self._state.now
+        job.load.layers, job.load.progressed_at = layer + 1, self._state.now
         if not layer:
             job.load.first_at = self._state.now
         self._sends.add(job, layer, job.load.first, job.load.end, None)
         self._steps.open_gates(job)
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
-        """Nothing is written into the blocks any more; what did not come is computed."""
+        """A load has ended; blocks that did not arrive are computed."""
         self.learn(flight.source, flight.nbytes, flight.wanted, result)
         self.loaded_blocks += result.blocks
         job = self._state.jobs.get(flight.job)
         if job is None or job.load is None or job.load.io != io:
             return
         load = job.load
-        if result.missing is not None and not flight.source.peer:  # peers may lend fewer, and tell what they lose
+        if (
+            result.missing is not None and not flight.source.peer
+        ):  # a peer may lend fewer, and reports lost blocks itself
             job.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
             job.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
-            self._settle(job, load.end)
+            self._load_over(job, load.end)
         # Once a layer is handed on, its blocks may be on their way to decode: another source's copy must not be written
         # over them, it may differ in the last bit.
-        elif result.blocks or load.layers or not self._try_next(job, load):
+        elif result.blocks or load.layers or not self._load_from_next(job, load):
             job.load = None
             self._steps.rewind(job, load.first + result.blocks)
-            self._settle(job, load.first + result.blocks)
+            self._load_over(job, load.first + result.blocks)
 
     def digest(self) -> bytes:
-        """Hash of which sources are left alone until when, of who waits for others' loads, and of the counts."""
+        """Hash of the paused sources, the undecided jobs and the counters."""
         return digest_of(self._paused, self.undecided, self.loaded_blocks, self.failures)
 
-    def _settle(self, job: PrefillJob, end: int) -> None:
+    def _load_over(self, job: PrefillJob, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
         tokens = self._state.settings.reused_tokens(job.spec.tokens, end)
         job.load, job.prefix_blocks = None, end
@@ -126,7 +128,7 @@ class PrefixLoads:
         self._sends.leading(job, end)
         self._steps.open_gates(job)
 
-    def _try_next(self, job: PrefillJob, load: PrefixLoad) -> bool:
+    def _load_from_next(self, job: PrefillJob, load: PrefixLoad) -> bool:
         for source in range(load.source + 1, len(job.sources)):
             if not self.is_paused(job.sources[source]):
                 job.next_source = source
@@ -144,7 +146,7 @@ class PrefixLoads:
         io = state.begin(flight)
         job.load = PrefixLoad(io, index, first, end, state.now)
         blocks = tuple(job.table.blocks[first:end])
-        state.do(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
+        state.act(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, job: PrefillJob) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
@@ -163,11 +165,11 @@ class PrefixLoads:
         return blocks if cheaper else 0
 
     def timeout_s(self, source: KVSource, nbytes: int) -> float:
-        """Longest time for reading so much."""
+        """Longest time for reading `nbytes`, seconds."""
         return self._state.settings.load_timeout_s + LOAD_SLACK * load_seconds(self._speeds(source), nbytes)
 
     def learn(self, source: KVSource, nbytes: int, blocks: int, result: LoadEnded) -> None:
-        """How a read of so many blocks has gone: a source that fails is left alone for a while."""
+        """Learns from a read of `blocks` blocks; pauses a source that failed."""
         if result.failed:
             self.failures += 1
             self._paused = {name: at for name, at in self._paused.items() if at > self._state.now}
@@ -176,30 +178,30 @@ class PrefixLoads:
             self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
 
     def _speeds(self, source: KVSource) -> Speeds:
-        """The instance's speeds, with the rate at which this kind of source is read."""
+        """The instance's speeds, with the load rate of this kind of source."""
         speeds = self._state.tracker.speeds
         return speeds.loading_from_peers() if source.peer else speeds
 
     def is_paused(self, source: KVSource) -> bool:
-        """Whether a source is left alone now."""
+        """Whether a source is paused after a failure."""
         return self._paused.get(source.name, 0.0) > self._state.now
 
     def _job_of(self, io: int) -> PrefillJob | None:
-        """The job that the running load is for; None when it has ended or does without it."""
+        """The job of a load; None if the job has ended or does not use the load any more."""
         flight = self._state.ios.get(io)
         job = self._state.jobs.get(flight.job) if isinstance(flight, LoadFlight) else None
         return job if job is not None and job.load is not None and job.load.io == io else None
 
 
 REPLICA_PART = 2
-"""A copy takes one of so many blocks that are free or cached at most."""
+"""A replication takes at most one in this many free or cached blocks."""
 
 
 class Replication:
-    """Carries copies out.
+    """Replicates hot blocks from other instances, one order at a time.
 
     Attributes:
-        copied_blocks: blocks that came whole.
+        copied_blocks: blocks that arrived whole.
     """
 
     def __init__(self, state: PrefillState, loads: PrefixLoads) -> None:
@@ -210,26 +212,26 @@ class Replication:
 
     @property
     def flight(self) -> ReplicaFlight | None:
-        """The copy under way."""
+        """The replication in flight."""
         found = self._state.ios.get(self._io) if self._io is not None else None
         return found if isinstance(found, ReplicaFlight) else None
 
     @property
     def owners(self) -> Iterator[tuple[KVOwner, tuple[BlockKey, ...]]]:
-        """Whose KV is under way, with its keys."""
+        """Owner and keys of the blocks in flight."""
         flight = self.flight
         if flight is not None:
             yield flight.owner, flight.keys
 
     def begin(self, event: ReplicateBlocks) -> None:
-        """Reads the blocks of a chain that are not here, or passes it over."""
+        """Reads the blocks of a chain that are not cached, or skips the order."""
         state, manager = self._state, self._state.manager
         held = manager.match(event.keys)
         missing = len(event.keys) - len(held)
         spare = manager.num_available - sum(map(manager.is_cached, held))
         busy = self._io is not None or len(state.waiting) or self._loads.is_paused(event.source)
         if busy or not missing or missing * REPLICA_PART > spare:
-            state.do(EndReplication(event.number, 0))
+            state.act(EndReplication(event.number, 0))
             return
         manager.acquire(held)
         blocks = (*held, *manager.allocate(missing))
@@ -237,10 +239,10 @@ class Replication:
         flight = ReplicaFlight(event.number, event.keys, KVOwner(event.tenant), blocks, len(held), event.source, nbytes)
         self._io = state.begin(flight)
         timeout_s = self._loads.timeout_s(event.source, nbytes)
-        state.do(ReadReplica(self._io, event.number, len(held), blocks[len(held) :], timeout_s))
+        state.act(ReadReplica(self._io, event.number, len(held), blocks[len(held) :], timeout_s))
 
     def ended(self, flight: ReplicaFlight, result: LoadEnded) -> None:
-        """What has come whole is kept."""
+        """Keeps the blocks that arrived whole."""
         self._io = None
         self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
         manager, end = self._state.manager, flight.first + result.blocks
@@ -250,12 +252,12 @@ class Replication:
         manager.release(flight.blocks)
         manager.note_copies(fresh)
         self.copied_blocks += result.blocks
-        self._state.do(EndReplication(flight.number, result.blocks))
+        self._state.act(EndReplication(flight.number, result.blocks))
 
     def stop(self) -> None:
-        """Nothing is wanted any more."""
+        """Cancels the replication in flight."""
         self._state.cancel(self._io)
 
     def digest(self) -> bytes:
-        """Hash of what is under way, and of the count."""
+        """Hash of the replication in flight, and of the counter."""
         return digest_of(self._io, self.flight, self.copied_blocks)

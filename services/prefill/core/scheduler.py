@@ -38,6 +38,7 @@ from services.prefill.core.events import (
 from services.prefill.core.forecast import queue_seconds, reassign_shared_prefix, shared_tokens, speeds_now
 from services.prefill.core.jobs import (
     BlockTable,
+    JobStatus,
     LoadFlight,
     OutgoingTransfers,
     PrefillJob,
@@ -50,13 +51,13 @@ from services.prefill.core.jobs import (
     WriteBackFlight,
 )
 from services.prefill.core.loads import PrefixLoads, Replication
-from services.prefill.core.step_planner import StepPlanner, start_next
+from services.prefill.core.step_planner import StepPlanner
 
 
 def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
-    """Asserts all of it: blocks are held exactly by what uses them, and every job is somewhere on its way."""
+    """Asserts that blocks are pinned exactly by their users, and that every job is where its status says."""
     state.manager.check_invariants()
-    _check_block_holds(state)
+    _check_block_pins(state)
     _check_steps_in_flight(state, steps)
     state.waiting.check_invariants()
     waiting = set(state.waiting)
@@ -67,8 +68,8 @@ def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
         _check_job(state, job)
 
 
-def _check_block_holds(state: PrefillState) -> None:
-    holds: Counter[int] = Counter()
+def _check_block_pins(state: PrefillState) -> None:
+    pins: Counter[int] = Counter()
     tables: dict[int, BlockTable] = {}
     refs: Counter[int] = Counter(state.lending)
     owned = [job.table for job in state.jobs.values() if job.table is not None]
@@ -77,10 +78,10 @@ def _check_block_holds(state: PrefillState) -> None:
         if isinstance(flight, WriteBackFlight | ReplicaFlight):
             refs.update(flight.blocks)
     for table in owned:
-        holds[id(table)] += 1
+        pins[id(table)] += 1
         tables[id(table)] = table
     for name, table in tables.items():
-        assert table.holds == holds[name] > 0
+        assert table.pins == pins[name] > 0
         assert len(set(table.blocks)) == len(table.blocks)
         refs.update(table.blocks)
     for block in range(state.manager.num_blocks):
@@ -88,32 +89,35 @@ def _check_block_holds(state: PrefillState) -> None:
 
 
 def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:
-    flying = {io: flight for io, flight in state.ios if isinstance(flight, StepFlight)}
-    assert flying == state.steps
+    steps_in_flight = {io: flight for io, flight in state.ios if isinstance(flight, StepFlight)}
+    assert steps_in_flight == state.steps
     assert steps.plan_at is None or not steps.are_full()
-    assert list(flying) == steps.in_flight == sorted(steps.in_flight)
-    assert len(flying) <= state.settings.stages
+    assert list(steps_in_flight) == steps.in_flight == sorted(steps.in_flight)
+    assert len(steps_in_flight) <= state.settings.stages
     live: Counter[int] = Counter()
-    for flight in flying.values():
-        for share in flight.shares:
-            job = state.jobs.get(share.job)
-            assert not share.live or job is not None, "a share of a job that has ended counts"
-            live[share.job] += share.live
-            if share.live and job is not None and share.loading:
+    for flight in steps_in_flight.values():
+        for part in flight.slices:
+            job = state.jobs.get(part.job)
+            assert not part.live or job is not None, "a slice of a job that has ended counts"
+            live[part.job] += part.live
+            if part.live and job is not None and part.loading:
                 assert job.gated
                 assert flight.opened < (job.load.layers if job.load else state.settings.layers), "open too early"
     for job in state.jobs.values():
-        assert job.flying == live[job.number]
+        assert job.slices_in_flight == live[job.number]
 
 
 def _check_job(state: PrefillState, job: PrefillJob) -> None:
-    assert all(io in state.ios for io in job.settling)
-    if job.number in state.waiting:
+    assert all(io in state.ios for io in job.blocked_by)
+    assert (job.number in state.waiting) == (job.status is JobStatus.WAITING)
+    assert (job.first_step_at is None) == (job.status in (JobStatus.WAITING, JobStatus.STARTED))
+    assert (job.token_at is not None) == job.finished == (job.status is JobStatus.COMPUTED)
+    if job.status is JobStatus.WAITING:
         assert job.table is None
-        assert not job.flying
+        assert not job.slices_in_flight
         return
     assert 0 <= job.cached <= job.computed <= job.scheduled <= job.spec.tokens
-    assert not job.gated or job.flying == 1
+    assert not job.gated or job.slices_in_flight == 1
     if job.table is None:
         assert job.finished
         return
@@ -131,18 +135,18 @@ MIN_RETRY_S = 0.1
 
 
 class PrefillScheduler:
-    """Everything that one prefill instance decides: which prompts start, load, compute and send, and when.
+    """The decisions of one prefill instance: which prompts start, load, compute and send, and when.
 
     A job is queued, gets blocks for its whole prompt, may load a prefix, is computed in steps together with others,
-    is sent while it is computed, and ends when decode has confirmed it. Blocks are held by what uses them: a job that
-    leaves gives up its own hold, a step, load or batch of slices keeps its hold until it has ended.
+    is sent while it is computed, and ends when decode has confirmed the transfer. `JobStatus` has its states. The users
+    of blocks pin them: a job that ends early drops its own pin; a step, load or send keeps its pin until it has ended.
 
     Attributes:
         state: jobs, blocks and I/O.
-        steps: what the engine computes.
-        loads: what is loaded.
-        copies: what is copied here.
-        taken: number of the last job that was accepted; numbers grow.
+        steps: plans the engine's steps.
+        loads: loads prefixes.
+        copies: replicates hot blocks.
+        taken: number of the last accepted job; numbers grow.
 
     Raises:
         ConfigError: `step_tokens` is less than one block.
@@ -175,10 +179,10 @@ class PrefillScheduler:
             case SubmitJob():
                 self._arrive(event)
             case CancelJob():
-                self._leave(event.job, JobOutcome.LEFT)
+                self._end_early(event.job, JobOutcome.LEFT)
             case DeleteKV():
                 jobs = [(job.owner, job.spec.keys) for job in self.state.jobs.values()]
-                self.state.do(delete_kv(self.state.manager, event, [*jobs, *self.copies.owners]))
+                self.state.act(delete_kv(self.state.manager, event, [*jobs, *self.copies.owners]))
             case ReplicateBlocks():
                 self._copy(event)
             case LendBlocks() | ReturnBlocks():
@@ -226,48 +230,48 @@ class PrefillScheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are not in the pool yet."""
+        """Prompt tokens that have no KV yet."""
         return sum(job.spec.tokens - job.computed for job in self.state.jobs.values())
 
     def drain_seconds(self, now: float | None = None) -> float:
-        """Predicted seconds until everything that is queued now is computed.
+        """Predicted seconds until all jobs queued now are computed.
 
         Args:
-            now: seconds; None = as at the last event.
+            now: seconds; None = time of the last event.
         """
         return queue_seconds(self.state, self.state.now if now is None else now)
 
     def speeds(self, now: float) -> Speeds:
-        """The engine's speeds, as far as is known now."""
+        """The engine's speeds at `now`: a step that takes too long counts before it ends."""
         return speeds_now(self.state, now)
 
     def started(self, job: int) -> bool:
         """Whether a job has blocks, or had them."""
         found = self.state.jobs.get(job)
-        return found is not None and job not in self.state.waiting
+        return found is not None and found.status is not JobStatus.WAITING
 
-    # --- a job's life ----------------------------------------------------------------------------------------------
+    # --- jobs ------------------------------------------------------------------------------------------------------
 
     def _arrive(self, event: SubmitJob) -> None:
         state = self.state
         why = self._refusal(event)
         if why is not None:
             retry_s = max(MIN_RETRY_S, self.drain_seconds()) if why is RefusalReason.QUEUE_FULL else 0.0
-            state.do(RefuseJob(event.job, why, retry_s))
+            state.act(RefuseJob(event.job, why, retry_s))
             return
         if event.max_queue_s is not None and self.drain_seconds() > event.max_queue_s:
-            state.do(RefuseStaleJob(event.job, self.drain_seconds(), self.taken))
+            state.act(RefuseStaleJob(event.job, self.drain_seconds(), self.taken))
             return
         assert event.job not in state.jobs, "a job's number is never used twice"
         assert len(event.request.keys) == event.request.tokens // state.settings.block_tokens, "one key per full block"
-        state.do(AcceptJob(event.job, self.drain_seconds()))
+        state.act(AcceptJob(event.job, self.drain_seconds()))
         job = PrefillJob.of(event, state.settings, state.now)
         held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
         job.expected_tokens = max(job.expected_tokens, state.settings.reused_tokens(job.spec.tokens, held))
         job.shared_tokens = shared_tokens(state, job)
         state.jobs[event.job] = job
         self.taken = event.job
-        state.waiting.add(job.place)
+        state.waiting.add(job.queue_key)
 
     def _refusal(self, event: SubmitJob) -> RefusalReason | None:
         if self._stopped:
@@ -282,28 +286,32 @@ class PrefillScheduler:
         jobs, limit = self.state.jobs.values(), self.state.settings.max_queue
         if len(jobs) < limit:
             return True
-        weights = {job.place.tenant: job.place.weight for job in jobs} | {event.request.tenant: event.request.weight}
-        return may_admit(Counter(job.place.tenant for job in jobs), event.request.tenant, limit, weights.__getitem__)
+        weights = {job.queue_key.tenant: job.queue_key.weight for job in jobs} | {
+            event.request.tenant: event.request.weight
+        }
+        return may_admit(
+            Counter(job.queue_key.tenant for job in jobs), event.request.tenant, limit, weights.__getitem__
+        )
 
     def _go_on(self) -> None:
-        """Starts jobs and steps as far as there is room; the step in front does not wait for late layers for ever."""
+        """Starts jobs and steps as far as possible, and drops stalled slices from the step in front."""
         if self._stopped:
             self.steps.plan_at = None
             return
-        self.steps.overtake()
+        self.steps.drop_stalled()
         if self.steps.are_full() and not self.loads.undecided and len(self.state.started) == len(self.state.jobs):
             return  # nothing can start; most events come here
-        self.steps.rest()
+        self.steps.forgive_idle()
         self.loads.decide_again()
         going = True
         while going:
-            while (job := start_next(self.state)) is not None:
+            while (job := self.steps.start_next()) is not None:
                 self._sends.open(job)
                 self.loads.decide(job)
             going = self.steps.plan()
 
-    def _leave(self, number: int, outcome: JobOutcome) -> None:
-        """Ends a job early: it gives up its blocks, what uses them keeps them."""
+    def _end_early(self, number: int, outcome: JobOutcome) -> None:
+        """Ends a job early: it drops its pin on its blocks; steps and I/O that use them keep theirs."""
         job = self.state.jobs.get(number)
         if job is None:
             return
@@ -312,11 +320,12 @@ class PrefillScheduler:
             reassign_shared_prefix(self.state, job)
         self._sends.give_up(job)
         self.state.cancel(job.load.io if job.load is not None else None)
-        self.steps.leave(job)
+        self.steps.drop_job(job)
         self.state.unbind(job)
-        self.state.do(EndJob(number, outcome))
+        self.state.act(EndJob(number, outcome))
 
     def _forget(self, job: PrefillJob) -> None:
+        job.set_status(JobStatus.ENDED)
         del self.state.jobs[job.number]
         if self.state.started.pop(job.number, None) is None:
             self.state.waiting.remove(job.number)
@@ -324,14 +333,14 @@ class PrefillScheduler:
     def _stop(self) -> None:
         self._stopped = True
         for number in list(self.state.jobs):
-            self._leave(number, JobOutcome.STOPPED)
+            self._end_early(number, JobOutcome.STOPPED)
         for io in self.steps.in_flight:
             self.state.cancel(io)
         self.copies.stop()
 
     def _copy(self, event: ReplicateBlocks) -> None:
         if self._draining or self._stopped:
-            self.state.do(EndReplication(event.number, 0))
+            self.state.act(EndReplication(event.number, 0))
         else:
             self.copies.begin(event)
 
@@ -361,11 +370,11 @@ class PrefillScheduler:
     def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
         news = self.steps.ended(io, flight, result)
         for job in news.counted:
-            self._offer(job)
+            self._write_back(job)
             if job.finished:
                 self._computed(job)
         for job in news.given_up:
-            self._leave(job.number, JobOutcome.STEP_GIVEN_UP)
+            self._end_early(job.number, JobOutcome.STEP_GIVEN_UP)
 
     def _transfer_ended(self, flight: TransferFlight, result: IoDone | IoFailed) -> None:
         if isinstance(result, IoFailed):
@@ -382,22 +391,23 @@ class PrefillScheduler:
             self._sends.sent(job, result.nbytes, result.seconds)
 
     def _io_failed(self, number: int, result: IoFailed) -> None:
-        """The job fails. A block that came to decode damaged, and what was computed from it, is found no more."""
+        """The job fails. A block that arrived damaged, and the blocks behind it, are not found by key any more."""
         job = self.state.jobs.get(number)
         if job is not None and job.outgoing is not None:
             job.outgoing.io = None
             if result.damaged_block is not None:
                 self.state.manager.forget(job.spec.keys[result.damaged_block :])
-        self._leave(number, JobOutcome.IO_FAILED)
+        self._end_early(number, JobOutcome.IO_FAILED)
 
     def _computed(self, job: PrefillJob) -> None:
-        """A prompt is computed: its first token is told at once, without waiting for the transfer."""
+        """A prompt is computed: reports its first token at once, without waiting for the transfer."""
         now = self.state.now
+        job.set_status(JobStatus.COMPUTED)
         job.token_at = now
         began = job.first_step_at if job.first_step_at is not None else now
         computed = job.spec.tokens - job.cached - job.loaded
         told = (job.cached, job.loaded, computed, began - job.added_at, now - began)
-        self.state.do(ReportFirstToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
+        self.state.act(ReportFirstToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
         if self._sends.finish(job):
             self._done(job)
 
@@ -406,21 +416,21 @@ class PrefillScheduler:
         if job.outgoing is not None and job.token_at is not None:
             tail_s, sent_bytes = self.state.now - job.token_at, job.outgoing.sent_bytes
         self._forget(job)
-        self.state.do(EndJob(job.number, JobOutcome.DONE, tail_s, sent_bytes))
+        self.state.act(EndJob(job.number, JobOutcome.DONE, tail_s, sent_bytes))
 
-    def _offer(self, job: PrefillJob) -> None:
-        """Full blocks go to the kvstores as soon as they are computed; what these lack of the prefix goes before."""
+    def _write_back(self, job: PrefillJob) -> None:
+        """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
         if job.owner.transient:
             return
         prefix, full = job.prefix_blocks, job.computed // self.state.settings.block_tokens
         if not job.put_until:
-            # Computed blocks are always offered: a store that could not provide them does not hold them.
+            # Computed blocks are always written: a store that could not provide them does not hold them.
             job.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in job.copies]
         for copy, first in enumerate(job.put_until):
             if job.table is not None and first < full:
                 blocks = tuple(job.table.blocks[first:full])
                 self.state.manager.acquire(blocks)
-                self.state.do(
+                self.state.act(
                     WriteBackBlocks(self.state.begin(WriteBackFlight(blocks)), job.number, copy, first, blocks)
                 )
                 job.put_until[copy] = full

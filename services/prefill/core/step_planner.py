@@ -16,6 +16,7 @@ from services.prefill.core.events import StepEnded
 from services.prefill.core.forecast import stall_grace, wait_for_layers, wait_for_other_load_until
 from services.prefill.core.jobs import (
     BlockTable,
+    JobStatus,
     OutgoingTransfers,
     PrefillJob,
     PrefillState,
@@ -23,74 +24,30 @@ from services.prefill.core.jobs import (
     StepFlight,
 )
 
-
-def start_next(state: PrefillState) -> PrefillJob | None:
-    """Binds the blocks of the first waiting job, if there is room and what goes before it is running short.
-
-    Returns:
-        The job; whether more of its prefix is loaded must be decided at once. None = none can start now.
-    """
-    started = len(state.started)
-    if started == len(state.jobs) or started >= state.settings.max_started:
-        return None
-    first = state.waiting.first()
-    if not _engine_short_of_work(state, first):
-        return None
-    job = state.jobs[first.number]
-    held = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])
-    state.manager.acquire(held)
-    missing = state.settings.blocks_for(job.spec.tokens) - len(held)
-    if not state.manager.can_allocate(missing):
-        state.manager.release(held)
-        return None
-    state.waiting.remove(job.number)
-    job.table = BlockTable(held + state.manager.allocate(missing))
-    state.hold_prefix(job, len(held))
-    state.started[job.number] = job
-    return job
-
-
-def _engine_short_of_work(state: PrefillState, first: QueueKey) -> bool:
-    """Whether the started jobs that go before have less to compute than the steps that can be in flight, and one more.
-
-    A job that waits for layers, of its own load or of another one's, does not count: a slow store must not keep the
-    engine from work that needs no load.
-    """
-    key = state.shares.key
-    last = key(first)
-    ahead = sum(_tokens_ahead(state, job) for job in state.started.values() if key(job.place) < last)
-    return ahead < (state.settings.stages + 1) * state.settings.step_tokens
-
-
-def _tokens_ahead(state: PrefillState, job: PrefillJob) -> int:
-    if job.load is None or job.gated:
-        return 0 if wait_for_other_load_until(state, job) is not None else job.spec.tokens - job.scheduled
-    if wait_for_layers(state, job.load, step_s=0.0) != 0.0:
-        return 0
-    return job.spec.tokens - job.load.end * state.settings.block_tokens
-
-
 CORE_SHARE_WEIGHT = 0.2
-"""Of a step in the mean of what share of its cores the engine has."""
+"""Weight of one step in the mean of the core share."""
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What the end of a step meant."""
+    """The jobs of a step that has ended.
+
+    Attributes:
+        counted: jobs whose slice is computed now, finished ones included.
+        given_up: jobs whose slice the engine gave up by itself.
+    """
 
     counted: list[PrefillJob] = field(default_factory=list)
-    """Jobs whose share is computed now, finished ones among them."""
     given_up: list[PrefillJob] = field(default_factory=list)
-    """Jobs whose share the engine gave up by itself."""
 
 
 class StepPlanner:
-    """The engine's steps.
+    """Plans the engine's steps, opens their KV gates, and drops slices whose load stalls.
 
     Attributes:
-        plan_at: when a job that is being loaded can join a step, if nothing else happens; None = not foreseen.
+        plan_at: when a job whose prefix is loading can join a step, if no event comes; None = not foreseen.
         done: steps that have ended.
-        idle_since: since when nothing is computed, as far as tenants' shares know of it, seconds.
+        idle_since: since when nothing is computed, as told to the tenants' shares, seconds.
     """
 
     def __init__(self, state: PrefillState, sends: OutgoingTransfers) -> None:
@@ -107,82 +64,131 @@ class StepPlanner:
 
     @property
     def in_flight(self) -> list[int]:
-        """Steps that the engine has, in their order."""
+        """Steps in flight, in order."""
         return list(self._flights)
+
+    # --- starting jobs ---------------------------------------------------------------------------------------------
+
+    def start_next(self) -> PrefillJob | None:
+        """Binds the blocks of the first waiting job, if they are available and the engine is short of work before it.
+
+        Returns:
+            The job, for which the caller decides at once whether to load a prefix; None if no job can start now.
+        """
+        state = self._state
+        started = len(state.started)
+        if started == len(state.jobs) or started >= state.settings.max_started:
+            return None
+        first = state.waiting.first()
+        if not self._is_short_of_work(first):
+            return None
+        job = state.jobs[first.number]
+        held = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])
+        state.manager.acquire(held)
+        missing = state.settings.blocks_for(job.spec.tokens) - len(held)
+        if not state.manager.can_allocate(missing):
+            state.manager.release(held)
+            return None
+        state.waiting.remove(job.number)
+        job.table = BlockTable(held + state.manager.allocate(missing))
+        state.hold_prefix(job, len(held))
+        job.set_status(JobStatus.STARTED)
+        state.started[job.number] = job
+        return job
+
+    def _is_short_of_work(self, first: QueueKey) -> bool:
+        """Whether the started jobs before this one have less to compute than the steps in flight at most, plus one.
+
+        A job that waits for layers, of its own load or another job's, does not count: a slow store must not keep the
+        engine from work that needs no load.
+        """
+        state = self._state
+        key = state.shares.key
+        last = key(first)
+        ahead = sum(self._tokens_ahead(job) for job in state.started.values() if key(job.queue_key) < last)
+        return ahead < (state.settings.stages + 1) * state.settings.step_tokens
+
+    def _tokens_ahead(self, job: PrefillJob) -> int:
+        state = self._state
+        if job.load is None or job.gated:
+            return 0 if wait_for_other_load_until(state, job) is not None else job.spec.tokens - job.scheduled
+        if wait_for_layers(state, job.load, step_s=0.0) != 0.0:
+            return 0
+        return job.spec.tokens - job.load.end * state.settings.block_tokens
 
     # --- planning --------------------------------------------------------------------------------------------------
 
     def plan(self) -> bool:
-        """Starts the next step; False when nothing can be computed now, or `stages` steps are in flight."""
+        """Starts the next step; False if nothing can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
         if self.are_full() or not self._state.started:
             return False
-        shares = self._shares()
-        if not shares:
+        slices = self._slices()
+        if not slices:
             return False
-        self._charge(shares)
-        tables = tuple(table for share in shares if (table := self._state.jobs[share.job].table) is not None)
-        flight = StepFlight(shares, tables, any(share.loading for share in shares), self._state.now, self._state.now)
+        self._charge(slices)
+        tables = tuple(table for part in slices if (table := self._state.jobs[part.job].table) is not None)
+        flight = StepFlight(slices, tables, any(part.loading for part in slices), self._state.now, self._state.now)
         io = self._state.begin(flight)
         self._flights[io] = flight
-        chunks = tuple(self._order_of(share, table) for share, table in zip(shares, tables, strict=True))
-        self._state.do(RunStep(io, chunks, flight.gated))
+        chunks = tuple(self._order_of(part, table) for part, table in zip(slices, tables, strict=True))
+        self._state.act(RunStep(io, chunks, flight.gated))
         self._open(io, flight)
         return True
 
-    def rest(self) -> None:
-        """Tells the tenants' shares for how long nothing was computed, before anything is decided by them."""
+    def forgive_idle(self) -> None:
+        """Tells the tenants' shares for how long nothing was computed, before they decide anything."""
         if not self._flights:
             self._state.shares.rest(self._state.now - self.idle_since)
             self.idle_since = self._state.now
 
-    def _shares(self) -> list[SequenceSlice]:
-        shares: list[SequenceSlice] = []
+    def _slices(self) -> list[SequenceSlice]:
+        slices: list[SequenceSlice] = []
         budget, seconds = self._state.settings.step_tokens, 0.0
         under_way = self._under_way()
-        for job in self._in_turn():
-            share = self._share(job, budget)
-            if share is None:
+        for job in self._fair_order():
+            part = self._next_slice(job, budget)
+            if part is None:
                 break  # less than a block of budget left; others behind wait for their turn
-            if self._is_under_way(job, share, under_way) or self._is_loaded(job):
+            if self._is_under_way(job, part, under_way) or self._is_loaded(job):
                 continue
-            with_it = seconds + self._seconds(share)
+            with_it = seconds + self._seconds(part)
             if job.load is not None and not self._ready(job, with_it):
                 continue
-            self._schedule(job, share)
-            under_way.update(self._keys(job, share))
-            shares.append(share)
-            budget, seconds = budget - (share.end - share.start), with_it
+            self._schedule(job, part)
+            under_way.update(self._keys(job, part))
+            slices.append(part)
+            budget, seconds = budget - (part.end - part.start), with_it
             if not budget:
                 break
-        return shares
+        return slices
 
-    def _in_turn(self) -> Iterator[PrefillJob]:
-        """Started jobs of which something can be computed, in fair order."""
+    def _fair_order(self) -> Iterator[PrefillJob]:
+        """Started jobs that have something to compute, in fair order."""
         state = self._state
-        lines: dict[str, list[QueueEntry]] = {}
+        queues: dict[str, list[QueueEntry]] = {}
         for job in state.started.values():
             if self._plannable(job):
-                lines.setdefault(job.place.tenant, []).append(QueueEntry(job.place, self._next_s(job)))
-        for line in lines.values():
-            line.sort(key=lambda wanted: wanted.place.own)
-        return (state.jobs[wanted.place.number] for wanted in state.shares.order(lines.values()))
+                queues.setdefault(job.queue_key.tenant, []).append(QueueEntry(job.queue_key, self._next_s(job)))
+        for queue in queues.values():
+            queue.sort(key=lambda entry: entry.place.own)
+        return (state.jobs[entry.place.number] for entry in state.shares.order(queues.values()))
 
     def _next_s(self, job: PrefillJob) -> float:
-        """Predicted seconds of as much of a job as a step can have."""
+        """Predicted seconds of the largest slice of a job that fits a step."""
         settings = self._state.settings
         start = self._start(job)
         end = min(job.spec.tokens, start + settings.step_tokens)
         speeds = self._state.tracker.speeds
         return prefill_seconds(speeds, end - start, start, steps=1, begins=job.first_step_at is None)
 
-    def _charge(self, shares: list[SequenceSlice]) -> None:
-        for share in shares:
-            place = self._state.jobs[share.job].place
-            self._state.shares.serve(place.tenant, self._seconds(share), place.weight)
+    def _charge(self, slices: list[SequenceSlice]) -> None:
+        for part in slices:
+            key = self._state.jobs[part.job].queue_key
+            self._state.shares.serve(key.tenant, self._seconds(part), key.weight)
 
     def _plannable(self, job: PrefillJob) -> bool:
-        if job.table is None or job.gated or job.settling:
+        if job.table is None or job.gated or job.blocked_by:
             return False
         return job.scheduled < job.spec.tokens
 
@@ -190,31 +196,31 @@ class StepPlanner:
         """Keys of the blocks that steps in flight compute."""
         found: set[BlockKey] = set()
         for flight in self._flights.values():
-            for share in flight.shares:
-                if share.live:
-                    found.update(self._keys(self._state.jobs[share.job], share))
+            for part in flight.slices:
+                if part.live:
+                    found.update(self._keys(self._state.jobs[part.job], part))
         return found
 
-    def _keys(self, job: PrefillJob, share: SequenceSlice) -> tuple[BlockKey, ...]:
-        """Of the blocks that a share fills."""
+    def _keys(self, job: PrefillJob, part: SequenceSlice) -> tuple[BlockKey, ...]:
+        """Keys of the blocks that a slice fills."""
         size = self._state.settings.block_tokens
-        return () if share.full_hit else job.spec.keys[share.start // size : share.end // size]
+        return () if part.full_hit else job.spec.keys[part.start // size : part.end // size]
 
-    def _is_under_way(self, job: PrefillJob, share: SequenceSlice, under_way: set[BlockKey]) -> bool:
-        """Whether a job that has not begun would compute what another computes just now: soon it will be found."""
-        at = share.start // self._state.settings.block_tokens
-        begins = job.first_step_at is None and job.load is None and not job.loaded and not share.full_hit
+    def _is_under_way(self, job: PrefillJob, part: SequenceSlice, under_way: set[BlockKey]) -> bool:
+        """Whether a job without steps would compute a block that another job computes now: soon it is cached."""
+        at = part.start // self._state.settings.block_tokens
+        begins = job.first_step_at is None and job.load is None and not job.loaded and not part.full_hit
         return begins and at < self._state.reusable_blocks(job) and job.spec.keys[at] in under_way
 
     def _is_loaded(self, job: PrefillJob) -> bool:
-        """Whether what the job would compute comes for another one; notes until when it waits for that."""
+        """Whether another job loads what this one would compute; notes until when the job waits for that."""
         until = wait_for_other_load_until(self._state, job)
         if until is not None:
             self._look_again(until)
         return until is not None
 
     def _ready(self, job: PrefillJob, step_s: float) -> bool:
-        """Whether the job's layers come in time for a step that takes so long; notes when they will."""
+        """Whether the job's layers arrive in time for a step of `step_s` seconds; notes when they will."""
         assert job.load is not None
         wait = wait_for_layers(self._state, job.load, step_s)
         if wait is None:
@@ -226,8 +232,8 @@ class StepPlanner:
     def _look_again(self, at: float) -> None:
         self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
 
-    def _share(self, job: PrefillJob, budget: int) -> SequenceSlice | None:
-        """The job's next tokens within the budget; the prompt's end or a block border ends them."""
+    def _next_slice(self, job: PrefillJob, budget: int) -> SequenceSlice | None:
+        """The job's next slice within the budget; it ends at a block border or at the prompt's end."""
         size = self._state.settings.block_tokens
         if job.first_step_at is None and job.load is None and not job.loaded:
             self.match_again(job)
@@ -243,13 +249,13 @@ class StepPlanner:
         return SequenceSlice(job.number, start, end, begins, end == job.spec.tokens, loading, full_hit)
 
     def _start(self, job: PrefillJob) -> int:
-        """The next token that is to be computed; with a load under way, the first one behind it."""
+        """The next token to compute; while a prefix is loading, the first one behind it."""
         if job.load is None:
             return job.scheduled
         return self._state.settings.reused_tokens(job.spec.tokens, job.load.end)
 
     def match_again(self, job: PrefillJob) -> None:
-        """Blocks that others computed since the job was started need not be computed again."""
+        """Takes blocks that other jobs have computed since this one started."""
         state = self._state
         assert job.table is not None
         held = job.prefix_blocks
@@ -261,166 +267,167 @@ class StepPlanner:
         job.table.blocks[held : held + len(more)] = more
         state.hold_prefix(job, held + len(more))
 
-    def _schedule(self, job: PrefillJob, share: SequenceSlice) -> None:
+    def _schedule(self, job: PrefillJob, part: SequenceSlice) -> None:
         if job.first_step_at is None:
             job.first_step_at = self._state.now
+            job.set_status(JobStatus.COMPUTING)
             self._sends.leading(job, job.prefix_blocks)
-        job.scheduled = share.end
-        job.flying += 1
-        job.gated = share.loading
+        job.scheduled = part.end
+        job.slices_in_flight += 1
+        job.gated = part.loading
 
-    def _order_of(self, share: SequenceSlice, table: BlockTable) -> ChunkOrder:
-        blocks = tuple(table.blocks[: self._state.settings.blocks_for(share.end)])
-        return ChunkOrder(share.job, share.start, share.end, blocks, share.last, share.full_hit)
+    def _order_of(self, part: SequenceSlice, table: BlockTable) -> ChunkOrder:
+        blocks = tuple(table.blocks[: self._state.settings.blocks_for(part.end)])
+        return ChunkOrder(part.job, part.start, part.end, blocks, part.last, part.full_hit)
 
-    def _seconds(self, share: SequenceSlice) -> float:
+    def _seconds(self, part: SequenceSlice) -> float:
         return prefill_seconds(
-            self._state.tracker.speeds, share.end - share.start, share.start, steps=1, begins=share.first
+            self._state.tracker.speeds, part.end - part.start, part.start, steps=1, begins=part.first
         )
 
     # --- in flight -------------------------------------------------------------------------------------------------
 
     def layer_computed(self, io: int, layer: int) -> None:
-        """A layer of a step is in the pool: its new slices may leave."""
+        """A layer of a step is in the pool: its KV may be sent."""
         flight = self._flights.get(io)
         if flight is None:
             return
-        flight.layers, flight.moved_at = max(flight.layers, layer + 1), self._state.now
+        flight.layers, flight.progressed_at = max(flight.layers, layer + 1), self._state.now
         size, jobs = self._state.settings.block_tokens, self._state.jobs
-        for share in flight.shares:
-            job = jobs.get(share.job)
-            if share.live and job is not None:
-                self._sends.add(job, layer, share.start // size, -(-share.end // size), io)
+        for part in flight.slices:
+            job = jobs.get(part.job)
+            if part.live and job is not None:
+                self._sends.add(job, layer, part.start // size, -(-part.end // size), io)
 
     def ended(self, io: int, flight: StepFlight, result: StepEnded) -> StepOutcome:
-        """A step is over. Steps end in the order in which they were planned, but for those that nobody wants."""
-        assert self._state.front is flight or not any(share.live for share in flight.shares), "steps end in order"
+        """A step has ended. Steps end in the order of planning, except steps without a live slice."""
+        assert self._state.front is flight or not any(part.live for part in flight.slices), "steps end in order"
         del self._flights[io]
         self.done += 1
         self.idle_since = self._state.now
         self._to_the_front()
         self._learn(flight, result)
         news = StepOutcome()
-        for share in flight.shares:
-            job = self._state.jobs.get(share.job)
-            if job is None or not share.live:
+        for part in flight.slices:
+            job = self._state.jobs.get(part.job)
+            if job is None or not part.live:
                 continue
-            self._land(job)
+            self._slice_over(job)
             if result.aborted:
                 job.scheduled = job.computed
                 news.given_up.append(job)
             else:
-                self._count(job, share)
+                self._count(job, part)
                 news.counted.append(job)
         return news
 
     def _to_the_front(self) -> None:
-        """The next step has the engine's first stages for itself: from now on its gates may hold others up."""
+        """The next step is in front: from now on its gates may hold others up."""
         front = self._state.front
         if front is not None:
-            front.moved_at = max(front.moved_at, self._state.now)
+            front.progressed_at = max(front.progressed_at, self._state.now)
 
-    def _count(self, job: PrefillJob, share: SequenceSlice) -> None:
-        if job.load is not None:  # every gate was open, so every layer is there
+    def _count(self, job: PrefillJob, part: SequenceSlice) -> None:
+        if job.load is not None:  # every gate was open, so every layer has arrived
             assert job.load.layers == self._state.settings.layers
-            job.loaded, job.prefix_blocks = share.start - job.cached, job.load.end
-            self._state.advance(job, share.start)
+            job.loaded, job.prefix_blocks = part.start - job.cached, job.load.end
+            self._state.advance(job, part.start)
             job.load = None
-        assert job.computed == share.start
-        self._state.advance(job, share.end)
+        assert job.computed == part.start
+        self._state.advance(job, part.end)
 
-    def _land(self, job: PrefillJob) -> None:
-        job.flying -= 1
+    def _slice_over(self, job: PrefillJob) -> None:
+        job.slices_in_flight -= 1
         job.gated = False
 
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
-        """A step that is alone in the engine takes as long as until its end is heard of, not just as it computes."""
+        """Learns the speed of a step. A step alone in the engine counts until its end is reported."""
         if flight.gated or result.aborted:
             return
         alone = self._state.settings.stages == 1
         seconds = max(result.seconds, self._state.now - flight.began_at) if alone else result.seconds
-        chunks = [(share.end - share.start, share.start, share.first) for share in flight.shares]
+        chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
         self._state.tracker.observe_prefill(chunks, seconds, share=result.share)
-        self._state.share += CORE_SHARE_WEIGHT * (result.share - self._state.share)
+        self._state.core_share += CORE_SHARE_WEIGHT * (result.share - self._state.core_share)
 
     # --- gates -----------------------------------------------------------------------------------------------------
 
     def open_gates(self, job: PrefillJob) -> None:
-        """More layers of the job are there."""
+        """More layers of the job's prefix have arrived."""
         if job.gated:
             for io, flight in self._flights.items():
-                if any(share.job == job.number for share in flight.shares):
+                if any(part.job == job.number for part in flight.slices):
                     self._open(io, flight)
 
     def _open(self, io: int, flight: StepFlight) -> None:
-        """Opens the gates up to the last layer that is there for all jobs of a step."""
-        layer = min((self._layers_of(share) for share in flight.shares), default=0) - 1
+        """Opens the gates up to the last layer that has arrived for all jobs of a step."""
+        layer = min((self._layers_of(part) for part in flight.slices), default=0) - 1
         if flight.gated and layer > flight.opened:
             flight.opened = layer
-            self._state.do(OpenKVGate(io, layer))
+            self._state.act(OpenKVGate(io, layer))
 
-    def _layers_of(self, share: SequenceSlice) -> int:
-        job = self._state.jobs.get(share.job)
-        if not share.live or not share.loading or job is None or job.load is None:
+    def _layers_of(self, part: SequenceSlice) -> int:
+        job = self._state.jobs.get(part.job)
+        if not part.live or not part.loading or job is None or job.load is None:
             return self._state.settings.layers
         return job.load.layers
 
     def rewind(self, job: PrefillJob, first: int) -> None:
-        """Blocks from `first` on are to be computed anew, when nothing reads or writes them any more."""
-        job.settling.update(self._drop(job))
+        """Blocks from `first` on are computed again, once no I/O reads or writes them."""
+        job.blocked_by.update(self._drop(job))
         self._sends.take_back(job, first)
         job.scheduled = job.computed
 
-    def leave(self, job: PrefillJob) -> None:
-        """The job ends: its shares count for nothing."""
+    def drop_job(self, job: PrefillJob) -> None:
+        """The job ends: its slices do not count any more."""
         self._drop(job)
 
     def _drop(self, job: PrefillJob) -> list[int]:
-        """Drops the job's shares; returns the steps they are in. A step without any share that counts is aborted."""
+        """Drops the job's slices; returns their steps. Gives up a step without a live slice."""
         dropped = []
         for io, flight in self._flights.items():
-            for index, share in enumerate(flight.shares):
-                if share.job == job.number and share.live:
-                    share.live = False
-                    self._land(job)
+            for index, part in enumerate(flight.slices):
+                if part.job == job.number and part.live:
+                    part.live = False
+                    self._slice_over(job)
                     dropped.append(io)
                     self._dropped(io, flight, index)
         return dropped
 
     def _dropped(self, io: int, flight: StepFlight, index: int) -> None:
-        if not any(share.live for share in flight.shares):
-            self._state.do(GiveUpStep(io))
-        else:  # also one that is not loading: the step that computes its prefix may have been aborted
-            self._state.do(DropSequenceSlice(io, index))
+        if not any(part.live for part in flight.slices):
+            self._state.act(GiveUpStep(io))
+        else:  # also a slice that is not loading: the step that computes its prefix may have been aborted
+            self._state.act(DropSequenceSlice(io, index))
             self._open(io, flight)
 
     # --- stalled loads ---------------------------------------------------------------------------------------------
 
     def stalled_at(self) -> float | None:
-        """When the step in front will have waited too long at a gate while others wait; None = it does not."""
+        """When the step in front will have waited too long at a gate while other jobs wait; None = it does not."""
         flight = self._state.front
         if flight is None or not flight.gated:
             return None
         late = self._late(flight)
         if not late or not self._others_wait(late):
             return None
-        return flight.moved_at + max(stall_grace(self._state, job.load) for job in late if job.load is not None)
+        return flight.progressed_at + max(stall_grace(self._state, job.load) for job in late if job.load is not None)
 
     def _late(self, flight: StepFlight) -> list[PrefillJob]:
-        """The jobs for whose layers a step waits at its next gate."""
+        """The jobs whose layers a step waits for at its next gate."""
         if flight.opened >= flight.layers or flight.layers == self._state.settings.layers:
             return []
-        late = [share.job for share in flight.shares if self._layers_of(share) <= flight.layers]
+        late = [part.job for part in flight.slices if self._layers_of(part) <= flight.layers]
         return [self._state.jobs[number] for number in late]
 
     def _others_wait(self, late: list[PrefillJob]) -> bool:
-        """Whether something could be computed if the step did not wait."""
+        """Whether another job could be computed if the step did not wait."""
         return bool(self._state.waiting) or any(
             job not in late and job.load is None and not job.finished for job in self._state.started.values()
         )
 
-    def overtake(self) -> None:
-        """Drops the shares of late jobs from the step in front, which goes on without them."""
+    def drop_stalled(self) -> None:
+        """Drops the slices of late jobs from the step in front, which continues without them."""
         at = self.stalled_at()
         if at is None or self._state.now < at:
             return
@@ -428,5 +435,5 @@ class StepPlanner:
         assert front is not None
         for job in self._late(front):
             assert job.load is not None
-            job.load.overtaken = True
+            job.load.stalled = True
             self.rewind(job, job.load.end)

@@ -289,4 +289,4 @@ def test_tenants_and_blocks_of_others_as_in_the_simulator(seed: int, tmp_path: P
     loads = {peers[it.job][it.source] for it in told if isinstance(it, actions.LoadBlocks)}
     assert min(copied, lent) > 0
     assert loads == {True, False} or seed > 2  # later seeds: with some, no prompt reads another instance
-    assert {one.event.tenant for one in expected if isinstance(one.event, events.SubmitJob)} == {"t0", "t1"}
+    assert {one.event.request.tenant for one in expected if isinstance(one.event, events.SubmitJob)} == {"t0", "t1"}
