@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
@@ -18,10 +19,12 @@ from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.errors import Unavailable
 from moonpool.kv import native_library
 from moonpool.kv.native_copy import copy_verified
+from moonpool.kv_transfer.write_back import WriteBack
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import EXIT_ROLE, ProcessContext
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.tls import Security
+from moonpool.runtime.journal import JournalWriter
 from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.gauges import Entry, Gauges
 from moonpool.telemetry.logs import get_logger
@@ -90,6 +93,27 @@ class InstanceContext:
         """Whether compute is emulated, and if so, how late its steps are."""
         own = self.engine.gauges() if isinstance(self.engine, EmulatedEngine) else []
         return [("emulated", lambda: float(bool(self.setup.model.emulated)), None), *own]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExecutorParts:
+    """What the executor of a prefill or decode instance works with, besides its scheduler.
+
+    Attributes:
+        engine: runs the steps.
+        write_back: writes full blocks to kvstores.
+        spans: where spans are recorded.
+        notify: called when load or keys have changed.
+        journal: records the scheduler's events; None = no journal.
+        clock: seconds; never goes back.
+    """
+
+    engine: Engine
+    write_back: WriteBack
+    spans: Recorder
+    notify: Notify
+    journal: JournalWriter | None = None
+    clock: Callable[[], float] = time.monotonic
 
 
 class EngineService(Protocol):

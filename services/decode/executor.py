@@ -2,13 +2,11 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NoReturn
 
-from moonpool.cluster import Notify
-from moonpool.engine.interface import Engine
+from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.kv_service import PoolCalls
 from moonpool.engine.request import IncomingRequest
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
@@ -16,9 +14,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
-from moonpool.kv_transfer.write_back import WriteBack
 from moonpool.runtime.driver import Driver
-from moonpool.runtime.journal import JournalWriter
 from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
 from moonpool.scheduling.steps import Step, StepResult
 from moonpool.telemetry.logs import get_logger
@@ -132,13 +128,11 @@ class RunLoop:
     """Gives the engine one run after the other. While it computes a step, the tokens of the one before are told.
 
     Args:
-        engine: runs the steps.
+        parts: the engine and the like.
         live: the sequences.
         max_tokens: longest sequence the model takes.
-        spans: where spans are recorded.
-        post: tells the core.
-        end: ends a request early.
-        notify: called when load or keys have changed.
+        post: tells the scheduler.
+        abort: ends a request early.
 
     Attributes:
         steps: so far.
@@ -146,17 +140,16 @@ class RunLoop:
 
     def __init__(
         self,
-        engine: Engine,
+        parts: ExecutorParts,
         live: LiveRequestTable,
         max_tokens: int,
-        spans: Recorder,
         post: Callable[[RunProgress | RunDone], None],
-        end: Callable[[LiveRequest, str], None],
-        notify: Notify,
+        abort: Callable[[LiveRequest, str], None],
     ) -> None:
-        self._engine, self._live, self._max_tokens, self._spans = engine, live, max_tokens, spans
-        self._post, self._end, self._notify = post, end, notify
-        self._block_tokens = engine.layout.block_tokens
+        self._engine, self._spans, self._notify = parts.engine, parts.spans, parts.notify
+        self._live, self._max_tokens = live, max_tokens
+        self._post, self._abort = post, abort
+        self._block_tokens = parts.engine.layout.block_tokens
         self._order: StartRun | None = None
         self._wake = asyncio.Event()
         self._last_ns = 0
@@ -245,7 +238,7 @@ class RunLoop:
         candidates: list[tuple[int, BeamCandidates]] = []
         for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
             if index in result.failed:
-                self._end(sequence.request, result.failed[index])
+                self._abort(sequence.request, result.failed[index])
             if token is None or sequence.request.ending:
                 continue
             try:
@@ -271,7 +264,7 @@ class RunLoop:
     def _defect(self, request: LiveRequest) -> None:
         """A request cannot take or tell its tokens, for a defect of ours: it ends, and no other one."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
-        self._end(request, "a defect: its tokens cannot be taken")
+        self._abort(request, "a defect: its tokens cannot be taken")
         request.ending = True  # now, also where the core hears of it later: what follows would have a gap before it
 
     def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
@@ -289,47 +282,43 @@ class DecodeExecutor:
     """Drives the core of one instance.
 
     Args:
-        core: decides.
-        engine: runs the steps.
+        core: the scheduler.
+        parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
-        write_back: takes the answers' full blocks.
-        open_reader: makes the client of a kvstore at an address, from which preempted sequences come back.
-        spans: where spans are recorded.
-        notify: called when load or keys have changed.
-        journal: records what the core was told.
-        clock: seconds; never goes back.
+        open_reader: makes the client of a kvstore at an address, from which blocks of preempted requests are loaded.
+
+    Attributes:
+        taken: reservations granted so far.
+        pool: reads and deletions that others ask of the pool.
+        log: output of ended and parked requests.
+        running: gives the engine its runs.
+        io: moves blocks out of the pool and back.
+        empty: set while there is no request.
+        dead: why no request is accepted any more; "" = requests are accepted.
     """
 
     def __init__(
         self,
         core: DecodeScheduler,
-        engine: Engine,
+        parts: ExecutorParts,
         max_tokens: int,
-        write_back: WriteBack,
         open_reader: Callable[[str], BlockReader],
-        spans: Recorder,
-        notify: Notify,
-        journal: JournalWriter | None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.core = core
-        self._clock = clock
-        self._layout = engine.layout
+        self._clock, self._spans, self.notify = parts.clock, parts.spans, parts.notify
+        self._layout = parts.engine.layout
         self._max_tokens = max_tokens
-        self._spans = spans
-        self.notify = notify
-        self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=clock, journal=journal)
+        self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=parts.clock, journal=parts.journal)
         self._live = LiveRequestTable()
         self._next = 1
         self._answers: dict[int, ReservationGranted | ReservationRefused] = {}
         self.taken = 0
-        """Promises given so far."""
         self.pool = PoolCalls(self._order, self._post)
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = OutputLog(self._live, self._streams)
-        self.running = RunLoop(engine, self._live, max_tokens, spans, self._driver.post, self.end, notify)
-        self.copies = BlockIo(engine, write_back, open_reader, self._post, clock)
+        self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort)
+        self.io = BlockIo(parts, open_reader, self._post)
         self.empty = asyncio.Event()
         self.empty.set()
         self.dead = ""
@@ -413,19 +402,19 @@ class DecodeExecutor:
             raise TransferFailed(f"transfer {live.id} is over")
         live.send_verdict = send_verdict
 
-    def heard(self, live: LiveRequest) -> None:
-        """Something of the transfer came."""
+    def transfer_progress(self, live: LiveRequest) -> None:
+        """Some of a request's KV has arrived."""
         now = self._clock()
         if now - live.heard_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
             live.heard_at = now
             self._driver.post(TransferProgress(live.id))
 
-    def arrived(self, live: LiveRequest) -> None:
-        """All KV of a request has come."""
+    def transfer_complete(self, live: LiveRequest) -> None:
+        """All KV of a request has arrived."""
         self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
         self._order(TransferComplete(live.id))
 
-    def end(self, live: LiveRequest, why: str) -> None:
+    def abort(self, live: LiveRequest, why: str) -> None:
         """Ends a request early."""
         self._post(AbortRequest(live.id, why, live.transfer.leading))
 
@@ -487,7 +476,7 @@ class DecodeExecutor:
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
         before = live.transfer.state is TransferState.PROMISED
         live.subscriber = None
-        self.end(live, "cancelled")
+        self.abort(live, "cancelled")
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if before else kv_pb2.CANCEL_OUTCOME_IN_FLIGHT
 
     def give_up(
@@ -500,7 +489,7 @@ class DecodeExecutor:
         live = self.get(order.transfer_id, order.generation)
         if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
             live.subscriber = None
-            self.end(live, why)
+            self.abort(live, why)
         subscriber.failed(order.request_id, why)
 
     # --- the engine ------------------------------------------------------------------------------------------------
@@ -518,7 +507,7 @@ class DecodeExecutor:
             raise Unavailable(self.dead) from error
         finally:
             self.die("the instance stops")
-            await self.copies.quiet()
+            await self.io.quiet()
 
     async def failure(self) -> NoReturn:
         """Waits until the core fails where no request is to blame; raises Internal then."""
@@ -533,7 +522,7 @@ class DecodeExecutor:
         if not self.dead:
             self.dead = why
             self.running.close()
-            self.copies.closed = True
+            self.io.closed = True
             self._post(EngineDied(why))
 
     def _post(self, event: Event) -> None:
@@ -558,20 +547,20 @@ class DecodeExecutor:
             case ReservationGranted(number) | ReservationRefused(number):
                 self._answers[number] = action
             case StoreBlock(_, number) | LoadStoredBlocks(_, number):
-                self.copies.begin(action, self._live.sequences[number])
+                self.io.begin(action, self._live.sequences[number])
             case FinishSequence() | SelectBeams() | BeamsRanked() | RequestAborted() | RequestFreed():
-                self._tell(action)
+                self._report(action)
             case RequestAdopted() | FenceConductor() | RequestParked() | DropOutputLog():
                 self.log.perform(action)
                 self._recount()
             case SwapOut() | SwapIn() | SwapDrop():
-                self.copies.swap(action)
+                self.io.swap(action)
             case StopReceiving(_, number):
-                self.copies.stop(action, self._live.requests[number])
+                self.io.stop(action, self._live.requests[number])
             case KVDeleted() | BlocksLent():
                 self.pool.answered(action)
 
-    def _tell(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted | RequestFreed) -> None:
+    def _report(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted | RequestFreed) -> None:
         """An answer, or a request, is over or nearly so. A defect that this meets ends the request, and no other."""
         if isinstance(action, RequestFreed):
             self._gone(self._live.take(action.id), retained=action.retained)
@@ -579,15 +568,17 @@ class DecodeExecutor:
         sequences, requests, number = self._live.sequences, self._live.requests, action.id
         live = sequences[number].request if isinstance(action, FinishSequence) else requests[number]
         try:
-            self._told(action, live)
+            self._report_one(action, live)
         except Exception:
             log.exception("an answer cannot be told: its request ends", request=live.request_id)
             live.ending, subscriber, live.subscriber = True, live.subscriber, None
             if subscriber is not None:  # the core may be done with it already
                 subscriber.failed(live.request_id, "a defect: its answer cannot be told")
-            self.end(live, "a defect: its answer cannot be told")
+            self.abort(live, "a defect: its answer cannot be told")
 
-    def _told(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted, live: LiveRequest) -> None:
+    def _report_one(
+        self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted, live: LiveRequest
+    ) -> None:
         match action:
             case FinishSequence(number, reason):
                 sequence = self._live.sequences[number]

@@ -3,13 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from moonpool.engine.interface import Engine
+from moonpool.engine.instance import ExecutorParts
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool, PoolTarget
 from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost
-from moonpool.kv_transfer.write_back import WriteBack
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.flow_control import StreamTraffic
@@ -58,11 +57,11 @@ log = get_logger(__name__)
 
 
 FAILED_STORE_PAUSE_S = 2.0
-"""Seconds for which a store that failed is not asked: it delays one sequence by one deadline, not each."""
+"""Seconds for which a failed store is skipped: the failure delays one request by one deadline, not every request."""
 
 
 class StoreLoads:
-    """The core's loads; each is answered by one `Ended`.
+    """Loads from kvstores; each is answered by one `IoEnded`.
 
     Args:
         pool: the blocks are written there. Each slice is compared with its hash first.
@@ -86,7 +85,7 @@ class StoreLoads:
 
     @property
     def sessions(self) -> int:
-        """Reads under way."""
+        """Reads in flight."""
         return self._stores.sessions
 
     @property
@@ -95,7 +94,7 @@ class StoreLoads:
         return self._stores.traffic
 
     def start(self, action: LoadStoredBlocks, sequence: LiveSequence) -> None:
-        """Reads blocks; nothing is written into them once the core was told of the end."""
+        """Reads blocks. Nothing is written into them after the answer."""
         keys = sequence.keys[action.first : action.first + len(action.blocks)]
         task = asyncio.get_running_loop().create_task(self._load(action, sequence, keys))
         self._tasks.add(task)
@@ -103,7 +102,7 @@ class StoreLoads:
         task.add_done_callback(lambda done: self._over(action.io, done))
 
     async def quiet(self) -> None:
-        """Gives up what is under way, and waits until nothing writes into the pool."""
+        """Cancels the loads, and waits until none writes into the pool."""
         for task in self._tasks:
             task.cancel()
         while self._tasks:
@@ -129,7 +128,7 @@ class StoreLoads:
         except MoonpoolError as error:
             log.warning("load failed", store=store.id, request=request.request_id, reason=str(error))
             failed = True
-        except Exception:  # what is not loaded costs computing again
+        except Exception:  # blocks that are not loaded are computed again
             log.exception("load failed", store=store.id, request=request.request_id)
             failed = True
         if failed:
@@ -154,14 +153,12 @@ class StoreLoads:
 
 
 class BlockIo:
-    """The core's I/O on blocks; each is answered by one `Ended`.
+    """The scheduler's I/O on blocks; each is answered by one `IoEnded`.
 
     Args:
-        engine: has the blocks in its pool.
-        write_back: writes to kvstores.
+        parts: the engine with the pool, the write-back and the clock.
         open_reader: makes the client of the kvstore at an address.
-        post: tells the core.
-        clock: seconds; never goes back.
+        post: tells the scheduler.
 
     Attributes:
         loads: from kvstores.
@@ -169,25 +166,21 @@ class BlockIo:
 
     def __init__(
         self,
-        engine: Engine,
-        write_back: WriteBack,
+        parts: ExecutorParts,
         open_reader: Callable[[str], BlockReader],
         post: Callable[[IoEnded[IoEnd]], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._clock = clock
-        self._write_back = write_back
+        self._clock, self._write_back, self._engine = parts.clock, parts.write_back, parts.engine
         self._post = post
-        self._engine = engine
-        self._space = SwapSpace(engine.pool)
-        self.loads = StoreLoads(engine.pool, open_reader, post, clock)
+        self._space = SwapSpace(parts.engine.pool)
+        self.loads = StoreLoads(parts.engine.pool, open_reader, post, parts.clock)
         self._copying: set[asyncio.Task[None]] = set()
         self._copied_at = 0.0
         self.closed = False
-        """Nothing is written back any more."""
+        """No block is written back any more."""
 
     def begin(self, action: StoreBlock | LoadStoredBlocks, sequence: LiveSequence) -> None:
-        """Reads blocks from a kvstore, or writes one to one, if the write-back has room for it."""
+        """Reads blocks from a kvstore, or writes one to it if the write-back queue has a free place."""
         if isinstance(action, LoadStoredBlocks):
             self.loads.start(action, sequence)
         else:
@@ -206,11 +199,11 @@ class BlockIo:
         self._write_back.submit(store, [key], [parent], sequence.request.incoming.spec.tenant, [action.block], over)
 
     def stop(self, action: StopReceiving, live: LiveRequest) -> None:
-        """Lets what is being written into a request's blocks end."""
+        """Answers when no frame is being written into a request's blocks any more."""
         live.transfer.once_quiet(lambda: self._post(IoEnded(action.io, ReceiveEnd())))
 
     def swap(self, action: SwapOut | SwapIn | SwapDrop) -> None:
-        """Copies a sequence's blocks to DRAM or back, or forgets them."""
+        """Copies a request's blocks to DRAM or back, or drops the copy."""
         match action:
             case SwapOut(io, number, blocks):
                 self._copy(io, lambda: self._space.save(number, blocks), fetch=blocks)
@@ -226,7 +219,7 @@ class BlockIo:
         await self.loads.quiet()
 
     def _copy(self, io: int, work: Callable[[], None], fetch: Sequence[int] = ()) -> None:
-        """Does a copy in a thread, when the pool has all of the blocks `fetch`."""
+        """Makes a copy in a thread, after the blocks `fetch` were fetched into the pool."""
 
         async def copy() -> None:
             began, ok = self._clock(), True
@@ -234,7 +227,7 @@ class BlockIo:
                 if fetch:
                     await self._engine.fetch(fetch)
                 await asyncio.to_thread(work)
-            except Exception:  # a copy that is not made costs computing again
+            except Exception:  # blocks that are not copied are computed again
                 log.exception("copying blocks between pool and swap space failed", io=io)
                 ok = False
             began, self._copied_at = max(began, self._copied_at), self._clock()

@@ -614,8 +614,8 @@ class OutputLog:
     """The sequences that are kept. How long, and how many, is the core's business.
 
     Args:
-        live: those that run; the shell's.
-        streams: of the conductors, with the core's numbers; the shell's.
+        live: those that run; the executor's.
+        streams: of the conductors, with the core's numbers; the executor's.
     """
 
     def __init__(self, live: LiveRequestTable, streams: dict[Subscriber, int]) -> None:

@@ -26,7 +26,7 @@ class TransferReceiver:
     Args:
         sender: the prefill instance.
         instance: this instance.
-        shell: has the requests.
+        executor: has the requests.
         pool: KV is written there.
         forgotten: `(keys, tenant)` -> the deletions of such blocks that were carried out here.
         beside: where frames land that would keep the loop from dispatching steps.
@@ -36,7 +36,7 @@ class TransferReceiver:
         self,
         sender: kv_pb2.Instance,
         instance: kv_pb2.Instance,
-        shell: DecodeExecutor,
+        executor: DecodeExecutor,
         pool: KVPool,
         forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]],
         beside: ThreadOffload,
@@ -46,7 +46,7 @@ class TransferReceiver:
         self.stray_frames = 0
         self._sender = sender
         self._instance = instance
-        self._shell = shell
+        self._executor = executor
         self._pool = pool
         self._forgotten = forgotten
         self._beside = beside
@@ -98,10 +98,10 @@ class TransferReceiver:
         """Ends the requests whose KV was not complete when the stream ended."""
         self.outbox.close(StreamBroken("the sender's stream ended"))
         for request in list(self._receiving.values()):
-            self._shell.end(request, "the sender's stream broke")
+            self._executor.abort(request, "the sender's stream broke")
 
     def _open(self, message: decode_pb2.TransferOpen) -> None:
-        request = self._shell.get(message.transfer_id, message.generation)
+        request = self._executor.get(message.transfer_id, message.generation)
         if message.decode_incarnation != self._instance.incarnation:
             self._answer(
                 message.transfer_id,
@@ -116,7 +116,7 @@ class TransferReceiver:
         known = self._forgotten(request.sequences[0].keys, request.incoming.spec.tenant)
         older = not set(known).issubset(message.forgotten)
         try:
-            self._shell.open(request, self.verdict, older=older)
+            self._executor.open(request, self.verdict, older=older)
         except TransferFailed as error:
             self._answer(message.transfer_id, message.generation, complete=False, reason=str(error))
             return
@@ -153,7 +153,7 @@ class TransferReceiver:
 
     def _wanted(self, header: kv_pb2.FrameHeader) -> LiveRequest | None:
         """Whose KV a frame brings; None when its transfer has ended, so that its blocks may be another's by now."""
-        request = self._shell.get(header.session, header.generation)
+        request = self._executor.get(header.session, header.generation)
         return request if header.session in self._receiving else None
 
     def _receives(self, request: LiveRequest, header: kv_pb2.FrameHeader) -> bool:
@@ -190,7 +190,7 @@ class TransferReceiver:
     def _take(self, request: LiveRequest, take: Callable[[], None]) -> None:
         try:
             take()
-            self._shell.heard(request)
+            self._executor.transfer_progress(request)
         except (FrameError, TransferFailed) as error:
             if isinstance(error, DamagedSliceError):
                 request.transfer.damaged_block = error.block
@@ -198,7 +198,7 @@ class TransferReceiver:
             if request.complete:  # all slices had come before the bad one
                 self._complete(request)
             else:
-                self._shell.end(request, str(error))
+                self._executor.abort(request, str(error))
             return
         if request.complete:
             self._complete(request)
@@ -231,13 +231,13 @@ class TransferReceiver:
 
     def _complete(self, request: LiveRequest) -> None:
         self.verdict(request.transfer)
-        self._shell.arrived(request)
+        self._executor.transfer_complete(request)
 
     def _close(self, message: decode_pb2.TransferClose) -> None:
-        request = self._shell.get(message.transfer_id, message.generation)
+        request = self._executor.get(message.transfer_id, message.generation)
         if request is None or message.transfer_id not in self._receiving:
             return
-        self._shell.end(
+        self._executor.abort(
             request,
             "the sender gave up" if message.aborted else f"closed with {request.transfer.missing()} slices missing",
         )

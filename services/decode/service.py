@@ -9,7 +9,7 @@ from typing import Any
 import grpc.aio
 
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error, run_instance
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
 from moonpool.engine.kv_service import DeletionLog, KVDeletion, pool_reads, read_gauges
 from moonpool.engine.request import RequestReader
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
@@ -48,10 +48,10 @@ class DecodeInstance:
     Attributes:
         core: decides.
         manager: the pool's blocks.
-        shell: does what the core decides; has the requests.
+        executor: does what the core decides; has the requests.
         write_back: stores the answers' full blocks.
         forgetting: deletes KV.
-        carried_out: what it has deleted.
+        deletions: what it has deleted.
         reads: what other instances read here.
         intake: reads requests.
         beside: where what would keep the loop from dispatching steps is done.
@@ -64,10 +64,10 @@ class DecodeInstance:
     def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
         layout, engine = context.setup.layout, context.engine
         self.setup, self.identity, self.layout, self.pool = context.setup, context.instance, layout, engine.pool
-        self.beside, self.intake = context.beside, RequestReader(context.setup.incoming, context.beside)
+        self.beside, self.request_reader = context.beside, RequestReader(context.setup.incoming, context.beside)
         self.core = DecodeScheduler(core_config(context, config))
         self.manager = self.core.blocks
-        self.carried_out = carried_out = DeletionLog(context.setup.namespace, time.monotonic)
+        self.deletions = deletions = DeletionLog(context.setup.namespace, time.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(
@@ -75,32 +75,28 @@ class DecodeInstance:
             ),
             engine.pool.read,
             time.monotonic,
-            carried_out.concerning,
+            deletions.concerning,
         )
-        self.shell = DecodeExecutor(
+        self.executor = DecodeExecutor(
             self.core,
-            engine,
+            ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
             context.setup.max_tokens,
-            self.write_back,
             lambda address: BlockReader(
                 context.channels,
                 address,
                 context.hello(),
                 layout,
                 lanes=context.dialer,
-                forgotten=carried_out.demanded,
+                forgotten=deletions.demanded,
                 beside=context.beside,
             ),
-            context.spans,
-            context.notify,
-            config.journal(),
         )
-        pool = self.shell.pool
-        self.forgetting = KVDeletion(layout.block_bytes, self.write_back, pool.forget, carried_out)
+        pool = self.executor.pool
+        self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
         self.subscribers: set[Subscriber] = set()
         self.receivers: set[TransferReceiver] = set()
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, pool, self.core.blocks, self.closing, carried_out)
+        self.reads = pool_reads(context, pool, self.core.blocks, self.closing, deletions)
         self.lanes = context.lanes
         self.draining = False
         self._notify = context.notify
@@ -113,8 +109,8 @@ class DecodeInstance:
 
     def check_open(self) -> None:
         """Raises Unavailable when new requests are refused."""
-        if self.shell.dead:
-            raise Unavailable(self.shell.dead)
+        if self.executor.dead:
+            raise Unavailable(self.executor.dead)
         if self.draining:
             raise Unavailable(f"{self.identity.id} is draining")
 
@@ -135,17 +131,17 @@ class DecodeInstance:
         """
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self.shell.run())
-                group.create_task(self.shell.failure())
+                group.create_task(self.executor.run())
+                group.create_task(self.executor.failure())
                 group.create_task(self.write_back.run())
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:
-            self.shell.die("the instance stops")
+            self.executor.die("the instance stops")
             self.closing.set()
             for subscriber in self.subscribers:
                 subscriber.close()
-            self.shell.close()
+            self.executor.close()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         """Prompts are computed at prefill: nobody would ask for a copy here, and no conductor orders one."""
@@ -158,7 +154,7 @@ class DecodeInstance:
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""
-        await self.shell.empty.wait()
+        await self.executor.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
     # --- reports ---------------------------------------------------------------------------------------------------
@@ -175,37 +171,37 @@ class DecodeInstance:
             context_tokens=core.context_tokens,
             speed=speeds_to_proto(core.planner.speeds(time.monotonic())),
             draining=self.draining,
-            taken=self.shell.taken,
+            taken=self.executor.taken,
             expected_answer_tokens=core.expected_answer_tokens,
         )
 
     def gauges(self) -> Gauges:
         """Everything the instance holds."""
-        shell, core, manager = self.shell, self.core, self.manager
+        executor, core, manager = self.executor, self.core, self.manager
         return Gauges(
             [
                 ("sequences_running", lambda: len(core.planner.batch), 0),
                 ("sequences_waiting", lambda: len(core.planner.waiting), 0),
                 ("sequences_parked", lambda: core.count(*PREEMPTED), 0),
                 ("sequences_catching_up", lambda: len(core.planner.recomputing), 0),
-                ("requests", lambda: len(shell), 0),
+                ("requests", lambda: len(executor), 0),
                 ("sequences_orphaned", lambda: len(core.orphans), 0),
-                ("sequences_adopted", lambda: shell.log.adopted, None),
+                ("sequences_adopted", lambda: executor.log.adopted, None),
                 ("logs", lambda: len(core.orphans.retained), None),
                 ("log_bytes", lambda: core.orphans.retained.bytes, None),
-                ("steps_in_flight", lambda: shell.step_in_flight, 0),
-                ("transfers_promised", lambda: shell.count(TransferState.PROMISED), 0),
-                ("transfers_receiving", lambda: shell.count(TransferState.RECEIVING), 0),
-                ("transfers_complete", lambda: shell.count(TransferState.COMPLETE), 0),
+                ("steps_in_flight", lambda: executor.step_in_flight, 0),
+                ("transfers_promised", lambda: executor.count(TransferState.PROMISED), 0),
+                ("transfers_receiving", lambda: executor.count(TransferState.RECEIVING), 0),
+                ("transfers_complete", lambda: executor.count(TransferState.COMPLETE), 0),
                 ("promised_blocks", lambda: core.budget.promised, 0),
                 ("expected_blocks", lambda: core.budget.expected, 0),
                 ("swapped_blocks", lambda: core.preempted.swapped_blocks, 0),
                 ("preemptions", lambda: core.preempted.preemptions, None),
                 ("swaps", lambda: core.preempted.swaps, None),
-                ("loads", lambda: shell.copies.loads.sessions, 0),
+                ("loads", lambda: executor.io.loads.sessions, 0),
                 ("loaded_blocks", lambda: core.stored_blocks.loaded_blocks, None),
                 ("load_failures", lambda: core.stored_blocks.failures, None),
-                ("load_credits_kept_bytes", lambda: shell.copies.loads.traffic.credits_kept, 0),
+                ("load_credits_kept_bytes", lambda: executor.io.loads.traffic.credits_kept, 0),
                 ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
                 ("prompts_computed", lambda: core.planner.prompts, None),
                 ("blocks_total", lambda: manager.num_blocks, None),
@@ -228,14 +224,14 @@ class DecodeInstance:
                 ("prefill_streams", lambda: len(self.receivers), None),
                 ("received_bytes", self._all_received_bytes, None),
                 ("stray_frames", self._all_stray_frames, None),
-                ("steps", lambda: shell.running.steps, None),
+                ("steps", lambda: executor.running.steps, None),
                 *self._further_gauges,
                 *process_entries(),
             ]
         )
 
     def _messages_unsent(self) -> int:
-        stores = self.write_back.traffic + self.shell.copies.loads.traffic + self.reads.traffic
+        stores = self.write_back.traffic + self.executor.io.loads.traffic + self.reads.traffic
         return stores.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
 
     def _all_received_bytes(self) -> float:
@@ -300,14 +296,14 @@ class DecodeServicer:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
         conductor = request.conductor if request.HasField("conductor") else None
-        incoming = await instance.intake.read(
+        incoming = await instance.request_reader.read(
             request.sequence, "" if conductor is None else conductor_identity(conductor)
         )
         instance.check_open()  # it may have taken a while
         left_s = context.time_remaining()
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded("nobody waits for this promise any more")
-        promised, predicted = instance.shell.reserve(
+        promised, predicted = instance.executor.reserve(
             incoming,
             stores,
             request.tbt_slo_s,
@@ -320,7 +316,7 @@ class DecodeServicer:
             target=self._target(promised),
             lease_s=instance.core.settings.lease_s,
             predicted_tbt_s=predicted,
-            number=instance.shell.taken,
+            number=instance.executor.taken,
         )
 
     async def ReceiveKV(  # noqa: N802
@@ -345,7 +341,7 @@ class DecodeServicer:
         self, request: kv_pb2.ForgetRequest, context: Context
     ) -> kv_pb2.ForgetResponse:
         """Deletes KV from the pool."""
-        return await self._instance.forgetting.forget(request)
+        return await self._instance.deletion.forget(request)
 
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
@@ -395,9 +391,9 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
         self._receiver = TransferReceiver(
             message.hello.sender,
             instance.identity,
-            instance.shell,
+            instance.executor,
             instance.pool,
-            instance.carried_out.demanded,
+            instance.deletions.demanded,
             instance.beside,
         )
         self.outbox = self._receiver.outbox
@@ -431,7 +427,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         """Any conductor is served."""
         self._subscriber = Subscriber(message.hello.conductor)
         self._instance.subscribers.add(self._subscriber)
-        self._instance.shell.subscribe(self._subscriber)
+        self._instance.executor.subscribe(self._subscriber)
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
         """One order. A defect that it meets ends its request, and no other one."""
@@ -443,25 +439,25 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         except Exception:
             its = getattr(message, order)
             log.exception("an order cannot be carried out: its request ends", order=order, request=its.request_id)
-            self._instance.shell.give_up(self._subscriber, its, f"a defect: its {order} cannot be carried out")
+            self._instance.executor.give_up(self._subscriber, its, f"a defect: its {order} cannot be carried out")
 
     def _carry_out(self, message: decode_pb2.StepsRequest) -> None:
         match message.WhichOneof("message"):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
             case "cancel" if message.cancel.HasField("choice"):
-                self._instance.shell.stop(message.cancel)
+                self._instance.executor.stop(message.cancel)
             case "cancel":
                 outcome = self._cancel(message.cancel)
                 self._subscriber.cancelled(message.cancel.request_id, outcome)
             case "resume":
-                self._instance.shell.resume(self._subscriber, message.resume)
+                self._instance.executor.resume(self._subscriber, message.resume)
 
     def _cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
-        outcome = self._instance.shell.cancel(self._subscriber, message)
+        outcome = self._instance.executor.cancel(self._subscriber, message)
         if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN or message.transfer_id:
             return outcome
-        read = self._instance.intake.cancel(message.request_id, conductor_identity(self._subscriber.conductor))
+        read = self._instance.request_reader.cancel(message.request_id, conductor_identity(self._subscriber.conductor))
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
 
     async def room(self) -> None:
@@ -486,18 +482,18 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
     def end(self) -> None:
         """The conductor's sequences end, or wait for another conductor."""
         self._instance.subscribers.discard(self._subscriber)
-        self._instance.shell.unsubscribe(self._subscriber)
+        self._instance.executor.unsubscribe(self._subscriber)
 
 
 def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: DecodeInstance) -> None:
     vocab, further = instance.setup.vocab_size, message.further_token_ids
     tokens = [(message.first_token_id,), further, *known_tokens(message, 1 + len(further))]
-    if instance.shell.dead:
-        subscriber.failed(message.request_id, instance.shell.dead)
+    if instance.executor.dead:
+        subscriber.failed(message.request_id, instance.executor.dead)
     elif bad := [token for told in tokens for token in told if not 0 <= token < vocab]:
         subscriber.failed(message.request_id, f"there is no token {bad[0]}")  # an engine must never meet one
     else:
-        instance.shell.start(subscriber, message)
+        instance.executor.start(subscriber, message)
 
 
 def contract(instance: DecodeInstance) -> Service:

@@ -4,24 +4,20 @@ Steps, loads, transfers, write-back and answers; reports the results.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, NoReturn
 
-from moonpool.engine.interface import Engine
+from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.kv_service import PoolCalls
 from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.kv_transfer.sender import DamagedInTransfer
-from moonpool.kv_transfer.write_back import WriteBack
 from moonpool.runtime.driver import Driver
-from moonpool.runtime.journal import JournalWriter
 from moonpool.scheduling.block_manager import BlocksLent, DeleteKV, KVDeleted, LendBlocks
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import prefill_pb2
 from services.prefill.core import actions, events
 from services.prefill.core.scheduler import PrefillScheduler
@@ -42,38 +38,31 @@ class PrefillExecutor:
     """Drives the core of one instance.
 
     Args:
-        core: decides.
-        engine: runs the steps.
+        core: the scheduler.
+        parts: engine, write-back, journal and the like.
         loading: reads prefixes.
         sending: sends KV to decode.
-        write_back: writes blocks to kvstores.
-        spans: where spans are recorded.
-        notify: called when load or keys may have changed.
-        journal: records what the core is told; None = nothing is recorded.
-        clock: seconds; never goes back.
+
+    Attributes:
+        copying: replication orders of the conductor.
+        pool: reads and deletions that others ask of the pool.
+        empty: set while there is no request.
     """
 
     def __init__(
         self,
         core: PrefillScheduler,
-        engine: Engine,
+        parts: ExecutorParts,
         loading: BlockLoader,
         sending: KVSender,
-        write_back: WriteBack,
-        spans: Recorder,
-        notify: Callable[[], None],
-        journal: JournalWriter | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
-        self._engine = engine
+        self._engine, self._write_back = parts.engine, parts.write_back
+        self._spans, self._notify = parts.spans, parts.notify
         self._loading = loading
         self._sending = sending
-        self._write_back = write_back
-        self._spans = spans
-        self._notify = notify
         self._driver: Driver[events.Event | IoEnded[events.IoResult], actions.Action] = Driver(
-            core, self._perform, clock=clock, journal=journal
+            core, self._perform, clock=parts.clock, journal=parts.journal
         )
         self.copying = ReplicationOrders(loading, self._order)
         self._requests: dict[int, LivePrefill] = {}
@@ -86,7 +75,7 @@ class PrefillExecutor:
         self.empty.set()
 
     def submit(self, request: LivePrefill) -> None:
-        """Hands a request to the core, which accepts or refuses it."""
+        """Hands a request to the scheduler, which accepts or refuses it."""
         if self._group is None:
             raise Unavailable(self._dead)
         self._requests[request.number] = request
@@ -100,12 +89,12 @@ class PrefillExecutor:
             raise
 
     def post(self, event: events.Event | IoEnded[events.IoResult]) -> None:
-        """Tells the core what has happened."""
+        """Tells the scheduler of an event."""
         self._driver.tell(event)
         self._notify()
 
     def _order(self, event: events.SubmitJob | events.ReplicateBlocks | DeleteKV | LendBlocks) -> None:
-        """Has done what a peer orders; raises what that meets, which ends the call, the copy or the stream."""
+        """Carries out a peer's order; an error ends the peer's call, replication or stream."""
         self._driver.ask(event)
         self._notify()
 
@@ -144,7 +133,7 @@ class PrefillExecutor:
         raise Unavailable(self._dead)
 
     def close(self) -> None:
-        """Nothing is told to the core any more."""
+        """Takes no more events."""
         self._driver.close()
 
     # --- actions ---------------------------------------------------------------------------------------------------
@@ -174,7 +163,7 @@ class PrefillExecutor:
                 self._answer(action, self._requests[action.job])
 
     def _steer(self, action: actions.OpenKVGate | actions.DropSequenceSlice | actions.GiveUpStep) -> None:
-        """A step that the engine has goes on, or changes."""
+        """Opens a gate of a step in flight, drops a slice of it, or gives it up."""
         match action:
             case actions.OpenKVGate():
                 self._engine.open_gate(action.step, action.layer)
@@ -188,7 +177,7 @@ class PrefillExecutor:
         action: actions.LoadBlocks | actions.OpenTransfer | actions.SendSlices | actions.AwaitVerdict,
         request: LivePrefill,
     ) -> None:
-        """KV comes or leaves."""
+        """Loads or sends KV."""
         match action:
             case actions.LoadBlocks():
                 loaded = partial(self._layer_loaded, action.io)
@@ -207,9 +196,9 @@ class PrefillExecutor:
         self._begin(action.io, partial(_result_of, request, work, failed), lost)
 
     def _answer(self, action: actions.JobAnswer, request: LivePrefill) -> None:
-        """Tells the conductor. A defect that this meets ends the request, and no other one."""
+        """Reports to the conductor. An internal error ends this request only."""
         try:
-            self._tell(action, request)
+            self._report(action, request)
         except Exception as defect:
             log.exception("an answer cannot be told: its request ends", request=request.request_id)
             request.end(Internal(f"the prefill failed: {defect!r}"))  # what else is told of it, nobody reads
@@ -218,7 +207,7 @@ class PrefillExecutor:
             elif self._requests.get(request.number) is request:
                 self._forget(request)
 
-    def _tell(self, action: actions.JobAnswer, request: LivePrefill) -> None:
+    def _report(self, action: actions.JobAnswer, request: LivePrefill) -> None:
         match action:
             case actions.AcceptJob():
                 accepted = prefill_pb2.PrefillAccepted(predicted_start_s=action.predicted_start_s, number=action.job)
@@ -274,7 +263,7 @@ class PrefillExecutor:
     # --- I/O -------------------------------------------------------------------------------------------------------
 
     def _begin(self, io: int, work: IoWork, lost: events.IoResult) -> None:
-        """Starts I/O; `lost` is its result when it is cancelled."""
+        """Starts I/O; `lost` is its result if it is cancelled."""
         if self._group is None:
             self.post(IoEnded(io, lost))
             return
@@ -291,7 +280,7 @@ class PrefillExecutor:
         self._driver.tell(events.LayerLoaded(io, layer))
 
     def _put(self, order: actions.WriteBackBlocks) -> None:
-        """Hands blocks to the write-back, as many as it has room for."""
+        """Hands blocks to the write-back, as many as its queue takes."""
         incoming = self._requests[order.job].incoming
         store = self._requests[order.job].copies[order.copy]
         end = order.first + self._write_back.room(store, len(order.blocks))
@@ -306,7 +295,7 @@ class PrefillExecutor:
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def _start_step(self, order: actions.RunStep) -> None:
-        """Begins a step; one that cannot be made into a message ends its requests and nothing else."""
+        """Begins a step. If the step cannot be made into a message, only its requests end."""
         try:
             step = self._step(order)
         except Exception as error:

@@ -10,7 +10,7 @@ import grpc.aio
 
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, InstanceContext, first_error, run_instance
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
 from moonpool.engine.kv_service import DeletionLog, KVDeletion, pool_reads, read_gauges
 from moonpool.engine.request import RequestReader
 from moonpool.kv_transfer.prefix_reader import BlockReader, ReadMethod
@@ -38,7 +38,7 @@ class PrefillInstance:
 
     Attributes:
         core: decides.
-        shell: does what the core decides.
+        executor: does what the core decides.
         sending: streams to decode instances.
         loading: streams from kvstores and other instances.
         write_back: stores new full blocks.
@@ -53,32 +53,28 @@ class PrefillInstance:
         self.identity, self.layout = context.instance, context.setup.layout
         self._context = context
         self._numbers = itertools.count(1)
-        self.intake = RequestReader(context.setup.incoming, context.beside)
+        self.request_reader = RequestReader(context.setup.incoming, context.beside)
         self.core = PrefillScheduler(_prefill_settings(context, config), engine.speeds)
         self.sending = KVSender(engine, self._open_sender, context.spans)
         emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
         self.loading = BlockLoader(engine, self._open_reader, context.spans, emulated_load_s)
-        self._carried_out = carried_out = DeletionLog(context.setup.namespace, time.monotonic)
+        self._deletions = deletions = DeletionLog(context.setup.namespace, time.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             self._open_writer,
             engine.pool.read,
             time.monotonic,
-            carried_out.concerning,
+            deletions.concerning,
         )
-        self.shell = PrefillExecutor(
+        self.executor = PrefillExecutor(
             self.core,
-            engine,
+            ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
             self.loading,
             self.sending,
-            self.write_back,
-            context.spans,
-            context.notify,
-            config.journal(),
         )
-        self.forgetting = KVDeletion(self.layout.block_bytes, self.write_back, self.shell.pool.forget, carried_out)
+        self.deletion = KVDeletion(self.layout.block_bytes, self.write_back, self.executor.pool.forget, deletions)
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, self.shell.pool, self.manager, self.closing, carried_out)
+        self.reads = pool_reads(context, self.executor.pool, self.manager, self.closing, deletions)
 
     @property
     def manager(self) -> BlockManager:
@@ -92,15 +88,15 @@ class PrefillInstance:
             Unavailable: the instance does not run, or the request was cancelled meanwhile.
             InvalidRequest: the request is wrong.
         """
-        incoming = await self.intake.read(request.sequence)
+        incoming = await self.request_reader.read(request.sequence)
         taken = LivePrefill.from_proto(request, incoming, next(self._numbers))
-        taken.forgotten = self._carried_out.concerning(incoming.spec.keys, incoming.spec.tenant)
-        self.shell.submit(taken)
+        taken.forgotten = self._deletions.concerning(incoming.spec.keys, incoming.spec.tenant)
+        self.executor.submit(taken)
         return taken
 
     def cancel(self, request: LivePrefill) -> None:
         """Cancels a request; what it holds is freed when nothing uses it. Without effect on one that has ended."""
-        self.shell.post(CancelJob(request.number))
+        self.executor.post(CancelJob(request.number))
 
     async def run(self) -> None:
         """Runs until cancelled.
@@ -112,27 +108,27 @@ class PrefillInstance:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self.write_back.run())
-                group.create_task(self.shell.run())
-                group.create_task(self.shell.failure())
+                group.create_task(self.executor.run())
+                group.create_task(self.executor.failure())
         except BaseExceptionGroup as errors:
             raise first_error(errors) from errors
         finally:
             self.closing.set()
-            self.shell.close()
+            self.executor.close()
             await self.sending.aclose()
             await self.loading.aclose()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         """The conductor wants blocks to be copied into the pool."""
-        self.shell.copying.order(order)
+        self.executor.copying.order(order)
 
     def drain(self) -> None:
         """Refuses new requests from now on."""
-        self.shell.post(Drain())
+        self.executor.post(Drain())
 
     async def drained(self) -> None:
         """Waits until no request is left and what can be written back has been."""
-        await self.shell.empty.wait()
+        await self.executor.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
     def load(self) -> conductor_pb2.LoadReport:
@@ -215,7 +211,7 @@ class PrefillInstance:
             method,
             connect_timeout_s=CONNECT_TIMEOUT_S,
             lanes=it.dialer,
-            forgotten=self._carried_out.demanded,
+            forgotten=self._deletions.demanded,
             beside=it.beside,
         )
 
@@ -270,8 +266,8 @@ class PrefillServicer:
         self, request: prefill_pb2.CancelRequest, context: Context
     ) -> prefill_pb2.CancelResponse:
         """Cancels a prefill by request id."""
-        found = self._instance.shell.find(request.request_id)
-        read = self._instance.intake.cancel(request.request_id)
+        found = self._instance.executor.find(request.request_id)
+        read = self._instance.request_reader.cancel(request.request_id)
         outcome = kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else kv_pb2.CANCEL_OUTCOME_UNKNOWN
         if found:
             started = any(self._instance.core.started(one.number) for one in found)
@@ -284,7 +280,7 @@ class PrefillServicer:
         self, request: kv_pb2.ForgetRequest, context: Context
     ) -> kv_pb2.ForgetResponse:
         """Deletes KV from the pool."""
-        return await self._instance.forgetting.forget(request)
+        return await self._instance.deletion.forget(request)
 
     async def PrefillStats(  # noqa: N802
         self, request: prefill_pb2.PrefillStatsRequest, context: Context

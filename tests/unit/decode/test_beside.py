@@ -38,7 +38,7 @@ async def test_steps_are_dispatched_while_a_long_prompt_is_read() -> None:
         assert not reading.done()
         threads.release()
         assert (await reading).transfer_id
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 async def test_a_promise_whose_call_was_cancelled_while_it_was_read_is_not_given() -> None:
@@ -51,8 +51,8 @@ async def test_a_promise_whose_call_was_cancelled_while_it_was_read_is_not_given
         await it.until(lambda: len(threads.waiting) == 2)
         threads.release()
         await other
-        assert [live.request_id for live in it.service.shell] == ["b"]
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        assert [live.request_id for live in it.service.executor] == ["b"]
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 async def test_a_conductor_cancels_by_its_name_what_is_being_read_for_it() -> None:
@@ -70,8 +70,8 @@ async def test_a_conductor_cancels_by_its_name_what_is_being_read_for_it() -> No
         with pytest.raises(MoonpoolError, match="cancelled while it was read"):
             await asked[0]
         assert await asked[1]
-        assert [live.promised_to for live in it.service.shell] == ["another/0"]
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        assert [live.promised_to for live in it.service.executor] == ["another/0"]
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 async def test_nothing_is_promised_by_who_drains_when_it_has_been_read() -> None:
@@ -83,7 +83,7 @@ async def test_nothing_is_promised_by_who_drains_when_it_has_been_read() -> None
         threads.release()
         with pytest.raises(MoonpoolError, match="draining"):
             await asked
-        assert len(it.service.shell) == 0
+        assert len(it.service.executor) == 0
 
 
 @pytest.mark.parametrize("way", ["cancelled", "lease", "stream"])
@@ -99,7 +99,7 @@ async def test_blocks_that_a_thread_writes_stay_their_request_s_until_it_is_done
             threads.on = True
             sent = asyncio.ensure_future(outbound.send(slices(TOKENS)))
             await held(it, threads)
-            [live] = it.service.shell
+            [live] = it.service.executor
             if way == "cancelled":
                 await conductor.cancel("a", target)
             if way != "stream":
@@ -109,10 +109,10 @@ async def test_blocks_that_a_thread_writes_stay_their_request_s_until_it_is_done
             await asyncio.gather(sent, return_exceptions=True)
         await it.until(lambda: live.ending)
         it.service.core.check_invariants()
-        assert (it.service.manager.num_used, len(it.service.shell)) == (2, 1)
+        assert (it.service.manager.num_used, len(it.service.executor)) == (2, 1)
         threads.release()
         await all_free(it)
-        assert len(it.service.shell) == 0
+        assert len(it.service.executor) == 0
         threads.on = False
 
 
@@ -126,7 +126,7 @@ async def test_a_verdict_comes_when_everything_has_landed_and_credits_go_back_th
         await outbound.send(slices(TOKENS, layers=range(1, 3)))
         outbound.close(aborted=False)
         await held(it, threads)
-        [receiver], [live] = it.service.receivers, it.service.shell
+        [receiver], [live] = it.service.receivers, it.service.executor
         assert sender.traffic.credits_out == 3 * 2 * LAYOUT.slice_bytes
         for layers in (1, 3):
             await held(it, threads)
@@ -136,7 +136,7 @@ async def test_a_verdict_comes_when_everything_has_landed_and_credits_go_back_th
         await outbound.verdict(WAIT_S)
         await it.until(lambda: not sender.traffic.credits_out)
         threads.on = False
-        it.service.shell.end(live, "not wanted")
+        it.service.executor.abort(live, "not wanted")
 
 
 async def test_a_defect_in_a_thread_fails_its_transfer_and_no_other() -> None:
@@ -151,8 +151,8 @@ async def test_a_defect_in_a_thread_fails_its_transfer_and_no_other() -> None:
         assert type(failed.value) is TransferFailed  # no block is said to be damaged
         await good.send(slices(TOKENS))
         await good.verdict(WAIT_S)
-        assert [live.request_id for live in it.service.shell] == ["good"]
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        assert [live.request_id for live in it.service.executor] == ["good"]
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 async def test_a_stream_that_breaks_is_known_to_its_sender_before_the_thread_is_done() -> None:

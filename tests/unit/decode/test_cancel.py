@@ -82,7 +82,8 @@ async def test_conductor_leaves() -> None:
                 await it.until(lambda: len(it.service.core.planner.batch) + len(it.service.core.planner.waiting) == 2)
             await it.until(
                 lambda: (
-                    sum(request.subscriber is None for request in it.service.shell) == 1 or len(it.service.shell) == 1
+                    len(it.service.executor) == 1
+                    or sum(request.subscriber is None for request in it.service.executor) == 1
                 )
             )
             go.set()
@@ -124,10 +125,10 @@ async def test_a_promise_lives_as_long_as_its_conductor() -> None:
         async with conducting(it) as connected:
             target = await reserve(it, spec("a", tokens), conductor=conductor)
             other = await reserve(it, spec("b", tokens))  # nobody speaks for it
-            await it.until(lambda: it.service.shell.get(other.transfer_id, other.generation) is None)
+            await it.until(lambda: it.service.executor.get(other.transfer_id, other.generation) is None)
             for _ in range(3):  # its lease has ended several times since
                 await reserve(it, spec("c", tokens))
-                await it.until(lambda: len(it.service.shell) == 1)
+                await it.until(lambda: len(it.service.executor) == 1)
             await transfer(it, target, tokens)
             await connected.start("a", target, continuation(tokens, 1)[0])
             await connected.until(lambda: "a" in connected.reasons)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.engine.instance import ExecutorParts
 from moonpool.errors import Internal
 from moonpool.scheduling.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
@@ -66,8 +67,9 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
 
     engine: Any = SimpleNamespace(run=run, layout=SimpleNamespace(block_tokens=16))
     live: Any = SimpleNamespace(sequences={7: sequence})
-    calls = posted.append, lambda _, why: ends.append(why), lambda *, soon=False: None
-    running = RunLoop(engine, live, 99, Recorder("d", None), *calls)
+    outside: Any = None
+    parts = ExecutorParts(engine, outside, Recorder("d", None), lambda *, soon=False: None)
+    running = RunLoop(parts, live, 99, posted.append, lambda _, why: ends.append(why))
     running.order(StartRun(1, (7,), steps=3))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.0):
@@ -82,7 +84,7 @@ async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int
     tokens = {name: prompt(20, seed) for seed, name in enumerate("ab")}
     what = "answer cannot be told" if at_once else "tokens cannot be taken"
     async with decoding(run_steps=run_steps) as it, conducting(it) as conductor:
-        start = it.service.shell.start
+        start = it.service.executor.start
 
         def starts(subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
             tells = subscriber.tokens
@@ -96,7 +98,7 @@ async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int
                 subscriber.tokens = told  # type: ignore[method-assign]
             start(subscriber, message)
 
-        it.service.shell.start = starts  # type: ignore[method-assign]
+        it.service.executor.start = starts  # type: ignore[method-assign]
         ends = {"a": [continuation(tokens["a"], 1)[0]] if at_once else [], "b": []}
         await only_b_goes_on(it, conductor, [spec(name, tokens[name], max_tokens=6, ends=ends[name]) for name in "ab"])
         assert conductor.failed == {"a": f"a defect: its {what}"}
@@ -106,14 +108,14 @@ async def test_tokens_that_cannot_be_told_end_their_request_alone(run_steps: int
 async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> None:
     tokens = prompt(20)
     async with decoding() as it, conducting(it) as conductor:
-        start = it.service.shell.start
+        start = it.service.executor.start
 
         def starts(subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
             if message.request_id == "a":
                 raise KeyError("a defect")
             start(subscriber, message)
 
-        it.service.shell.start = starts  # type: ignore[method-assign]
+        it.service.executor.start = starts  # type: ignore[method-assign]
         await only_b_goes_on(it, conductor, [spec(name, tokens, max_tokens=6) for name in "ab"])
         assert conductor.failed == {"a": "a defect: its start cannot be carried out"}
         assert conductor.tokens["b"] == continuation(tokens, 6)[1:]
@@ -122,7 +124,7 @@ async def test_an_order_that_cannot_be_carried_out_ends_its_request_alone() -> N
 async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
     """Nobody would compute any more, and nobody would know."""
     async with decoding() as it, conducting(it):
-        handle, shell = it.service.core.handle, it.service.shell
+        handle, executor = it.service.core.handle, it.service.executor
 
         def fails(now: float, event: Any, out: list[Any]) -> None:
             if isinstance(event, AbortRequest):
@@ -131,9 +133,9 @@ async def test_a_core_that_fails_outside_a_request_ends_the_instance() -> None:
 
         it.service.core.handle = fails  # type: ignore[method-assign]
         target = await reserve(it, spec("a", prompt(20)))
-        live = shell.get(target.transfer_id, target.generation)
+        live = executor.get(target.transfer_id, target.generation)
         assert live is not None
-        shell.end(live, "nobody wants it")
+        executor.abort(live, "nobody wants it")
         await it.until(lambda: it.death is not None)
         assert isinstance(it.death, Internal)
         it.service.core.handle = handle  # type: ignore[method-assign]

@@ -66,7 +66,7 @@ async def test_start_before_the_last_slice() -> None:
         async with await sender.open(target) as outbound:
             await outbound.send(slices(tokens, layers=range(2)))
             await conductor.start("a", target, answer[0])
-            await it.until(lambda: any(request.started for request in it.service.shell))
+            await it.until(lambda: any(request.started for request in it.service.executor))
             assert it.engine.steps == []
             await outbound.send(slices(tokens, layers=range(2, 3)))
             await outbound.verdict(WAIT_S)
@@ -114,8 +114,8 @@ async def test_everything_held() -> None:
         await conductor.start("a", target, continuation(tokens, 1)[0])
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == continuation(tokens, 4)[1:]
-        warm = next(iter(it.service.shell))
-        it.service.shell.end(warm, "not wanted")
+        warm = next(iter(it.service.executor))
+        it.service.executor.abort(warm, "not wanted")
 
 
 async def test_many_at_once_in_one_batch() -> None:

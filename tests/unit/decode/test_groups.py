@@ -38,7 +38,7 @@ async def test_one_is_stopped_and_told_no_more() -> None:
         await conductor.start("a", target, *FIRST[:2])
         await reached.wait()
         await conductor.cancel("a", target, 1)
-        await it.until(lambda: any(sequence.stopped for live in it.service.shell for sequence in live.sequences))
+        await it.until(lambda: any(sequence.stopped for live in it.service.executor for sequence in live.sequences))
         go.set()
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens == {"a": continuation([*tokens, FIRST[0]], 5)}

@@ -73,8 +73,8 @@ async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_fr
         target = await reserve(it, spec("a", TOKENS))
         outbound = await sender.open(target)
         await outbound.send(slices(pool, range(1)))
-        await it.until(lambda: any(request.transfer.missing() < 12 for request in it.service.shell))
-        it.service.shell.end(next(iter(it.service.shell)), "its lease is over")
+        await it.until(lambda: any(request.transfer.missing() < 12 for request in it.service.executor))
+        it.service.executor.abort(next(iter(it.service.executor)), "its lease is over")
         late = asyncio.gather(*(outbound.send(slices(pool, range(1, 2))) for _ in range(3)), return_exceptions=True)
         with pytest.raises(MoonpoolError, match="its lease is over"):
             await outbound.verdict(WAIT_S)
@@ -83,7 +83,7 @@ async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_fr
         await again.send(slices(pool))
         await again.verdict(WAIT_S)
         assert (sender.lane, dialer.failures) == (lane, 0)
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 @pytest.mark.parametrize("lane", ["local", "tcp"])
@@ -99,8 +99,8 @@ async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grp
         await second.send(slices(pool))
         await second.verdict(WAIT_S)
         assert sender.lane == "grpc"
-        for request in list(it.service.shell):
-            it.service.shell.end(request, "not wanted")
+        for request in list(it.service.executor):
+            it.service.executor.abort(request, "not wanted")
 
 
 async def test_a_damaged_block_is_named(sockets: Path) -> None:

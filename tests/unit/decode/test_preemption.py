@@ -44,7 +44,7 @@ async def test_answers_are_the_same_in_a_pool_too_small_for_all(way: str, tmp_pa
         assert len(it.engine.fetched) == preempted.swaps, "what leaves the pool is all there"
         await it.rest()
         digest = it.service.core.digest()
-        it.service.shell.close()
+        it.service.executor.close()
         [file] = journal_files(tmp_path)
         again = rerun(file, check=True)
         assert again.difference is None

@@ -50,7 +50,7 @@ async def test_the_kv_comes_back_from_the_store(tmp_path: Path) -> None:
         assert it.service.core.stored_blocks.failures == 0
         again = it.service.core.planner.recomputed_tokens
         assert again < (ANSWER - 2) * 2 * BLOCK, "tails only"
-        it.service.shell.close()
+        it.service.executor.close()
         [file] = journal_files(tmp_path)
         assert rerun(file, check=True).difference is None
 

@@ -19,7 +19,7 @@ async def test_a_prompt_that_nobody_holds(length: int, tmp_path: Path) -> None:
         await conductor.until(lambda: "a" in conductor.reasons)
         assert conductor.tokens["a"] == continuation(tokens, 2 * BLOCK)
         await it.rest()
-        it.service.shell.close()
+        it.service.executor.close()
     [file] = journal_files(tmp_path)
     assert rerun(file, check=True).difference is None
 

@@ -58,7 +58,7 @@ async def test_a_running_sequence_goes_on_at_another_conductor() -> None:
             await conductor.until(lambda: len(conductor.tokens.get("a", [])) == 3)
         await it.until(lambda: it.service.core.orphans.of("conductor/0") != [])
         await resume(another, target, answer[:2])
-        await it.until(lambda: it.service.shell.log.adopted == 1)
+        await it.until(lambda: it.service.executor.log.adopted == 1)
         go.set()
         await another.until(lambda: "a" in another.reasons)
         assert another.tokens["a"] == answer[2:]

@@ -65,7 +65,7 @@ async def test_each_goes_on_behind_what_is_had_of_it(grace_s: float) -> None:
             assert len(it.service.core.orphans.retained) == 1
         async with conducting(it, "another") as another:
             await resume(another, target, [ANSWERS[0][:4], ANSWERS[1][:1], ANSWERS[2][:2]])
-            await it.until(lambda: it.service.shell.log.adopted == 1)
+            await it.until(lambda: it.service.executor.log.adopted == 1)
             go.set()
             await another.until(lambda: len(another.reasons) == 3)
         for name, answer, had in zip(NAMES, ANSWERS, (4, 1, 2), strict=True):
@@ -134,7 +134,7 @@ async def test_a_search_goes_on_and_tells_its_hypotheses_to_whoever_has_it(grace
         async with conducting(it, "another") as another:
             have = [wanted[0][0], []] if ended else [[], []]
             await resume(another, target, have)
-            await it.until(lambda: it.service.shell.log.adopted == 1)
+            await it.until(lambda: it.service.executor.log.adopted == 1)
             go.set()
             await another.until(lambda: len(another.reasons) == 2)
         found = [(another.tokens[name], another.scores[name]) for name in NAMES[:2]]

@@ -27,7 +27,7 @@ async def test_a_run_goes_on_across_blocks() -> None:
         await it.rest()
         assert set(it.service.manager.keys()) == set(block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK))
         assert it.engine.runs == [2 * BLOCK, BLOCK - 1]  # the first one needs two blocks more than it begins with
-        assert sum(it.engine.runs) == len(it.engine.steps) == it.service.shell.running.steps == MANY - 1
+        assert sum(it.engine.runs) == len(it.engine.steps) == it.service.executor.running.steps == MANY - 1
 
 
 @pytest.mark.parametrize(("run_steps", "together"), [(1, 1), (MANY, 1), (MANY, 5), (MANY, MANY)])
@@ -46,7 +46,7 @@ async def test_tokens_for_which_nobody_waits_are_told_together(run_steps: int, t
         assert conductor.messages <= 3
         await it.rest()
         assert set(it.service.manager.keys()) == set(block_keys(ROOT, [*tokens, *answer[:-1]], BLOCK))
-        assert it.service.shell.running.steps == count - 1
+        assert it.service.executor.running.steps == count - 1
         assert all(step.patient for step in it.engine.steps)
 
 
@@ -82,7 +82,7 @@ async def test_gathered_tokens_are_told_before_the_failure() -> None:
         await transfer(it, target, tokens)
         await conductor.start("a", target, answer[0], gather=True)
         await reached.wait()
-        it.service.shell.die("it was unplugged")
+        it.service.executor.die("it was unplugged")
         await conductor.until(lambda: "a" in conductor.failed)
         assert conductor.tokens["a"] == answer[1:7]
         go.set()

@@ -50,7 +50,7 @@ async def test_what_has_come_whole_of_a_torn_transfer_is_not_sent_again() -> Non
         async with sending(it) as sender:
             outbound = await sender.open(target)
             await outbound.send(whole + [it for it in slices(tokens, layers=range(1)) if it.block == 2])
-            live = it.service.shell.get(target.transfer_id, target.generation)
+            live = it.service.executor.get(target.transfer_id, target.generation)
             assert live is not None
             await it.until(lambda: live.transfer.missing() == LAYOUT.layers - 1)
         await conductor.until(lambda: "a" in conductor.failed)
@@ -86,8 +86,8 @@ async def test_other_incarnation_and_generation() -> None:
         stale.decode.incarnation += 1
         with pytest.raises(MoonpoolError, match="incarnation"):
             await sender.open(stale)
-        assert len(it.service.shell) == 1
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        assert len(it.service.executor) == 1
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 async def test_two_streams_cannot_share_a_transfer() -> None:
@@ -101,7 +101,7 @@ async def test_two_streams_cannot_share_a_transfer() -> None:
             await other.verdict(WAIT_S)
         await outbound.send(slices(tokens))
         await outbound.verdict(WAIT_S)
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
 async def test_hello_is_checked() -> None:
@@ -117,4 +117,4 @@ async def test_hello_is_checked() -> None:
             await sender.open(target)
         await sender.aclose()
         await transfer(it, target, tokens)
-        it.service.shell.end(next(iter(it.service.shell)), "not wanted")
+        it.service.executor.abort(next(iter(it.service.executor)), "not wanted")

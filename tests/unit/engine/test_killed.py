@@ -121,7 +121,7 @@ async def test_killed_in_a_copy(
             await held.wait()
         core = service.core
         assert core.count(RequestStatus.SWAPPING_OUT) == (lane == "down")
-        assert service.shell.step_in_flight == (lane == "up")
+        assert service.executor.step_in_flight == (lane == "up")
         assert core.blocks.num_used == 1, "what is being copied is nobody else's"
         copies = [asyncio.ensure_future(engine.fetch((block,))) for block in range(MAX_FETCHES + 2)]
         await asyncio.sleep(0)

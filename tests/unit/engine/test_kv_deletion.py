@@ -23,15 +23,15 @@ class Rig:
     def __init__(self) -> None:
         self.now = 0.0
         self.writer, self.looks = FakeWriter(), list[DeleteKV]()
-        self.carried_out = DeletionLog(NAMESPACE, lambda: self.now)
+        self.deletions = DeletionLog(NAMESPACE, lambda: self.now)
         self.write_back = WriteBack(
             WriteBackLimits(blocks=8, workers=1),
             lambda address: self.writer,
             lambda layer, block: (memoryview(b""), 0),
             lambda: 0.0,
-            self.carried_out.concerning,
+            self.deletions.concerning,
         )
-        self.forgetting = KVDeletion(10, self.write_back, self._carry_out, self.carried_out)
+        self.deletion = KVDeletion(10, self.write_back, self._carry_out, self.deletions)
         self.dropped: list[BlockKey] = []
 
     def _carry_out(self, event: DeleteKV) -> int:
@@ -47,7 +47,7 @@ class Rig:
 
     async def delete(self, name: str, **named: object) -> kv_pb2.ForgetResponse:
         deletion = kv_pb2.Deletion(id=name, selection=kv_pb2.Selection(**named))  # type: ignore[arg-type]
-        return await self.forgetting.forget(kv_pb2.ForgetRequest(deletions=[deletion]))
+        return await self.deletion.forget(kv_pb2.ForgetRequest(deletions=[deletion]))
 
 
 @pytest.fixture
@@ -113,13 +113,13 @@ async def test_many_deletions_of_one_message_look_through_the_pool_a_few_times_a
     assert sum(map(len, looks)) == 5000
     assert (answer.blocks, len(looks)) == (3 * len(looks), 3)
     assert turns >= 5  # between portions when they are read, after each that is carried out
-    assert rig.carried_out.concerning([], "4999") == ["4999"]
+    assert rig.deletions.concerning([], "4999") == ["4999"]
 
 
 async def test_a_wrong_deletion_changes_nothing(rig: Rig) -> None:
     with pytest.raises(InvalidRequest, match="keys"):
         await rig.delete("d", keys=b"short")
-    assert (rig.looks, "d" in rig.carried_out) == ([], False)
+    assert (rig.looks, "d" in rig.deletions) == ([], False)
 
 
 async def test_others_must_have_carried_out_what_is_recent_and_one_self_has_for_good(rig: Rig) -> None:
@@ -127,10 +127,10 @@ async def test_others_must_have_carried_out_what_is_recent_and_one_self_has_for_
     rig.now = DEMANDED_S / 2
     await rig.delete("new", keys=KEY)
     both = ["new", "old"]
-    assert (rig.carried_out.demanded([KEY], "ours"), rig.carried_out.demanded([OTHER], "theirs")) == (both, [])
+    assert (rig.deletions.demanded([KEY], "ours"), rig.deletions.demanded([OTHER], "theirs")) == (both, [])
     rig.now = DEMANDED_S
     await rig.delete("old", tenants=["ours"])  # a conductor repeats it, which does not begin it anew
-    assert rig.carried_out.demanded([KEY], "ours") == ["new"]
+    assert rig.deletions.demanded([KEY], "ours") == ["new"]
     rig.now = 1.5 * DEMANDED_S
-    assert rig.carried_out.demanded([KEY], "ours") == []
-    assert (rig.carried_out.concerning([KEY], "ours"), "old" in rig.carried_out, len(rig.looks)) == (both, True, 2)
+    assert rig.deletions.demanded([KEY], "ours") == []
+    assert (rig.deletions.concerning([KEY], "ours"), "old" in rig.deletions, len(rig.looks)) == (both, True, 2)

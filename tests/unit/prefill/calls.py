@@ -65,7 +65,7 @@ async def promised(decode: Decode, sequence: kv_pb2.SequenceSpec) -> kv_pb2.Tran
 
 def assert_arrived(decode: Decode, tokens: list[int]) -> None:
     """The one request's blocks hold exactly the prompt's KV."""
-    (request,) = decode.service.shell
+    (request,) = decode.service.executor
     assert request.complete
     for index in range(LAYOUT.blocks_for(len(tokens))):
         for layer in range(LAYOUT.layers):
@@ -75,8 +75,8 @@ def assert_arrived(decode: Decode, tokens: list[int]) -> None:
 
 
 def dismiss(decode: Decode) -> None:
-    for request in decode.service.shell:
-        decode.service.shell.end(request, "not wanted")
+    for request in decode.service.executor:
+        decode.service.executor.abort(request, "not wanted")
 
 
 @asynccontextmanager

@@ -35,7 +35,7 @@ async def test_cancel_in_a_step() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await reached.wait()
-        await decode.until(lambda: any(request.table for request in decode.service.shell))
+        await decode.until(lambda: any(request.table for request in decode.service.executor))
         story.call.cancel()
         await it.until(lambda: len(it.service.core.state.jobs) == 0)
         assert it.service.manager.num_used == 4
@@ -63,7 +63,7 @@ async def test_cancel_while_loading() -> None:
         target = await promised(decode, sequence)
         story = await begin(it, sequence, target=target, source=source(place, 4))
         await reached.wait()
-        await decode.until(lambda: any(request.table for request in decode.service.shell))
+        await decode.until(lambda: any(request.table for request in decode.service.executor))
         assert it.engine.steps[0].gated
         story.call.cancel()
         await it.rest()
@@ -79,7 +79,7 @@ async def test_cancel_while_sending() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await story.first_token()
-        await decode.until(lambda: any(request.table for request in decode.service.shell))
+        await decode.until(lambda: any(request.table for request in decode.service.executor))
         assert it.service.manager.num_used == 4
         story.call.cancel()
         await it.rest()

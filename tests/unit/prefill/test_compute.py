@@ -43,7 +43,7 @@ async def test_a_layer_leaves_while_the_next_waits() -> None:
         reached, go = it.engine.hold(layer=1)
         sequence = spec("a", tokens)
         target = await promised(decode, sequence)
-        (request,) = decode.service.shell
+        (request,) = decode.service.executor
         story = await begin(it, sequence, target=target)
         await reached.wait()
         await decode.until(lambda: request.transfer.missing() == 2 * (LAYOUT.layers - 1))
@@ -61,7 +61,7 @@ async def test_first_token_waits_for_no_transfer() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await story.first_token()
-        (request,) = decode.service.shell
+        (request,) = decode.service.executor
         assert not request.complete
         assert await story.read() == "finished"
         assert story.finished is not None

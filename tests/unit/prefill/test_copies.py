@@ -92,9 +92,9 @@ async def test_what_a_peer_wants_at_which_the_core_fails_is_not_done_and_that_is
         it.service.core.handle = fails  # type: ignore[method-assign]
         it.service.replicate(conductor_pb2.ReplicateOrder(keys=b"".join(wanted), source=it.instance))
         with pytest.raises(ValueError, match="defect"):
-            it.service.shell.pool.lend(LendBlocks(1, wanted))
+            it.service.executor.pool.lend(LendBlocks(1, wanted))
         with pytest.raises(ValueError, match="defect"):
-            it.service.shell.pool.forget(DeleteKV(1, KVSelection()))
+            it.service.executor.pool.forget(DeleteKV(1, KVSelection()))
         it.service.core.handle = handle  # type: ignore[method-assign]
         await (await begin(it, spec("a", prompt(BLOCK), max_tokens=1))).to_the_end()
         assert it.death is None

@@ -37,7 +37,7 @@ async def test_decode_gives_up_midway() -> None:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await reached.wait()
-        await decode.until(lambda: any(request.table for request in decode.service.shell))
+        await decode.until(lambda: any(request.table for request in decode.service.executor))
         dismiss(decode)
         go.set()
         with pytest.raises((TransferFailed, StreamBroken), match="not wanted"):
@@ -65,7 +65,7 @@ async def test_decode_stops_in_the_middle() -> None:
         async with decoding() as decode:
             story = await begin(it, sequence, target=await promised(decode, sequence))
             await reached.wait()
-            await decode.until(lambda: any(request.table for request in decode.service.shell))
+            await decode.until(lambda: any(request.table for request in decode.service.executor))
             dismiss(decode)
         go.set()
         with pytest.raises((TransferFailed, StreamBroken)):
@@ -121,11 +121,11 @@ async def test_a_step_that_cannot_be_made_ends_its_requests_and_no_others(monkey
 
 async def test_a_token_that_cannot_be_told_ends_its_request_and_no_other() -> None:
     async with prefilling() as it:
-        shell, tokens = it.service.shell, prompt(BLOCK, 1)
+        executor, tokens = it.service.executor, prompt(BLOCK, 1)
         reached, go = it.engine.hold(layer=1)
         story = await begin(it, spec("a", tokens, max_tokens=1))
         await reached.wait()
-        [request] = shell.find("a")
+        [request] = executor.find("a")
         request.lane = 7  # type: ignore[assignment]  # no message can say that
         go.set()
         with pytest.raises(Internal, match="the prefill failed: TypeError"):

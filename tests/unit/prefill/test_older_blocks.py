@@ -35,7 +35,7 @@ async def test_nothing_is_read_from_a_peer_that_has_not_deleted_yet() -> None:
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 0)
         assert await delete(peer) == 1
         await compute(peer)
-        it.service.shell.pool.forget(DeleteKV(9, KVSelection(keys=frozenset(KEYS))))
+        it.service.executor.pool.forget(DeleteKV(9, KVSelection(keys=frozenset(KEYS))))
         told = await (await begin(it, spec("b", TOKENS, max_tokens=1), **wanted)).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
 

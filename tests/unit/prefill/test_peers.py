@@ -67,7 +67,7 @@ async def test_blocks_that_are_gone_are_computed(gone: int) -> None:
     """They are not told as missing: the peer reports by itself what it loses."""
     async with prefilling() as peer, prefilling() as it:
         await warm(peer)
-        peer.service.shell.pool.forget(DeleteKV(1, KVSelection(keys=frozenset(KEYS[gone:]))))
+        peer.service.executor.pool.forget(DeleteKV(1, KVSelection(keys=frozenset(KEYS[gone:]))))
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), gone * BLOCK)
         assert list(told.misses) == []

@@ -46,9 +46,9 @@ class Storm:
             await self.live(story, plan, patience, target, tokens)
         finally:
             story.call.cancel()
-            reserved = target and self.decode.service.shell.get(target.transfer_id, target.generation)
+            reserved = target and self.decode.service.executor.get(target.transfer_id, target.generation)
             if reserved:
-                self.decode.service.shell.end(reserved, "over")
+                self.decode.service.executor.abort(reserved, "over")
 
     async def live(
         self, story: PrefillCall, plan: str, patience: int, target: kv_pb2.TransferTarget | None, tokens: list[int]
@@ -60,11 +60,11 @@ class Storm:
             for _ in range(patience):
                 await asyncio.sleep(0)
             assert target is not None
-            request = self.decode.service.shell.get(target.transfer_id, target.generation)
+            request = self.decode.service.executor.get(target.transfer_id, target.generation)
             if plan == "leave":
                 return
             if request is not None:
-                self.decode.service.shell.end(request, "changed its mind")
+                self.decode.service.executor.abort(request, "changed its mind")
         first = await story.first_token()
         assert first.token_id == next_token(tokens)
         if plan != "leave after the token":

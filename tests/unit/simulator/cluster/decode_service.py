@@ -16,6 +16,7 @@ from typing import Any
 from zlib import crc32
 
 from moonpool.engine.emulated.profile import step_seconds
+from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.request import IncomingRequest
 from moonpool.errors import Overloaded
 from moonpool.kv.keys import BlockKey, block_keys, tokens_digest
@@ -149,27 +150,35 @@ class Service:
         self.engine = TimedEngine(config.blocks, config.profile.speeds)
         self._outside = Outside(script)
         outside: Any = self._outside
-        self.shell = DecodeExecutor(
-            DecodeScheduler(decode_core_config(config, runs)), self.engine, CAPACITY, outside, lambda _: outside,
-            Recorder("decode-0", None), lambda *, soon=False: None,
-            JournalWriter(journal, "decode-0", 1 << 30), self._loop.time,
-        )  # fmt: skip
+        self.executor = DecodeExecutor(
+            DecodeScheduler(decode_core_config(config, runs)),
+            ExecutorParts(
+                self.engine,
+                outside,
+                Recorder("decode-0", None),
+                lambda *, soon=False: None,
+                JournalWriter(journal, "decode-0", 1 << 30),
+                self._loop.time,
+            ),
+            CAPACITY,
+            lambda _: outside,
+        )
         self._key_of: dict[BlockKey, BlockKey] = {}
         self._streams: dict[int, Subscriber] = {}
         self._lives: dict[int, LiveRequest] = {}
 
     async def play(self) -> None:
         """Tells the shell what comes from outside, what comes at one time in its order; the rest happens by itself."""
-        work = asyncio.create_task(self.shell.run())
+        work = asyncio.create_task(self.executor.run())
         for noted in self._script:
             if isinstance(noted.event, Outer | IoEnded):
                 await self._loop.until(ps(noted.now))
                 await self._loop.settled()
                 self._tell(noted.event)
                 await self._loop.settled()
-        await self.shell.empty.wait()
+        await self.executor.empty.wait()
         await self._loop.until(ps(self._script[-1].now + 1.0))
-        self.shell.close()
+        self.executor.close()
         work.cancel()
         with suppress(asyncio.CancelledError):
             await work
@@ -181,27 +190,27 @@ class Service:
                 self._outside.tell(event)
             case StreamOpened(stream, conductor):
                 self._streams[stream] = Subscriber(instance(conductor))
-                self.shell.subscribe(self._streams[stream])
+                self.executor.subscribe(self._streams[stream])
             case StreamClosed(stream):
-                self.shell.unsubscribe(self._streams[stream])
+                self.executor.unsubscribe(self._streams[stream])
             case ReserveBlocks():
                 self._reserve(event)
             case TransferOpened(number, older):
-                self.shell.open(self._lives[number], lambda _: None, older=older)
+                self.executor.open(self._lives[number], lambda _: None, older=older)
             case TransferProgress(number):
-                self.shell.heard(self._lives[number])
+                self.executor.transfer_progress(self._lives[number])
             case TransferComplete(number):
-                self.shell.arrived(self._lives[number])
+                self.executor.transfer_complete(self._lives[number])
             case StartDecoding() | ComputePrompt():
-                self.shell.start(self._streams[event.stream], self._start(event))
+                self.executor.start(self._streams[event.stream], self._start(event))
             case AbortRequest(number, why):
-                self.shell.end(self._lives[number], why)
+                self.executor.abort(self._lives[number], why)
             case LendBlocks(number, keys):
-                self.shell.pool.lend(LendBlocks(number, tuple(self._key_of[key] for key in keys)))
+                self.executor.pool.lend(LendBlocks(number, tuple(self._key_of[key] for key in keys)))
             case ReturnBlocks():
-                self.shell.pool.take_back(event)
+                self.executor.pool.take_back(event)
             case AdoptRequest():
-                self.shell.resume(self._streams[event.stream], self._resume(event))
+                self.executor.resume(self._streams[event.stream], self._resume(event))
 
     def _start(self, event: StartDecoding | ComputePrompt) -> decode_pb2.StartSequence:
         live = self._lives[event.id]
@@ -246,7 +255,7 @@ class Service:
         incoming = IncomingRequest(f"r{event.id}", tokens, BlockKey(ROOT), sampling, spec)
         stores = [kv_pb2.Instance(id=f"s{number}", address=f"s{number}:1") for number in range(event.stores)]
         with suppress(Overloaded):  # the core's answer is in the journal
-            promised, _ = self.shell.reserve(
+            promised, _ = self.executor.reserve(
                 incoming, stores, event.tbt_slo_s, instance(event.conductor), event.starts_in_s,
                 secret=SECRET if event.resumable else b"", fence=event.fence,
             )  # fmt: skip

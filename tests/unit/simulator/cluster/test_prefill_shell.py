@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from moonpool.engine.emulated.profile import step_seconds
+from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.request import IncomingRequest
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.runtime.journal import JournalWriter
@@ -169,42 +170,51 @@ async def play(config: ClusterConfig, script: list[Noted], journal: Path) -> Non
     engine = TimedEngine(config.blocks, config.profile.speeds, config.profile.layers)
     outside: Any = Outside(script)
     core = PrefillScheduler(prefill_core_settings(config), config.profile.speeds)
-    shell = PrefillExecutor(
-        core, engine, outside, outside, outside, Recorder("prefill-0", None), lambda: None,
-        JournalWriter(journal, "prefill-0", 1 << 30), loop.time,
-    )  # fmt: skip
-    work = asyncio.create_task(shell.run())
+    executor = PrefillExecutor(
+        core,
+        ExecutorParts(
+            engine,
+            outside,
+            Recorder("prefill-0", None),
+            lambda *, soon=False: None,
+            JournalWriter(journal, "prefill-0", 1 << 30),
+            loop.time,
+        ),
+        outside,
+        outside,
+    )
+    work = asyncio.create_task(executor.run())
     await asyncio.sleep(0)
     for noted in script:
         if isinstance(noted.event, Outer | events.LayerLoaded | IoEnded):
             await loop.until(ps(noted.now))
             await loop.settled()
             if isinstance(noted.event, Outer):
-                tell(shell, noted.event)
+                tell(executor, noted.event)
             else:
                 outside.tell(noted.event)
             await loop.settled()
-    await shell.empty.wait()
-    shell.close()
+    await executor.empty.wait()
+    executor.close()
     work.cancel()
     await asyncio.gather(work, return_exceptions=True)
     engine.pool.close()
 
 
-def tell(shell: PrefillExecutor, event: Outer) -> None:
+def tell(executor: PrefillExecutor, event: Outer) -> None:
     """Lets something happen that comes from outside."""
     match event:
         case events.SubmitJob():
-            shell.submit(request_of(event))
+            executor.submit(request_of(event))
         case events.ReplicateBlocks(_, keys, source):
             order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=instance(source), tenant=event.tenant)
-            shell.copying.order(order)
+            executor.copying.order(order)
         case LendBlocks():
-            shell.pool.lend(event)
+            executor.pool.lend(event)
         case ReturnBlocks():
-            shell.pool.take_back(event)
+            executor.pool.take_back(event)
         case events.CancelJob():
-            shell.post(event)
+            executor.post(event)
 
 
 def instance(source: events.KVSource) -> kv_pb2.Instance:
