@@ -23,7 +23,7 @@ from moonpool.scheduling.state_machine import digest_of
 
 
 class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the field
-    """Fewer blocks are free or cached than were asked for; nothing was changed."""
+    """Fewer blocks are free or cached than asked for; nothing was changed."""
 
 
 NO_KEY_CHANGES = KeyChanges()
@@ -31,24 +31,30 @@ NO_KEY_CHANGES = KeyChanges()
 
 @dataclass(slots=True, eq=False)
 class KVOwner:
-    """Whose KV a request computes; shared by all that registers blocks for it."""
+    """Owner of the KV that a request computes; shared by all code that registers its blocks.
+
+    Attributes:
+        transient: its KV was deleted while the request was on its way: none of its blocks gets a key any more.
+    """
 
     tenant: str = ""
     transient: bool = False
-    """Its KV was deleted while it was on its way: none of its blocks gets a key any more."""
 
 
 NO_OWNER = KVOwner()
 
 
 COLD_S = 60.0
-"""Seconds after which a copied block that nobody has used is the first to be evicted."""
+"""Seconds after which an unused replicated block is evicted first."""
 
 
 class BlockManager:
     """The blocks of one pool.
 
-    Who gets blocks from `allocate` or refers to them by `acquire` must `release` each of them once.
+    Each block from `allocate` or `acquire` must be given to `release` once.
+
+    Attributes:
+        now: time of the current event, seconds; set by the scheduler that owns the manager.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -56,14 +62,13 @@ class BlockManager:
         # A stack: the block freed last is used first, so that a lightly loaded pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # first = next to be evicted
-        self._copies: OrderedDict[int, float] = OrderedDict()  # cached ones that were copied and not used, and when
+        self._copies: OrderedDict[int, float] = OrderedDict()  # cached replicas that were not used, and when they came
         self._refs = [0] * num_blocks
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._block_of: dict[BlockKey, int] = {}
-        self._owned: list[tuple[str, float]] = [("", 0.0)] * num_blocks  # by whom and when its key was registered
+        self._owned: list[tuple[str, float]] = [("", 0.0)] * num_blocks  # tenant, and when the key was registered
         self.now = 0.0
-        """Time of what is being done, seconds; set by the core that owns the manager."""
-        # Net events. Dicts keep the order of insertion and forget in constant time.
+        # Net key changes. Dicts keep the order of insertion and delete in constant time.
         self._stored: dict[BlockKey, None] = {}
         self._removed: dict[BlockKey, None] = {}
 
@@ -74,7 +79,7 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks without references that are kept for reuse under their key."""
+        """Blocks without references that keep their key for reuse."""
         return len(self._cached)
 
     @property
@@ -84,11 +89,11 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now: free and cached."""
+        """Blocks that `allocate` could return now: free and cached."""
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Blocks of the longest run of leading keys that are held. Not acquired: do that before anything else."""
+        """Blocks of the longest run of leading keys in the pool. Not acquired: do that before any other call."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -106,11 +111,11 @@ class BlockManager:
         return self._key_of[block]
 
     def ref_count(self, block: int) -> int:
-        """How often the block is referred to."""
+        """References to the block."""
         return self._refs[block]
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """Refers once more to blocks that are cached or used (as found by `match`)."""
+        """Adds a reference to blocks that are cached or used (as found by `match`)."""
         refs, cached = self._refs, self._cached
         for block in blocks:
             if refs[block] == 0:
@@ -124,7 +129,7 @@ class BlockManager:
         return n <= self.num_available
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n blocks without key, each referred to once. Evicts cached blocks when not enough are free.
+        """Takes n blocks without key, each with one reference. Evicts cached blocks if too few are free.
 
         Raises:
             OutOfBlocks: Fewer than n are free or cached.
@@ -140,10 +145,10 @@ class BlockManager:
         return taken
 
     def register(self, block: int, key: BlockKey, owner: KVOwner = NO_OWNER) -> bool:
-        """Gives a used block, whose KV is complete in all layers, its identity.
+        """Gives a used block, whose KV is complete in all layers, its key.
 
-        If another block has this key already, that one keeps it and this one stays anonymous: who matches next finds
-        one of them, and the older has been referred to by others. So it does when its owner is transient.
+        If another block has this key already, that block keeps it and this one gets none: `match` needs one, and
+        others may reference the older block. A block of a transient owner gets no key either.
 
         Returns:
             Whether the block has the key now.
@@ -160,10 +165,10 @@ class BlockManager:
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Refers once less to blocks, given in the order of their chain.
+        """Drops a reference to blocks, given in the order of their chain.
 
-        Blocks without further references become cached if they have a key, else free. The chain's tail is put in the
-        eviction order before its head: a chain without head is useless.
+        Blocks without further references become cached if they have a key, else free. The tail of the chain is evicted
+        before its head: a chain without head is useless.
         """
         refs, keys, cached = self._refs, self._key_of, self._cached
         for block in reversed(blocks):
@@ -178,13 +183,13 @@ class BlockManager:
                 cached[block] = None
 
     def note_copies(self, blocks: Sequence[int]) -> None:
-        """Notes that blocks, in the order of their chain, are here because somebody may want them, not for a prompt."""
+        """Marks blocks, in the order of their chain, as replicas that no request has used yet."""
         for block in reversed(blocks):
             if block in self._cached:
                 self._copies[block] = self.now
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Takes their identity from blocks that are damaged or to be deleted, so that nobody finds them any more."""
+        """Takes the keys from blocks that are damaged or deleted, so `match` does not find them any more."""
         for key in keys:
             block = self._block_of.pop(key, None)
             if block is None:
@@ -197,7 +202,7 @@ class BlockManager:
                 self._free.append(block)
 
     def held(self, takes: Callable[[BlockKey, str, float], bool]) -> list[BlockKey]:
-        """Keys of which `takes(key, tenant, seconds since it was registered)` is true."""
+        """Keys for which `takes(key, tenant, seconds since registration)` is true."""
         now, owned = self.now, self._owned
         return [key for key, block in self._block_of.items() if takes(key, owned[block][0], now - owned[block][1])]
 
@@ -234,13 +239,13 @@ class BlockManager:
 
     @staticmethod
     def _note(key: BlockKey, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
-        if key in before:  # stored and removed (or the other way round) since the last call: nothing has happened
+        if key in before:  # stored and removed, or removed and stored, since the last call: no change
             del before[key]
         else:
             now[key] = None
 
     def digest(self) -> bytes:
-        """Hash of the whole state, for cores that own a manager."""
+        """Hash of the whole state."""
         owned = [self._owned[block] for block in self._block_of.values()]
         cached = list(self._cached), self._copies
         return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
@@ -267,24 +272,25 @@ class BlockManager:
 
 @frozen
 class DeleteKV:
-    """KV is to be deleted from the pool. Answered by `Forgot`.
+    """Deletes KV from the pool. Answered by `KVDeleted`.
 
-    The requests that compute or hold such KV now go on, but none of their blocks is kept: not one in use, not one that
-    they fill later.
+    Requests that compute or hold such KV continue, but none of their blocks is kept, neither now nor later.
+
+    Attributes:
+        number: names the answer.
+        everything: the selection names the pool's own namespace.
+        ttl_s: also deletes blocks older than their tenant's TTL: tenant, seconds.
     """
 
     number: int
-    """Names the answer."""
     selection: KVSelection
     everything: bool = False
-    """The selection names the pool's own namespace."""
     ttl_s: tuple[tuple[str, float], ...] = ()
-    """Besides, blocks that are here for longer than their tenants' may be, seconds by tenant."""
 
 
 @frozen
 class KVDeleted:
-    """Nobody finds the KV in the pool any more."""
+    """The KV is not found in the pool any more. `blocks`: number of deleted blocks."""
 
     number: int
     blocks: int
@@ -293,7 +299,7 @@ class KVDeleted:
 def delete_kv(
     manager: BlockManager, event: DeleteKV, requests: Iterable[tuple[KVOwner, Iterable[BlockKey]]]
 ) -> KVDeleted:
-    """Deletes; `requests` are the owners of those that are here, with the keys of their blocks."""
+    """Deletes KV from a pool; `requests`: owner and block keys of each request of the instance."""
     chosen, ttl_s = event.selection, dict(event.ttl_s)
 
     def takes(key: BlockKey, tenant: str, age_s: float) -> bool:
@@ -308,55 +314,57 @@ def delete_kv(
 
 
 LENDABLE_PART = 4
-"""One block of so many may be lent at once, to however many: reading takes no more from those who compute here."""
+"""One in this many blocks may be lent at once: readers take no more blocks from the requests computed here."""
 
 
 @frozen
 class LendBlocks:
-    """Another instance wants to read blocks. Answered by `Lent`; they are held until `TakeBack`."""
+    """Another instance reads blocks. Answered by `BlocksLent`; the blocks stay referenced until `ReturnBlocks`."""
 
     number: int
-    """Never used twice."""
     keys: tuple[BlockKey, ...]
 
 
 @frozen
 class ReturnBlocks:
-    """Nobody reads what was lent any more. Without effect where nothing was."""
+    """A reader has finished; ignored if nothing was lent.
+
+    Attributes:
+        number: of the `LendBlocks`.
+        damaged: keys of blocks whose bytes do not match their hashes; they are not found any more.
+    """
 
     number: int
     damaged: tuple[BlockKey, ...] = ()
-    """Of blocks whose bytes do not match their hashes: nobody finds them any more."""
 
 
 @frozen
 class BlocksLent:
-    """Blocks that may be read."""
+    """Blocks of the leading keys that may be read; fewer than asked for if blocks are missing or needed here."""
 
     number: int
     blocks: tuple[int, ...]
-    """Of the leading keys that are here, as far as they can be spared."""
 
 
 class BlockLending:
-    """What is lent of one pool.
+    """Blocks of one pool that other instances read.
 
-    Blocks that have a key are full and do not change, so they are lent by a reference more. Nothing else waits for a
-    reader: what is lent and was cached is missing to others for as long as the read takes, so there is a limit.
+    A block with a key is full and does not change, so lending adds a reference. A cached block is not available while
+    it is lent, so the number of lent blocks is limited.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._lent: dict[int, tuple[int, ...]] = {}
-        self._loans: dict[int, int] = {}  # of each block, how many
+        self._loans: dict[int, int] = {}  # by block
         self._most = max(1, manager.num_blocks // LENDABLE_PART)
 
     def __iter__(self) -> Iterator[int]:
-        """All blocks that are lent; one that is lent twice comes twice."""
+        """All lent blocks; a block lent twice appears twice."""
         return (block for blocks in self._lent.values() for block in blocks)
 
     def handle(self, event: LendBlocks | ReturnBlocks, spare: int) -> list[BlocksLent]:
-        """Lends, or takes back; `spare` = blocks that may be taken from those that are free or cached."""
+        """Lends blocks or takes them back. `spare`: free and cached blocks that may be lent."""
         if isinstance(event, LendBlocks):
             return [self._lend(event, spare)]
         self._take_back(self._lent.pop(event.number, ()))
@@ -387,5 +395,5 @@ class BlockLending:
         return BlocksLent(event.number, tuple(blocks))
 
     def digest(self) -> bytes:
-        """Hash of what is lent."""
+        """Hash of the loans."""
         return digest_of(self._lent)

@@ -22,7 +22,7 @@ LEAST_PRIORITY, MOST_PRIORITY = -100, 100
 
 
 PRIORITY_S = 60.0
-"""Who has a priority higher by one lets those pass that come up to so much later."""
+"""Seconds of arrival time that each priority level is worth."""
 
 
 MAX_CREDIT_S = 10.0
@@ -30,23 +30,23 @@ MAX_CREDIT_S = 10.0
 
 
 MAX_TENANTS = 4096
-"""Tenants that are remembered; of more, those are forgotten that have had least."""
+"""Most tenants remembered; beyond it, those with the smallest virtual time are dropped."""
 
 
 def priority_rank(came: float, priority: int) -> float:
-    """Place among a tenant's own, least first; `came` in seconds of one clock. A lower priority goes first."""
+    """Rank among a tenant's own requests, least first. `came`: arrival, seconds. A lower priority goes first."""
     return came + PRIORITY_S * priority
 
 
 def check_priority(priority: int, field: str) -> None:
-    """Raises InvalidRequest, naming the field, when a priority is out of bounds."""
+    """Raises InvalidRequest, naming the field, if a priority is out of bounds."""
     if not LEAST_PRIORITY <= priority <= MOST_PRIORITY:
         raise InvalidRequest(field, f"must be in [{LEAST_PRIORITY}, {MOST_PRIORITY}], is {priority}")
 
 
 @frozen
 class QueueKey:
-    """Where something stands: whose it is, its `rank` among the tenant's own, and a number that no other has."""
+    """Orders a waiting item: its tenant, its rank among the tenant's own items, and a unique number."""
 
     tenant: str
     rank: float
@@ -54,16 +54,16 @@ class QueueKey:
     weight: float = 1.0
 
     @property
-    def own(self) -> tuple[float, int]:
-        """The place among the tenant's own."""
+    def order_in_tenant(self) -> tuple[float, int]:
+        """Orders items of one tenant."""
         return self.rank, self.number
 
 
 @frozen
 class QueueEntry:
-    """Something that waits, and what it is predicted to cost."""
+    """A waiting item and its predicted cost."""
 
-    place: QueueKey
+    key: QueueKey
     cost: float
 
 
@@ -71,64 +71,64 @@ class FairShares:
     """Virtual times of tenants.
 
     Args:
-        credit: how far a tenant may be behind, in the unit of costs.
+        credit: most work that a tenant may be behind its share, in the unit of costs.
     """
 
     def __init__(self, credit: float = MAX_CREDIT_S) -> None:
         self._credit = credit
         self._times: dict[str, float] = {}
-        self._least = 0.0  # nobody's time is behind this: it is that of all who are not remembered
-        self._rested_at = 0.0
+        self._least = 0.0  # no tenant's time is behind this one, which tenants not remembered have
+        self._idle_at = 0.0
 
     def time(self, tenant: str) -> float:
         """The tenant's virtual time."""
         return max(self._times.get(tenant, 0.0), self._least)
 
     def serve(self, tenant: str, cost: float, weight: float = 1.0) -> None:
-        """Something was served that costs so much."""
+        """Charges a tenant for work of this cost."""
         time = self.time(tenant)
         self._least = max(self._least, time - self._credit)
         self._times[tenant] = time + cost / weight
         if len(self._times) > MAX_TENANTS:
             self._forget()
 
-    def rest(self, cost: float) -> None:
-        """So much could have been served, and nobody wanted it."""
+    def forgive_idle(self, cost: float) -> None:
+        """Forgives all tenants work of this cost, which the idle server could have done."""
         self._least += cost
 
-    def rest_until(self, now: float, rate: float) -> None:
-        """As `rest`, for the time since this was called before; `rate` = what could have been served per second."""
-        self.rest((now - self._rested_at) * rate)
-        self._rested_at = now
+    def forgive_idle_until(self, now: float, rate: float) -> None:
+        """Forgives the time since the last call; `rate`: cost of the work that could have been done per second."""
+        self.forgive_idle((now - self._idle_at) * rate)
+        self._idle_at = now
 
-    def key(self, place: QueueKey) -> tuple[float, float, int]:
-        """By which places are compared: the least is served next."""
-        return self.time(place.tenant), *place.own
+    def key(self, item: QueueKey) -> tuple[float, float, int]:
+        """Orders items of all tenants: the least is served next."""
+        return self.time(item.tenant), *item.order_in_tenant
 
-    def order(self, lines: Iterable[Sequence[QueueEntry]]) -> Iterator[QueueEntry]:
-        """All that wait, as they would be served if each cost what is predicted.
+    def order(self, queues: Iterable[Sequence[QueueEntry]]) -> Iterator[QueueEntry]:
+        """All waiting items in the order of service, if each costs as predicted.
 
         Args:
-            lines: what waits of each tenant, in the order of its own; none is empty. They must not change meanwhile.
+            queues: the items of each tenant, in order; none is empty. They must not change meanwhile.
         """
-        heap = [(*self.key(line[0].place), 0, line) for line in lines]
+        heap = [(*self.key(queue[0].key), 0, queue) for queue in queues]
         if len(heap) == 1:
             yield from heap[0][-1]
             return
         heapify(heap)
         while heap:
-            time, _, _, at, line = heap[0]
-            wanted = line[at]
-            yield wanted
-            if at + 1 < len(line):
-                after = time + wanted.cost / wanted.place.weight
-                heapreplace(heap, (after, *line[at + 1].place.own, at + 1, line))
+            time, _, _, at, queue = heap[0]
+            entry = queue[at]
+            yield entry
+            if at + 1 < len(queue):
+                after = time + entry.cost / entry.key.weight
+                heapreplace(heap, (after, *queue[at + 1].key.order_in_tenant, at + 1, queue))
             else:
                 heappop(heap)
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(self._times, self._least, self._rested_at)
+        return digest_of(self._times, self._least, self._idle_at)
 
     def _forget(self) -> None:
         kept = sorted(self._times, key=lambda tenant: self._times[tenant], reverse=True)[: MAX_TENANTS // 2]
@@ -136,83 +136,83 @@ class FairShares:
 
 
 class FairQueue:
-    """What waits, in fair order."""
+    """Waiting items, in fair order."""
 
     def __init__(self, shares: FairShares) -> None:
         self._shares = shares
-        self._lines: dict[str, list[QueueEntry]] = {}
-        self._wanted: dict[int, QueueEntry] = {}
+        self._queues: dict[str, list[QueueEntry]] = {}
+        self._entries: dict[int, QueueEntry] = {}
 
     def __len__(self) -> int:
-        return len(self._wanted)
+        return len(self._entries)
 
     def __contains__(self, number: int) -> bool:
-        return number in self._wanted
+        return number in self._entries
 
     def __iter__(self) -> Iterator[int]:
         """Numbers in fair order; the queue must not change meanwhile."""
-        return (wanted.place.number for wanted in self._shares.order(self._lines.values()))
+        return (entry.key.number for entry in self._shares.order(self._queues.values()))
 
-    def add(self, place: QueueKey, cost: float = 0.0) -> None:
-        """One more waits; its cost matters for the order of those behind it."""
-        assert place.number not in self._wanted, f"{place.number} waits already"
-        wanted = self._wanted[place.number] = QueueEntry(place, cost)
-        insort(self._lines.setdefault(place.tenant, []), wanted, key=_own_order)
+    def add(self, key: QueueKey, cost: float = 0.0) -> None:
+        """Adds an item; its cost matters for the order of the items behind it."""
+        assert key.number not in self._entries, f"{key.number} waits already"
+        entry = self._entries[key.number] = QueueEntry(key, cost)
+        insort(self._queues.setdefault(key.tenant, []), entry, key=_order_in_tenant)
 
     def remove(self, number: int) -> None:
-        """One less; unknown numbers are fine."""
-        wanted = self._wanted.pop(number, None)
-        if wanted is None:
+        """Removes an item; unknown numbers are ignored."""
+        entry = self._entries.pop(number, None)
+        if entry is None:
             return
-        line = self._lines[wanted.place.tenant]
-        del line[bisect_left(line, wanted.place.own, key=_own_order)]
-        if not line:
-            del self._lines[wanted.place.tenant]
+        queue = self._queues[entry.key.tenant]
+        del queue[bisect_left(queue, entry.key.order_in_tenant, key=_order_in_tenant)]
+        if not queue:
+            del self._queues[entry.key.tenant]
 
     def first(self) -> QueueKey:
-        """Who is next; there must be one."""
-        return min((line[0].place for line in self._lines.values()), key=self._shares.key)
+        """The next item. The queue must not be empty."""
+        return min((queue[0].key for queue in self._queues.values()), key=self._shares.key)
 
     def last_of(self, tenant: str) -> int:
-        """The last of a tenant's own; there must be one."""
-        return self._lines[tenant][-1].place.number
+        """Number of a tenant's last item. The tenant must have one."""
+        return self._queues[tenant][-1].key.number
 
     def count(self) -> dict[str, int]:
-        """How many wait, by tenant."""
-        return {tenant: len(line) for tenant, line in self._lines.items()}
+        """Number of items by tenant."""
+        return {tenant: len(queue) for tenant, queue in self._queues.items()}
 
     def check_invariants(self) -> None:
-        """Asserts that lines are in order and hold what waits."""
-        found = [wanted for line in self._lines.values() for wanted in line]
-        assert {wanted.place.number: wanted for wanted in found} == self._wanted
-        assert len(found) == len(self._wanted)
-        for tenant, line in self._lines.items():
-            assert line == sorted(line, key=_own_order)
-            assert {wanted.place.tenant for wanted in line} == {tenant}
+        """Asserts that the tenants' queues are in order and hold all items."""
+        found = [entry for queue in self._queues.values() for entry in queue]
+        assert {entry.key.number: entry for entry in found} == self._entries
+        assert len(found) == len(self._entries)
+        for tenant, queue in self._queues.items():
+            assert queue == sorted(queue, key=_order_in_tenant)
+            assert {entry.key.tenant for entry in queue} == {tenant}
 
     def digest(self) -> bytes:
-        """Hash of what waits."""
-        return digest_of(self._lines)
+        """Hash of the items."""
+        return digest_of(self._queues)
 
 
-def _own_order(wanted: QueueEntry) -> tuple[float, int]:
-    return wanted.place.own
+def _order_in_tenant(entry: QueueEntry) -> tuple[float, int]:
+    return entry.key.order_in_tenant
 
 
 def may_admit(there: Counter[str], tenant: str, limit: int, weight_of: Callable[[str], float]) -> bool:
-    """Whether one more of a tenant is let in where `limit` things may be.
+    """Whether one more item of a tenant is admitted if `limit` items are allowed.
 
-    When so many are there, tenants that have less than their share may still bring theirs, until there are twice as
-    many: a flood does not shut others out.
+    Beyond the limit, tenants below their share are admitted until there are twice as many items: a flood of one tenant
+    does not shut others out.
 
     Args:
-        there: how many of each tenant are there.
-        tenant: who brings one more.
-        limit: how many there may be.
+        there: number of items by tenant.
+        tenant: of the new item.
+        limit: most items.
         weight_of: a tenant's weight.
     """
     total = there.total()
     if total < limit:
         return True
-    weights = sum([weight_of(one) for one in {*there, tenant}])
+    weights = sum([weight_of(it) for it in {*there, tenant}])
     return total < 2 * limit and there[tenant] + 1 <= limit * weight_of(tenant) / weights

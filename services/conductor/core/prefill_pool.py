@@ -306,7 +306,8 @@ class PrefillInstanceState:
         among the tenants, and for the step under way.
         """
         ours = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
-        before = [busy_s for it, busy_s in ours if it.tenant == key.tenant and it.own < key.own]
+        last = key.order_in_tenant
+        before = [busy_s for it, busy_s in ours if it.tenant == key.tenant and it.order_in_tenant < last]
         if len(before) == len(ours):
             return all_s
         weights = {it.tenant: it.weight for it, _ in ours} | {key.tenant: key.weight}

@@ -461,7 +461,7 @@ class RequestScheduler:
     def _rest_shares(self, now: float) -> None:
         """Forgives tenants what they used while no request waits for a placement."""
         waits = len(self.memory_queue) or len(self.slo_queue)
-        self._shares.rest_until(now, 0 if waits else len(self._cluster.prefills.by_slot))
+        self._shares.forgive_idle_until(now, 0 if waits else len(self._cluster.prefills.by_slot))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
 

@@ -166,7 +166,8 @@ def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
     for other in state.started.values():
         computes = other.load is None and other.computed < most * state.settings.block_tokens
         # Jobs with the same keys are of the same tenant.
-        found = other.reuse and not other.owner.transient and other.queue_key.own < job.queue_key.own
+        is_earlier = other.queue_key.order_in_tenant < job.queue_key.order_in_tenant
+        found = other.reuse and not other.owner.transient and is_earlier
         if computes and found and common_prefix(job.spec.keys, other.spec.keys) >= most:
             return True
     return False

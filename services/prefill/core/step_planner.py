@@ -139,7 +139,7 @@ class StepPlanner:
     def forgive_idle(self) -> None:
         """Tells the tenants' shares for how long nothing was computed, before they decide anything."""
         if not self._flights:
-            self._state.shares.rest(self._state.now - self.idle_since)
+            self._state.shares.forgive_idle(self._state.now - self.idle_since)
             self.idle_since = self._state.now
 
     def _slices(self) -> list[SequenceSlice]:
@@ -171,8 +171,8 @@ class StepPlanner:
             if self._plannable(job):
                 queues.setdefault(job.queue_key.tenant, []).append(QueueEntry(job.queue_key, self._next_s(job)))
         for queue in queues.values():
-            queue.sort(key=lambda entry: entry.place.own)
-        return (state.jobs[entry.place.number] for entry in state.shares.order(queues.values()))
+            queue.sort(key=lambda entry: entry.key.order_in_tenant)
+        return (state.jobs[entry.key.number] for entry in state.shares.order(queues.values()))
 
     def _next_s(self, job: PrefillJob) -> float:
         """Predicted seconds of the largest slice of a job that fits a step."""

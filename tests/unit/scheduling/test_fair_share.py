@@ -80,9 +80,9 @@ def test_who_comes_while_little_was_served_is_behind_by_so_much() -> None:
 def test_while_the_server_rests_what_was_served_before_is_forgiven() -> None:
     shares = FairShares(credit=5.0)
     shares.serve("old", 3.0)
-    shares.rest(2.0)
+    shares.forgive_idle(2.0)
     assert (shares.time("old"), shares.time("new")) == (3.0, 2.0)
-    shares.rest(2.0)
+    shares.forgive_idle(2.0)
     assert (shares.time("old"), shares.time("new")) == (4.0, 4.0)
 
 
@@ -91,7 +91,7 @@ def test_a_rest_takes_no_credit_from_who_waits_behind_a_flood() -> None:
     for _ in range(1000):
         shares.serve("flood", 1.0)
     ahead = shares.time("flood") - shares.time("calm")
-    shares.rest(1.0)
+    shares.forgive_idle(1.0)
     assert shares.time("flood") - shares.time("calm") == ahead - 1.0
     shares.serve("flood", 1.0)
     assert shares.time("flood") - shares.time("calm") == ahead, "the first that is served restores it"
@@ -242,7 +242,7 @@ def test_the_order_of_what_waits_is_that_in_which_it_would_be_served() -> None:
     ]
     it = FairQueue(shares)
     for one in wanted:
-        it.add(one.place, one.cost)
+        it.add(one.key, one.cost)
     foreseen, served = list(it), []
     while len(it):
         place = it.first()
