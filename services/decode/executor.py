@@ -183,7 +183,7 @@ class RunLoop:
     async def _run(self, run: StartRun) -> None:
         self._order, self._last_ns = None, 0
         sequences = [self._live.sequences[number] for number in run.batch]
-        steps = 1 if run.steps == 1 else min(run.steps, *(it.steady(self._max_tokens) for it in sequences))
+        steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
         size = self._block_tokens
         parts = [it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps) for it in sequences]
         for chunk in run.chunks:
@@ -209,7 +209,7 @@ class RunLoop:
         for sequence in sequences:
             try:
                 if not sequence.request.ending:
-                    sequence.tell()
+                    sequence.send_new()
             except Exception:
                 self._defect(sequence.request)
         self._post(RunProgress(run.step, len(results), seconds, tuple(filled), waited_s))
@@ -224,7 +224,7 @@ class RunLoop:
             if sequence.request.ending:
                 continue
             try:
-                filled += sequence.filled(self._block_tokens)
+                filled += sequence.take_filled(self._block_tokens)
                 sequence.append(token, result.logprobs.get(index))
             except Exception:
                 self._defect(sequence.request)
@@ -242,14 +242,14 @@ class RunLoop:
             if token is None or sequence.request.ending:
                 continue
             try:
-                filled += sequence.filled(self._block_tokens)
+                filled += sequence.take_filled(self._block_tokens)
                 if (beams := sequence.request.beams) is not None:
                     found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
                     candidates.append((sequence.id, found))
                     continue
                 sequence.append(token, result.logprobs.get(index))
-                reason = sequence.judge(self._max_tokens)
-                sequence.tell()
+                reason = sequence.check_finish(self._max_tokens)
+                sequence.send_new()
             except Exception:
                 self._defect(sequence.request)
                 continue
@@ -405,8 +405,8 @@ class DecodeExecutor:
     def transfer_progress(self, live: LiveRequest) -> None:
         """Some of a request's KV has arrived."""
         now = self._clock()
-        if now - live.heard_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
-            live.heard_at = now
+        if now - live.progress_at >= self.core.settings.lease_s / PROGRESS_PER_LEASE:
+            live.progress_at = now
             self._driver.post(TransferProgress(live.id))
 
     def transfer_complete(self, live: LiveRequest) -> None:
@@ -439,8 +439,8 @@ class DecodeExecutor:
         if live is None or live.request_id != message.request_id:
             why = f"there is no transfer {message.transfer_id} here (any more)"
             subscriber.failed(message.request_id, why, transfer=True)
-        elif (misfit := self._live.misfit(live, message, subscriber)) is not None:
-            subscriber.failed(message.request_id, misfit)
+        elif (error := self._live.start_error(live, message, subscriber)) is not None:
+            subscriber.failed(message.request_id, error)
         else:
             live.subscriber, live.gather, stream = subscriber, message.gather, self._streams[subscriber]
             if message.compute_prompt:
@@ -543,7 +543,7 @@ class DecodeExecutor:
             case AppendBlock(number, block):
                 self._live.sequences[number].table += (block,)
             case SetBlockTable(number, blocks):
-                self._live.sequences[number].bound(blocks)
+                self._live.sequences[number].set_table(blocks)
             case ReservationGranted(number) | ReservationRefused(number):
                 self._answers[number] = action
             case StoreBlock(_, number) | LoadStoredBlocks(_, number):
@@ -583,9 +583,9 @@ class DecodeExecutor:
             case FinishSequence(number, reason):
                 sequence = self._live.sequences[number]
                 sequence.finish = kv_pb2.FinishReason.ValueType(reason)
-                sequence.tell()
+                sequence.send_new()
             case SelectBeams() | BeamsRanked():
-                live.follow(action, self._max_tokens)
+                live.advance_beams(action, self._max_tokens)
             case RequestAborted(why=why):
                 live.end(why)
 

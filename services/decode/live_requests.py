@@ -37,7 +37,7 @@ The conductor's next message is read when there is room again.
 
 
 class Subscriber:
-    """The sending side of one conductor's Steps stream."""
+    """The sending side of one conductor's Steps stream: a queue of messages, merged while they wait."""
 
     def __init__(self, conductor: kv_pb2.Instance) -> None:
         self.conductor = conductor
@@ -49,7 +49,7 @@ class Subscriber:
 
     @property
     def waiting(self) -> int:
-        """Sequences and answers that were not sent yet."""
+        """Sequences and answers not sent yet."""
         return len(self._tokens) + len(self._rest.tokens) + self._answers
 
     def tokens(
@@ -62,7 +62,7 @@ class Subscriber:
         score: float | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
-        """New tokens of one of a request's answers; sent at the next `flush`. A hypothesis comes whole, scored."""
+        """Queues new tokens of one answer, sent at the next `flush`. A hypothesis comes whole, with its score."""
         waiting = self._tokens.get((request_id, choice))
         if waiting is None:
             waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
@@ -78,30 +78,30 @@ class Subscriber:
             self._rest.tokens.append(self._tokens.pop((request_id, choice)))
 
     def failed(self, request_id: str, reason: str, *, transfer: bool = False) -> None:
-        """A request cannot go on; `transfer`: because its prompt's KV has not come whole."""
+        """A request cannot continue; `transfer`: because its prompt's KV has not arrived whole."""
         self._rest.tokens.extend(self._take(request_id))
         self._rest.failed.add(request_id=request_id, reason=reason, transfer=transfer)
         self.flush()
 
     def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
-        """Answer to a cancel. Waiting tokens of the request are dropped."""
+        """Answers a cancel. Queued tokens of the request are dropped."""
         if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
-            self.forget(request_id)
+            self.drop(request_id)
         self._rest.cancelled.add(request_id=request_id, outcome=outcome)
         self.flush()
 
     def fenced(self, request_id: str) -> None:
-        """Another conductor has the request. Waiting tokens of it are dropped."""
-        self.forget(request_id)
+        """Another conductor has the request. Queued tokens of the request are dropped."""
+        self.drop(request_id)
         self._rest.fenced.add(request_id=request_id)
         self.flush()
 
-    def forget(self, request_id: str) -> None:
-        """Drops waiting tokens of a request."""
+    def drop(self, request_id: str) -> None:
+        """Drops queued tokens of a request."""
         self._take(request_id)
 
     def _take(self, request_id: str) -> list[decode_pb2.SequenceTokens]:
-        """Closes the request's waiting tokens: later tokens under this id belong to another request."""
+        """Takes the request's queued tokens: later tokens under this id belong to another request."""
         return [self._tokens.pop(key) for key in list(self._tokens) if key[0] == request_id]
 
     @property
@@ -109,25 +109,25 @@ class Subscriber:
         rest = self._rest
         return len(rest.failed) + len(rest.cancelled) + len(rest.fenced)
 
-    async def room(self) -> None:
+    async def wait_until_read(self) -> None:
         """Waits while too many answers are unread, so that no further message of this conductor is read."""
         while self._answers >= MAX_CANCEL_ANSWERS and not self._closed:
             self._read.clear()
             await self._read.wait()
 
     def flush(self) -> None:
-        """Lets waiting messages go; called after a step."""
+        """Sends queued messages; called after a step."""
         if self.waiting:
             self._wake.set()
 
     def close(self) -> None:
-        """Ends the stream; `next` still returns what waits."""
+        """Ends the stream; `next` still returns queued messages."""
         self._closed = True
         self._wake.set()
         self._read.set()
 
     async def next(self) -> decode_pb2.StepsResponse | None:
-        """The next message, None after the last."""
+        """The next message; None after the last."""
         while not self.waiting:
             if self._closed:
                 return None
@@ -144,19 +144,19 @@ class Subscriber:
 
 
 def conductor_identity(conductor: kv_pb2.Instance) -> str:
-    """A conductor's name for the core; "" when it does not say who it is."""
+    """A conductor's identity for the scheduler; "" if it has none."""
     return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerOutput:
-    """What one answer has said so far.
+    """The output of one answer so far.
 
     Attributes:
-        tokens: its own, without the prompt's.
-        finish: why it has ended by itself; unspecified as long as it has not.
+        tokens: of the answer, without the prompt.
+        finish: why it has ended by itself; unspecified while it continues.
         score: of a hypothesis of a beam search.
-        logprobs: of the tokens from `scored_from` on; None where they are not wanted.
+        logprobs: of the tokens from `scored_from` on; None if they are not wanted.
     """
 
     tokens: "array[int]"
@@ -165,39 +165,38 @@ class AnswerOutput:
     logprobs: Logprobs | None = None
     scored_from: int = 0
 
-    def tell(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
-        """Lets a conductor know everything from a position on; goes with its next `flush`."""
+    def send(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
+        """Queues the output from a position on for a conductor; sent at the next `flush`."""
         its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
         tokens = self.tokens[position:].tolist()
         subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, its)
 
 
 def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
-    """Of each answer, the tokens that are known behind its first one."""
+    """For each answer, the tokens known behind its first one."""
     further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
     return [message.known_token_ids, *(further or [()] * (answers - 1))]
 
 
 GATHERED_TOKENS = 16
-"""Of an answer for which nobody waits token by token, so many are told together."""
+"""Tokens sent together if the client does not wait for single tokens."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One answer to a request.
+    """One answer of a request.
 
     Attributes:
-        request: which.
-        choice: which of its answers.
-        keys: of its full blocks, the answer's too.
+        choice: index of the answer.
+        keys: of its full blocks, prompt and answer.
         sampling: how its tokens are chosen.
-        table: its blocks, as the core has said.
-        tokens: prompt and answer, once it was started; grows by each step.
-        history: the same for engines that check what blocks hold.
+        table: its block table.
+        tokens: prompt and answer, once started; grows by each step.
+        history: the same for engines that check the content of blocks.
         finish: why it has ended by itself.
-        stopped: the conductor has all that it wants of it: it is told no more, and ends with its next token.
-        logprobs: of its tokens from the output position `scored_from` on; None where they are not wanted.
-        told: tokens generated that its conductor knows.
+        stopped: the conductor wants no more of it: nothing more is sent, and it ends with its next token.
+        logprobs: of its tokens from output position `scored_from` on; None if they are not wanted.
+        sent_tokens: generated tokens sent to the conductor.
     """
 
     request: "LiveRequest"
@@ -211,11 +210,11 @@ class LiveSequence:
     stopped: bool = False
     logprobs: Logprobs | None = None
     scored_from: int = 0
-    told: int = 0
+    sent_tokens: int = 0
 
     @property
     def id(self) -> int:
-        """The core's name for it."""
+        """Its id in the scheduler."""
         return self.request.id + self.choice
 
     @property
@@ -224,16 +223,16 @@ class LiveSequence:
         return len(self.tokens) - self.sampling.prompt_tokens
 
     @property
-    def said(self) -> AnswerOutput:
-        """What it has said so far."""
+    def output(self) -> AnswerOutput:
+        """Its output so far."""
         answer = self.tokens[self.sampling.prompt_tokens :]
         return AnswerOutput(answer, self.finish, None, self.logprobs, self.scored_from)
 
     def begin(self, *first_tokens: int) -> None:
-        """Takes the first token, and those that are known behind it; a beam begins with the prompt alone."""
+        """Takes the first token, and those known behind it; a beam begins with the prompt alone."""
         self.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
         self.history = self.request.incoming.history(self.tokens)
-        self.scored_from = self.told = self.output_tokens
+        self.scored_from = self.sent_tokens = self.output_tokens
         self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
     def take_first(self, logprobs: Logprobs) -> None:
@@ -247,13 +246,13 @@ class LiveSequence:
         if self.logprobs is not None and logprobs is not None:
             self.logprobs.extend(logprobs)
 
-    def judge(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
-        """Why the answer ends with its last token, unspecified when it goes on; at the end of a run."""
+    def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
+        """Why the answer ends with its last token; unspecified if it continues. Called at the end of a run."""
         self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
         return self.finish
 
-    def bound(self, blocks: tuple[int, ...]) -> None:
-        """Has these blocks now."""
+    def set_table(self, blocks: tuple[int, ...]) -> None:
+        """Sets the block table; the first one also binds the transfer."""
         self.table, transfer = blocks, self.request.transfer
         if transfer.state is TransferState.PROMISED:
             transfer.bind(blocks)
@@ -262,12 +261,12 @@ class LiveSequence:
         """Key of the block before the one at `index`."""
         return self.keys[index - 1] if index else self.request.incoming.chain_root
 
-    def steady(self, max_tokens: int) -> int:
-        """Steps that it can take in one run."""
+    def most_steps(self, max_tokens: int) -> int:
+        """Most steps that it can take in one run."""
         return self.sampling.steady(len(self.tokens), max_tokens)
 
-    def filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
-        """Its number and the key of the block that became full when all tokens so far were computed, if one did."""
+    def take_filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
+        """Its id and the key of the block that became full with the tokens computed so far, if one did."""
         index, rest = divmod(len(self.tokens), block_tokens)
         if rest or index <= len(self.keys):
             return []
@@ -275,8 +274,8 @@ class LiveSequence:
         self.keys.append(key)
         return [(self.id, key)]
 
-    def fill(self, block_tokens: int) -> tuple[BlockKey, ...]:
-        """Notes the keys of all blocks that are full with the tokens before the last one; those that are new."""
+    def add_keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
+        """Adds the keys of all blocks that are full without the last token; returns the new ones."""
         there, full = len(self.keys), (len(self.tokens) - 1) // block_tokens
         tokens = self.tokens[there * block_tokens : full * block_tokens]
         new = tuple(block_keys(self.parent(there), tokens, block_tokens))
@@ -286,9 +285,9 @@ class LiveSequence:
     def step(
         self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1, full_hit: bool = False
     ) -> SequenceStep:
-        """Its share of a step: `count` tokens from `start` on; the last ones of the sequence when it samples.
+        """Its part of a step: `count` tokens from `start` on; the last ones of the sequence if it samples.
 
-        With it may begin a run of `steps`.
+        The step may begin a run of `steps`.
         """
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
@@ -300,15 +299,15 @@ class LiveSequence:
             history=self.history,
         )
 
-    def tell(self) -> None:
-        """Tells the conductor of new tokens, and of the end if it has come, if it wants them now or never."""
-        request, position = self.request, self.told
+    def send_new(self) -> None:
+        """Sends new tokens and the end, unless more tokens are to be gathered first."""
+        request, position = self.request, self.sent_tokens
         if request.subscriber is None or self.stopped:
             return
         few = self.output_tokens - position < GATHERED_TOKENS
         if request.gather and few and position and not self.finish and not request.ending:
             return
-        self.told = self.output_tokens
+        self.sent_tokens = self.output_tokens
         tokens = self.tokens[self.sampling.prompt_tokens + position :].tolist()
         its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
         request.subscriber.tokens(request.request_id, position, tokens, self.finish, self.choice, logprobs=its)
@@ -317,12 +316,12 @@ class LiveSequence:
 
 @dataclass(slots=True, eq=False)
 class LiveBeamSearch:
-    """The tokens of a beam search: what may follow each beam, and what has ended.
+    """The tokens of a beam search: candidates of each beam, and hypotheses.
 
     Attributes:
-        sequences: the beams, the best first.
-        hypotheses: prompt and answer of those that the core keeps, by number.
-        answers: those that are wanted, the best first, when the search is over.
+        sequences: the beams, best first.
+        hypotheses: prompt and answer of the hypotheses that the scheduler keeps, by number.
+        answers: the answers, best first, once the search is over.
     """
 
     sequences: list[LiveSequence]
@@ -334,7 +333,7 @@ class LiveBeamSearch:
         self._following = [()] * len(self.sequences)
 
     def propose(self, beam: int, found: SampledCandidates, max_tokens: int) -> BeamCandidates:
-        """Takes what may follow a beam; returns what the core is told of it."""
+        """Takes the candidates of a beam; returns what the scheduler needs of them."""
         sequence, self._following[beam] = self.sequences[beam], found.tokens
         ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
         return tuple(zip(found.log_probabilities, ends, strict=True))
@@ -356,29 +355,29 @@ class LiveBeamSearch:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request.
+    """One request: what was asked for, its transfer, its answers and its conductor.
 
     Attributes:
-        beams: set when its sequences are beams.
         incoming: what was asked for.
         stores: kvstores for the answer's full blocks.
-        transfer: the KV that comes.
-        heard_at: when the core was last told that its transfer lives.
-        secret: who knows it may resume the request; b"" = nobody.
-        promised_to: the conductor that has asked for room; "" = it did not say.
+        transfer: the transfer of its prompt's KV.
+        progress_at: when the scheduler was last told of progress of the transfer, seconds.
+        secret: a conductor that knows the secret may take the request over; b"" = none may.
+        promised_to: identity of the conductor that asked for blocks; "" = unknown.
         sequences: its answers.
-        ending: the core lets it go: nothing is taken for it and nothing told any more.
-        why: it ends early.
+        beams: set if its sequences are beams.
+        ending: the request ends: no KV is received and no token sent for it any more.
+        why: why it ends early; "" = it does not.
         subscriber: gets its tokens; set when it is started.
-        known: of each answer, tokens behind the first one that it began with, and keys of the blocks that they fill.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
-        gather: nobody waits for single tokens.
+        known: for each answer, tokens known behind its first one, and keys of the blocks that these fill.
+        gather: the client does not wait for single tokens.
     """
 
     incoming: IncomingRequest
     stores: Sequence[kv_pb2.Instance]
     transfer: InboundTransfer
-    heard_at: float
+    progress_at: float
     secret: bytes = b""
     promised_to: str = ""
     sequences: list[LiveSequence] = field(default_factory=list)
@@ -417,7 +416,7 @@ class LiveRequest:
                 sequence.take_first(first.part(sequence.choice, sequence.choice + 1))
         if any(known):
             size = self.transfer.layout.block_tokens
-            self.known = tuple(map(len, known)), tuple([sequence.fill(size) for sequence in self.sequences])
+            self.known = tuple(map(len, known)), tuple([sequence.add_keys(size) for sequence in self.sequences])
         return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
 
     def compute(self) -> None:
@@ -427,8 +426,8 @@ class LiveRequest:
         before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
         del sequence.keys[before_last:]  # as the core: a last block that is full has its key when it is computed
 
-    def follow(self, action: SelectBeams | BeamsRanked, max_tokens: int) -> None:
-        """The core has chosen its beams, or their search is over: the conductor is told the answers, the best first."""
+    def advance_beams(self, action: SelectBeams | BeamsRanked, max_tokens: int) -> None:
+        """Forks the beams as chosen, or sends the answers, best first, if the search is over."""
         assert self.beams is not None
         if isinstance(action, SelectBeams):
             self.beams.select(action)
@@ -439,28 +438,28 @@ class LiveRequest:
             answer = tokens[sampling.prompt_tokens :]
             self.beams.answers.append(AnswerOutput(answer, sampling.finish(tokens, max_tokens), score))
         if self.subscriber is not None:
-            for choice, said in enumerate(self.beams.answers):
-                said.tell(self.subscriber, self.request_id, choice, 0)
+            for choice, answer_output in enumerate(self.beams.answers):
+                answer_output.send(self.subscriber, self.request_id, choice, 0)
             self.subscriber.flush()
 
     @property
     def id(self) -> int:
-        """The core's name for it."""
+        """Its id in the scheduler."""
         return self.transfer.transfer_id
 
     @property
     def request_id(self) -> str:
-        """The conductor's name for it."""
+        """Its id at the conductor."""
         return self.incoming.request_id
 
     @property
     def table(self) -> tuple[int, ...]:
-        """The blocks that its prompt's KV goes to."""
+        """The blocks of its prompt."""
         return self.sequences[0].table
 
     @property
     def complete(self) -> bool:
-        """Whether all its KV has come."""
+        """Whether all its KV has arrived."""
         return self.transfer.state is TransferState.COMPLETE
 
     @property
@@ -469,47 +468,47 @@ class LiveRequest:
         return bool(self.sequences[0].tokens)
 
     @property
-    def said(self) -> list[AnswerOutput]:
-        """What each answer has said so far; beams say nothing before their search is over."""
+    def outputs(self) -> list[AnswerOutput]:
+        """The output of each answer so far; beams have none before their search is over."""
         if self.beams is None:
-            return [sequence.said for sequence in self.sequences]
+            return [sequence.output for sequence in self.sequences]
         return self.beams.answers or [AnswerOutput(array("i"))] * self.incoming.sampling.params.n
 
     def end(self, why: str) -> None:
-        """Ends early, and tells whoever waits for it."""
+        """Ends early; tells the sender of its KV and the conductor."""
         self.ending, self.why = True, why
         self.transfer.fail(why)
         if self.send_verdict is not None and not self.complete:
             self.send_verdict(self.transfer)
         if self.subscriber is not None:
             for sequence in self.sequences if self.beams is None else ():
-                if sequence.output_tokens > sequence.told:  # gathered: others go on behind them
-                    sequence.tell()
+                if sequence.output_tokens > sequence.sent_tokens:  # gathered: another instance continues behind them
+                    sequence.send_new()
             self.subscriber.failed(self.request_id, why, transfer=not self.complete)
             self.subscriber = None
 
 
 class LiveRequestTable:
-    """The requests that run, and their sequences, by the core's names."""
+    """The requests of the scheduler, and their sequences, by id."""
 
     def __init__(self) -> None:
         self.requests: dict[int, LiveRequest] = {}
         self.sequences: dict[int, LiveSequence] = {}
 
     def add(self, live: LiveRequest) -> None:
-        """One more."""
+        """Adds a request."""
         self.requests[live.id] = live
         self.sequences |= {sequence.id: sequence for sequence in live.sequences}
 
     def take(self, number: int) -> LiveRequest:
-        """One less."""
+        """Takes a request out."""
         live = self.requests.pop(number)
         for sequence in live.sequences:
             del self.sequences[sequence.id]
         return live
 
     def promised(self, message: decode_pb2.CancelSequence, subscriber: Subscriber) -> LiveRequest | None:
-        """The promise that a conductor means which does not know its transfer."""
+        """The promise that a conductor cancels without knowing its transfer."""
         who = conductor_identity(subscriber.conductor)
         for live in self.requests.values() if not message.transfer_id else ():
             waits = live.transfer.state is TransferState.PROMISED and not live.started
@@ -517,8 +516,8 @@ class LiveRequestTable:
                 return live
         return None
 
-    def misfit(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
-        """Why a request cannot begin by this message of a conductor; None when it can."""
+    def start_error(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
+        """Why a request cannot begin with this message; None if it can."""
         if live.started:
             return f"transfer {message.transfer_id} was started before"
         others = self.requests.values()
@@ -528,12 +527,12 @@ class LiveRequestTable:
 
 
 def beam_rules_of(params: SamplingParams) -> BeamRules | None:
-    """How a request's beams are chosen; None when it has none."""
+    """The rules of a request's beam search; None if it has none."""
     return BeamRules(params.length_penalty, params.early_stopping) if params.beam_width else None
 
 
 def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
-    """Why a request cannot begin with these first tokens, or without; None when it can."""
+    """Why a request cannot begin with these first tokens, or none; None if it can."""
     params = live.incoming.sampling.params
     if message.compute_prompt:
         if params.prompt_logprobs is not None:
@@ -560,15 +559,15 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a request has said.
+    """The output of a request that is kept for takeovers.
 
     Attributes:
-        request_id: the conductor's name for it.
+        request_id: id at the conductor.
         generation: of its transfer.
-        secret: who knows it may read on; b"" = nobody.
+        secret: a conductor that knows the secret may take the request over; b"" = none may.
         chain_root: of its tenant's keys.
-        answers: each of them.
-        why: it has ended early.
+        answers: output of each answer.
+        why: why it has ended early; "" = it has not.
     """
 
     request_id: str
@@ -580,38 +579,38 @@ class RequestOutput:
 
     @classmethod
     def of(cls, live: LiveRequest) -> Self:
-        """What a request has said so far."""
+        """The output of a request so far."""
         generation, root = live.transfer.generation, live.incoming.chain_root
-        return cls(live.request_id, generation, live.secret, root, live.said, live.why)
+        return cls(live.request_id, generation, live.secret, root, live.outputs, live.why)
 
     def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether whoever asks knows the request, its secret, and each answer up to its position."""
+        """Whether the conductor knows the request, its secret, and each answer up to its position."""
         named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
         if not named or not self.secret or not compare_digest(asked.secret, self.secret):
             return False
         if len(asked.further) != len(self.answers) - 1:
             return False
         had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
-        return all(self._knows(said, *its) for said, its in zip(self.answers, had, strict=True))
+        return all(self._knows(answer, *its) for answer, its in zip(self.answers, had, strict=True))
 
-    def _knows(self, said: AnswerOutput, position: int, digest: bytes) -> bool:
-        if said.logprobs is not None and position < said.scored_from:
-            return False  # what is not known here is computed anew
-        known = said.tokens[:position]
+    def _knows(self, answer: AnswerOutput, position: int, digest: bytes) -> bool:
+        if answer.logprobs is not None and position < answer.scored_from:
+            return False  # log probabilities not known here are computed again
+        known = answer.tokens[:position]
         return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
 
-    def tell(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
-        """Sends everything of each answer from its position on."""
-        subscriber.forget(self.request_id)
-        for choice, (said, position) in enumerate(zip(self.answers, positions, strict=True)):
-            said.tell(subscriber, self.request_id, choice, position)
+    def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
+        """Sends each answer from its position on."""
+        subscriber.drop(self.request_id)
+        for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
+            answer.send(subscriber, self.request_id, choice, position)
         if self.why:
             subscriber.failed(self.request_id, self.why)
         subscriber.flush()
 
 
 class OutputLog:
-    """The sequences that are kept. How long, and how many, is the core's business.
+    """Output of ended and parked requests. The scheduler decides how long it is kept.
 
     Args:
         live: those that run; the executor's.
@@ -624,19 +623,19 @@ class OutputLog:
         self._parked: dict[int, LiveRequest] = {}
         self._ended: dict[int, RequestOutput] = {}
         self.adopted = 0
-        """Sequences taken over, and answers read again, so far."""
+        """Requests taken over, and answers read again, so far."""
 
     def knows(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether there is such a sequence, and whoever asks may have it."""
-        transcript = self._transcript(asked.transfer_id)
-        return transcript is not None and transcript.matches(asked)
+        """Whether there is such a request, and the conductor may take it over."""
+        output = self._output(asked.transfer_id)
+        return output is not None and output.matches(asked)
 
     def ended(self, live: LiveRequest) -> None:
-        """Keeps what a request has said."""
+        """Keeps the output of a request that has ended."""
         self._ended[live.id] = RequestOutput.of(live)
 
     def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:
-        """Does what the core has decided about the sequences that are kept."""
+        """Carries out a decision about retained output."""
         match action:
             case RequestParked(number):
                 live = self._parked[number] = self._live.take(number)
@@ -657,17 +656,17 @@ class OutputLog:
         if (live := self._live.requests.get(number)) is not None:
             live.subscriber = subscriber
             for sequence in live.sequences:
-                sequence.told = sequence.output_tokens
-        transcript = self._transcript(number)
-        if subscriber is not None and transcript is not None:
-            transcript.tell(subscriber, positions)
+                sequence.sent_tokens = sequence.output_tokens
+        output = self._output(number)
+        if subscriber is not None and output is not None:
+            output.send(subscriber, positions)
 
     def _fence(self, number: int, subscriber: Subscriber | None) -> None:
-        transcript = self._transcript(number)
-        if subscriber is not None and transcript is not None:
-            subscriber.fenced(transcript.request_id)
+        output = self._output(number)
+        if subscriber is not None and output is not None:
+            subscriber.fenced(output.request_id)
 
-    def _transcript(self, number: int) -> RequestOutput | None:
+    def _output(self, number: int) -> RequestOutput | None:
         live = self._live.requests.get(number) or self._parked.get(number)
         if live is None:
             return self._ended.get(number)

@@ -462,7 +462,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
     async def room(self) -> None:
         """Waits while too many answers were not read."""
-        await self._subscriber.room()
+        await self._subscriber.wait_until_read()
 
     async def write_answers(self, write: Write) -> None:
         """Messages as they come, those that wait merged."""

@@ -408,7 +408,7 @@ class PrefillState:
         self.core_share = 1.0
         self.jobs: dict[int, PrefillJob] = {}
         self.shares = FairShares()
-        self.waiting = FairQueue(self.slices)
+        self.waiting = FairQueue(self.shares)
         self.started: dict[int, PrefillJob] = {}
         self.ios: PendingIo[IoInFlight] = PendingIo()
         self.steps: dict[int, StepFlight] = {}

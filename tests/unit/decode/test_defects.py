@@ -56,8 +56,8 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
 
     request: Any = SimpleNamespace(request_id="a", ending=False, beams=None)
     sequence: Any = SimpleNamespace(
-        id=7, request=request, tokens=[0], steady=lambda _: 9, step=lambda *_, **__: None, filled=lambda _: [],
-        append=append, judge=lambda _: 0, tell=lambda: taken.append(-1),
+        id=7, request=request, tokens=[0], most_steps=lambda _: 9, step=lambda *_, **__: None, take_filled=lambda _: [],
+        append=append, check_finish=lambda _: 0, send_new=lambda: taken.append(-1),
     )  # fmt: skip
 
     async def run(_: Step, on_step: Any) -> StepResult:

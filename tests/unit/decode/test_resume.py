@@ -193,7 +193,7 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     subscriber.tokens("a", 3, [13, 14])
     said = array("i", [10, 11, 12, 13, 14])
     transcript = RequestOutput("a", 1, SECRET, BlockKey(ROOT), [AnswerOutput(said)], "")
-    transcript.tell(subscriber, [2])
+    transcript.send(subscriber, [2])
     subscriber.tokens("a", 5, [15])
     message = await subscriber.next()
     assert message is not None
@@ -211,7 +211,7 @@ async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_kn
     said, found = array("i", [10, 11, 12, 13]), Logprobs(array("f", [-1.0, -2.0, -4.0]), array("I", [1, 2, 3]))
     transcript = RequestOutput("a", 1, SECRET, root, [AnswerOutput(said, running, None, found, 1)], "")
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
-    transcript.tell(subscriber, [2])
+    transcript.send(subscriber, [2])
     message = await subscriber.next()
     assert message is not None
     assert [(list(it.token_ids), list(it.logprobs.logprobs)) for it in message.tokens] == [([12, 13], [-2.0, -4.0])]

@@ -106,7 +106,7 @@ async def test_many_deletions_of_one_message_look_through_the_pool_a_few_times_a
             await asyncio.sleep(0)
 
     beside = asyncio.create_task(others())
-    answer = await rig.forgetting.forget(kv_pb2.ForgetRequest(deletions=deletions))
+    answer = await rig.deletion.forget(kv_pb2.ForgetRequest(deletions=deletions))
     beside.cancel()
     looks = [look.selection.tenants for look in rig.looks]
     assert frozenset().union(*looks) == {str(number) for number in range(5000)}

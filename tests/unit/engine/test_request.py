@@ -36,8 +36,8 @@ def unpacked(message: kv_pb2.SequenceSpec) -> IncomingRequest:
 
 def test_unpacks() -> None:
     request = unpacked(spec())
-    assert (request.request_id, request.token_ids, request.tenant) == ("r", TOKENS, "me")
-    assert (list(request.keys), request.chain_root) == (KEYS, ROOT)
+    assert (request.request_id, request.token_ids, request.spec.tenant) == ("r", TOKENS, "me")
+    assert (list(request.spec.keys), request.chain_root) == (KEYS, ROOT)
     assert request.parents() == [ROOT, KEYS[0]]
     assert (request.sampling.prompt_tokens, request.sampling.end_token_ids) == (30, frozenset({1}))
     most = spec()

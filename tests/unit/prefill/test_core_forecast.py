@@ -49,7 +49,7 @@ def test_a_load_that_is_late_is_not_waited_for() -> None:
 def test_a_short_beginning_is_computed_sooner_than_a_long_load_ends() -> None:
     it, _ = loading(blocks=40)
     it.arrive(BT + 8, sources=())
-    assert it.core.state.jobs[2].keys == it.core.state.jobs[1].keys[:1]
+    assert it.core.state.jobs[2].spec.keys == it.core.state.jobs[1].spec.keys[:1]
     assert [chunk.job for step in it.steps.values() for chunk in step.order.chunks] == [2]
 
 

@@ -116,7 +116,7 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     """Two at once, while another instance reads the same blocks: all refer to those that are there."""
     world = holding(3)
     numbers = [asked(world, 3 * BT, stores=1) for _ in range(2)]
-    reading = world.post(LendBlocks(1, world.asked[numbers[0]].keys))
+    reading = world.post(LendBlocks(1, world.asked[numbers[0]].request.keys))
     [lent] = [action.blocks for action in reading if isinstance(action, BlocksLent)]
     for number in numbers:
         world.compute(number)

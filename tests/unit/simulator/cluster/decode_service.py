@@ -230,8 +230,8 @@ class Service:
     def _resume(self, event: AdoptRequest) -> decode_pb2.ResumeSequence:
         live = self._lives[event.id]
         digests = [
-            tokens_digest(live.incoming.chain_root, said.tokens[:position])
-            for said, position in zip(live.said, event.positions, strict=True)
+            tokens_digest(live.incoming.chain_root, answer.tokens[:position])
+            for answer, position in zip(live.outputs, event.positions, strict=True)
         ]
         message = decode_pb2.ResumeSequence(
             request_id=live.request_id, transfer_id=live.id, generation=live.transfer.generation, fence=event.fence,
