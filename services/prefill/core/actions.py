@@ -1,4 +1,4 @@
-"""What the core wants done. An action with an `io` is answered by exactly one `Ended`, the others by nothing."""
+"""Actions of the prefill scheduler. An action with an `io` is answered by exactly one `IoEnded`, others by nothing."""
 
 from enum import Enum
 
@@ -8,13 +8,13 @@ from moonpool.scheduling.state_machine import CancelIo
 
 
 class RefusalReason(Enum):
-    """Why a job is not taken."""
+    """Why a job is refused."""
 
     DRAINING = "draining"
     STOPPED = "stopped"
     QUEUE_FULL = "queue_full"
     TOO_LONG = "too_long"
-    """The pool can never hold it."""
+    """The prompt needs more blocks than the pool has."""
 
 
 class JobOutcome(Enum):
@@ -22,10 +22,11 @@ class JobOutcome(Enum):
 
     DONE = "done"
     LEFT = "left"
+    """The job was cancelled."""
     IO_FAILED = "io_failed"
-    """Opening the transfer, sending or the verdict; the shell has the error."""
+    """Opening the transfer, sending or the verdict failed; the executor has the error."""
     STEP_GIVEN_UP = "step_given_up"
-    """By the engine itself: some slices may have left already."""
+    """The engine gave up a step by itself; some slices may have been sent."""
     STOPPED = "stopped"
 
 
@@ -39,7 +40,7 @@ class AcceptJob:
 
 @frozen
 class RefuseJob:
-    """The job is not taken, and nothing of it is kept."""
+    """The job is refused."""
 
     job: int
     why: RefusalReason
@@ -48,38 +49,48 @@ class RefuseJob:
 
 @frozen
 class RefuseStaleJob:
-    """The job is not taken, as the queue is longer than it was thought to be; nothing of it is kept."""
+    """The job is refused because the queue is longer than the conductor assumed.
+
+    Attributes:
+        drain_s: predicted seconds until all queued jobs are computed.
+        taken: number of the last job among them.
+    """
 
     job: int
     drain_s: float
-    """Predicted seconds until everything that is here is computed."""
     taken: int
-    """Number of the last job that is among it."""
 
 
 @frozen
 class ChunkOrder:
-    """A job's share of a step: consecutive tokens to compute."""
+    """A job's slice of a step: consecutive tokens to compute.
+
+    Attributes:
+        blocks: the job's blocks up to `end`.
+        last: the prompt ends here: a token is sampled.
+        full_hit: the slice is the last token of a prompt that has all its KV: nothing is written.
+    """
 
     job: int
     start: int
     end: int
     blocks: tuple[int, ...]
-    """The job's blocks up to `end`."""
     last: bool
-    """The prompt ends here: a token is sampled."""
     full_hit: bool = False
-    """It is the last token of a prompt whose KV is all there: nothing is written."""
 
 
 @frozen
 class RunStep:
-    """Run one forward pass; steps begin in the order of their numbers. `io` is the step's number."""
+    """Run one forward pass; steps begin in the order of their numbers.
+
+    Attributes:
+        io: number of the step.
+        gated: the step waits before each layer until the layer's gate is open.
+    """
 
     io: int
     chunks: tuple[ChunkOrder, ...]
     gated: bool
-    """Wait before each layer until its gate is open."""
 
 
 @frozen
@@ -92,11 +103,10 @@ class OpenKVGate:
 
 @frozen
 class DropSequenceSlice:
-    """A job's share of a step counts for nothing any more; its prefix may not be there."""
+    """A slice of a step does not count any more; its prefix may be missing. `index`: of the chunk."""
 
     step: int
     index: int
-    """Of the chunk."""
 
 
 @frozen
@@ -108,39 +118,44 @@ class GiveUpStep:
 
 @frozen
 class LoadBlocks:
-    """Read blocks from one of the job's sources into the pool, layers in order."""
+    """Read blocks from one of the job's sources into the pool, layers in order.
+
+    Attributes:
+        source: index in the job's sources.
+        first: index in the sequence of the first block.
+        timeout_s: longest time for the whole load.
+    """
 
     io: int
     job: int
     source: int
-    """Index in the job's sources."""
     first: int
-    """Index in the sequence of the first block."""
     blocks: tuple[int, ...]
     timeout_s: float
-    """Longest time for all of it."""
 
 
 @frozen
 class ReadReplica:
-    """Read blocks of a copy from its source into the pool."""
+    """Read blocks of a replication from its source into the pool.
+
+    Attributes:
+        number: of the replication.
+        first: index in the chain of the first block.
+    """
 
     io: int
     number: int
-    """Of the copy."""
     first: int
-    """Index in the chain of the first block."""
     blocks: tuple[int, ...]
     timeout_s: float
 
 
 @frozen
 class EndReplication:
-    """A copy is over."""
+    """A replication has ended. `blocks`: blocks that arrived; 0 if the order was skipped."""
 
     number: int
     blocks: int
-    """That have come; 0 also when it was passed over."""
 
 
 @frozen
@@ -153,14 +168,17 @@ class OpenTransfer:
 
 @frozen
 class LayerBlocks:
-    """Consecutive blocks of one layer."""
+    """Consecutive blocks of one layer.
+
+    Attributes:
+        first: index in the sequence of the first block.
+        step: the step that computed them; None for a prefix.
+    """
 
     layer: int
     first: int
-    """Index in the sequence of the first block."""
     blocks: tuple[int, ...]
     step: int | None
-    """The step that made them; None for a prefix."""
 
 
 @frozen
@@ -174,7 +192,7 @@ class SendSlices:
 
 @frozen
 class CloseTransfer:
-    """Nothing more comes on the job's transfer. Aborted: it is given up."""
+    """Close the job's transfer. `aborted`: not all slices were sent."""
 
     job: int
     aborted: bool
@@ -191,40 +209,45 @@ class AwaitVerdict:
 
 @frozen
 class WriteBackBlocks:
-    """Write full blocks to a kvstore, as far as there is room for it."""
+    """Write full blocks to a kvstore, as many as the write-back queue takes.
+
+    Attributes:
+        copy: index in the job's copies.
+        first: index in the sequence of the first block.
+    """
 
     io: int
     job: int
     copy: int
-    """Index in the job's copies."""
     first: int
-    """Index in the sequence of the first block."""
     blocks: tuple[int, ...]
 
 
 @frozen
 class PrefixMiss:
-    """A kvstore did not hold a block that it was believed to hold."""
+    """A kvstore lacked a block that it was believed to hold.
+
+    Attributes:
+        source: index in the job's sources.
+        block: index in the sequence; the kvstore held those before it.
+    """
 
     source: int
-    """Index in the job's sources."""
     block: int
-    """Index in the sequence; the kvstore gave those before it."""
 
 
 @frozen
 class PrefixLoaded:
-    """A source gave all that it was asked for."""
+    """A source sent all blocks asked for. `source`: index in the job's sources."""
 
     source: int
-    """Index in the job's sources."""
     blocks: int
     seconds: float
 
 
 @frozen
 class ReportFirstToken:
-    """The prompt is computed and its next token is known: say so at once."""
+    """The prompt is computed and its next token is known: report it at once."""
 
     job: int
     cached_tokens: int
@@ -238,17 +261,20 @@ class ReportFirstToken:
 
 @frozen
 class EndJob:
-    """The job is over; the last action for it but `CloseTransfer`, `PutBlocks` and `Cancel`."""
+    """The job has ended; only `CloseTransfer`, `WriteBackBlocks` and `CancelIo` may follow for it.
+
+    Attributes:
+        tail_s: seconds from the first token to the verdict.
+    """
 
     job: int
     outcome: JobOutcome
     tail_s: float = 0.0
-    """From the token to the verdict, seconds."""
     sent_bytes: int = 0
 
 
 JobAnswer = AcceptJob | RefuseJob | RefuseStaleJob | ReportFirstToken | EndJob
-"""What the conductor is told of a job."""
+"""Actions that the executor reports to the conductor."""
 
 
 Action = (

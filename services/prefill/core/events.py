@@ -1,4 +1,4 @@
-"""What the core hears of: requests and their end, progress of I/O, and its results."""
+"""Events of the prefill scheduler: requests and their end, progress of I/O, and results of I/O."""
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
@@ -8,58 +8,68 @@ from moonpool.scheduling.request import EngineRequest
 
 @frozen
 class KVSource:
-    """A kvstore, or another engine instance, to load a prefix from."""
+    """A kvstore, or another engine instance, that a prefix may be loaded from.
+
+    Attributes:
+        name: equal names mean the same instance.
+        blocks: leading blocks that it is believed to hold.
+        peer: it is an engine instance, whose pool is read.
+    """
 
     name: str
-    """Equal names mean the same instance."""
     blocks: int
-    """Leading blocks it is believed to hold."""
     peer: bool = False
-    """It is an engine instance, whose pool is read."""
 
 
 @frozen
 class WriteBackTarget:
-    """A kvstore that blocks are written to."""
+    """A kvstore that blocks are written to. `held`: leading blocks it is believed to hold; None = unknown."""
 
     store: str
     held: int | None
-    """Leading blocks it is believed to hold; None = unknown."""
 
 
 @frozen
 class SubmitJob:
-    """A prompt is to be computed. Answered by `Accept`, `Refuse` or `Stale`, and an accepted one by one `EndJob`."""
+    """Asks for a prompt to be computed. Answered by `AcceptJob`, `RefuseJob` or `RefuseStaleJob`.
+
+    An accepted job ends with one `EndJob`.
+
+    Attributes:
+        job: number of the job; never used twice.
+        request: what is asked for.
+        held_blocks: leading blocks that the decode instance holds; None = the KV is not sent.
+        sources: best first.
+        copies: kvstores that blocks are written to.
+        reuse: cached and stored blocks may be used; False = every token is computed.
+        max_queue_s: the job is refused (`RefuseStaleJob`) if computing all queued jobs takes longer, seconds; None = no
+            limit.
+    """
 
     job: int
-    """Never used twice."""
     request: EngineRequest
     held_blocks: int | None
-    """Leading blocks that the decode instance holds; None = the KV goes nowhere."""
     sources: tuple[KVSource, ...] = ()
-    """The best first."""
     copies: tuple[WriteBackTarget, ...] = ()
     reuse: bool = True
-    """Blocks that are there already may be used; False = every token is computed."""
     max_queue_s: float | None = None
-    """Where everything that is here takes longer, it is not taken (`Stale`); None = it is taken all the same."""
 
 
 @frozen
 class CancelJob:
-    """Nobody wants the job any more. Without effect on one that has ended."""
+    """Cancels a job; ignored if the job has ended."""
 
     job: int
 
 
 @frozen
 class Drain:
-    """New jobs are refused from now on."""
+    """Refuses new jobs from now on."""
 
 
 @frozen
 class StopAllJobs:
-    """The engine has died, or the instance stops: every job ends, and nothing new begins."""
+    """The engine has died, or the instance stops: every job ends, and no new one begins."""
 
 
 @frozen
@@ -72,7 +82,7 @@ class LayerComputed:
 
 @frozen
 class LayerLoaded:
-    """All slices of one layer of a load are in the pool, verified. Layers come in order."""
+    """All blocks of one layer of a load are in the pool, verified. Layers come in order."""
 
     io: int
     layer: int
@@ -80,10 +90,13 @@ class LayerLoaded:
 
 @frozen
 class ReplicateBlocks:
-    """A chain's blocks are to be read from a peer and kept. Answered by one `EndCopy`."""
+    """Asks for a chain's blocks to be read from a peer and kept. Answered by one `EndReplication`.
+
+    Attributes:
+        number: never used twice.
+    """
 
     number: int
-    """Never used twice."""
     keys: tuple[BlockKey, ...]
     source: KVSource
     tenant: str = ""
@@ -103,36 +116,42 @@ Event = (
 )
 
 
-# --- results of I/O: each comes in one `Ended` --------------------------------------------------------------------
+# --- results of I/O: each comes in one `IoEnded` ------------------------------------------------------------------
 
 
 @frozen
 class StepEnded:
-    """No stage touches the step's blocks any more."""
+    """A step has ended; no stage touches its blocks any more.
+
+    Attributes:
+        aborted: some layer was not computed, and no token was sampled.
+        share: part of the engine's cores that the step had; other processes of the host had the rest.
+    """
 
     aborted: bool
-    """Some layer was not computed, and nothing was sampled."""
     seconds: float
     share: float = 1.0
-    """Of the engine's cores, that it had: others of the host had the rest."""
 
 
 @frozen
 class LoadEnded:
-    """Nothing more is written into the load's blocks."""
+    """A load has ended; nothing writes into its blocks any more.
+
+    Attributes:
+        blocks: leading blocks that are whole in all layers.
+        missing: first block that the source has lost or, if it is a peer, does not lend.
+        failed: the source did not answer as it should: it is skipped for a while.
+    """
 
     blocks: int
-    """Leading blocks of the load that are whole in all layers."""
     missing: int | None = None
-    """The first block of the load that the source has lost, or, if it is a peer, does not lend."""
     failed: bool = False
-    """The source did not do what it should have done: it is left alone for a while."""
     seconds: float = 0.0
 
 
 @frozen
 class SlicesSent:
-    """The memory of the slices is not read any more."""
+    """Slices were sent; their memory is not read any more."""
 
     nbytes: int
     seconds: float
@@ -140,15 +159,18 @@ class SlicesSent:
 
 @frozen
 class IoDone:
-    """A transfer is open, a verdict was good, or a put is over in any way."""
+    """A transfer is open, a verdict was good, or a write-back has ended in any way."""
 
 
 @frozen
 class IoFailed:
-    """Opening a transfer, sending or the verdict has failed; the shell knows the error. Also after `Cancel`."""
+    """Opening a transfer, sending or the verdict has failed, also by `CancelIo`; the executor knows the error.
+
+    Attributes:
+        damaged_block: index in the sequence of a block that arrived damaged at decode.
+    """
 
     damaged_block: int | None = None
-    """Index in the sequence of a block that came to decode damaged."""
 
 
 IoResult = StepEnded | LoadEnded | SlicesSent | IoDone | IoFailed
