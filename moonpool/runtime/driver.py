@@ -33,7 +33,7 @@ class CoreServiceConfig(ServiceConfig):
         return None if value in ("", None) else str(value).replace("{pid}", str(os.getpid()))
 
     def journal(self) -> JournalWriter | None:
-        """A new journal, named as the instance; None when none is kept."""
+        """A new journal, named after the instance; None if no journal is kept."""
         if self.journal_dir is None:
             return None
         return JournalWriter(self.journal_dir, self.id, self.journal_bytes)
@@ -49,19 +49,19 @@ A = TypeVar("A")
 
 
 MAX_TURN_S = 0.01
-"""Events are handled for so long at a time; then other tasks of the loop get their turn."""
+"""Longest time in which events are handled before other tasks of the loop run, seconds."""
 
 
 class Driver(Generic[E, A]):
     """Owns one core. Only the loop's own thread may use it.
 
-    What the core or an action raises where nobody hears it (`tell`, a tick, events that were put off) ends the core's
-    work: it gets no further event, and `failure` raises, so that the process ends and others take over.
+    An exception of the core or an action that reaches no caller (from `tell`, a tick, or deferred events) stops the
+    core: it gets no further event, and `failure` raises, so that the process ends and other instances take over.
 
     Args:
-        core: decides.
-        perform: does one action. It must not wait; what takes time becomes a task that posts its end. It may post.
-            What it raises is raised to whoever posted, after the event's other actions.
+        core: the state machine.
+        perform: performs one action. It must not wait: long work becomes a task that posts its end. It may post. Its
+            exception is raised to the poster, after the event's other actions.
         clock: seconds; never goes back.
         journal: records events and actions; None = nothing is recorded.
     """
@@ -89,28 +89,28 @@ class Driver(Generic[E, A]):
         self._defect: Exception | None = None
 
     async def failure(self) -> NoReturn:
-        """Waits until something was raised where nobody hears it.
+        """Waits for an exception that reaches no caller.
 
         Raises:
-            Internal: then; its cause is what was raised first.
+            Internal: caused by the first such exception.
         """
         await self._failed.wait()
         raise Internal(f"a defect: {self._defect!r}; the state of the core is not certain any more") from self._defect
 
     def tell(self, event: E) -> None:
-        """As `post`, for those whose exceptions nobody hears: what is raised fails the driver."""
+        """Posts an event; an exception fails the driver."""
         try:
             self.post(event)
         except Exception as defect:
             self._fail(defect)
 
     def post(self, event: E) -> None:
-        """Hands an event to the core, after those posted before; its actions are done before this returns.
+        """Hands an event to the core, after those posted before; performs its actions before it returns.
 
-        What the core or an action raises is raised here: only who can say whose event it was may go on.
+        An exception of the core or an action is raised here: only a caller that knows whose event it was may continue.
 
-        A post from within `perform` is handled after the action's own event. When many events wait, the rest are
-        handled in the loop's next turns, where nobody hears what they meet. After `close` it does nothing.
+        A post from within `perform` is handled after the action's own event. If many events wait, the rest are handled
+        in the loop's next turns, where an exception fails the driver. After `close` a post does nothing.
         """
         if self._closed:
             return
@@ -119,17 +119,17 @@ class Driver(Generic[E, A]):
             self._drain()
 
     def ask(self, event: E) -> None:
-        """As `post`, but what waits is handled before, so that nothing of this event is put off but what it leads to.
+        """Handles all waiting events, then posts this one, so that the event itself is not deferred.
 
-        What it meets is raised here, and nothing that others have posted: that fails the driver.
+        Only an exception of this event is raised here; an exception of the others fails the driver.
         """
         self.settle()
         self.post(event)
 
     def settle(self) -> None:
-        """Handles what waits now, also when that takes longer than a turn. Without effect within `perform`.
+        """Handles all waiting events, even if that takes longer than a turn. Does nothing within `perform`.
 
-        Others have posted it: what is raised fails the driver.
+        An exception fails the driver.
         """
         while self._events and not self._draining:
             if self._turn is not None:
@@ -189,7 +189,7 @@ class Driver(Generic[E, A]):
         self._do(actions, failed)
 
     def _do(self, actions: list[A], failed: Exception | None) -> None:
-        """A defect, also the core's own, does not keep actions from being done: each I/O of theirs is to end."""
+        """Performs all actions, also after an exception: each I/O must end."""
         for action in actions:
             try:
                 self._perform(action)

@@ -97,7 +97,7 @@ def draw_below(limit: int, seed: int, *counters: int) -> int:
 
 
 def thin_out(times: Collection[float], most: int) -> list[float]:
-    """At most so many of the times, ascending and evenly spread over their order, the last one among them."""
+    """At most `most` of the times, ascending and evenly spread; the last one is included."""
     ordered = sorted(set(times))
     if len(ordered) <= most:
         return ordered
@@ -111,7 +111,7 @@ _MIN_TIMERS_TO_SWEEP = 64
 
 
 def earliest(one: float | None, other: float | None) -> float | None:
-    """The first of two deadlines; None where there is none."""
+    """The earlier of two deadlines; None = no deadline."""
     if one is None or other is None:
         return other if one is None else one
     return min(one, other)
@@ -122,7 +122,7 @@ class Timers(Generic[K]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []
-        self._valid: dict[K, tuple[float, int, K]] = {}  # of the heap's entries those that count
+        self._valid: dict[K, tuple[float, int, K]] = {}  # the valid entries of the heap
         self._count = 0
 
     def __len__(self) -> int:
@@ -137,16 +137,16 @@ class Timers(Generic[K]):
             self._sweep()
 
     def clear(self, key: K) -> None:
-        """Forgets the deadline of `key`, if there is one."""
+        """Removes the deadline of `key`, if any."""
         self._valid.pop(key, None)
 
     def at(self, key: K) -> float | None:
-        """The deadline of `key`; None without one."""
+        """The deadline of `key`; None = no deadline."""
         entry = self._valid.get(key)
         return None if entry is None else entry[0]
 
     def next(self) -> float | None:
-        """The earliest deadline; None without any."""
+        """The earliest deadline; None = no deadline."""
         heap, valid = self._heap, self._valid
         while heap:
             entry = heap[0]
@@ -156,7 +156,7 @@ class Timers(Generic[K]):
         return None
 
     def pop_due(self, now: float) -> K | None:
-        """Takes the earliest deadline that is not after `now`; None when none is over."""
+        """Takes the key of the earliest deadline if that is not after `now`; else None."""
         if not self._heap or self._heap[0][0] > now:
             return None
         at = self.next()
@@ -186,15 +186,15 @@ T = TypeVar("T")
 
 @frozen
 class Tick:
-    """Time has passed; handed in when `Core.due` is reached, or at any other moment."""
+    """Time has passed. Sent when `Core.due` is reached; may be sent at any time."""
 
 
 @frozen
 class IoEnded(Generic[T]):
-    """The I/O that an action has started is over, by success, failure or cancelling.
+    """The I/O that an action started has ended: by success, failure or cancellation.
 
-    Each action that starts I/O carries an `io` number and is answered by exactly one `Ended`, also after `Cancel`. What
-    the I/O uses (blocks, room) stays held until then.
+    Each action that starts I/O carries an `io` number and is answered by exactly one `IoEnded`, also after `CancelIo`.
+    The blocks and limits that the I/O uses stay taken until then.
     """
 
     io: int
@@ -203,7 +203,7 @@ class IoEnded(Generic[T]):
 
 @frozen
 class CancelIo:
-    """An action: the I/O is not wanted any more. Its `Ended` still comes."""
+    """An action: cancels I/O, which is still answered by `IoEnded`."""
 
     io: int
 
@@ -212,16 +212,16 @@ class Core(Protocol[E_contra, A]):
     """A state machine without I/O. Its state must be picklable: journals keep snapshots of it."""
 
     def handle(self, now: float, event: E_contra | Tick, out: list[A]) -> None:
-        """Takes an event and appends what is to be done.
+        """Takes an event and appends actions.
 
         Args:
             now: seconds of any clock that never goes back.
             event: a frozen value.
-            out: gets the actions, in the order in which they are to be done.
+            out: gets the actions, in order.
         """
 
     def due(self) -> float | None:
-        """When the core wants a `Tick` if nothing else happens; None = never."""
+        """When the core needs a `Tick` if no event comes; None = never."""
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two events."""
@@ -231,7 +231,7 @@ class Core(Protocol[E_contra, A]):
 
 
 class PendingIo(Generic[T]):
-    """I/O that was started and has not ended, with what each one holds. Numbers are never used twice."""
+    """I/O in flight, each with a value: the resources that it pins. Numbers are never used twice."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -246,24 +246,24 @@ class PendingIo(Generic[T]):
     def __iter__(self) -> Iterator[tuple[int, T]]:
         return iter(list(self._open.items()))
 
-    def begin(self, holds: T) -> int:
-        """Note that I/O starts; returns its number."""
+    def begin(self, pinned: T) -> int:
+        """Adds I/O; returns its number."""
         io, self._next = self._next, self._next + 1
-        self._open[io] = holds
+        self._open[io] = pinned
         return io
 
     def get(self, io: int) -> T | None:
-        """What the I/O holds; None when it has ended."""
+        """The value of I/O in flight; None if it has ended."""
         return self._open.get(io)
 
     def digest(self) -> bytes:
-        """Hash of what is out, and of the next number."""
+        """Hash of the I/O in flight, and of the next number."""
         return digest_of(self._next, self._open)
 
     def end(self, io: int) -> T:
-        """Note that the I/O has ended; returns what it held.
+        """Removes I/O that has ended; returns its value.
 
         Raises:
-            KeyError: it ended before, or never began: a defect of the driver.
+            KeyError: the I/O has ended before, or never began: a defect of the driver.
         """
         return self._open.pop(io)
