@@ -46,19 +46,19 @@ class DecodeInstance:
     """One decode instance.
 
     Attributes:
-        core: decides.
-        manager: the pool's blocks.
-        executor: does what the core decides; has the requests.
-        write_back: stores the answers' full blocks.
-        forgetting: deletes KV.
-        deletions: what it has deleted.
-        reads: what other instances read here.
-        intake: reads requests.
-        beside: where what would keep the loop from dispatching steps is done.
+        core: the scheduler.
+        manager: the pool's block manager.
+        executor: carries out the scheduler's actions; has the requests.
+        write_back: writes full blocks to kvstores.
+        deletion: deletes KV.
+        deletions: deletions carried out here.
+        reads: reads of other instances.
+        request_reader: reads and checks requests.
+        beside: threads for work that would delay the event loop.
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
-        lanes: offers lanes to prefill processes.
+        lanes: offers transports to prefill processes.
     """
 
     def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
@@ -108,7 +108,7 @@ class DecodeInstance:
     # --- requests --------------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raises Unavailable when new requests are refused."""
+        """Raises Unavailable if new requests are refused."""
         if self.executor.dead:
             raise Unavailable(self.executor.dead)
         if self.draining:
@@ -144,7 +144,7 @@ class DecodeInstance:
             self.executor.close()
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
-        """Prompts are computed at prefill: nobody would ask for a copy here, and no conductor orders one."""
+        """Refuses: decode keeps no replicas, and no conductor orders one."""
         log.warning("order to copy blocks refused: decode keeps no copies", source=order.source.id)
 
     def drain(self) -> None:
@@ -153,7 +153,7 @@ class DecodeInstance:
         self._notify()
 
     async def drained(self) -> None:
-        """Waits until no request is left and what can be written back has been."""
+        """Waits until no request is left and the write-back is idle."""
         await self.executor.empty.wait()
         await self.write_back.idle(WRITE_BACK_GRACE_S)
 
@@ -176,7 +176,7 @@ class DecodeInstance:
         )
 
     def gauges(self) -> Gauges:
-        """Everything the instance holds."""
+        """Gauges of the instance."""
         executor, core, manager = self.executor, self.core, self.manager
         return Gauges(
             [
@@ -242,7 +242,7 @@ class DecodeInstance:
 
 
 def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
-    """The core's settings, from the instance's."""
+    """The scheduler's settings."""
     layout, engine = context.setup.layout, context.engine
     return DecodeSettings(
         num_blocks=engine.blocks,
@@ -277,7 +277,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer:
-    """Serves one decode instance's instance."""
+    """The gRPC service of one decode instance."""
 
     def __init__(self, instance: DecodeInstance, gauges: Gauges) -> None:
         self._instance = instance
@@ -286,7 +286,7 @@ class DecodeServicer:
     async def Reserve(  # noqa: N802
         self, request: decode_pb2.ReserveRequest, context: Context
     ) -> decode_pb2.ReserveResponse:
-        """Promises room, or refuses."""
+        """Promises blocks, or refuses."""
         instance = self._instance
         instance.check_open()
         stores = _stores(request)
@@ -346,7 +346,7 @@ class DecodeServicer:
     async def DecodeStats(  # noqa: N802
         self, request: decode_pb2.DecodeStatsRequest, context: Context
     ) -> decode_pb2.DecodeStatsResponse:
-        """Everything the instance holds."""
+        """Gauges of the instance."""
         return decode_pb2.DecodeStatsResponse(instance=self._instance.identity, gauges=self._gauges.read())
 
     def _target(self, request: LiveRequest) -> kv_pb2.TransferTarget:
@@ -430,7 +430,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
         self._instance.executor.subscribe(self._subscriber)
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
-        """One order. A defect that it meets ends its request, and no other one."""
+        """Takes one order. An internal error ends the order's request only."""
         order = message.WhichOneof("message")
         if order not in ("start", "cancel", "resume"):
             raise InvalidRequest("message", f"{order or 'nothing'} has no place in the middle of a stream")

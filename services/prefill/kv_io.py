@@ -49,13 +49,13 @@ class BlockRead:
     """Blocks to be read into the pool.
 
     Attributes:
-        source: whom to read from.
+        source: instance to read from.
         keys: of the blocks, consecutive ones of a chain.
-        blocks: where they go.
-        timeout_s: longest time for all of it.
-        tenant: whose KV it is.
-        request: whose they are, for logs and spans.
-        came: told of the tokens of those that came, and from when to when by `time.monotonic()`.
+        blocks: blocks of the pool to write to.
+        timeout_s: longest time for the whole read, seconds.
+        tenant: owner of the KV.
+        request: id of the request, for logs and spans.
+        came: called with the number of tokens read, begin and end in seconds of `time.monotonic()`.
     """
 
     source: kv_pb2.Instance
@@ -75,12 +75,12 @@ class BlockRead:
 
 
 class EmulatedLoadPace:
-    """Holds layers back until emulated hardware would have loaded them.
+    """Delays layers until emulated hardware would have loaded them.
 
     Args:
-        seconds: of loading all layers, which come at equal distances; 0 = nothing is held back.
+        seconds: time of loading all layers, at equal distances; 0 = no delay.
         layers: of the model.
-        on_layer: is told of each layer, in order.
+        on_layer: called for each layer, in order.
     """
 
     def __init__(self, seconds: float, layers: int, on_layer: Callable[[int], None]) -> None:
@@ -101,11 +101,11 @@ class EmulatedLoadPace:
             self._go_on()
 
     async def over(self) -> None:
-        """Waits until nothing is held back."""
+        """Waits until no layer is delayed."""
         await self._quiet.wait()
 
     def close(self) -> None:
-        """Nothing more is told."""
+        """Stops: `on_layer` is not called any more."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -121,13 +121,13 @@ class EmulatedLoadPace:
 
 
 class BlockLoader:
-    """Does the core's loads.
+    """Reads KV from kvstores and other instances into the pool.
 
     Args:
         engine: the KV is written to its pool.
         open_reader: makes the client of an instance at an address, to be read by a method.
         spans: where loading is recorded.
-        emulated_s: seconds that emulated hardware takes to load so many bytes; None = it is not emulated.
+        emulated_s: seconds that emulated hardware takes to load a number of bytes; None = not emulated.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class BlockLoader:
 
     @property
     def sessions(self) -> int:
-        """Reads under way."""
+        """Reads in flight."""
         return sum(peers.sessions for peers in self._peers.values())
 
     @property
@@ -159,11 +159,11 @@ class BlockLoader:
             await peers.aclose()
 
     async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
-        """Reads blocks; nothing is written once it has returned.
+        """Reads blocks. Nothing is written after it has returned.
 
         Args:
             read: what to read, and where to.
-            on_layer: called in order for each layer whose blocks have all come.
+            on_layer: called in order for each layer of which all blocks have arrived.
         """
         source, wanted = read.source, len(read.blocks)
         began = time.monotonic()
@@ -226,7 +226,7 @@ def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMet
 
 
 class KVSender:
-    """Does what the core wants of transfers.
+    """Sends KV to decode instances: opens, fills and closes transfers.
 
     Args:
         engine: the KV is read from its pool.
@@ -272,7 +272,7 @@ class KVSender:
         return IoDone()
 
     async def send(self, request: LivePrefill, pieces: tuple[LayerBlocks, ...]) -> SlicesSent:
-        """Sends slices; when it returns or raises, their memory is free.
+        """Sends slices. Their memory is not read after it returns or raises.
 
         Raises:
             TransferFailed: decode has given the transfer up, or does not take it in time.
@@ -287,7 +287,7 @@ class KVSender:
         return SlicesSent(nbytes, (end_ns - start_ns) / 1e9)
 
     def close(self, number: int, *, aborted: bool) -> None:
-        """Nothing more comes on a request's transfer. Aborted: it is given up, also while its verdict is awaited."""
+        """Closes a request's transfer. `aborted`: not all slices were sent, or the verdict is not awaited any more."""
         transfer = self._transfers.get(number)
         if transfer is not None:
             transfer.close(aborted)
@@ -319,15 +319,15 @@ class KVSender:
 
 
 MAX_REPLICA_BLOCKS = 1 << 15
-"""Keys of one order at most."""
+"""Most keys of one order."""
 
 
 class ReplicationOrders:
-    """Takes the orders, and does what the core makes of them.
+    """Takes replication orders of the conductor, and reads the blocks that the scheduler wants.
 
     Args:
         loading: reads blocks.
-        ask: tells the core; raises what that meets.
+        ask: tells the scheduler; raises its exceptions.
     """
 
     def __init__(self, loading: BlockLoader, ask: Callable[[ReplicateBlocks], None]) -> None:
@@ -337,7 +337,7 @@ class ReplicationOrders:
         self._orders: dict[int, tuple[ReplicateBlocks, kv_pb2.Instance]] = {}
 
     def order(self, message: conductor_pb2.ReplicateOrder) -> None:
-        """Takes an order; one that is wrong is logged."""
+        """Takes an order; a wrong order is logged."""
         try:
             keys = unpack_keys(message.keys, max_keys=MAX_REPLICA_BLOCKS)
             check_instance(message.source, "source")
@@ -353,7 +353,7 @@ class ReplicationOrders:
         self._orders[number] = event, message.source
         try:
             self._ask(event)
-        except Exception:  # a defect costs the copy, not the instance
+        except Exception:  # an internal error ends the replication, not the instance
             log.exception("an order to copy blocks cannot be carried out", source=message.source.id)
             self.ended(number)
 
@@ -367,14 +367,14 @@ class ReplicationOrders:
     async def _read(self, read: BlockRead) -> LoadEnded:
         try:
             return await self._loading.load(read, _ignore_layer)
-        except Exception:  # a defect costs the copy, not the instance
+        except Exception:  # an internal error ends the replication, not the instance
             log.exception("a copy failed", source=read.source.id)
             return LoadEnded(0, failed=True)
 
     def ended(self, number: int) -> None:
-        """A copy is over."""
+        """A replication has ended."""
         self._orders.pop(number, None)
 
 
 def _ignore_layer(_: int) -> None:
-    """Nobody waits for single layers of a copy."""
+    """A replication needs no report of single layers."""

@@ -26,30 +26,29 @@ SOURCE_KINDS = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_p
 
 
 MAX_CHUNKS = 256
-"""Steps whose times are told."""
+"""Most steps whose times are reported."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LivePrefill:
-    """One prompt.
+    """One prompt: what was asked for, its results, and a bounded queue of events for the conductor.
 
     Attributes:
-        number: of the core's job; an earlier attempt of the same request may still be leaving.
+        number: of the scheduler's job; an earlier attempt of the same request may still be ending.
         incoming: what was asked for.
-        history: what the sequence consists of, for engines that check it.
-        target: the decode instance's transfer that takes the KV; None = none.
-        sources: whom to load a prefix from, the best first.
+        history: tokens of the sequence, for engines that check the content of blocks.
+        target: the decode instance's transfer that takes the KV; None = the KV is not sent.
+        sources: instances to load a prefix from, best first.
         copies: kvstores to write blocks to.
-        held: per copy, leading blocks that it is believed to hold; None = unknown.
-        max_queue_s: it is not taken where all that is here takes longer; None = it is.
-        first: the token after the prompt, of each answer that is wanted, once they are sampled; for beams the most
-            likely ones.
-        logprobs: of these tokens, where they are wanted.
-        scores: of the prompt's tokens but the first, where they are wanted.
-        error: why its I/O has failed, if it has.
-        forgotten: deletions that concern its blocks and that had been carried out here before it came.
+        held: for each copy, leading blocks that it is believed to hold; None = unknown.
+        max_queue_s: the prompt is refused if computing all queued prompts takes longer, seconds; None = no limit.
+        first: the token after the prompt, for each answer; for beams the most likely tokens.
+        logprobs: of these tokens, if they are wanted.
+        scores: log probabilities of the prompt's tokens except the first, if they are wanted.
+        error: why its I/O has failed.
+        forgotten: deletions of its blocks that were carried out here before it arrived.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
-        lane: on which its KV goes to decode.
+        lane: transport on which its KV goes to decode.
     """
 
     number: int
@@ -118,7 +117,7 @@ class LivePrefill:
         return self.incoming.request_id
 
     def arrival(self) -> SubmitJob:
-        """What the core is told."""
+        """The event for the scheduler."""
         return SubmitJob(
             self.number,
             self.incoming.spec,
@@ -132,7 +131,7 @@ class LivePrefill:
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
-        """Takes what a step, of which it is the sequence at `index`, has found out; chunks come in order."""
+        """Takes the results of a step in which it is the sequence at `index`; chunks come in order."""
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
         token = result.sampled[index]
@@ -147,13 +146,13 @@ class LivePrefill:
             )
 
     def _failure(self, why: str) -> MoonpoolError:
-        """Why there is no token for it."""
+        """Why no token was sampled."""
         if self.incoming.sampling.params.response_format:
             return InvalidRequest("sequence.sampling.grammar", why)
         return Internal(why)
 
     def first_token(self, told: ReportFirstToken) -> prefill_pb2.PrefillResponse:
-        """What the conductor is told when the prompt's next tokens are known."""
+        """The event for the conductor when the prompt's next tokens are known."""
         found = self.first
         assert found is not None, "the last chunk samples"
         sources = [source.instance for source in self.sources]
@@ -180,7 +179,7 @@ class LivePrefill:
         return prefill_pb2.PrefillResponse(first_token=first)
 
     def note_load(self, tokens: int, began: float, ended: float) -> None:
-        """Tokens were loaded, between two times of `time.monotonic()`."""
+        """Records loaded tokens; begin and end in seconds of `time.monotonic()`."""
         self.loads.append(self._timed(tokens, began, ended))
 
     def _timed(self, tokens: int, began: float, ended: float) -> prefill_pb2.TimedTokens:
@@ -191,7 +190,7 @@ class LivePrefill:
         self._events.put_nowait(event)
 
     def stale(self, drain_s: float, taken: int) -> None:
-        """It is not taken, as the queue is longer than was thought."""
+        """Refuses the prompt: the queue is longer than the conductor assumed."""
         self.report(prefill_pb2.PrefillResponse(stale=prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)))
         self.end()
 
@@ -200,7 +199,7 @@ class LivePrefill:
         self._events.put_nowait(error)
 
     async def next(self) -> prefill_pb2.PrefillResponse | None:
-        """The next event, None after the last; raises the error that `end` was given."""
+        """The next event, None after the last; raises the error given to `end`."""
         event = await self._events.get()
         if isinstance(event, MoonpoolError):
             raise event
@@ -236,5 +235,5 @@ def _write_back_targets(request: prefill_pb2.PrefillRequest) -> tuple[list[kv_pb
 
 
 def instance_name(store: kv_pb2.Instance) -> str:
-    """A store is an id at an address; its incarnation does not matter here."""
+    """Names a store by id and address, whatever its incarnation."""
     return f"{store.id} {store.address}"

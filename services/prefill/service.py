@@ -37,14 +37,14 @@ class PrefillInstance:
     """One prefill instance.
 
     Attributes:
-        core: decides.
-        executor: does what the core decides.
+        core: the scheduler.
+        executor: carries out the scheduler's actions.
         sending: streams to decode instances.
         loading: streams from kvstores and other instances.
-        write_back: stores new full blocks.
-        forgetting: deletes KV.
-        intake: reads requests.
-        reads: what other instances read here.
+        write_back: writes full blocks to kvstores.
+        deletion: deletes KV.
+        request_reader: reads and checks requests.
+        reads: reads of other instances.
         closing: set when long-lived streams are to end.
     """
 
@@ -95,7 +95,7 @@ class PrefillInstance:
         return taken
 
     def cancel(self, request: LivePrefill) -> None:
-        """Cancels a request; what it holds is freed when nothing uses it. Without effect on one that has ended."""
+        """Cancels a request; ignored if the request has ended."""
         self.executor.post(CancelJob(request.number))
 
     async def run(self) -> None:
