@@ -79,10 +79,10 @@ MAX_GENERATION = (1 << 32) - 1
 
 
 def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_tokens: int) -> tuple[int, int]:
-    """Tokens whose KV will come, and the longest that each of the request's sequences can become.
+    """Tokens whose KV will arrive, and the most tokens of each of the request's sequences.
 
     Raises:
-        InvalidRequest: it could never fit, or there is nothing to generate; names the field.
+        InvalidRequest: the request can never fit, or there is nothing to generate; names the field.
     """
     tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
     if total <= tokens:
@@ -98,14 +98,14 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
 
 
 def inbound_transfer(number: int, layout: KVLayout, tokens: int, held: int) -> InboundTransfer:
-    """The transfer of a request's KV, of which some leading blocks are held here."""
+    """The transfer of a request's KV, whose leading `held` blocks are cached here."""
     blocks = layout.blocks_for(tokens)
     last = layout.valid_tokens(tokens, blocks - 1)
     return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)
 
 
 def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSequence], result: StepResult) -> None:
-    """A step was computed for these sequences."""
+    """Records a span for a computed step."""
     if spans.enabled:
         spans.add(
             "decode.step",
@@ -125,7 +125,7 @@ EndedSequences = list[tuple[int, int]]
 
 
 class RunLoop:
-    """Gives the engine one run after the other. While it computes a step, the tokens of the one before are told.
+    """Gives the engine one run after the other. While a step is computed, the tokens of the step before are sent.
 
     Args:
         parts: the engine and the like.
@@ -156,20 +156,20 @@ class RunLoop:
         self.steps = 0
 
     def order(self, run: StartRun) -> None:
-        """The core wants a run, after the one that is over."""
+        """Orders the next run."""
         self._order = run
         self._wake.set()
 
     def cut(self, step: int, *, hurried: bool = False) -> None:
-        """The run ends with the step that is being computed; see `Cut`."""
+        """Ends the run with the step being computed; see `StopRun`."""
         self._engine.cut(step, hurried=hurried)
 
     def close(self) -> None:
-        """Nothing is begun any more."""
+        """Begins no more runs."""
         self._order = None
 
     async def run(self) -> None:
-        """Runs what is ordered until cancelled.
+        """Executes ordered runs until cancelled.
 
         Raises:
             Unavailable: the engine died.
@@ -196,11 +196,11 @@ class RunLoop:
         self._over(run, sequences, result)
 
     def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
-        """Some of the run's steps but the last are over."""
+        """Some steps of the run have ended, not the last one."""
         self._took_steps(run, sequences, (*result.earlier, result))
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
-        """Steps are over with which nobody has ended."""
+        """Steps have ended in which no sequence ended."""
         filled, seconds, waited_s = list[tuple[int, BlockKey]](), 0.0, 0.0
         for result in results:
             filled += self._take(sequences, result)
@@ -217,7 +217,7 @@ class RunLoop:
             self._notify()
 
     def _take(self, sequences: list[LiveSequence], result: StepResult) -> list[tuple[int, BlockKey]]:
-        """Takes a step's tokens; returns the blocks that it has filled."""
+        """Takes a step's tokens; returns the blocks that became full."""
         filled = []
         for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=True)):
             assert token is not None, "the run would be over"
@@ -259,27 +259,27 @@ class RunLoop:
         told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s
         self._post(RunDone(run.step, result.aborted, seconds, *told))
         if ended or filled or run.chunks:
-            self._notify(soon=bool(ended))  # a next turn may follow an answer at once
+            self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once
 
     def _defect(self, request: LiveRequest) -> None:
-        """A request cannot take or tell its tokens, for a defect of ours: it ends, and no other one."""
+        """A request cannot take or send its tokens because of an internal error: only this request ends."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
         self._abort(request, "a defect: its tokens cannot be taken")
-        request.ending = True  # now, also where the core hears of it later: what follows would have a gap before it
+        request.ending = True  # at once: later tokens would follow a gap
 
     def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
-        """Counts a step; returns what it took, with the time since the one before it in its run, and what it waited."""
+        """Counts a step; returns its seconds, since the step before it in its run, and the seconds it waited."""
         self.steps += 1
         record_step_span(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
         return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
 
 
-PROGRESS_PER_LEASE = 8  # the core is told that a transfer lives so often in a lease, not with every frame
+PROGRESS_PER_LEASE = 8  # reports of transfer progress per lease, instead of one per frame
 
 
 class DecodeExecutor:
-    """Drives the core of one instance.
+    """Carries out the scheduler's actions, and tells it of events.
 
     Args:
         core: the scheduler.
@@ -331,11 +331,11 @@ class DecodeExecutor:
 
     @property
     def step_in_flight(self) -> bool:
-        """Whether the engine computes, or is about to."""
+        """Whether a run is in flight."""
         return self.core.planner.run_in_flight is not None
 
     def count(self, *states: TransferState) -> int:
-        """Requests that were not started and whose transfer is in one of these states."""
+        """Requests that have not started and whose transfer is in one of these states."""
         return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -351,17 +351,17 @@ class DecodeExecutor:
         secret: bytes = b"",
         fence: int = 0,
     ) -> tuple[LiveRequest, float]:
-        """Promises room; `tbt_slo_s` is to be kept from `starts_in_s` seconds on.
+        """Reserves blocks for a request; `tbt_slo_s` is kept from `starts_in_s` seconds on.
 
-        Who knows the `secret`, if there is one, may resume the sequence with a higher `fence`.
+        A conductor that knows the `secret`, if there is one, may take the request over with a higher `fence`.
 
         Returns:
             The request, and the predicted seconds between its tokens.
 
         Raises:
-            Overloaded: there is no room now, or the time between tokens cannot be kept.
-            InvalidRequest: it could never fit, or there is nothing to generate.
-            Unavailable: the core has stopped.
+            Overloaded: too few blocks are available now, or the time between tokens cannot be kept.
+            InvalidRequest: the request can never fit, or there is nothing to generate.
+            Unavailable: the scheduler has stopped.
         """
         tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
         number, self._next = self._next, self._next + incoming.spec.width
@@ -383,17 +383,17 @@ class DecodeExecutor:
         return live, answer.tbt_s
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
-        """The request of a transfer; None when it is unknown, has ended or has another generation."""
+        """The request of a transfer; None if it is unknown, has ended or has another generation."""
         live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
     def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
-        """Binds a transfer's blocks: slices may come from now on, and `send_verdict` says how that ended.
+        """Binds a transfer's blocks: slices may arrive from now on, and `send_verdict` reports the end.
 
-        `older`: what comes may be older than a deletion of such blocks, so nothing of it is kept.
+        `older`: the KV may be older than a deletion of such blocks, so no block of it is kept.
 
         Raises:
-            TransferFailed: it was opened before, or is over.
+            TransferFailed: the transfer was opened before, or has ended.
         """
         if live.transfer.state is not TransferState.PROMISED:
             raise TransferFailed(f"transfer {live.id} was opened before")
@@ -426,7 +426,7 @@ class DecodeExecutor:
         self._post(StreamOpened(number, conductor_identity(subscriber.conductor)))
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """A conductor's stream has ended; may be called again."""
+        """A conductor's stream has ended. Calling it again has no effect."""
         if (number := self._streams.pop(subscriber, None)) is not None:
             for live in self._live.requests.values():
                 if live.subscriber is subscriber:
@@ -434,7 +434,7 @@ class DecodeExecutor:
             self._post(StreamClosed(number))
 
     def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
-        """Starts a request with its answers' first tokens, or lets its prompt be computed here."""
+        """Starts a request with its answers' first tokens, or computes its prompt here."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
             why = f"there is no transfer {message.transfer_id} here (any more)"
@@ -453,7 +453,7 @@ class DecodeExecutor:
             )
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
-        """One answer of a request is complete for its conductor; the others go on."""
+        """Ends one answer of a request, which is complete for its conductor; the others continue."""
         live = self.get(message.transfer_id, message.generation)
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
@@ -461,8 +461,8 @@ class DecodeExecutor:
                 self.running.cut(self.core.planner.run_in_flight.run.step)
 
     def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
-        """Lets a conductor have a sequence that was another's, or read what is kept of one."""
-        self._driver.settle()  # so that the core knows what is known here
+        """Lets a conductor take a request over, or read its retained output."""
+        self._driver.settle()  # so that the scheduler knows all that the executor knows
         if self.log.knows(message):
             positions = message.from_position, *(it.from_position for it in message.further)
             self._order(AdoptRequest(message.transfer_id, self._streams[subscriber], message.fence, positions))
@@ -470,7 +470,7 @@ class DecodeExecutor:
             subscriber.failed(message.request_id, "there is no such sequence here (any more)")
 
     def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
-        """Cancels a request, unless another conductor has it now; returns the state in which it was."""
+        """Cancels a request, unless another conductor has it now; returns how far it was."""
         live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
         if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
@@ -485,7 +485,7 @@ class DecodeExecutor:
         order: decode_pb2.StartSequence | decode_pb2.CancelSequence | decode_pb2.ResumeSequence,
         why: str,
     ) -> None:
-        """An order cannot be carried out: its request ends, if no other conductor has it."""
+        """Ends the request of an order that cannot be carried out, unless another conductor has it."""
         live = self.get(order.transfer_id, order.generation)
         if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
             live.subscriber = None
@@ -510,15 +510,15 @@ class DecodeExecutor:
             await self.io.quiet()
 
     async def failure(self) -> NoReturn:
-        """Waits until the core fails where no request is to blame; raises Internal then."""
+        """Waits until the scheduler fails; raises Internal then."""
         await self._driver.failure()
 
     def close(self) -> None:
-        """Takes no more events; the journal is whole."""
+        """Takes no more events, and closes the journal."""
         self._driver.close()
 
     def die(self, why: str) -> None:
-        """Ends every request; the engine must not compute any more."""
+        """Ends every request. The engine must not compute any more."""
         if not self.dead:
             self.dead = why
             self.running.close()
@@ -530,7 +530,7 @@ class DecodeExecutor:
         self.notify()
 
     def _order(self, event: Event) -> None:
-        """Has done what a peer orders; raises what that meets, which ends the request, the call or the stream."""
+        """Carries out a peer's order; an error ends the request, the call or the stream."""
         self._driver.ask(event)
         self.notify()
 
@@ -561,7 +561,7 @@ class DecodeExecutor:
                 self.pool.answered(action)
 
     def _report(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted | RequestFreed) -> None:
-        """An answer, or a request, is over or nearly so. A defect that this meets ends the request, and no other."""
+        """Reports the end of an answer or a request. An internal error ends this request only."""
         if isinstance(action, RequestFreed):
             self._gone(self._live.take(action.id), retained=action.retained)
             return
@@ -572,7 +572,7 @@ class DecodeExecutor:
         except Exception:
             log.exception("an answer cannot be told: its request ends", request=live.request_id)
             live.ending, subscriber, live.subscriber = True, live.subscriber, None
-            if subscriber is not None:  # the core may be done with it already
+            if subscriber is not None:  # the scheduler may have freed it already
                 subscriber.failed(live.request_id, "a defect: its answer cannot be told")
             self.abort(live, "a defect: its answer cannot be told")
 
@@ -597,6 +597,6 @@ class DecodeExecutor:
         self._recount()
 
     def _recount(self) -> None:
-        """The requests are others now."""
+        """Updates `empty` and notifies, after a request came or went."""
         (self.empty.clear if self._live.requests else self.empty.set)()
         self.notify()

@@ -125,7 +125,7 @@ class TransferReceiver:
             self._complete(request)
 
     def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
-        """Where a frame's payload is to land: in its transfer's blocks, which nobody reads before they are verified.
+        """Where a frame's payload is to land: in its transfer's blocks, which are not read before they are verified.
 
         None for what is not whole slices that are expected; `take` deals with it.
         """
@@ -177,7 +177,7 @@ class TransferReceiver:
         self._dealt_with(request, payload.nbytes, lambda: self._write(request, header, payload))
 
     def _dealt_with(self, request: LiveRequest | None, nbytes: int, take: Callable[[], None]) -> None:
-        """Takes a frame, unless nobody wants it, and hands its credits back."""
+        """Takes a frame, unless its transfer has ended, and returns its credits."""
         self.received_bytes += nbytes
         if request is None:
             self.stray_frames += 1

@@ -201,7 +201,7 @@ class PrefillExecutor:
             self._report(action, request)
         except Exception as defect:
             log.exception("an answer cannot be told: its request ends", request=request.request_id)
-            request.end(Internal(f"the prefill failed: {defect!r}"))  # what else is told of it, nobody reads
+            request.end(Internal(f"the prefill failed: {defect!r}"))  # later events of it are not read
             if not isinstance(action, actions.EndJob | actions.RefuseJob | actions.RefuseStaleJob):
                 self.post(events.CancelJob(request.number))
             elif self._requests.get(request.number) is request:

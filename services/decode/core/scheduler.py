@@ -230,7 +230,7 @@ class OrphanedRequests:
         self._graces.set(request.id, self._state.now + self._state.settings.grace_s)
 
     def of(self, conductor: str) -> list[DecodeRequest]:
-        """The orphans of a conductor that has said who it is."""
+        """The orphans of a conductor, by its identity."""
         if not conductor or not len(self):
             return []
         orphans = (

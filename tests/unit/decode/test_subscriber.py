@@ -39,16 +39,16 @@ async def test_tokens_of_what_was_cancelled_are_not_sent() -> None:
 async def test_who_does_not_read_is_not_listened_to() -> None:
     reader = Subscriber(kv_pb2.Instance())
     for _ in range(MAX_CANCEL_ANSWERS):
-        await asyncio.wait_for(reader.room(), 60)
+        await asyncio.wait_for(reader.wait_until_read(), 60)
         reader.cancelled("a", UNKNOWN)
-    waiting = asyncio.ensure_future(reader.room())
+    waiting = asyncio.ensure_future(reader.wait_until_read())
     await asyncio.sleep(0)
     assert not waiting.done()
     assert len((await told(reader)).cancelled) == MAX_CANCEL_ANSWERS
     await asyncio.wait_for(waiting, 60)
     for _ in range(MAX_CANCEL_ANSWERS):
         reader.failed("a", "gone")
-    waiting = asyncio.ensure_future(reader.room())
+    waiting = asyncio.ensure_future(reader.wait_until_read())
     await asyncio.sleep(0)
     reader.close()
     await asyncio.wait_for(waiting, 60)
