@@ -119,7 +119,7 @@ class RequestSequence:
 
 
 @dataclass(slots=True)
-class Takeover:
+class TakeoverState:
     """What another conductor needs to take a request over.
 
     Attributes:
@@ -204,7 +204,7 @@ class DecodeRequest:
     owner: KVOwner
     starts_at: float
     until: float
-    takeover: Takeover
+    takeover: TakeoverState
     beam_search: BeamSearch | None
     preemption: PreemptionState = field(default_factory=PreemptionState)
     status: RequestStatus = RequestStatus.PROMISED
@@ -235,7 +235,7 @@ class DecodeRequest:
             owner=KVOwner(spec.tenant, spec.transient),
             starts_at=now + event.starts_in_s,
             until=until,
-            takeover=Takeover(event.resumable, event.fence),
+            takeover=TakeoverState(event.resumable, event.fence),
             beam_search=BeamSearch(spec.width, longest, event.beams) if event.beams is not None else None,
         )
 
