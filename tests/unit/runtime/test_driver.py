@@ -12,7 +12,7 @@ from moonpool.runtime.journal import JournalWriter, journal_files, read_journal,
 from moonpool.scheduling.state_machine import IoEnded, Tick
 from tests.unit.fakes.counter_core import Add, Counter, Said, Start
 
-OURS = re.compile(r"(moonpool\.core|tests\.unit\.(fakes|drive))\..*")
+OURS = re.compile(r"(moonpool\.scheduling|tests\.unit\.(fakes|runtime))\..*")
 
 
 class TwoSayings(Counter):
