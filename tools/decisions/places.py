@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-ORDERS: Mapping[str, tuple[str, ...]] = {}
+ORDERS: Mapping[str, tuple[str, ...]] = {
+    "ReserveBlocks": (
+        *("id", "request.keys", "request.tokens", "request.prompt_tokens", "total_tokens", "tbt_slo_s", "conductor"),
+        *("stores", "request.width", "starts_in_s", "beams", "resumable", "fence", "request.priority"),
+        *("request.tenant", "request.transient", "request.logprob_bytes"),
+    ),
+    "SubmitJob": (
+        *("job", "request.tokens", "request.keys", "held_blocks", "sources", "copies", "request.tenant"),
+        *("request.priority", "request.weight", "reuse", "request.transient", "max_queue_s"),
+    ),
+}
 """Class name -> attributes, dotted ones too, that are rendered in place of its fields in their declared order.
 
 Needed only where fields were added, removed, reordered or moved into a nested record since the other recording.
