@@ -1,7 +1,8 @@
-"""Authentication and budgets: which tenant a key belongs to, and its requests and tokens per minute.
+"""Authentication and budgets: the tenant of an API key, and its requests and tokens per minute.
 
-Each budget is a token bucket that fills evenly and holds one minute's worth. Requests are counted on arrival, tokens
-when they are generated, so running requests can overdraw a token budget; new requests wait until it has recovered.
+A budget is a token bucket that fills evenly and holds the units of one minute. Requests are charged on arrival.
+Tokens are charged when they are generated, so running requests may overdraw a token budget. New requests are refused
+until the budget has recovered.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from starlette.requests import Request
 
+from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import PermissionDenied
 from moonpool.rpc.auth import ApiKeys, BudgetOwner
 from services.gateway.config import GatewayConfig
@@ -22,7 +25,7 @@ MINUTE_S = 60.0
 
 
 class TokenBucket:
-    """So many per minute; full at first."""
+    """A budget of `per_minute` units a minute. The bucket starts full."""
 
     def __init__(self, per_minute: int, now: float) -> None:
         self.per_minute = per_minute
@@ -30,17 +33,17 @@ class TokenBucket:
         self._filled_at = now
 
     def take(self, amount: int, now: float) -> None:
-        """Take some, though there may be less."""
+        """Take `amount` units. The level may become negative."""
         self._fill(now)
         self._level -= amount
 
     def wait_s(self, now: float) -> float:
-        """Seconds until there is one; 0 = now."""
+        """Seconds until the bucket holds one unit; 0 if it does now."""
         self._fill(now)
         return max(0.0, (1.0 - self._level) * MINUTE_S / self.per_minute)
 
     def change(self, per_minute: int, now: float) -> None:
-        """Fill by another rate from now on; what was used stays used."""
+        """Change the size from now on. Units that were taken stay taken."""
         self._fill(now)
         self._level += per_minute - self.per_minute
         self.per_minute = per_minute
@@ -52,48 +55,53 @@ class TokenBucket:
 
 
 class BudgetCharge:
-    """What one request uses, on all budgets that it is on."""
+    """Charges the tokens of one request to every token budget that the request counts against."""
 
-    def __init__(self, tokens: Sequence[TokenBucket] = (), clock: Callable[[], float] = lambda: 0.0) -> None:
-        """`tokens` are the budgets of tokens; `clock` gives seconds."""
-        self._tokens = tokens
+    def __init__(self, buckets: Sequence[TokenBucket] = (), clock: Callable[[], float] = lambda: 0.0) -> None:
+        """`buckets` are the token budgets; `clock` returns seconds."""
+        self._buckets = buckets
         self._clock = clock
         self._prompt_tokens = 0
 
-    def used(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Count new tokens of answers, and what is new of the prompts, which have so many tokens by now."""
+    def charge(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Charge `new_tokens` generated tokens, and the prompt tokens that were not charged before.
+
+        `prompt_tokens` is the number of prompt tokens so far.
+        """
         amount = new_tokens + prompt_tokens - self._prompt_tokens
         self._prompt_tokens = prompt_tokens
-        for bucket in self._tokens:
+        for bucket in self._buckets:
             bucket.take(amount, self._clock())
 
 
 class Budgets:
-    """The budgets of this gateway. They begin full, and are not shared with other gateways."""
+    """Budgets of all keys and tenants in this gateway. Other gateways have budgets of their own."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._clock = clock
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
 
     def admit(self, owners: Sequence[BudgetOwner]) -> BudgetCharge:
-        """Let a request in, or say when it may come again.
+        """Count a request against the budgets of its owners.
 
         Raises:
-            BudgetSpentError: one of the budgets is used up.
+            BudgetSpentError: a budget is used up; says when to retry.
         """
         now = self._clock()
-        requests = self._of("requests", owners, now)
-        tokens = self._of("tokens", owners, now)
-        for what, found in (("requests", requests), ("tokens", tokens)):
-            for owner, bucket in found:
+        requests = self._buckets_of("requests", owners, now)
+        tokens = self._buckets_of("tokens", owners, now)
+        for what, buckets in (("requests", requests), ("tokens", tokens)):
+            for owner, bucket in buckets:
                 if (wait_s := bucket.wait_s(now)) > 0:
                     raise BudgetSpentError(what, owner.told, bucket.per_minute, wait_s)
         for _, bucket in requests:
             bucket.take(1, now)
         return BudgetCharge([bucket for _, bucket in tokens], self._clock)
 
-    def _of(self, what: str, owners: Sequence[BudgetOwner], now: float) -> list[tuple[BudgetOwner, TokenBucket]]:
+    def _buckets_of(
+        self, what: str, owners: Sequence[BudgetOwner], now: float
+    ) -> list[tuple[BudgetOwner, TokenBucket]]:
         limited = [(owner, getattr(owner.limits, what)) for owner in owners]
         return [(owner, self._bucket((owner.name, what), limit, now)) for owner, limit in limited if limit is not None]
 
@@ -104,7 +112,8 @@ class Budgets:
         return bucket
 
 
-MAX_IGNORED_FIELDS = 16
+MAX_WARNED_FIELDS = 16
+"""Unknown fields that the warning header names."""
 
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -112,87 +121,108 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class AuthenticatedCaller:
-    """Who asks: the tenant, and where it is counted what the request uses."""
+    """The caller of a request: the tenant, and the budgets that the request's tokens are charged to."""
 
     tenant: str = ""
-    spending: BudgetCharge = field(default_factory=BudgetCharge)
+    budget: BudgetCharge = field(default_factory=BudgetCharge)
+
+
+CheckedBodyT = TypeVar("CheckedBodyT", bound=Body, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest(Generic[CheckedBodyT]):
+    """A request whose API key and body were checked.
+
+    Attributes:
+        caller: tenant and budgets.
+        body: the body, checked.
+        warning_headers: response headers that name ignored fields of the body.
+        traceparent: W3C trace context of the client; "" for none.
+    """
+
+    caller: AuthenticatedCaller
+    body: CheckedBodyT
+    warning_headers: dict[str, str]
+    traceparent: str
 
 
 class Authenticator:
-    """Lets requests in."""
+    """Checks API keys and budgets."""
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys | None, clock: Callable[[], float]) -> None:
-        """`keys` are those that are known, None = none is asked for; `clock` gives seconds."""
+        """`keys` are the API keys, None if no key is needed; `clock` returns seconds."""
         self._config = config
         self._keys = keys
         self._budgets = Budgets(clock)
 
     def tenant(self, request: Request) -> str:
-        """Whose request it is, of one that uses nothing.
+        """Tenant of a request that uses no budget.
 
         Raises:
-            Unauthenticated: there is no such key.
+            Unauthenticated: the API key is missing or unknown.
         """
         return "" if self._keys is None else self._keys.tenant(_api_key(request))
 
-    def sight(self, request: Request) -> Callable[[str], bool]:
-        """What tells whether a request may see what is a tenant's: an operator's sees all, another one its own.
+    def visible_tenants(self, request: Request) -> Callable[[str], bool]:
+        """A function that says whether the caller may see a tenant. An operator sees every tenant.
 
         Raises:
-            Unauthenticated: there is no such key.
+            Unauthenticated: the API key is missing or unknown.
         """
         own = self.tenant(request)
         return lambda tenant: self._is_operator(own) or tenant == own
 
-    def oversees(self, request: Request) -> bool:
-        """Whether a request is an operator's; without keys everybody is one.
+    def is_operator(self, request: Request) -> bool:
+        """Whether the caller is an operator. Without API keys, every caller is an operator.
 
         Raises:
-            Unauthenticated: there is no such key.
+            Unauthenticated: the API key is missing or unknown.
         """
         return self._is_operator(self.tenant(request))
 
-    def operator(self, request: Request) -> None:
-        """Let an operator's request pass; without keys everybody is one.
+    def require_operator(self, request: Request) -> None:
+        """Refuse callers that are not operators.
 
         Raises:
-            Unauthenticated: there is no such key.
-            PermissionDenied: it is another tenant's.
+            Unauthenticated: the API key is missing or unknown.
+            PermissionDenied: the tenant of the key is not an operator.
         """
-        if not self.oversees(request):
+        if not self.is_operator(request):
             raise PermissionDenied("this key's tenant is not among the gateway's --operator-tenants")
 
     def _is_operator(self, tenant: str) -> bool:
         return self._keys is None or tenant in self._config.operator_tenants
 
-    async def read(self, request: Request, cls: type[BodyT]) -> tuple[AuthenticatedCaller, BodyT, dict[str, str]]:
-        """The caller, the checked body, and the answer's warning about fields that were ignored.
+    async def read_body(self, request: Request, cls: type[BodyT]) -> CheckedRequest[BodyT]:
+        """Check the API key and the budgets, then read and check the body.
 
         Raises:
-            Unauthenticated: there is no such key.
-            HttpError: the body is refused.
-            BudgetSpentError: the key or its tenant has used up its budget.
-            InvalidRequest: names the field that is wrong.
+            Unauthenticated: the API key is missing or unknown.
+            BudgetSpentError: the key or its tenant has used up a budget.
+            HttpError: the body is too large, too slow or not JSON.
+            InvalidRequest: a field is wrong; names the field.
         """
         caller = AuthenticatedCaller() if self._keys is None else self._admit(self._keys, _api_key(request))
         body = await read_body(request, cls, self._config.max_body_bytes, self._config.read_timeout_s)
         body.check()
-        return caller, body, _ignored_fields_warning(body)
+        given = request.headers.get(TRACEPARENT, "")
+        return CheckedRequest(caller, body, _unknown_fields_warning(body), given if is_traceparent(given) else "")
 
     def _admit(self, keys: ApiKeys, key: str) -> AuthenticatedCaller:
         return AuthenticatedCaller(keys.tenant(key), self._budgets.admit(keys.owners(key)))
 
 
 def _api_key(request: Request) -> str:
-    """The API key, in OpenAI's or in Anthropic's header; "" = none."""
+    """The API key, from OpenAI's header or from Anthropic's; "" without a key."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def _ignored_fields_warning(body: Body) -> dict[str, str]:
-    """Names of ignored fields as a header; they come from the client, so only plain ones are repeated."""
-    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.ignored()))
+def _unknown_fields_warning(body: Body) -> dict[str, str]:
+    """A warning header with the names of unknown fields. A name with other than plain characters becomes "?"."""
+    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.unknown_fields()))
     if not names:
         return {}
-    listed = ", ".join(names[:MAX_IGNORED_FIELDS]) + (", ..." if len(names) > MAX_IGNORED_FIELDS else "")
+    listed = ", ".join(names[:MAX_WARNED_FIELDS]) + (", ..." if len(names) > MAX_WARNED_FIELDS else "")
     return {"warning": f'299 moonpool "ignored fields: {listed}"'}

@@ -1,4 +1,4 @@
-"""Our errors as HTTP answers with OpenAI's error body."""
+"""Maps Moonpool's errors to HTTP status codes and OpenAI's error body."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ _INVALID, _NOT_FOUND, _SERVER = "invalid_request_error", "not_found_error", "ser
 
 
 _PARAMETERS = {"token_ids": "prompt_token_ids"}
-"""The contract's names that HTTP clients know by another one."""
+"""Names of the SDK's fields that have another name over HTTP."""
 
 
 class HttpError(MoonpoolError):
-    """A request that HTTP itself is enough to refuse.
+    """A request that is refused for its HTTP form, before its content is looked at.
 
     Attributes:
-        status: of the answer.
-        code: machine-readable.
-        parameter: the field or header that is wrong, "" for none.
-        close: the connection is closed after the answer, because the rest of the request is not read.
+        status: status code of the response.
+        code: machine-readable code in the error body.
+        parameter: name of the wrong field or header; "" for none.
+        close: close the connection after the response, because the rest of the request is not read.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class HttpError(MoonpoolError):
 
 
 class BudgetSpentError(MoonpoolError):
-    """A key or a tenant has used up what it may use in a minute.
+    """An API key or a tenant has used up its budget.
 
     Attributes:
         what: "requests" or "tokens".
-        retry_after_s: seconds until there is something again.
+        retry_after_s: seconds until the budget allows a request again.
     """
 
     def __init__(self, what: str, owner: str, per_minute: int, retry_after_s: float) -> None:
-        """`owner` is whose budget it is, of `per_minute`."""
+        """`owner` names the key or tenant, `per_minute` is the size of its budget."""
         super().__init__(
             f"rate limit reached: {owner} may use {per_minute} {what} per minute; try again in {retry_after_s:.1f} s"
         )
@@ -71,7 +71,7 @@ class BudgetSpentError(MoonpoolError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorResponse:
-    """An error as it is answered. `detail` are fields beside OpenAI's four."""
+    """An error response. `detail` has the fields of the error body beside OpenAI's four."""
 
     status: HTTPStatus
     kind: str
@@ -88,7 +88,7 @@ class ErrorResponse:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """How an error is answered. What is not ours becomes 500 without its text."""
+    """The response to an exception. An exception that is not Moonpool's becomes 500 without its text."""
     match error:
         case HttpError():
             return _http_error(error)
@@ -122,7 +122,7 @@ def error_response(error: Exception) -> ErrorResponse:
             return ErrorResponse(HTTPStatus.NOT_FOUND, _NOT_FOUND, error.message, code="not_found")
         case Unsupported():
             return ErrorResponse(HTTPStatus.BAD_REQUEST, _INVALID, str(error), code="unsupported")
-    message = str(error) if isinstance(error, MoonpoolError) else "internal error; the gateway's log tells more"
+    message = str(error) if isinstance(error, MoonpoolError) else "internal error; see the gateway's log"
     return ErrorResponse(HTTPStatus.INTERNAL_SERVER_ERROR, _SERVER, message, code="internal")
 
 
@@ -132,7 +132,7 @@ def _http_error(error: HttpError) -> ErrorResponse:
 
 
 def _budget_error(error: BudgetSpentError) -> ErrorResponse:
-    """OpenAI's type of a rate limit says what was used up."""
+    """429 whose type says which budget is used up, as OpenAI's does."""
     return ErrorResponse(
         HTTPStatus.TOO_MANY_REQUESTS,
         error.what,
@@ -156,7 +156,7 @@ def _invalid_request_error(error: InvalidRequest) -> ErrorResponse:
 
 
 def _overloaded_error(error: Overloaded) -> ErrorResponse:
-    """The conductor's reason, prediction and retry time, also as headers that clients act on."""
+    """429 with the conductor's reason, prediction and retry time. Clients act on the headers."""
     names = ("predicted_ttft_s", "predicted_tbt_s", "slo_s", "retry_after_s")
     detail = {"reason": error.reason, **{name: _finite(getattr(error, name)) for name in names}}
     headers = _retry_headers(error.retry_after_s)
@@ -171,11 +171,11 @@ def _overloaded_error(error: Overloaded) -> ErrorResponse:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """The value, None for infinity, which JSON does not have."""
     return value if math.isfinite(value) else None
 
 
 def _retry_headers(seconds: float) -> dict[str, str]:
-    """`Retry-After` has whole seconds; `retry-after-ms` is what OpenAI's clients look at first."""
+    """`Retry-After` in whole seconds, and `retry-after-ms`, which OpenAI's clients read first."""
     seconds = min(seconds, MAX_RETRY_S)
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(max(1, math.ceil(seconds * 1000)))}

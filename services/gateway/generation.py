@@ -1,4 +1,9 @@
-"""Runs one generation request and sends its response over ASGI. A client that disconnects cancels the request."""
+"""Generation: from the body of a request to the SDK, and from the SDK's events to a response over ASGI.
+
+An endpoint that generates reads a body, prepares a `GenerationJob` with `RequestBuilder`, and answers with a
+`GenerationResponse`, whose `ResponseFormatter` writes the API's own objects and events. A client that disconnects
+cancels its requests.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 from moonpool.client import (
     AsyncClient,
     AsyncTokenStream,
+    ClusterState,
     GenerateArguments,
     GenerateResult,
     Placement,
@@ -21,45 +27,52 @@ from moonpool.client import (
     Usage,
 )
 from moonpool.client.tracing import traceparent
-from moonpool.errors import MoonpoolError, Unavailable
-from services.gateway.auth import BudgetCharge
+from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
+from moonpool.sampling_params import SamplingParams
+from services.gateway.auth import BudgetCharge, CheckedRequest
 from services.gateway.errors import ErrorResponse, error_response
-from services.gateway.json_body import to_json_bytes
+from services.gateway.json_body import GenerateBody, to_json_bytes
 from services.gateway.metrics import GatewayMetrics, RequestMetrics
+from services.gateway.tokenizer import GatewayTokenizer
+from services.gateway.tool_calls import AnswerParser, ToolSet
 
 MAX_QUEUED_EVENTS = 64
-"""Events that wait to be taken; then the requests wait, too."""
+"""Events that wait for the response. If the queue is full, the requests wait."""
 
 
 class MergedStream:
-    """Streams as one: their answers are numbered on, those of the first request first. The first failure ends all."""
+    """Several token streams as one. The choices of the second stream are numbered after those of the first.
 
-    def __init__(self, streams: Sequence[AsyncTokenStream], answers_each: int) -> None:
+    The first error ends every stream.
+    """
+
+    def __init__(self, streams: Sequence[AsyncTokenStream], choices_each: int) -> None:
         self._streams = streams
-        self._answers_each = answers_each
-        self._news: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
+        self._choices_each = choices_each
+        self._events: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
         self.result: GenerateResult | None = None
-        """All answers, once the iteration has ended; times are the first request's."""
+        """The result with the choices of all streams, after the iteration. Its timing is the first stream's."""
 
     @property
     def request_id(self) -> str:
-        """The id of the first of the requests that are placed."""
+        """Id of the first request that is placed; "" before."""
         return next((stream.request_id for stream in self._streams if stream.request_id), "")
 
     @property
     def placement(self) -> Placement | None:
-        """Where that one runs."""
+        """Placement of the first request that is placed."""
         return next((stream.placement for stream in self._streams if stream.placement), None)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompts of the requests that are placed."""
+        """Prompt tokens of the requests that are placed."""
         return sum(stream.prompt_tokens for stream in self._streams)
 
     async def __aenter__(self) -> Self:
-        follow = (self._follow(index, stream) for index, stream in enumerate(self._streams))
-        self._tasks = [asyncio.ensure_future(one) for one in follow]
+        self._tasks = [
+            asyncio.ensure_future(self._forward(index, stream)) for index, stream in enumerate(self._streams)
+        ]
         return self
 
     async def __aexit__(
@@ -70,49 +83,50 @@ class MergedStream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """All events, as they come.
+        """Iterate over the events of all streams, in the order of arrival.
 
         Raises:
-            MoonpoolError: one of the requests failed.
+            MoonpoolError: a request failed.
         """
         running = len(self._streams)
         while running:
-            news = await self._news.get()
-            if isinstance(news, Exception):
-                raise news
-            if news is None:
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
                 running -= 1
             else:
-                yield news
+                yield event
         self.result = _merged_result([stream.result for stream in self._streams if stream.result is not None])
 
-    async def _follow(self, index: int, stream: AsyncTokenStream) -> None:
-        first = index * self._answers_each
+    async def _forward(self, index: int, stream: AsyncTokenStream) -> None:
+        first = index * self._choices_each
         try:
             async with stream:
                 async for event in stream:
-                    await self._news.put(replace(event, choice=first + event.choice))
-            await self._news.put(None)
+                    await self._events.put(replace(event, choice=first + event.choice))
+            await self._events.put(None)
         except Exception as error:
-            await self._news.put(error)
+            await self._events.put(error)
 
 
 def _merged_result(results: Sequence[GenerateResult]) -> GenerateResult:
-    """All answers of some results as those of one."""
-    used = [result.usage for result in results]
-    usage = Usage(
-        sum(one.prompt_tokens for one in used),
-        sum(one.cached_tokens for one in used),
-        sum(one.completion_tokens for one in used),
+    """One result with the choices and the usage of all."""
+    usages = [result.usage for result in results]
+    total = Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
     )
     choices = tuple(choice for result in results for choice in result.choices)
-    return replace(results[0], usage=usage, choices=choices)
+    return replace(results[0], usage=total, choices=choices)
 
 
 T = TypeVar("T")
 
 
 ResultHeaders = Callable[[GenerateResult], Mapping[str, str]]
+"""Response headers that depend on the result; a streamed response has none of these."""
 
 
 JSON_MEDIA_TYPE = "application/json"
@@ -122,39 +136,151 @@ SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection; there is nobody to answer."""
+    """The client has closed its connection."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GenerationJob:
-    """A request that was read and checked.
+    """One HTTP request that generates: the arguments of the SDK, and what the response needs beside the answer.
 
     Attributes:
-        requests: what the SDK is asked for; several run together, and have as many answers each.
-        form: what the answer looks like.
-        stream: whether it is sent as it grows.
-        model: its name in measures.
-        headers: of the answer.
-        spending: where it is counted what the request uses.
-        traceparent: of the client's trace, passed on; "" = none.
-        told: headers that a whole answer has for what it used.
+        state: the cluster when the request arrived; `state.model` is the model in the response.
+        arguments: arguments of `AsyncClient.stream` that all prompts share.
+        stream: send the answer as server-sent events.
+        budget: where the tokens are charged.
+        headers: headers of the response.
+        traceparent: W3C trace context of the client; "" for none.
+        prompts: arguments that name one prompt each. Several prompts run at the same time, each with `n` choices.
+        result_headers: further headers of a response that is not streamed.
     """
 
-    requests: Sequence[GenerateArguments]
-    form: ResponseFormatter
+    state: ClusterState
+    arguments: GenerateArguments
     stream: bool
-    model: str
-    headers: Mapping[str, str]
-    spending: BudgetCharge
-    traceparent: str = ""
-    told: ResultHeaders = lambda result: {}
+    budget: BudgetCharge
+    headers: dict[str, str]
+    traceparent: str
+    prompts: Sequence[GenerateArguments] = ()
+    result_headers: ResultHeaders = lambda result: {}
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters of all prompts."""
+        return self.arguments.get("sampling") or SamplingParams()
+
+
+class RequestBuilder:
+    """Builds generation jobs: the steps between body and SDK that every API shares."""
+
+    def __init__(self, timeout_s: float, tokenizer: GatewayTokenizer) -> None:
+        """`timeout_s` is the time limit of each request."""
+        self._timeout_s = timeout_s
+        self._tokenizer = tokenizer
+
+    def prepare(self, checked: CheckedRequest[GenerateBody], state: ClusterState, max_tokens: int) -> GenerationJob:
+        """A job without prompts, from the fields that every body has.
+
+        Raises:
+            InvalidRequest: a sampling parameter cannot be translated; names the field.
+        """
+        body = checked.body
+        arguments: GenerateArguments = {
+            "sampling": body.to_sampling_params(max_tokens),
+            "slo": body.to_slo(),
+            "priority": body.priority or 0,
+            "tenant": checked.caller.tenant,
+            "model": body.model or "",
+            "timeout_s": self._timeout_s,
+        }
+        headers = dict(checked.warning_headers)
+        return GenerationJob(state, arguments, bool(body.stream), checked.caller.budget, headers, checked.traceparent)
+
+    def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
+        """Let the model call `tools`. Returns the parser that finds the calls in the answers.
+
+        `known` are tools that the prompt has already; they count if `tools` is None.
+
+        Raises:
+            InvalidRequest: the format of tool calls is unknown, or a forced call conflicts with a response format.
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+        """
+        offered = tools or known
+        if offered is None:
+            return AnswerParser(None, "")
+        if tools is not None:
+            job.arguments["tools"] = tools.definitions
+        if offered.tool_choice is not None:
+            if job.sampling.response_format:
+                raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
+            schema = to_json_bytes(offered.schema()).decode()
+            job.arguments["sampling"] = replace(job.sampling, response_format="json_schema", grammar=schema)
+            return AnswerParser(offered, "")
+        # Some models mark calls with special tokens.
+        job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
+        return AnswerParser(offered, self._tokenizer.tool_call_format(job.state.model))
+
+    async def prompt_token_ids(self, job: GenerationJob) -> list[Sequence[int]]:
+        """Tokens of each prompt, as the conductor computes them.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+            InvalidRequest: a prompt is too long, or the chat template refuses the messages.
+        """
+        return [await self._encode(job.arguments | prompt, job.state) for prompt in job.prompts]
+
+    async def _encode(self, arguments: GenerateArguments, state: ClusterState) -> Sequence[int]:
+        if (token_ids := arguments.get("token_ids")) is not None:
+            return token_ids
+        self._tokenizer.check_model(state.model)
+        if (prompt := arguments.get("prompt")) is not None:
+            return await self._tokenizer.encode(prompt, state.max_tokens, special=True)
+        messages, tools = arguments.get("messages") or (), arguments.get("tools") or ()
+        return await self._tokenizer.encode_chat(
+            messages, tools, state.max_tokens, special=False, add_generation_prompt=True
+        )
+
+
+class ResponseFormatter(Protocol):
+    """Writes the responses of one API. `start` is called before the other methods."""
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        """Take the request's id. The first tokens have arrived. `emulated`: the cluster emulates compute."""
+        ...
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        """The response as one object."""
+        ...
+
+    def first_events(self) -> Iterator[bytes]:
+        """Server-sent events before the first text."""
+        ...
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        """Take the tokens and log probabilities of the next text."""
+        ...
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        """Server-sent events for the next text of a choice."""
+        ...
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        """Server-sent events after the last text."""
+        ...
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        """The last server-sent event of a stream that failed."""
+        ...
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        """Body of a response that failed before it started."""
+        ...
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; it is cancelled when the client leaves first.
+    """Return the result of `work`. Cancels `work` if the client disconnects first.
 
     Raises:
-        ClientGoneError: the client has left.
+        ClientGoneError: the client has disconnected.
     """
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_wait_disconnected(receive))
     try:
@@ -169,36 +295,36 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _wait_disconnected(receive: Receive) -> None:
-    """Wait until the client has left."""
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class AsgiReply:
-    """Sends one answer over ASGI."""
+    """Sends one HTTP response over ASGI."""
 
     def __init__(self, send: Send, headers: Mapping[str, str]) -> None:
-        """Take headers of the answer; more can be added to `headers` before it starts."""
+        """`headers` may be extended until the response starts."""
         self._send = send
         self.headers = dict(headers)
         self.started = False
 
-    async def whole(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
-        """A JSON answer in one piece."""
+    async def send_json(self, status: int, content: bytes, headers: Mapping[str, str] | None = None) -> None:
+        """Send a whole JSON response."""
         length = {"content-length": str(len(content))}
         await self._start(status, {"content-type": JSON_MEDIA_TYPE, **length, **self.headers, **(headers or {})})
         await self._send({"type": "http.response.body", "body": content})
 
-    async def piece(self, content: bytes) -> None:
-        """A part of a stream of events."""
+    async def send_events(self, content: bytes) -> None:
+        """Send server-sent events, and the head of the response before the first."""
         if not self.started:
-            # A proxy that gathers what it passes on would hold back the first token.
+            # Without the last header, a proxy that buffers responses holds back the first tokens.
             plain = {"content-type": SSE_MEDIA_TYPE, "cache-control": "no-cache", "x-accel-buffering": "no"}
             await self._start(200, {**plain, **self.headers})
         await self._send({"type": "http.response.body", "body": content, "more_body": True})
 
     async def end(self, content: bytes = b"") -> None:
-        """The end of a stream of events."""
+        """Send the last events and end the response."""
         await self._send({"type": "http.response.body", "body": content})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
@@ -208,133 +334,100 @@ class AsgiReply:
 
 
 class GenerationResponse:
-    """Runs a job when Starlette sends it as a response."""
+    """Runs a job and sends its answer. Starlette calls the object as it calls a `Response`."""
 
-    def __init__(self, client: AsyncClient, meter: GatewayMetrics, job: GenerationJob) -> None:
+    def __init__(
+        self, client: AsyncClient, metrics: GatewayMetrics, job: GenerationJob, formatter: ResponseFormatter
+    ) -> None:
         self._client = client
-        self._meter = meter
+        self._metrics = metrics
         self._job = job
+        self._formatter = formatter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._answer(AsgiReply(send, self._job.headers)))
+            await while_connected(receive, self._respond(AsgiReply(send, self._job.headers)))
         except ClientGoneError:
             return
 
-    async def _answer(self, reply: AsgiReply) -> None:
-        traceparent.set(self._job.traceparent)  # of this task's context, which ends with it
-        with self._meter.request(self._job.model) as watch:
+    async def _respond(self, reply: AsgiReply) -> None:
+        traceparent.set(self._job.traceparent)  # in the context of this task only
+        with self._metrics.request(self._job.state.model) as request_metrics:
             try:
-                await (self._stream(reply, watch) if self._job.stream else self._whole(reply, watch))
+                await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
-                watch.failed()
-                await self._break(reply, error_response(error))
+                request_metrics.failed()
+                await self._fail(reply, error_response(error))
 
-    async def _break(self, reply: AsgiReply, refused: ErrorResponse) -> None:
-        self._meter.refused(refused.status, refused.code or "")
+    async def _fail(self, reply: AsgiReply, error: ErrorResponse) -> None:
+        self._metrics.refused(error.status, error.code or "")
         if reply.started:
-            await reply.end(self._job.form.failure(refused))
+            await reply.end(self._formatter.error_event(error))
         else:
-            await reply.whole(refused.status, to_json_bytes(self._job.form.refused(refused)), refused.headers)
+            await reply.send_json(error.status, to_json_bytes(self._formatter.error_body(error)), error.headers)
 
-    async def _stream(self, reply: AsgiReply, watch: RequestMetrics) -> None:
-        async with aclosing(self._pieces(reply, watch)) as pieces:
-            async for piece in pieces:
-                await reply.piece(piece)
+    async def _answer(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
+        async with self._token_stream() as tokens:
+            async for event in tokens:
+                request_metrics.tokens()
+                self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+        result = _completed_result(tokens)
+        request_metrics.finished(result)
+        self._start(reply, tokens)
+        reply.headers.update(self._job.result_headers(result))
+        await reply.send_json(200, to_json_bytes(self._formatter.full_response(result)))
+
+    async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
+        async with aclosing(self._events(reply, request_metrics)) as events:
+            async for event in events:
+                await reply.send_events(event)
         await reply.end()
 
-    async def _whole(self, reply: AsgiReply, watch: RequestMetrics) -> None:
-        async with self._tokens() as tokens:
+    async def _events(self, reply: AsgiReply, request_metrics: RequestMetrics) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; events that are ready at the same time are one item."""
+        formatter, started = self._formatter, False
+        async with self._token_stream() as tokens:
             async for event in tokens:
-                watch.tokens()
-                self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
-        result = _completed_result(tokens)
-        watch.finished(result)
-        self._begin(reply, tokens)
-        reply.headers.update(self._job.told(result))
-        await reply.whole(200, to_json_bytes(self._job.form.whole(result)))
-
-    async def _pieces(self, reply: AsgiReply, watch: RequestMetrics) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, several at once where they come together."""
-        form, begun = self._job.form, False
-        async with self._tokens() as tokens:
-            async for event in tokens:
-                watch.tokens()
-                form.note(event)
-                self._job.spending.used(tokens.prompt_tokens, len(event.token_ids))
-                if not begun:
-                    begun = True
-                    self._begin(reply, tokens)
-                    yield b"".join(form.opening()) + (form.piece(event.text, event.choice) if event.text else b"")
+                request_metrics.tokens()
+                formatter.add_tokens(event)
+                self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+                if not started:
+                    started = True
+                    self._start(reply, tokens)
+                    first = b"".join(formatter.first_events())
+                    yield first + (formatter.text_event(event.text, event.choice) if event.text else b"")
                 elif event.text:
-                    yield form.piece(event.text, event.choice)
+                    yield formatter.text_event(event.text, event.choice)
         result = _completed_result(tokens)
-        watch.finished(result)
-        if not begun:
-            self._begin(reply, tokens)
-            yield b"".join(form.opening())
-        yield b"".join(form.closing(result))
+        request_metrics.finished(result)
+        if not started:
+            self._start(reply, tokens)
+            yield b"".join(formatter.first_events())
+        yield b"".join(formatter.last_events(result))
 
-    def _tokens(self) -> AsyncTokenStream | MergedStream:
+    def _token_stream(self) -> AsyncTokenStream | MergedStream:
         def placed() -> None:
-            """Prompts count when they are placed, whatever comes of them."""
-            self._job.spending.used(tokens.prompt_tokens, 0)
+            """Charge the prompt as soon as it is placed, whether it succeeds or not."""
+            self._job.budget.charge(tokens.prompt_tokens, 0)
 
-        streams = [self._client.stream(on_placed=placed, **arguments) for arguments in self._job.requests]
-        sampling = self._job.requests[0].get("sampling")
-        each = sampling.n if sampling is not None else 1
-        tokens = streams[0] if len(streams) == 1 else MergedStream(streams, each)
+        job = self._job
+        streams = [self._client.stream(on_placed=placed, **(job.arguments | prompt)) for prompt in job.prompts]
+        tokens = streams[0] if len(streams) == 1 else MergedStream(streams, job.sampling.n)
         return tokens
 
-    def _begin(self, reply: AsgiReply, tokens: AsyncTokenStream | MergedStream) -> None:
+    def _start(self, reply: AsgiReply, tokens: AsyncTokenStream | MergedStream) -> None:
         reply.headers["x-request-id"] = tokens.request_id
         placement = tokens.placement
-        self._job.form.begin(tokens.request_id, emulated=placement is not None and placement.emulated)
+        self._formatter.start(tokens.request_id, emulated=placement is not None and placement.emulated)
 
 
 def _completed_result(tokens: AsyncTokenStream | MergedStream) -> GenerateResult:
-    """The result of a stream that has ended.
+    """Result of a stream that has ended.
 
     Raises:
-        Unavailable: the cluster ended it before its end.
+        Unavailable: the cluster has cancelled the request.
     """
     result = tokens.result
     if result is None or any(choice.finish_reason == "cancelled" for choice in result.choices):
         raise Unavailable("the cluster is stopping and has ended this request")
     return result
-
-
-class ResponseFormatter(Protocol):
-    """The shape of one answer; `begin` is called before the others."""
-
-    def begin(self, request_id: str, *, emulated: bool) -> None:
-        """The request was placed, and its first tokens are there."""
-        ...
-
-    def whole(self, result: GenerateResult) -> dict[str, Any]:
-        """The answer as one object."""
-        ...
-
-    def opening(self) -> Iterator[bytes]:
-        """Events before the first text."""
-        ...
-
-    def piece(self, text: str, choice: int) -> bytes:
-        """The event of a piece of text of one of the request's answers."""
-        ...
-
-    def note(self, event: TokenEvent) -> None:
-        """Tokens of the next piece have come."""
-        ...
-
-    def closing(self, result: GenerateResult) -> Iterator[bytes]:
-        """Events after the last text."""
-        ...
-
-    def failure(self, refused: ErrorResponse) -> bytes:
-        """The last event of a stream that broke."""
-        ...
-
-    def refused(self, refused: ErrorResponse) -> dict[str, Any]:
-        """The body of a refusal."""
-        ...

@@ -1,8 +1,7 @@
 """JSON bodies of requests and responses: size limits, reading, validation and writing.
 
-Bodies are pydantic models, strict about known fields; unknown fields are reported in a header and not refused. A
-field that would change the answer and is not built is refused by name (`UNSUPPORTED`), unless its value asks for the
-default.
+Bodies are pydantic models with strict types. Unknown fields are ignored and named in a response header. A field that
+changes the answer and is not implemented is refused by name (`UNSUPPORTED`), unless its value asks for the default.
 """
 
 from __future__ import annotations
@@ -24,45 +23,46 @@ from services.gateway.errors import HttpError
 from services.gateway.tool_calls import ToolSet
 
 UNCHECKED_BYTES = 64 << 10
-"""Bodies up to this size are not looked at: whatever they hold, it is little."""
+"""Bodies up to this size are parsed without counting their parts first."""
 
 
 class JsonPartCounts(NamedTuple):
-    """How many parts a JSON value has, itself included.
+    """Number of parts of a JSON value, including the value itself.
 
     Attributes:
-        objects, lists: such as turns, and prompts of token ids.
-        members: of all objects.
-        texts: names of members among them.
-        items: commas between members and between items of lists, such as token ids.
+        objects: JSON objects, for example messages.
+        arrays: JSON arrays, for example prompts of token ids.
+        members: members of all objects.
+        strings: strings, including the names of members.
+        items: commas between members and between items of arrays, for example token ids.
     """
 
     objects: int
-    lists: int
+    arrays: int
     members: int
-    texts: int
+    strings: int
     items: int
 
 
-MAX_JSON_PARTS = JsonPartCounts(objects=1 << 14, lists=1 << 14, members=1 << 16, texts=1 << 17, items=1 << 20)
+MAX_JSON_PARTS = JsonPartCounts(objects=1 << 14, arrays=1 << 14, members=1 << 16, strings=1 << 17, items=1 << 20)
 
 
 def count_json_parts(raw: bytes) -> JsonPartCounts:
-    """The parts of a text that is JSON. Of one that is not, it says how much a reader may meet before it gives up."""
-    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # so each quote begins or ends a text
-    texts = unescaped.count(b'"') // 2
-    if texts > MAX_JSON_PARTS.texts:
-        return JsonPartCounts(0, 0, 0, texts, 0)
+    """Count the parts of JSON text. For text that is not JSON, the counts bound the work of a parser."""
+    unescaped = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # so each quote begins or ends a string
+    strings = unescaped.count(b'"') // 2
+    if strings > MAX_JSON_PARTS.strings:
+        return JsonPartCounts(0, 0, 0, strings, 0)
     outside = b"".join(unescaped.split(b'"')[::2])
-    objects, lists, members, items = map(outside.count, (b"{", b"[", b":", b","))
-    return JsonPartCounts(objects, lists, members, texts, items)
+    objects, arrays, members, items = map(outside.count, (b"{", b"[", b":", b","))
+    return JsonPartCounts(objects, arrays, members, strings, items)
 
 
 def check_json_parts(raw: bytes) -> None:
-    """Refuse a body that would take long to read.
+    """Refuse a body that would take long to parse.
 
     Raises:
-        InvalidRequest: it has too many parts.
+        InvalidRequest: the body has too many parts.
     """
     if len(raw) <= UNCHECKED_BYTES:
         return
@@ -95,7 +95,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "documents": (None, []),
     "return_tokens_as_token_ids": (None, False),
 }
-"""Fields of OpenAI and vLLM that are not built, with the values that ask for nothing."""
+"""Fields of OpenAI and vLLM that are not implemented, each with the values that ask for the default."""
 
 
 T = TypeVar("T")
@@ -105,69 +105,69 @@ BodyT = TypeVar("BodyT", bound="Body")
 
 
 class _FailFast:
-    """As pydantic's `FailFast`, which cannot be part of a union here: it has no hash."""
+    """Like pydantic's `FailFast`, which has no hash and therefore cannot be part of a union here."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Mapping[str, Any]:
         return {**handler(source), "fail_fast": True}
 
 
 FailFastList = Annotated[list[T], _FailFast()]
-"""A list of which the first fault is told, not all of them: there may be a million."""
+"""A list whose first error is reported, because a list may have a million wrong items."""
 
 
-def _check_small(given: Any) -> Any:
-    if isinstance(given, dict) and len(given) > MAX_LOGIT_BIASES:
+def _check_small(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise PydanticCustomError("too_many", "at most {most} members", {"most": MAX_LOGIT_BIASES})
-    return given
+    return value
 
 
 SmallObject = Annotated[dict[str, T], BeforeValidator(_check_small)]
-"""An object of not many members: all of its faults are told."""
+"""An object of at most `MAX_LOGIT_BIASES` members."""
 
 
 class Body(BaseModel):
-    """A body or a part of one."""
+    """A JSON body, or an object within a body."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
-    """Fields that are refused, with the values that ask for nothing."""
+    """Fields that are refused, each with the values that are accepted because they ask for the default."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    def ignored(self) -> Iterator[str]:
-        """Names of fields, also of its parts, that nothing is done with; fields that are null count as absent.
+    def unknown_fields(self) -> Iterator[str]:
+        """Names of the fields that are ignored, here and in the parts. A null field counts as absent.
 
         Raises:
-            InvalidRequest: names a field that is known and not built.
+            InvalidRequest: a field is not implemented; names the field.
         """
         for name, value in (self.model_extra or {}).items():
             if name in self.unsupported:
-                _refuse_unless_harmless(name, value, self.unsupported[name])
+                _check_default(name, value, self.unsupported[name])
             elif value is not None:
                 yield name
         for name, part in self.parts():
-            yield from (f"{name}.{inner}" for inner in part.ignored())
+            yield from (f"{name}.{inner}" for inner in part.unknown_fields())
 
     def parts(self) -> Iterator[tuple[str, Body]]:
-        """Parts that have fields of their own, by name."""
+        """Objects within this body that have fields of their own, with their names."""
         return iter(())
 
     def check(self) -> None:
-        """Check what the types do not say.
+        """Check what the types of the fields cannot express.
 
         Raises:
-            InvalidRequest: names the field that is wrong.
+            InvalidRequest: a field is wrong; names the field.
         """
 
 
-def _refuse_unless_harmless(name: str, value: object, harmless: tuple[Any, ...]) -> None:
-    if not any(type(value) is type(one) and value == one for one in harmless):
+def _check_default(name: str, value: object, defaults: tuple[Any, ...]) -> None:
+    if not any(type(value) is type(default) and value == default for default in defaults):
         raise InvalidRequest(name, "is not supported yet")
 
 
 class SloBody(Body):
-    """Moonpool's own: latency limits, seconds; a request that would miss one is answered with 429.
+    """Moonpool's latency limits, in seconds. A request that would miss a limit is answered with 429.
 
-    It waits for up to `queue_s` before that.
+    Such a request first waits up to `queue_s` seconds for a placement that keeps the limits.
     """
 
     ttft_s: float | None = None
@@ -176,7 +176,7 @@ class SloBody(Body):
 
 
 class GenerateBody(Body):
-    """A body that asks for an answer."""
+    """A body that asks the model for an answer."""
 
     model: str | None = None
     stream: bool | None = None
@@ -187,72 +187,76 @@ class GenerateBody(Body):
         if self.slo is not None:
             yield "slo", self.slo
 
-    def limits(self) -> Slo | None:
-        """The latency limits."""
+    def to_slo(self) -> Slo | None:
+        """Latency limits for the SDK."""
         slo = self.slo
         return None if slo is None else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, queue_s=slo.queue_s)
 
-    def tools_offered(self) -> ToolSet | None:
-        """Functions that the model may call.
+    def tool_set(self) -> ToolSet | None:
+        """Functions that the model may call. None: no functions.
 
         Raises:
-            InvalidRequest: names what is wrong about them, or not built.
+            InvalidRequest: a tool is wrong or not supported; names the field.
         """
         return None
 
-    def scored(self) -> int | None:
-        """Likely tokens that are told beside each token of the answer; None = no log probabilities."""
+    def num_logprobs(self) -> int | None:
+        """Number of top log probabilities to return with each token. None: no log probabilities."""
         return None
 
-    def wants_scores(self) -> bool:
-        """Whether log probabilities are told, of the answer or of the prompt."""
-        return self.scored() is not None
+    def wants_logprobs(self) -> bool:
+        """Whether the response has log probabilities, of the answer or of the prompt."""
+        return self.num_logprobs() is not None
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
-        """How tokens are chosen, at most `max_tokens` of them. Values are checked by the conductor.
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        """Sampling parameters for the SDK, with at most `max_tokens` tokens. The conductor checks the values.
 
         Raises:
-            InvalidRequest: names a field that cannot be passed on.
+            InvalidRequest: a field cannot be translated; names the field.
         """
         raise NotImplementedError
 
 
 def validate_body(cls: type[BodyT], content: object) -> BodyT:
-    """Check a body that was read.
+    """Build a body from parsed JSON.
 
     Raises:
-        InvalidRequest: it is no object, or a field is wrong; names it.
+        InvalidRequest: `content` is not an object, or a field is wrong; names the field.
     """
     if not isinstance(content, dict):
         raise InvalidRequest("", "a body must be a JSON object")
     try:
         return cls.model_validate(content)
     except ValidationError as error:
-        fault = _clearest_fault(error.errors(include_url=False, include_context=False, include_input=False))
-        place = ".".join(str(step) for step in fault["loc"] if step != "str" and "[" not in str(step))
-        raise InvalidRequest(place, fault["msg"][:200]) from None
+        found = _clearest_error(error.errors(include_url=False, include_context=False, include_input=False))
+        field = ".".join(str(step) for step in found["loc"] if step != "str" and "[" not in str(step))
+        raise InvalidRequest(field, _MESSAGES.get(found["type"], found["msg"])[:200]) from None
 
 
-def _clearest_fault(faults: Sequence[ErrorDetails]) -> ErrorDetails:
-    """The first fault; of a field that is a text or one kind of list, what is wrong within the list."""
-    first = faults[0]["loc"]
+_MESSAGES = {"model_type": "must be an object"}
+"""Messages by pydantic's error type, in place of messages that name Python classes."""
+
+
+def _clearest_error(errors: Sequence[ErrorDetails]) -> ErrorDetails:
+    """The first error. If the field may be a string or one kind of list, the error within the list."""
+    first = errors[0]["loc"]
     if first[-1] != "str":
-        return faults[0]
+        return errors[0]
     branch = len(first) - 1
-    within = [fault for fault in faults if len(fault["loc"]) > len(first) and fault["loc"][:branch] == first[:branch]]
-    return _clearest_fault(within) if len({fault["loc"][branch] for fault in within}) == 1 else faults[0]
+    within = [error for error in errors if len(error["loc"]) > len(first) and error["loc"][:branch] == first[:branch]]
+    return _clearest_error(within) if len({error["loc"][branch] for error in within}) == 1 else errors[0]
 
 
 JSON_TYPE = "application/json"
 
 
 async def read_body(request: Request, cls: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
-    """Read and check a body.
+    """Read, parse and check the body of a request.
 
     Raises:
-        HttpError: it is of another type than JSON, too large, or too slow.
-        InvalidRequest: it is no JSON, or a field is wrong; names it.
-        ClientDisconnect: the client has gone.
+        HttpError: the body has another content type than JSON, is too large, or does not arrive within `timeout_s`.
+        InvalidRequest: the body is not JSON, or a field is wrong; names the field.
+        ClientDisconnect: the client has closed the connection.
     """
     _check_content_type(request)
     if _content_length(request) > max_bytes:
@@ -262,7 +266,7 @@ async def read_body(request: Request, cls: type[BodyT], max_bytes: int, timeout_
             return validate_body(cls, await _parse(await _read_raw(request, max_bytes)))
     except TimeoutError:
         raise HttpError(
-            HTTPStatus.REQUEST_TIMEOUT, "timeout", f"the body did not come within {timeout_s:g} s", close=True
+            HTTPStatus.REQUEST_TIMEOUT, "timeout", f"the body did not arrive within {timeout_s:g} s", close=True
         ) from None
 
 
@@ -276,7 +280,7 @@ async def _read_raw(request: Request, max_bytes: int) -> bytes:
 
 
 async def _parse(raw: bytes) -> object:
-    """What JSON says. Of what is large each step has a turn of the event loop of its own."""
+    """Parse JSON. For a large body, other tasks run between the steps."""
     large = len(raw) > UNCHECKED_BYTES
     check_json_parts(raw)
     if large:
@@ -291,7 +295,7 @@ async def _parse(raw: bytes) -> object:
 
 
 def _check_content_type(request: Request) -> None:
-    """Refuse what a web page of another site can send without being asked."""
+    """Refuse content types that a web page of another site can send without a CORS preflight."""
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != JSON_TYPE:
         raise HttpError(
@@ -304,7 +308,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def _content_length(request: Request) -> int:
-    """The length that the head says; 0 = it does not. The HTTP parser has refused what is no number."""
+    """Value of the header Content-Length; 0 without one. The HTTP parser has refused values that are not numbers."""
     return int(request.headers.get("content-length", "0"))
 
 
@@ -318,10 +322,10 @@ def _body_too_large(max_bytes: int) -> HttpError:
 
 
 def json_response(content: dict[str, object], headers: dict[str, str] | None = None) -> Response:
-    """An answer with a JSON object."""
+    """A response with a JSON object."""
     return Response(to_json_bytes(content), HTTPStatus.OK, headers, media_type=JSON_TYPE)
 
 
 def to_json_bytes(content: Mapping[str, Any]) -> bytes:
-    """JSON without spaces; numbers that JSON does not have become null."""
+    """JSON without spaces. NaN and infinity become null."""
     return to_json(content, inf_nan_mode="null")  # a third of the time of `json`, once per token

@@ -1,4 +1,4 @@
-"""Builds a gateway from its settings, runs it, and drains it."""
+"""Builds a gateway from its settings, runs the gateway, and drains it at the end."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ from moonpool.rpc.tls import Security
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
+from services.gateway.auth import Authenticator
+from services.gateway.cluster_state import ClusterStateCache
 from services.gateway.config import GatewayConfig
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.generation import RequestBuilder
 from services.gateway.http_server import HttpServer, http_serving
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.routes import Endpoints, make_app
-from services.gateway.tokenization import GatewayTokenizer
+from services.gateway.routes import make_app
+from services.gateway.tokenizer import GatewayTokenizer
 
 CONNECT_TIMEOUT_S = 2.0
-"""Seconds for which a conductor that cannot be reached is tried again, before the client is told."""
+"""Seconds for which the gateway retries a conductor that cannot be reached, before the request fails."""
 
 log = get_logger(__name__)
 
 
 @asynccontextmanager
-async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[str]:
-    """Run a gateway while the body runs; yields the address it advertises.
+async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> AsyncIterator[str]:
+    """Run a gateway while the body of the `async with` runs. Yields the address that the gateway advertises.
 
     Raises:
-        ConfigError: a setting is refused.
+        ConfigError: a setting is wrong.
     """
-    keys = ApiKeys(config.api_keys) if config.api_keys is not None else None
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
         client = await stack.enter_async_context(
@@ -47,21 +50,48 @@ async def gateway(config: GatewayConfig, tokenizer: Tokenizer) -> AsyncIterator[
             )
         )
         metrics = Metrics(config.service())
-        meter = GatewayMetrics(metrics, time.monotonic)
-        texts = GatewayTokenizer(model_name(config.model), tokenizer, threads, config.tool_parser)
-        endpoints = Endpoints(config, client, texts, keys, meter, metrics.registry, int(time.time()))
-        server, port = await stack.enter_async_context(http_serving(make_app(endpoints), config))
+        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, config.tool_parser)
+        app = make_app(gateway_context(config, client, tokenizer, metrics))
+        server, port = await stack.enter_async_context(http_serving(app, config))
         metrics.watch(_gauges(server))
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         yield config.advertised(port)
 
 
+def gateway_context(
+    config: GatewayConfig,
+    client: AsyncClient,
+    tokenizer: GatewayTokenizer,
+    metrics: Metrics,
+    keys: ApiKeys | None = None,
+) -> GatewayContext:
+    """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
+
+    Raises:
+        ConfigError: the file of API keys is wrong.
+    """
+    if keys is None and config.api_keys is not None:
+        keys = ApiKeys(config.api_keys)
+    request_metrics = GatewayMetrics(metrics, time.monotonic)
+    return GatewayContext(
+        client=client,
+        auth=Authenticator(config, keys, request_metrics.clock),
+        cluster=ClusterStateCache(client, request_metrics.clock),
+        tokenizer=tokenizer,
+        builder=RequestBuilder(config.request_timeout_s, tokenizer),
+        metrics=request_metrics,
+        registry=metrics.registry,
+        wall_clock=time.time,
+        started_at=int(time.time()),
+    )
+
+
 async def serve(context: ProcessContext, config: GatewayConfig) -> None:
-    """Run the gateway of this process until it is told to stop.
+    """Run the gateway of this process until the process is asked to stop.
 
     Raises:
         ConfigError: a setting is refused.
-        CheckpointError: the checkpoint cannot be used.
+        CheckpointError: the checkpoint cannot be read.
     """
     tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(resolve(config.model)))
     async with gateway(config, tokenizer) as address:

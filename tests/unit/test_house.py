@@ -81,8 +81,8 @@ def test_kernels_stays_empty_and_is_not_mistaken() -> None:
 def test_every_document_is_in_the_index() -> None:
     """With the title of a decision as it stands there."""
     index, docs = read("docs/README.md"), ROOT / "docs"
-    for page in sorted(docs.glob("*.md")):
-        assert page.name == "README.md" or f"]({page.name})" in index, page.name
+    for page in sorted([*docs.glob("*.md"), *docs.glob("extend/*.md")]):
+        assert page.name == "README.md" or f"]({page.relative_to(docs).as_posix()})" in index, page.name
     for page in sorted(docs.glob("adr/[0-9]*.md")):
         number, _, title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ").partition(". ")
         assert f"| [{number}](adr/{page.name}) | {title} |" in index, page.name

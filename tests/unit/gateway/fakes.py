@@ -1,7 +1,7 @@
 """A gateway in front of a conductor in memory."""
 
+import dataclasses
 import functools
-import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,9 +19,9 @@ from moonpool.rpc.auth import ApiKeys
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.routes import Endpoints, make_app
-from services.gateway.tokenization import GatewayTokenizer
+from services.gateway.routes import make_app
+from services.gateway.service import gateway_context
+from services.gateway.tokenizer import GatewayTokenizer
 from tests.unit.clocks import hurried
 
 MODEL = "tiny"
@@ -47,11 +47,10 @@ def make_gateway(
     client: AsyncClient, config: GatewayConfig, threads: ThreadPoolExecutor, tokenizer: Tokenizer
 ) -> Starlette:
     """The application as the service builds it."""
-    metrics = Metrics("gateway")
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
-    meter = GatewayMetrics(metrics, time.monotonic)
     texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_parser)
-    return make_app(Endpoints(config, client, texts, keys, meter, metrics.registry, started_at=7))
+    context = gateway_context(config, client, texts, Metrics("gateway"), keys)
+    return make_app(dataclasses.replace(context, started_at=7))
 
 
 @functools.cache

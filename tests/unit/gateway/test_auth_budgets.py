@@ -85,10 +85,10 @@ def test_tokens_are_counted_as_they_come() -> None:
     budgets = Budgets(clock)
     ann = owner(tokens=60)
     first, second = budgets.admit([ann]), budgets.admit([ann])
-    first.used(40, 1)
-    first.used(40, 1)
-    second.used(10, 1)
-    second.used(30, 1)  # another prompt of it was placed
+    first.charge(40, 1)
+    first.charge(40, 1)
+    second.charge(10, 1)
+    second.charge(30, 1)  # another prompt of it was placed
     what, wait_s = refused(budgets, ann)
     assert (what, round(wait_s, 6)) == ("tokens", 15.0)
     clock.now += 15

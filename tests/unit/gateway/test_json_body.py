@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from moonpool.errors import InvalidRequest
-from services.gateway.anthropic_messages import MessagesBody
-from services.gateway.context_caching import CacheCreateBody
+from services.gateway.endpoints.anthropic_messages import MessagesBody
+from services.gateway.endpoints.context_caching import CacheCreateBody
+from services.gateway.endpoints.openai_chat import ChatBody
+from services.gateway.endpoints.openai_completions import CompletionBody
+from services.gateway.endpoints.openai_responses import ResponsesBody
+from services.gateway.endpoints.tokenization import DetokenizeBody
 from services.gateway.json_body import Body, JsonPartCounts, check_json_parts, count_json_parts, validate_body
-from services.gateway.openai_completions import ChatBody, CompletionBody
-from services.gateway.openai_responses import ResponsesBody
-from services.gateway.tokenization import DetokenizeBody
 
 MANY = 1000
 CHARACTERS = 'ab"\\{}[],:\n\x00é'
@@ -48,12 +49,12 @@ def test_parts_are_counted_as_they_are_read(value: Any, ascii_only: bool) -> Non
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b"[" * 1_000_000, "16384 lists"),
-        (b"[" + b"[]," * 1_100_000 + b"[]]", "16384 lists"),
+        (b"[" * 1_000_000, "16384 arrays"),
+        (b"[" + b"[]," * 1_100_000 + b"[]]", "16384 arrays"),
         (b'{"a":' * 100_000, "16384 objects"),
         (b"{" + b",".join(b'"%d":1' % number for number in range(70_000)) + b"}", "65536 members"),
-        (b"[" + b'"",' * 140_000 + b'""]', "131072 texts"),
-        (b'"' * (8 << 20), "131072 texts"),
+        (b"[" + b'"",' * 140_000 + b'""]', "131072 strings"),
+        (b'"' * (8 << 20), "131072 strings"),
         (b"[" + b"1," * 1_100_000 + b"1]", "1048576 items"),
     ],
     ids=range(7),

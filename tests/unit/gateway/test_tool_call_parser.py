@@ -7,11 +7,12 @@ import pytest
 from services.gateway.tool_calls import (
     TOOL_CALL_FORMATS,
     ArgumentsDelta,
-    ForcedToolCallParser,
+    ForcedToolParser,
+    MarkedToolParser,
     ParsedToolCall,
     ParserOutput,
-    ToolCallParser,
     ToolCallStart,
+    ToolParser,
     tool_call_format_of,
 )
 
@@ -81,7 +82,7 @@ CASES: list[tuple[str, str, list[str | ParsedToolCall] | None]] = [
 
 def found(family: str, pieces: list[str]) -> list[str | ParsedToolCall]:
     """What is found in a text that comes in pieces; texts that follow one another are one."""
-    finder = ToolCallParser(TOOL_CALL_FORMATS[family], NAMES)
+    finder = MarkedToolParser(TOOL_CALL_FORMATS[family], NAMES)
     parts = [part for piece in pieces for part in finder.push(piece)] + finder.end()
     joined: list[str | ParsedToolCall] = []
     for part in parts:
@@ -108,7 +109,7 @@ def test_calls(family: str, text: str, expected: list[str | ParsedToolCall] | No
 
 def test_text_is_not_held_back() -> None:
     """All but what may begin a call, and white space that may stand before one."""
-    finder = ToolCallParser(TOOL_CALL_FORMATS["hermes"], NAMES)
+    finder = MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES)
     assert finder.push("I am ") == ["I am"]
     assert finder.push("here <t") == [" here"]
     assert finder.push("d> ") == [" <td>"]
@@ -137,7 +138,7 @@ def test_family(template: str, family: str) -> None:
     assert tool_call_format_of(template) == family
 
 
-def told(finder: ToolCallParser | ForcedToolCallParser, text: str, size: int) -> list[str | ParsedToolCall]:
+def told(finder: ToolParser, text: str, size: int) -> list[str | ParsedToolCall]:
     """What is told piece by piece of a text that comes in pieces of a size, put together as a client does it."""
     parts: list[ParserOutput] = [part for at in range(0, len(text), size) for part in finder.push(text[at : at + size])]
     joined: list[str | ParsedToolCall] = []
@@ -166,13 +167,13 @@ def test_calls_in_pieces(family: str, text: str, expected: list[str | ParsedTool
     if expected is None and "unknown" in text:
         return  # behind a call that was told already
     for size in (1, 3, 7, 1000):
-        finder = ToolCallParser(TOOL_CALL_FORMATS[family], NAMES, piecewise=True)
+        finder = MarkedToolParser(TOOL_CALL_FORMATS[family], NAMES, streaming=True)
         assert told(finder, text, size) == ([text] if expected is None and text else expected or [])
 
 
 def test_arguments_are_told_as_they_come() -> None:
     """The name first, as soon as the arguments begin; then each piece of them, and nothing of what is around."""
-    finder = ToolCallParser(TOOL_CALL_FORMATS["hermes"], NAMES, piecewise=True)
+    finder = MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES, streaming=True)
     assert finder.push('Look.<tool_call>\n{"name": "weather", "argu') == ["Look."]
     assert finder.push('ments": ') == []
     assert finder.push('{"ci') == [ToolCallStart("weather"), ArgumentsDelta('{"ci')]
@@ -182,14 +183,14 @@ def test_arguments_are_told_as_they_come() -> None:
 
 def test_a_call_that_breaks_off_has_begun() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Pa'
-    assert told(ToolCallParser(TOOL_CALL_FORMATS["hermes"], NAMES, piecewise=True), text, 4) == [
+    assert told(MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES, streaming=True), text, 4) == [
         ParsedToolCall("weather", '{"city": "Pa')
     ]
 
 
 def test_what_is_not_offered_is_text_in_pieces_too() -> None:
     text = '<tool_call>{"name": "unknown", "arguments": {"a": {}}}</tool_call>'
-    assert told(ToolCallParser(TOOL_CALL_FORMATS["hermes"], NAMES, piecewise=True), text, 4) == [text]
+    assert told(MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES, streaming=True), text, 4) == [text]
 
 
 def test_a_list_of_calls_in_pieces() -> None:
@@ -197,14 +198,14 @@ def test_a_list_of_calls_in_pieces() -> None:
     first, second = '{"name": "weather", "arguments": {"city": "Paris"}}', f'{{"arguments": {ADD_TEXT}, "name": "add"}}'
     text = f'[{first}, {second}, {{"x": 1}}]'
     for size in (1, 5):
-        assert told(ForcedToolCallParser("", NAMES, piecewise=True), text, size) == [WEATHER, ADD, '{"x": 1}']
+        assert told(ForcedToolParser("", NAMES, streaming=True), text, size) == [WEATHER, ADD, '{"x": 1}']
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_forced_arguments_in_pieces(size: int) -> None:
     """All of the answer is arguments; where it is cut, so are they."""
     for text in ('{"city": "Paris"}', '{"city": "Pa'):
-        assert told(ForcedToolCallParser("weather", NAMES, piecewise=True), " " + text, size) == [
+        assert told(ForcedToolParser("weather", NAMES, streaming=True), " " + text, size) == [
             ParsedToolCall("weather", text)
         ]
-    assert told(ForcedToolCallParser("weather", NAMES, piecewise=True), "  ", size) == ["  "]
+    assert told(ForcedToolParser("weather", NAMES, streaming=True), "  ", size) == ["  "]

@@ -1,0 +1,375 @@
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: bodies, handlers, response objects and error bodies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Any, ClassVar, Literal
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
+from moonpool.errors import InvalidRequest
+from moonpool.sampling_params import SamplingParams
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.endpoints.openai_protocol import ContentPart, joined_text, part_text, sdk_tool_call
+from services.gateway.errors import ErrorResponse
+from services.gateway.generation import GenerationResponse, ResponseFormatter
+from services.gateway.json_body import Body, FailFastList, GenerateBody, json_response, to_json_bytes
+from services.gateway.structured_outputs import messages_output_format
+from services.gateway.tool_calls import (
+    AnswerArgumentsDelta,
+    AnswerParser,
+    AnswerPart,
+    AnswerToolCall,
+    ToolSet,
+    checked_tools,
+    tool_definition,
+)
+
+_UNSUPPORTED = {
+    "thinking": (None, {"type": "disabled"}),
+    "mcp_servers": (None, []),
+    "container": (None,),
+    "context_management": (None,),
+    "output_format": (None,),
+}
+"""Fields that are not implemented, each with the values that ask for the default."""
+
+
+class MessagesContentBlock(ContentPart):
+    """A block of a message: text, a tool call (assistant), or the result of a tool call (user)."""
+
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | FailFastList[ContentPart] | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if isinstance(self.content, list):
+            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
+
+
+class MessagesMessage(Body):
+    """One message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | FailFastList[MessagesContentBlock]
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if isinstance(self.content, list):
+            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
+
+    def to_messages(self, field: str) -> Iterator[Message]:
+        """The message for the SDK. Each tool result becomes a message, before the message with the user's text.
+
+        Raises:
+            InvalidRequest: the role cannot have a block; names the block.
+        """
+        if isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content}
+            return
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        for index, block in enumerate(self.content):
+            match self.role, block.type:
+                case "user", "tool_result":
+                    yield _tool_result(block, f"{field}.content.{index}")
+                case "assistant", "tool_use":
+                    calls.append(_tool_use(block, f"{field}.content.{index}"))
+                case _:
+                    texts.append(part_text(block, f"{field}.content.{index}"))
+        message: Message = {"role": self.role, "content": "\n".join(texts)}
+        if calls:
+            message["tool_calls"] = calls
+        if texts or self.role != "user":
+            yield message
+
+
+class MessagesTool(Body):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class MessagesToolChoice(Body):
+    """Whether the model may or must call functions."""
+
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesOutputConfig(Body):
+    """Options of the answer."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (None,)}
+
+    format: dict[str, Any] | None = None
+
+
+class MessagesPrompt(Body):
+    """The conversation: what both endpoints read. The text of `system` becomes the first message."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
+
+    model: str | None = None
+    messages: FailFastList[MessagesMessage]
+    system: str | FailFastList[ContentPart] | None = None
+    tools: FailFastList[MessagesTool] | None = None
+    tool_choice: MessagesToolChoice | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        yield from ((f"messages.{index}", message) for index, message in enumerate(self.messages))
+        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
+        if isinstance(self.system, list):
+            yield from ((f"system.{index}", part) for index, part in enumerate(self.system))
+
+    def check(self) -> None:
+        if not self.messages or self.messages[-1].role != "user":
+            raise InvalidRequest(
+                "messages", "the last message must be a user's; continuing an answer is not supported yet"
+            )
+
+    def to_messages(self) -> list[Message]:
+        """The messages for the SDK.
+
+        Raises:
+            InvalidRequest: a block is not supported; names the block.
+        """
+        system = joined_text(self.system or "", "system")
+        messages: list[Message] = [{"role": "system", "content": system}] if system else []
+        for index, message in enumerate(self.messages):
+            messages += message.to_messages(f"messages.{index}")
+        return messages
+
+    def tool_set(self) -> ToolSet | None:
+        """Functions that the model may call; None without tools, or if `tool_choice` is "none".
+
+        Raises:
+            InvalidRequest: a tool is wrong or not supported; names the field.
+        """
+        choice = self.tool_choice or MessagesToolChoice(type="auto")
+        forced = {"any": "", "tool": choice.name or "?"}.get(choice.type)
+        tools = [] if choice.type == "none" else self.tools or []
+        definitions = [
+            tool_definition(f"tools.{index}", tool.name, tool.description, tool.input_schema)
+            for index, tool in enumerate(tools)
+        ]
+        return checked_tools(definitions, forced, parallel=not choice.disable_parallel_tool_use)
+
+
+class MessagesBody(MessagesPrompt, GenerateBody):
+    """Body of `/v1/messages`."""
+
+    unsupported = _UNSUPPORTED
+
+    max_tokens: int
+    stop_sequences: FailFastList[str] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    output_config: MessagesOutputConfig | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        if self.output_config is not None:
+            yield "output_config", self.output_config
+
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
+        if self.output_config is not None and self.output_config.format is not None:
+            fields["response_format"], fields["grammar"] = messages_output_format(self.output_config.format)
+        return SamplingParams(max_tokens=max_tokens, stop=self.stop_sequences or (), **fields)
+
+
+class CountTokensBody(MessagesPrompt):
+    """Body of `/v1/messages/count_tokens`."""
+
+
+def _tool_result(block: MessagesContentBlock, field: str) -> Message:
+    if not block.tool_use_id:
+        raise InvalidRequest(f"{field}.tool_use_id", "is missing")
+    content = joined_text(block.content or "", f"{field}.content")
+    return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
+
+
+def _tool_use(block: MessagesContentBlock, field: str) -> Any:
+    for name in ("id", "name", "input"):
+        if getattr(block, name) is None:
+            raise InvalidRequest(f"{field}.{name}", "is missing")
+    return sdk_tool_call(block.id or "", block.name or "", json.dumps(block.input, ensure_ascii=False))
+
+
+async def messages(gateway: GatewayContext, request: Request) -> GenerationResponse:
+    """Answer a conversation."""
+    checked = await gateway.auth.read_body(request, MessagesBody)
+    body, state = checked.body, await gateway.cluster.state()
+    job = gateway.builder.prepare(checked, state, body.max_tokens)
+    job.prompts = [{"messages": body.to_messages()}]
+    parser = gateway.builder.offer_tools(job, body.tool_set())
+    decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
+    return gateway.generate(job, MessagesFormatter(state.model, parser, body.stop_sequences or (), decode))
+
+
+async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
+    """Number of tokens of a conversation."""
+    checked = await gateway.auth.read_body(request, CountTokensBody)
+    max_tokens, tools = await gateway.max_model_len(), checked.body.tool_set()
+    tokens = await gateway.tokenizer.encode_chat(
+        checked.body.to_messages(),
+        tools.definitions if tools else (),
+        max_tokens,
+        special=False,
+        add_generation_prompt=True,
+    )
+    return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
+
+
+_ERROR_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "request_too_large",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+}
+
+
+class MessagesFormatter(ResponseFormatter):
+    """Writes a message, or the events of a message."""
+
+    def __init__(
+        self, model: str, parser: AnswerParser, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        """Write answers of `model`.
+
+        Args:
+            model: name of the model in the response.
+            parser: finds the tool calls in the answer.
+            stops: stop texts of the request.
+            decode: returns the text of tokens, to find the stop text that ended the answer.
+        """
+        self._model = model
+        self._parser = parser
+        self._stops = stops
+        self._decode = decode
+        self._head: dict[str, Any] = {}
+        self._blocks = 0  # content blocks that have started
+        self._open = ""  # type of the open block: "text", "call", or "" for none
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        self._parser.start(request_id)
+        self._head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": self._model}
+        if emulated:
+            self._head["emulated"] = True
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        content = [_content_block(part) for part in self._parser.parse_full(result.text, 0)]
+        return {**self._head, "content": content, **self._end(result), "usage": messages_usage(result.usage)}
+
+    def first_events(self) -> Iterator[bytes]:
+        # The usage is known at the end only.
+        empty: dict[str, Any] = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": messages_usage(Usage()),
+        }
+        yield _messages_event("message_start", {"message": {**self._head, **empty}})
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return b"".join(map(self._block, self._parser.push(text, choice)))
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        """Anthropic's API has no log probabilities and no token ids."""
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        yield from map(self._block, self._parser.end(0))
+        yield self._close_block()
+        yield _messages_event("message_delta", {"delta": self._end(result), "usage": messages_usage(result.usage)})
+        yield _messages_event("message_stop", {})
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        return _messages_event("error", anthropic_error_body(error))
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        return anthropic_error_body(error)
+
+    def _block(self, part: AnswerPart) -> bytes:
+        """Events of a part of the answer. Consecutive texts share a block, and so do the parts of a tool call."""
+        match part:
+            case str():
+                before = b"" if self._open == "text" else self._open_block("text", {"type": "text", "text": ""})
+                return before + self._delta({"type": "text_delta", "text": part})
+            case AnswerArgumentsDelta():
+                return self._delta({"type": "input_json_delta", "partial_json": part.arguments})
+        start = self._open_block("call", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
+        whole = {"type": "input_json_delta", "partial_json": part.arguments}
+        return start + (self._delta(whole) if part.arguments else b"")
+
+    def _open_block(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Events that close the open block, if any, and open the next."""
+        before = self._close_block()
+        self._open = kind
+        self._blocks += 1
+        return before + _messages_event("content_block_start", {"index": self._blocks - 1, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return _messages_event("content_block_delta", {"index": self._blocks - 1, "delta": delta})
+
+    def _close_block(self) -> bytes:
+        """The event that closes the open block, if any."""
+        if not self._open:
+            return b""
+        self._open = ""
+        return _messages_event("content_block_stop", {"index": self._blocks - 1})
+
+    def _end(self, result: GenerateResult) -> dict[str, str | None]:
+        stop = self._stopped_by(result)
+        ended = "stop_sequence" if stop is not None else "tool_use" if self._parser.has_tool_calls(0) else "end_turn"
+        return {"stop_reason": "max_tokens" if result.finish_reason == "length" else ended, "stop_sequence": stop}
+
+    def _stopped_by(self, result: GenerateResult) -> str | None:
+        """The stop text that ended the answer: where the text of the answer ends and its tokens go on."""
+        if result.finish_reason != "stop" or not self._stops:
+            return None
+        # Without the prompt before them, some tokenizers drop the first token's leading space.
+        rest = self._decode(result.token_ids)[max(0, len(result.text) - 1) :]
+        found = {rest.find(stop): stop for stop in self._stops if stop in rest}
+        return found[min(found)] if found else None
+
+
+def _content_block(part: str | AnswerToolCall) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
+
+
+def anthropic_error_body(error: ErrorResponse) -> dict[str, Any]:
+    """Anthropic's error body, with the details of the error."""
+    default = "api_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "invalid_request_error"
+    fields = {"type": _ERROR_TYPES.get(error.status, default), "message": error.message}
+    return {"type": "error", "error": fields | error.detail}
+
+
+def messages_usage(usage: Usage) -> dict[str, int]:
+    """Anthropic's usage, which counts cached prompt tokens separately."""
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _messages_event(kind: str, content: Mapping[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), to_json_bytes({"type": kind, **content}))

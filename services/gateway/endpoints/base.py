@@ -1,0 +1,86 @@
+"""What an endpoint is: a handler that takes the gateway's context and a request, and a row in the route table."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool.client import AsyncClient
+from services.gateway.auth import Authenticator
+from services.gateway.cluster_state import ClusterStateCache
+from services.gateway.errors import ErrorResponse
+from services.gateway.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.tokenizer import GatewayTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayContext:
+    """What every handler works with: one object for each gateway process.
+
+    Attributes:
+        client: the SDK's client of the conductor.
+        auth: checks API keys and budgets, and reads bodies.
+        cluster: the model that is served, and the instances.
+        tokenizer: tokenizer and chat template of the served model.
+        builder: builds generation jobs from bodies.
+        metrics: counters and timers of requests.
+        registry: the metrics that `/metrics` shows.
+        wall_clock: returns seconds since 1970.
+        started_at: when the gateway started, in seconds since 1970.
+    """
+
+    client: AsyncClient
+    auth: Authenticator
+    cluster: ClusterStateCache
+    tokenizer: GatewayTokenizer
+    builder: RequestBuilder
+    metrics: GatewayMetrics
+    registry: CollectorRegistry
+    wall_clock: Callable[[], float]
+    started_at: int
+
+    async def max_model_len(self) -> int:
+        """Maximum number of tokens of a sequence of the served model.
+
+        Raises:
+            Mismatch: the cluster serves another model than the gateway's tokenizer is for.
+        """
+        state = await self.cluster.state()
+        self.tokenizer.check_model(state.model)
+        return state.max_tokens
+
+    def generate(self, job: GenerationJob, formatter: ResponseFormatter) -> GenerationResponse:
+        """A response that runs `job` and writes the answer with `formatter`."""
+        return GenerationResponse(self.client, self.metrics, job, formatter)
+
+
+Handler = Callable[[GatewayContext, Request], Awaitable[Response | GenerationResponse]]
+"""Answers one request, or raises a `MoonpoolError`, which becomes an error response."""
+
+
+def openai_error_body(error: ErrorResponse) -> dict[str, Any]:
+    """OpenAI's error body, the default of every endpoint."""
+    return error.body()
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A row of the route table.
+
+    Attributes:
+        method: HTTP method.
+        path: path, with parameters in braces as Starlette writes them: `/v1/models/{model:path}`.
+        handler: answers the requests.
+        error_body: writes the JSON body of an error response.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    error_body: Callable[[ErrorResponse], dict[str, Any]] = openai_error_body

@@ -1,0 +1,56 @@
+"""`/moonpool/state` and `/moonpool/requests`: the cluster and its requests as JSON, for the page and for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool.client.explain import PHASE_NAMES, request_phases
+from moonpool.errors import NotFound
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.json_body import json_response
+
+NO_STORE = {"cache-control": "no-store"}
+
+
+async def state(gateway: GatewayContext, request: Request) -> Response:
+    """The cluster, as `moonpool state --json` prints it.
+
+    Raises:
+        PermissionDenied: the caller is not an operator.
+    """
+    gateway.auth.require_operator(request)
+    return json_response(asdict(await gateway.cluster.state()), NO_STORE)
+
+
+async def list_requests(gateway: GatewayContext, request: Request) -> Response:
+    """The requests that ended last: all of them for an operator, the tenant's own for other callers."""
+    is_visible = gateway.auth.visible_tenants(request)
+    last = (await gateway.cluster.state()).recent.last
+    return json_response({"requests": [asdict(ended) for ended in last if is_visible(ended.tenant)]}, NO_STORE)
+
+
+async def get_request(gateway: GatewayContext, request: Request) -> Response:
+    """One request, as `moonpool explain --json` prints it, with its phases.
+
+    Raises:
+        NotFound: the request is unknown, or belongs to another tenant.
+    """
+    is_visible, name = gateway.auth.visible_tenants(request), request.path_params["name"]
+    try:
+        found = await gateway.client.explain(name)
+    except NotFound:
+        raise _unknown_request(name) from None
+    if not is_visible(found.timeline.tenant):
+        raise _unknown_request(name)
+    if not gateway.auth.is_operator(request):  # the queues of instances show other tenants' requests
+        found = replace(found, candidates=())
+    phases = {"phases": [asdict(phase) for phase in request_phases(found)], "names": PHASE_NAMES}
+    return json_response({"request_id": name, **asdict(found), **phases}, NO_STORE)
+
+
+def _unknown_request(name: str) -> NotFound:
+    """The same message whether the request exists or not, so that other tenants' requests stay hidden."""
+    return NotFound(f"no request {name!r} is known")

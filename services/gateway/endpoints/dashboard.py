@@ -1,0 +1,60 @@
+"""The dashboard page: static files of the package, read once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from http import HTTPStatus
+from importlib import resources
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from services.gateway.endpoints.base import GatewayContext
+
+INDEX_FILE = "index.html"
+
+
+MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-cache",
+}
+"""The page loads nothing from other sites, sends nothing to them, and is not shown within them."""
+
+
+async def index(gateway: GatewayContext, request: Request) -> Response:
+    """The page."""
+    return _file_response(INDEX_FILE)
+
+
+async def file(gateway: GatewayContext, request: Request) -> Response:
+    """A script, style sheet or picture of the page.
+
+    Raises:
+        HTTPException: the page has no such file.
+    """
+    name: str = request.path_params["name"]
+    if name not in _files():
+        raise HTTPException(HTTPStatus.NOT_FOUND)
+    return _file_response(name)
+
+
+@cache
+def _files() -> Mapping[str, bytes]:
+    """Content of the page's files by name."""
+    folder = resources.files("services.gateway") / "static"
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.name.count(".") == 1}
+
+
+def _file_response(name: str) -> Response:
+    return Response(_files()[name], headers=HEADERS, media_type=MEDIA_TYPES[name.rpartition(".")[2]])

@@ -1,0 +1,172 @@
+"""OpenAI's `/v1/chat/completions`: body, handler and response objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+from starlette.requests import Request
+
+from moonpool.client import GenerateArguments
+from moonpool.errors import InvalidRequest
+from moonpool.logprobs import TokenLogprobs
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.endpoints.context_caching import (
+    CacheReference,
+    apply_cache,
+    cache_reference_of_headers,
+    parse_cache_reference,
+)
+from services.gateway.endpoints.openai_protocol import (
+    CompletionOptions,
+    ConversationBody,
+    LogprobsFormatter,
+    OpenAIFormatter,
+    OpenAISamplingBody,
+    sse_event,
+)
+from services.gateway.generation import GenerationResponse
+from services.gateway.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
+
+
+class ChatBody(ConversationBody, OpenAISamplingBody):
+    """Body of `/v1/chat/completions`. The first message may name a cache instead of repeating the cache's messages."""
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    _cache: CacheReference | None = PrivateAttr(None)
+
+    @property
+    def cache(self) -> CacheReference | None:
+        """The cache that the first message named."""
+        return self._cache
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_cache_reference(cls, value: Any, handler: ModelWrapValidatorHandler[ChatBody]) -> ChatBody:
+        messages = value.get("messages") if isinstance(value, dict) else None
+        if not isinstance(messages, list) or not messages:
+            return handler(value)
+        first = messages[0]
+        if not isinstance(first, dict) or first.get("role") != "cache":
+            return handler(value)
+        body = handler({**value, "messages": messages[1:]})
+        body._cache = parse_cache_reference(first.get("content"))
+        return body
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs", "is allowed only if logprobs is true")
+        if (self.messages is None) == (self.prompt_token_ids is None):
+            raise InvalidRequest("messages", "either messages or prompt_token_ids must be given")
+        if self.messages is None and self.tools:
+            raise InvalidRequest("tools", "are allowed only with messages: the chat template shows tools to the model")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_completion_tokens", "differs from max_tokens, its older name")
+        if self.cache is not None and self.tools is not None:
+            raise InvalidRequest("tools", "must be null beside a cache, which has its own")
+
+    def prompt(self) -> GenerateArguments:
+        """The prompt for the SDK.
+
+        Raises:
+            InvalidRequest: a message is wrong; names the field.
+        """
+        return {"token_ids": self.prompt_token_ids} if self.messages is None else {"messages": self.to_messages()}
+
+
+async def chat_completions(gateway: GatewayContext, request: Request) -> GenerationResponse:
+    """Answer a conversation, or a prompt of token ids."""
+    checked = await gateway.auth.read_body(request, ChatBody)
+    body, state = checked.body, await gateway.cluster.state()
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
+    job.prompts, known_tools = [body.prompt()], None
+    if reference := body.cache or cache_reference_of_headers(request.headers):
+        known_tools = await apply_cache(gateway, job, reference, body.tool_set(), repeated=body.cache is None)
+    parser = gateway.builder.offer_tools(job, body.tool_set(), known_tools)
+    logprobs = LogprobsFormatter.of(gateway, body, state)
+    options = CompletionOptions.of(body)
+    if body.return_token_ids:
+        if "context" in job.prompts[0]:
+            raise InvalidRequest("return_token_ids", "is not allowed for a chat that begins with a cache")
+        options = replace(options, prompt_token_ids=await gateway.builder.prompt_token_ids(job))
+    return gateway.generate(job, ChatFormatter(state.model, logprobs, options, parser))
+
+
+class ChatFormatter(OpenAIFormatter):
+    """Writes `chat.completion` objects and `chat.completion.chunk` events."""
+
+    id_prefix = "chatcmpl"
+    object_names = ("chat.completion", "chat.completion.chunk")
+    empty_choice: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    def __init__(
+        self, model: str, logprobs: LogprobsFormatter, options: CompletionOptions, parser: AnswerParser
+    ) -> None:
+        """As the base class; `parser` finds the tool calls in the answers."""
+        super().__init__(model, logprobs, options)
+        self._parser = parser
+
+    def logprobs(self, logprobs: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
+        return self._logprobs_formatter.chat(logprobs)
+
+    def with_prompt_logprobs(self, response: dict[str, Any], logprobs: list[dict[str, Any] | None]) -> dict[str, Any]:
+        return {**response, "prompt_logprobs": logprobs}
+
+    def with_prompt_token_ids(self, response: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        return {**response, "prompt_token_ids": list(prompts[0])}
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        super().start(request_id, emulated=emulated)
+        self._parser.start(request_id)
+
+    def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
+        parts = self._parser.parse_full(text, choice)
+        calls = [tool_call_object(part) for part in parts if isinstance(part, AnswerToolCall)]
+        if not calls:
+            return {"message": {"role": "assistant", "content": text}}
+        content = "".join(part for part in parts if isinstance(part, str))
+        return {"message": {"role": "assistant", "content": content or None, "tool_calls": calls}}
+
+    def first_events(self) -> Iterator[bytes]:
+        start: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+        if (prompts := self._options.prompt_token_ids) is not None:
+            choice = {"index": 0, **start, "logprobs": None, "finish_reason": None, "token_ids": []}
+            yield sse_event(self.with_prompt_token_ids(self._event_object(choice), prompts))
+        for index in range(int(prompts is not None), self._options.choices):
+            yield self._event(start, index, with_tokens=False)
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return self._choice_events(self._parser.push(text, choice), choice)
+
+    def held_back_events(self, choice: int) -> bytes:
+        return self._choice_events(self._parser.end(choice), choice)
+
+    def finish_reason(self, reason: str, choice: int) -> str:
+        return "tool_calls" if reason == "stop" and self._parser.has_tool_calls(choice) else reason
+
+    def _choice_events(self, parts: list[AnswerPart], choice: int) -> bytes:
+        return b"".join(self._event({"delta": _chat_delta(part)}, choice) for part in parts)
+
+
+def tool_call_object(call: AnswerToolCall) -> dict[str, Any]:
+    """OpenAI's object of a tool call."""
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _chat_delta(part: AnswerPart) -> dict[str, Any]:
+    match part:
+        case str():
+            return {"content": part}
+        case AnswerToolCall():
+            return {"tool_calls": [{"index": part.number, **tool_call_object(part)}]}
+    return {"tool_calls": [{"index": part.number, "function": {"arguments": part.arguments}}]}

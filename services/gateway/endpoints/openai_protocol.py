@@ -1,0 +1,527 @@
+"""What OpenAI's APIs share: messages, tools, sampling fields, log probabilities, and the base of the formatters."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, ToolCall, Usage
+from moonpool.errors import InvalidRequest
+from moonpool.logprobs import TokenLogprobs
+from moonpool.sampling_params import SamplingParams
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.errors import ErrorResponse
+from services.gateway.generation import ResponseFormatter
+from services.gateway.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
+from services.gateway.structured_outputs import openai_response_format
+from services.gateway.tool_calls import ToolSet, checked_tools, tool_definition
+
+_REFUSED_MESSAGE_FIELDS = ("function_call", "audio")
+"""Fields of a message that are refused unless null."""
+
+
+class ContentPart(Body):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCallBody(Body):
+    """A called function; `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCallBody(Body):
+    """A tool call in an assistant's message."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCallBody
+
+    def to_tool_call(self) -> ToolCall:
+        """The call for the SDK."""
+        return sdk_tool_call(self.id, self.function.name, self.function.arguments)
+
+
+class ChatMessageBody(Body):
+    """One message of a conversation."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | FailFastList[ContentPart] | None = None
+    tool_calls: FailFastList[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+
+    def unknown_fields(self) -> Iterator[str]:
+        return (name for name in super().unknown_fields() if name not in _REFUSED_MESSAGE_FIELDS)
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        if isinstance(self.content, list):
+            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
+
+    def to_message(self, field: str) -> Message:
+        """The message for the SDK. A developer's message becomes a system's.
+
+        Args:
+            field: name of the message in errors, for example "messages.0".
+
+        Raises:
+            InvalidRequest: a part is not text, or the role cannot have tool calls; names the field.
+        """
+        self._check_fields(field)
+        role = "system" if self.role == "developer" else self.role
+        message: Message = {"role": role, "content": self._text(field)}
+        if self.tool_calls:
+            message["tool_calls"] = [call.to_tool_call() for call in self.tool_calls]
+        if self.tool_call_id:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+    def _check_fields(self, field: str) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in _REFUSED_MESSAGE_FIELDS and value is not None:
+                raise InvalidRequest(f"{field}.{name}", "is not supported yet")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"{field}.tool_calls", "only an assistant's message may have tool calls")
+        if bool(self.tool_call_id) != (self.role == "tool"):
+            raise InvalidRequest(f"{field}.tool_call_id", "must be in each message of a tool, and in no other")
+
+    def _text(self, field: str) -> str:
+        if self.content is None and self.role == "assistant":
+            return ""
+        if self.content is None:
+            raise InvalidRequest(f"{field}.content", "must be text")
+        return joined_text(self.content, f"{field}.content")
+
+
+def sdk_tool_call(id: str, name: str, arguments: str) -> ToolCall:  # noqa: A002
+    """A tool call for the SDK."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def joined_text(content: str | list[ContentPart], field: str, types: tuple[str, ...] = ("text",)) -> str:
+    """Text of a message's content. Line breaks join the parts.
+
+    Raises:
+        InvalidRequest: a part is not text; names the part below `field`.
+    """
+    if isinstance(content, str):
+        return content
+    return "\n".join(part_text(part, f"{field}.{index}", types) for index, part in enumerate(content))
+
+
+def part_text(part: ContentPart, field: str, types: tuple[str, ...] = ("text",)) -> str:
+    """Text of a part whose type is one of `types`.
+
+    Raises:
+        InvalidRequest: the part has another type; names `field`.
+    """
+    if part.type not in types or part.text is None:
+        raise InvalidRequest(field, f"must be a text, not {part.type!r}")
+    return part.text
+
+
+class FunctionBody(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+    def definition(self, field: str) -> dict[str, Any]:
+        """The function as chat templates take functions.
+
+        Raises:
+            InvalidRequest: the name is wrong; names `field`.
+        """
+        return tool_definition(field, self.name, self.description, self.parameters)
+
+
+class ToolBody(Body):
+    """A tool. Only functions are supported."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield "function", self.function
+
+
+class ConversationBody(Body):
+    """A body with messages for the chat template, and tools."""
+
+    messages: FailFastList[ChatMessageBody] | None = None
+    tools: FailFastList[ToolBody] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        yield from ((f"messages.{index}", message) for index, message in enumerate(self.messages or ()))
+        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
+
+    def to_messages(self) -> list[Message]:
+        """The messages for the SDK.
+
+        Raises:
+            InvalidRequest: a message is wrong; names the field.
+        """
+        return [message.to_message(f"messages.{index}") for index, message in enumerate(self.messages or ())]
+
+    def tool_set(self) -> ToolSet | None:
+        """Functions that the model may call; None without tools, or if `tool_choice` is "none".
+
+        Raises:
+            InvalidRequest: a tool is wrong or not supported; names the field.
+        """
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        definitions = [tool.function.definition(f"tools.{index}.function") for index, tool in enumerate(tools)]
+        return checked_tools(definitions, forced_tool(self.tool_choice), parallel=self.parallel_tool_calls is not False)
+
+
+def forced_tool(choice: str | dict[str, Any] | None) -> str | None:
+    """The function that an answer must call; "" for any function, None for no obligation.
+
+    Raises:
+        InvalidRequest: the form is unknown; names `tool_choice`.
+    """
+    match choice:
+        case None | "none" | "auto":
+            return None
+        case "required":
+            return ""
+        case {"type": "function", "function": {"name": str() as name}} | {"type": "function", "name": str() as name}:
+            return name
+    raise InvalidRequest("tool_choice", "must be 'auto', 'none', 'required' or name a function")
+
+
+class StreamOptions(Body):
+    """Options of a streamed response."""
+
+    include_usage: bool | None = None
+
+
+class OpenAISamplingBody(GenerateBody):
+    """Sampling fields of `/v1/chat/completions` and `/v1/completions`."""
+
+    prompt_token_ids: FailFastList[int] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    stop: str | FailFastList[str] | None = None
+    stop_token_ids: FailFastList[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    seed: int | None = None
+    logit_bias: SmallObject[float] | None = None
+    bad_words: FailFastList[str] | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: FailFastList[str] | None = None
+    guided_grammar: str | None = None
+    n: int | None = None
+    return_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        if self.stream_options is not None:
+            yield "stream_options", self.stream_options
+
+    def check(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options", "is allowed only if stream is true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs", "is not allowed if stream is true")
+
+    def wants_logprobs(self) -> bool:
+        return super().wants_logprobs() or self.prompt_logprobs is not None
+
+    def include_usage(self) -> bool:
+        """Whether the stream ends with an event that has the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        names = (
+            "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+            "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "seed", "n",
+            "bad_words", "prompt_logprobs",
+        )  # fmt: skip
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields["response_format"], fields["grammar"] = self._response_format()
+        fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all
+        return SamplingParams(
+            max_tokens=max_tokens, logit_bias=self._logit_bias(), logprobs=self.num_logprobs(), **fields
+        )
+
+    def _response_format(self) -> tuple[str, str]:
+        kinds = ("json", "regex", "choice", "grammar")
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in kinds}
+        return openai_response_format(self.response_format, self.structured_outputs, guided)
+
+    def _logit_bias(self) -> dict[int, float]:
+        try:
+            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
+        except ValueError:
+            raise InvalidRequest("logit_bias", "the names of the members must be token ids") from None
+
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have. vLLM uses the same value."""
+
+
+_REPLACEMENT = "\ufffd"
+
+
+class LogprobsFormatter:
+    """Writes log probabilities in the formats of OpenAI and vLLM.
+
+    Args:
+        decode: returns the text of a token.
+    """
+
+    def __init__(self, decode: Callable[[int], str]) -> None:
+        self._decode = decode
+        self._texts: dict[int, str] = {}  # by token id
+
+    @classmethod
+    def of(cls, gateway: GatewayContext, body: GenerateBody, state: ClusterState) -> LogprobsFormatter:
+        """A formatter with the gateway's tokenizer.
+
+        Raises:
+            Mismatch: `body` asks for log probabilities of another model than the tokenizer's.
+        """
+        if body.wants_logprobs():
+            gateway.tokenizer.check_model(state.model)
+        return cls(lambda token: gateway.tokenizer.decode_now([token], skip_special=False))
+
+    def chat(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """`logprobs` of a choice of a chat completion."""
+        content = [
+            {**self._token(it.token_id, it.logprob), "top_logprobs": [self._token(*pair) for pair in it.top]}
+            for it in logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def plain(self, logprobs: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
+        """`logprobs` of a choice of a completion. `offset` is the number of characters before the first token."""
+        texts, offsets = [self._text(it.token_id) for it in logprobs], []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite_logprob(it.logprob) for it in logprobs],
+            "top_logprobs": [
+                {self._text(token): _finite_logprob(value) for token, value in _top_logprobs(it)} for it in logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+    def chars(self, logprobs: Sequence[TokenLogprobs]) -> int:
+        """Number of characters of tokens."""
+        return sum(len(self._text(it.token_id)) for it in logprobs)
+
+    def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
+        """VLLM's `prompt_logprobs`: for each token, the token and the top ones by id. The first token has None."""
+        return [None if it is None else self._position(it) for it in logprobs]
+
+    def _position(self, it: TokenLogprobs) -> dict[str, Any]:
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(it.top, 1)}
+        ranked.setdefault(it.token_id, (it.logprob, it.rank))
+        return {
+            str(token): {"logprob": _finite_logprob(value), "rank": rank, "decoded_token": self._text(token)}
+            for token, (value, rank) in ranked.items()
+        }
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self._text(token)
+        encoded = None if _REPLACEMENT in text else list(text.encode())  # the token is a part of a character
+        return {"token": text, "logprob": _finite_logprob(logprob), "bytes": encoded}
+
+    def _text(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self._decode(token)
+        return self._texts[token]
+
+
+def _top_logprobs(it: TokenLogprobs) -> list[tuple[int, float]]:
+    """The top tokens and the chosen one; empty if no top tokens were asked for."""
+    return [*it.top, (it.token_id, it.logprob)] if it.top else []
+
+
+def _finite_logprob(logprob: float) -> float:
+    return max(logprob, MIN_LOGPROB)
+
+
+SSE_DONE = b"data: [DONE]\n\n"
+
+
+def sse_event(content: Mapping[str, Any]) -> bytes:
+    """A server-sent event with a JSON object."""
+    return b"data: " + to_json_bytes(content) + b"\n\n"
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's `usage`."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOptions:
+    """Options of a request that change the form of the response.
+
+    Attributes:
+        stream: send the answer as server-sent events.
+        include_usage: end the stream with an event that has the usage.
+        choices: choices for each prompt (`n`).
+        prompt_token_ids: tokens of each prompt, if the response has token ids; else None.
+    """
+
+    stream: bool
+    include_usage: bool
+    choices: int
+    prompt_token_ids: Sequence[Sequence[int]] | None = None
+
+    @classmethod
+    def of(cls, body: OpenAISamplingBody) -> CompletionOptions:
+        """The options of a body, without token ids."""
+        return cls(bool(body.stream), body.include_usage(), body.n or 1)
+
+
+class OpenAIFormatter(ResponseFormatter):
+    """Base of the formatters of chat completions and completions."""
+
+    id_prefix: ClassVar[str]
+    """What the response's id begins with."""
+    object_names: ClassVar[tuple[str, str]]
+    """Value of `object` in a full response, and in the events of a stream."""
+    empty_choice: ClassVar[dict[str, Any]]
+    """A choice without text, in an event."""
+
+    def __init__(self, model: str, logprobs: LogprobsFormatter, options: CompletionOptions) -> None:
+        """`model` is the name in the response; `logprobs` writes log probabilities."""
+        self._model = model
+        self._options = options
+        self._token_ids: defaultdict[int, list[int]] = defaultdict(list)  # not sent yet, by choice
+        self._logprobs_formatter = logprobs
+        self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)  # not sent yet, by choice
+        self._object_name = self.object_names[options.stream]
+        self._head: dict[str, Any] = {}
+        self._around = b"", b""  # what every event has before and after its choice
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        self._head = {
+            "id": f"{self.id_prefix}-{request_id}",
+            "object": self._object_name,
+            "created": int(time.time()),
+            "model": self._model,
+            "system_fingerprint": "emulated" if emulated else None,
+        }
+        usage_member = b',"usage":null' if self._options.include_usage else b""
+        self._around = b"data: " + to_json_bytes(self._head)[:-1] + b',"choices":[', b"]" + usage_member + b"}\n\n"
+
+    def first_events(self) -> Iterator[bytes]:
+        return iter(())
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        return sse_event(error.body())
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        return error.body()
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        for index, choice in enumerate(result.choices):
+            held_back = self.held_back_events(index)
+            reason = self.finish_reason(choice.finish_reason, index)
+            yield held_back + self._event(self.empty_choice, index, reason)
+        if self._options.include_usage:
+            yield sse_event({**self._head, "choices": [], "usage": usage_object(result.usage)})
+        yield SSE_DONE
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        choices = [
+            {
+                "index": index,
+                **self.choice_fields(choice.text, index),
+                "logprobs": self.logprobs(choice.logprobs, index) if choice.logprobs else None,
+                "finish_reason": self.finish_reason(choice.finish_reason, index),
+                **self._tokens(choice.token_ids),
+            }
+            for index, choice in enumerate(result.choices)
+        ]
+        response = {**self._head, "choices": choices, "usage": usage_object(result.usage)}
+        if self._options.prompt_token_ids is not None:
+            response = self.with_prompt_token_ids(response, self._options.prompt_token_ids)
+        if result.prompt_logprobs:
+            response = self.with_prompt_logprobs(response, self._logprobs_formatter.prompt(result.prompt_logprobs))
+        return response
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        self._logprobs[event.choice] += event.logprobs
+        if self._options.prompt_token_ids is not None:
+            self._token_ids[event.choice] += event.token_ids
+
+    def _tokens(self, token_ids: Sequence[int]) -> dict[str, Any]:
+        """VLLM's `token_ids`, if the response has token ids."""
+        return {} if self._options.prompt_token_ids is None else {"token_ids": list(token_ids)}
+
+    def with_prompt_token_ids(self, response: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """A full response or the first event, with the tokens of the prompts where vLLM has them."""
+        raise NotImplementedError
+
+    def _event_object(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """An event with one choice, as an object."""
+        return {**self._head, "choices": [choice], **({"usage": None} if self._options.include_usage else {})}
+
+    def logprobs(self, logprobs: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
+        """`logprobs` of the next tokens of a choice."""
+        raise NotImplementedError
+
+    def with_prompt_logprobs(self, response: dict[str, Any], logprobs: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """A full response, with the log probabilities of the prompt where vLLM has them."""
+        raise NotImplementedError
+
+    def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
+        """The fields of a choice in a full response that have the text."""
+        raise NotImplementedError
+
+    def held_back_events(self, choice: int) -> bytes:
+        """Events with the text that was held back until the choice ended."""
+        return b""
+
+    def finish_reason(self, reason: str, choice: int) -> str:
+        """`finish_reason` in the response."""
+        return reason
+
+    def _event(
+        self, fields: dict[str, Any], index: int, finish_reason: str | None = None, *, with_tokens: bool = True
+    ) -> bytes:
+        """The event of one choice; `with_tokens`: with the log probabilities and tokens that were not sent yet."""
+        found = self._logprobs.pop(index, None) if with_tokens else None
+        logprobs = self.logprobs(found, index) if found else None
+        choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finish_reason}
+        choice |= self._tokens(self._token_ids.pop(index, ()) if with_tokens else ())
+        before, behind = self._around
+        return before + to_json_bytes(choice) + behind

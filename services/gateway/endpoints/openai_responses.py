@@ -1,0 +1,407 @@
+"""OpenAI's `/v1/responses`: body, handler, response object and stream events. Responses are not stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+from starlette.requests import Request
+
+from moonpool.client import GenerateResult, Message, TokenEvent, Usage
+from moonpool.errors import InvalidRequest
+from moonpool.logprobs import TokenLogprobs
+from moonpool.sampling_params import SamplingParams
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.endpoints.openai_protocol import (
+    ContentPart,
+    FunctionBody,
+    LogprobsFormatter,
+    forced_tool,
+    joined_text,
+    sdk_tool_call,
+)
+from services.gateway.errors import ErrorResponse
+from services.gateway.generation import GenerationResponse, ResponseFormatter
+from services.gateway.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
+from services.gateway.structured_outputs import responses_text_format
+from services.gateway.tool_calls import (
+    AnswerArgumentsDelta,
+    AnswerParser,
+    AnswerPart,
+    AnswerToolCall,
+    ToolSet,
+    checked_tools,
+)
+
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+"""The one value of `include` that is supported."""
+
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesContentPart(ContentPart):
+    """A part of an item. A part of an earlier answer has further fields, which are ignored."""
+
+    annotations: FailFastList[Any] | None = None
+    logprobs: FailFastList[Any] | None = None
+
+
+class ResponsesItem(Body):
+    """A message, a tool call, or the result of a tool call."""
+
+    type: Literal["message", "function_call", "function_call_output"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: str | FailFastList[ResponsesContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | FailFastList[ResponsesContentPart] | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        for name, content in (("content", self.content), ("output", self.output)):
+            if isinstance(content, list):
+                yield from ((f"{name}.{index}", part) for index, part in enumerate(content))
+
+    def add_to(self, messages: list[Message], field: str) -> None:
+        """Add the item to the messages for the SDK. A tool call joins the assistant's message before it.
+
+        Raises:
+            InvalidRequest: a field is missing or is not text; names the field.
+        """
+        if self.type == "message":
+            role = "system" if self.role == "developer" else self._required("role", field)
+            messages.append({"role": role, "content": self._text("content", field)})
+        elif self.type == "function_call_output":
+            result: Message = {"role": "tool", "content": self._text("output", field)}
+            messages.append({**result, "tool_call_id": self._required("call_id", field)})
+        else:
+            call_id, function, arguments = (self._required(name, field) for name in ("call_id", "name", "arguments"))
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            calls = messages[-1].setdefault("tool_calls", [])
+            assert isinstance(calls, list)  # created above
+            calls.append(sdk_tool_call(call_id, function, arguments))
+
+    def _required(self, name: str, field: str) -> str:
+        value: str | None = getattr(self, name)
+        if not value:
+            raise InvalidRequest(f"{field}.{name}", "is missing")
+        return value
+
+    def _text(self, name: str, field: str) -> str:
+        content: str | list[ContentPart] | None = getattr(self, name)
+        if content is None:
+            raise InvalidRequest(f"{field}.{name}", "is missing")
+        return joined_text(content, f"{field}.{name}", _TEXT_PARTS)
+
+
+class ResponsesTool(FunctionBody):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+
+
+class ResponsesText(Body):
+    """Options of the answer's text."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    format: dict[str, Any] | None = None
+
+
+class ResponsesBody(GenerateBody):
+    """Body of `/v1/responses`."""
+
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "background": (None, False),
+        "context_management": (None, []),
+        "conversation": (None,),
+        "max_tool_calls": (None,),
+        "previous_response_id": (None,),
+        "prompt": (None,),
+        "reasoning": (None, {}),
+        "store": (None, False),
+        "truncation": (None, "disabled"),
+    }
+
+    input: str | FailFastList[ResponsesItem]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    metadata: SmallObject[str] | None = None
+    text: ResponsesText | None = None
+    include: FailFastList[str] | None = None
+    top_logprobs: int | None = None
+    tools: FailFastList[ResponsesTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    def parts(self) -> Iterator[tuple[str, Body]]:
+        yield from super().parts()
+        if self.text is not None:
+            yield "text", self.text
+        if isinstance(self.input, list):
+            yield from ((f"input.{index}", item) for index, item in enumerate(self.input))
+        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
+
+    def check(self) -> None:
+        for index, value in enumerate(self.include or ()):
+            if value != INCLUDE_LOGPROBS:
+                raise InvalidRequest(f"include.{index}", f"only {INCLUDE_LOGPROBS} is supported")
+        if self.num_logprobs() is not None and self.tools:
+            raise InvalidRequest("tools", "are not allowed together with log probabilities")
+
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.top_logprobs or INCLUDE_LOGPROBS in (self.include or ()) else None
+
+    def to_messages(self) -> list[Message]:
+        """The messages for the SDK.
+
+        Raises:
+            InvalidRequest: an item is wrong; names the field.
+        """
+        messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for index, item in enumerate(self.input):
+            item.add_to(messages, f"input.{index}")
+        return messages
+
+    def tool_set(self) -> ToolSet | None:
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        definitions = [tool.definition(f"tools.{index}") for index, tool in enumerate(tools)]
+        return checked_tools(definitions, forced_tool(self.tool_choice), parallel=self.parallel_tool_calls is not False)
+
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        fields: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        fields["response_format"], fields["grammar"] = responses_text_format(self._text_format())
+        return SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs(), **fields)
+
+    def _text_format(self) -> dict[str, Any]:
+        return (self.text.format if self.text is not None else None) or {"type": "text"}
+
+    def echoed_fields(self) -> dict[str, Any]:
+        """Fields of the request that the response repeats."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "metadata": self.metadata or {},
+            "tools": [
+                {"strict": False, **tool.model_dump(include={"type", "name", "description", "parameters"})}
+                for tool in self.tools or ()
+            ],
+            "tool_choice": self.tool_choice or "auto",
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "text": {"format": self._text_format()},
+            "top_logprobs": self.top_logprobs or 0,
+            "truncation": "disabled",
+            "background": False,
+        }
+
+
+async def responses(gateway: GatewayContext, request: Request) -> GenerationResponse:
+    """Answer a conversation of items."""
+    checked = await gateway.auth.read_body(request, ResponsesBody)
+    body, state = checked.body, await gateway.cluster.state()
+    limit = body.max_output_tokens
+    job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
+    job.prompts = [{"messages": body.to_messages()}]
+    parser = gateway.builder.offer_tools(job, body.tool_set())
+    logprobs = LogprobsFormatter.of(gateway, body, state)
+    return gateway.generate(job, ResponsesFormatter(state.model, parser, body.echoed_fields(), logprobs))
+
+
+class ResponsesFormatter(ResponseFormatter):
+    """Writes a response, or its events. The output is a list of items: one for each text and one for each tool call."""
+
+    def __init__(
+        self, model: str, parser: AnswerParser, echoed_fields: Mapping[str, Any], logprobs: LogprobsFormatter
+    ) -> None:
+        """Write answers of `model`.
+
+        Args:
+            model: name of the model in the response.
+            parser: finds the tool calls in the answer.
+            echoed_fields: fields of the request that the response repeats.
+            logprobs: writes log probabilities.
+        """
+        self._model = model
+        self._parser = parser
+        self._echoed_fields = echoed_fields
+        self._logprobs_formatter = logprobs
+        self._request_id = ""
+        self._head: dict[str, Any] = {}
+        self._num_events = 0
+        self._items: list[dict[str, Any]] = []  # complete items
+        # The open item is a text or a call, or there is none.
+        self._text: list[str] | None = None
+        self._call: AnswerToolCall | None = None  # with its arguments so far
+        self._new_logprobs: list[TokenLogprobs] = []  # not sent yet
+        self._text_logprobs: list[dict[str, Any]] = []  # of the open text
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        self._parser.start(request_id)
+        self._request_id = request_id
+        self._head = {
+            "id": f"resp_{request_id}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": self._model,
+            **self._echoed_fields,
+            **({"emulated": True} if emulated else {}),
+        }
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        parts = self._parser.parse_full(result.text, 0)
+        self._text_logprobs = self._format_logprobs(result.logprobs)
+        output = [self._item(index, part, "completed") for index, part in enumerate(parts)]
+        return self._ended_response(output, result)
+
+    def first_events(self) -> Iterator[bytes]:
+        for name in ("created", "in_progress"):
+            yield self._event(f"response.{name}", response=self._response("in_progress", []))
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return b"".join(map(self._part_events, self._parser.push(text, choice)))
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        self._new_logprobs += event.logprobs
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        yield from map(self._part_events, self._parser.end(0))
+        yield self._close_text() + self._close_call("incomplete" if result.finish_reason == "length" else "completed")
+        response = self._ended_response(self._items, result)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        fields = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response={**self._response("failed", self._items), "error": fields})
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        return error.body()
+
+    def _format_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        content: list[dict[str, Any]] = self._logprobs_formatter.chat(logprobs)["content"] if logprobs else []
+        return content
+
+    def _ended_response(self, output: list[dict[str, Any]], result: GenerateResult) -> dict[str, Any]:
+        """The response object after the answer has ended."""
+        cut = result.finish_reason == "length"
+        response = self._response("incomplete" if cut else "completed", output)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
+        return {**response, "usage": responses_usage(result.usage)}
+
+    def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        empty = {"error": None, "incomplete_details": None, "usage": None}
+        return {**self._head, **empty, "status": status, "output": output}
+
+    def _item(self, index: int, part: str | AnswerToolCall, status: str) -> dict[str, Any]:
+        """An item of the output; `status` is "in_progress", "completed" or "incomplete"."""
+        if isinstance(part, str):
+            content = [_output_text(part, self._text_logprobs)] if status == "completed" else []
+            message_id = f"msg_{self._request_id}_{index}"
+            return {"type": "message", "id": message_id, "status": status, "role": "assistant", "content": content}
+        call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
+        return {"type": "function_call", "id": f"fc_{self._request_id}_{index}", "status": status, **call}
+
+    def _part_events(self, part: AnswerPart) -> bytes:
+        """Events of a part of the answer: more text, a new tool call, or more arguments of the open call."""
+        match part:
+            case str():
+                before = self._close_call() + (self._open_text() if self._text is None else b"")
+                assert self._text is not None
+                self._text.append(part)
+                new, self._new_logprobs = self._format_logprobs(self._new_logprobs), []
+                self._text_logprobs += new
+                return before + self._text_item_event("response.output_text.delta", delta=part, logprobs=new)
+            case AnswerArgumentsDelta():
+                return self._add_arguments(part.arguments)
+        before = self._close_text() + self._close_call()
+        self._call, index = replace(part, arguments=""), len(self._items)
+        item = self._item(index, self._call, "in_progress")
+        started = self._event("response.output_item.added", output_index=index, item=item)
+        return before + started + self._add_arguments(part.arguments)
+
+    def _add_arguments(self, arguments: str) -> bytes:
+        """The event with more arguments of the open call."""
+        if self._call is None or not arguments:
+            return b""
+        self._call = replace(self._call, arguments=self._call.arguments + arguments)
+        return self._event("response.function_call_arguments.delta", **self._call_position(), delta=arguments)
+
+    def _close_call(self, status: str = "completed") -> bytes:
+        if self._call is None:
+            return b""
+        call, position, index = self._call, self._call_position(), len(self._items)
+        item = self._item(index, call, status)
+        self._items.append(item)
+        self._call = None
+        name = "response.function_call_arguments.done"
+        done = self._event(name, **position, name=call.name, arguments=call.arguments)
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _call_position(self) -> dict[str, Any]:
+        """Id and index of the open call."""
+        index = len(self._items)
+        return {"item_id": f"fc_{self._request_id}_{index}", "output_index": index}
+
+    def _open_text(self) -> bytes:
+        self._text = []
+        index = len(self._items)
+        item = self._event("response.output_item.added", output_index=index, item=self._item(index, "", "in_progress"))
+        return item + self._text_item_event("response.content_part.added", part=_output_text("", []))
+
+    def _close_text(self) -> bytes:
+        if self._text is None:
+            return b""
+        text, index = "".join(self._text), len(self._items)
+        # Some tokens have no text, for example the token that ends an answer.
+        self._text_logprobs += self._format_logprobs(self._new_logprobs)
+        self._new_logprobs = []
+        done = self._text_item_event("response.output_text.done", text=text, logprobs=self._text_logprobs)
+        done += self._text_item_event("response.content_part.done", part=_output_text(text, self._text_logprobs))
+        item = self._item(index, text, "completed")
+        self._items.append(item)
+        self._text, self._text_logprobs = None, []
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _text_item_event(self, event_type: str, **fields: Any) -> bytes:
+        """An event of the open text."""
+        index = len(self._items)
+        return self._event(
+            event_type, item_id=f"msg_{self._request_id}_{index}", output_index=index, content_index=0, **fields
+        )
+
+    def _event(self, event_type: str, **fields: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        return b"event: %s\ndata: %s\n\n" % (
+            event_type.encode(),
+            to_json_bytes({"type": event_type, "sequence_number": number, **fields}),
+        )
+
+
+def responses_usage(usage: Usage) -> dict[str, Any]:
+    """`usage` under the names of this API."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

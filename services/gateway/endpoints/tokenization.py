@@ -1,0 +1,61 @@
+"""vLLM's `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool.errors import InvalidRequest
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.endpoints.openai_protocol import ConversationBody
+from services.gateway.json_body import Body, FailFastList, json_response
+
+
+class TokenizeBody(ConversationBody):
+    """`/tokenize`: a prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("prompt", "either prompt or messages must be given")
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`."""
+
+    model: str | None = None
+    tokens: FailFastList[int]
+
+
+async def tokenize(gateway: GatewayContext, request: Request) -> Response:
+    """Tokens of a prompt or of messages."""
+    checked = await gateway.auth.read_body(request, TokenizeBody)
+    body, max_tokens = checked.body, await gateway.max_model_len()
+    if body.prompt is not None:
+        special = body.add_special_tokens is not False
+        tokens = await gateway.tokenizer.encode(body.prompt, max_tokens, special=special)
+    else:
+        tools = body.tool_set()
+        tokens = await gateway.tokenizer.encode_chat(
+            body.to_messages(),
+            tools.definitions if tools else (),
+            max_tokens,
+            special=bool(body.add_special_tokens),
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    strings = await gateway.tokenizer.token_strings(tokens) if body.return_token_strs else None
+    answer = {"count": len(tokens), "max_model_len": max_tokens, "tokens": tokens, "token_strs": strings}
+    return json_response(answer, checked.warning_headers)
+
+
+async def detokenize(gateway: GatewayContext, request: Request) -> Response:
+    """Text of tokens."""
+    checked = await gateway.auth.read_body(request, DetokenizeBody)
+    await gateway.max_model_len()
+    prompt = await gateway.tokenizer.decode(checked.body.tokens)
+    return json_response({"prompt": prompt}, checked.warning_headers)
