@@ -1,1 +1,1 @@
-"""The gateway: HTTP interfaces of others and a page in front of a conductor. A client of the SDK; without torch."""
+"""The gateway: the HTTP APIs of OpenAI, Anthropic and Kimi, and the dashboard page. A client of the SDK."""

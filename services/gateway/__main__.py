@@ -1,4 +1,4 @@
-"""Runs a gateway: flags -> configuration -> process."""
+"""Run a gateway: flags, then configuration, then process."""
 
 import sys
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from services.gateway.service import serve
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until stopped; returns the process's exit code."""
+    """Run until stopped. Returns the exit code of the process."""
     return run_main(GatewayConfig, serve, argv)
 
 

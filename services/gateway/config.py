@@ -13,7 +13,7 @@ from moonpool.errors import ConfigError
 
 
 def _split(value: Any) -> Any:
-    """Names from text that has commas between them, given once or again."""
+    """Split names at commas; a setting may be given several times."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return value
@@ -24,15 +24,15 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
 class GatewayConfig(ServiceConfig):
-    """Serves OpenAI's and Anthropic's HTTP interface, and a page, and passes requests on to a conductor."""
+    """Serves the HTTP APIs of OpenAI and Anthropic and a dashboard page, and sends the requests to a conductor."""
 
     listen: ListenAddress = Field(
         "127.0.0.1:8000",
-        description="HOST:PORT to listen at for HTTP; port 0 takes any free port, which `ready: HOST:PORT` tells",
+        description="HOST:PORT to listen at for HTTP; port 0 takes a free port, shown in the line `ready: HOST:PORT`",
     )
     conductor: PeerAddresses = Field(
         min_length=1,
-        description="HOST:PORT of the conductor that serves the requests; of several, another one when it is lost",
+        description="HOST:PORT of the conductor; with several, the gateway uses another conductor when one is lost",
     )
     model: str = Field(
         description="checkpoint folder, GGUF file or Hugging Face hub id, the same as the conductor's; its tokenizer "
@@ -40,40 +40,40 @@ class GatewayConfig(ServiceConfig):
     )
     api_keys: Path | None = Field(
         None,
-        description="file of hashed API keys and their tenants, read again when it changes; default: no key is "
-        "asked for, and all requests are of one tenant",
+        description="file of hashed API keys and their tenants, read again when the file changes; default: no key is "
+        "needed, and all requests belong to one tenant",
     )
     operator_tenants: Names = Field(
         (),
-        description="tenants whose API keys see the whole cluster and everybody's requests on the page; default: none. "
-        "Without --api-keys everybody does",
+        description="tenants whose API keys see the whole cluster and all requests on the page; default: none. "
+        "Without --api-keys, every caller does",
     )
     https_cert: Path | None = Field(
         None,
-        description="certificate that HTTP clients are shown (PEM), read again when it changes; default: plain HTTP",
+        description="certificate of the HTTP server (PEM), read again when the file changes; default: plain HTTP",
     )
     https_key: Path | None = Field(None, description="private key of --https-cert (PEM)")
-    max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="bytes of a request's body at most")
+    max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
     max_connections: int = Field(
-        4096, ge=1, description="connections open at once; a further one takes the place of one without a request"
+        4096, ge=1, description="maximum number of open connections; if there are more, an idle connection is closed"
     )
     read_timeout_s: float = Field(
-        30.0, gt=0, le=3600, description="seconds that the head of a request may take, and its body again"
+        30.0, gt=0, le=3600, description="seconds in which the head of a request must arrive, and again for the body"
     )
     write_timeout_s: float = Field(
-        60.0, gt=0, le=3600, description="seconds that a client may leave a piece of its answer unread"
+        60.0, gt=0, le=3600, description="seconds after which a client that does not read its response is disconnected"
     )
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds that a request may take")
+    request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
     tool_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
-        "auto", description="how the model writes calls of functions; auto: as its chat template shows"
+        "auto", description="format of the model's tool calls; auto: derived from the chat template"
     )
     tokenizer_threads: int = Field(
         1, ge=1, description="threads that tokenise for /tokenize, /detokenize and /v1/messages/count_tokens"
     )
 
     @model_validator(mode="after")
-    def _paired(self) -> Self:
+    def _check_pair(self) -> Self:
         if (self.https_cert is None) != (self.https_key is None):
-            lacking = "https_key" if self.https_key is None else "https_cert"
-            raise ConfigError(lacking, "must be given: certificate and key go together")
+            missing = "https_key" if self.https_key is None else "https_cert"
+            raise ConfigError(missing, "must be given, too: certificate and key go together")
         return self

@@ -1,7 +1,7 @@
-"""The HTTP server: uvicorn inside a service process, connection limits and timeouts, certificate reload.
+"""The HTTP server: uvicorn within a service process, limits on connections, timeouts, and reload of certificates.
 
-The process has its own signal handlers and logs. Certificate and key are read again when their files change; open
-connections keep the certificate they began with.
+The process has its own signal handlers and logs. If the files of certificate and key change, new connections use the
+new certificate.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ log = get_logger(__name__)
 
 
 class ReloadedCertificate:
-    """The certificate of a gateway.
+    """A certificate that is read again when its files change.
 
     Attributes:
-        context: for the server; it takes the files as they are now for each new connection.
+        context: TLS context for the server; each new connection uses the files as they are then.
     """
 
     def __init__(self, cert: Path, key: Path, watched: WatchedFiles | None = None) -> None:
-        """Read the files, both PEM; those between the certificate and its authority stand behind it.
+        """Read certificate and key, both in PEM format. The file of the certificate may have a chain.
 
-        `watched` tells when they change; None = they are watched here.
+        `watched` says when the files change; None: the object watches the files itself.
 
         Raises:
-            ConfigError: naming `https_cert`: they cannot be read, or do not belong together.
+            ConfigError: the files cannot be read, or do not belong together; names `https_cert`.
         """
         self._cert, self._key = cert, key
         self._files = watched or WatchedFiles([cert, key])
@@ -54,12 +54,12 @@ class ReloadedCertificate:
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        """Called when a client has said hello, whether it names a server or not."""
+        """Choose the certificate of a connection, after the client's hello."""
         self._renew()
         connection.context = self._current
 
     def _renew(self) -> None:
-        """Read the files again when they have changed; a pair that cannot be used leaves all as it was."""
+        """Read the files again if they have changed. If the new files cannot be used, keep the old certificate."""
         if not self._files.changed():
             return
         try:
@@ -73,7 +73,9 @@ class ReloadedCertificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        context.load_cert_chain(self._cert, self._key, password="")  # one that needs any is refused, not asked for
+        context.load_cert_chain(
+            self._cert, self._key, password=""
+        )  # a key with a password is refused, not prompted for
         return context
 
 
@@ -82,22 +84,22 @@ def _ssl_reason(error: OSError) -> str:
 
 
 class HttpConfig(uvicorn.Config):
-    """uvicorn's settings, and the bound that it lacks."""
+    """uvicorn's settings, and a limit on connections, which uvicorn does not have."""
 
     max_connections: int = 0
-    """Connections open at once; 0 = any number."""
+    """Maximum number of open connections; 0 for no limit."""
 
 
 class HttpConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 over h11, which notes since when it waits for what; `sweep` ends what waits too long."""
+    """uvicorn's HTTP/1.1 over h11, with timeouts. `sweep` closes a connection that has waited too long."""
 
     _waits_since: float | None = None
     _blocked_since: float | None = None
     _closing_since: float | None = None
 
     @property
-    def waits(self) -> bool:
-        """Whether it is open and waits for the head of a request."""
+    def is_idle(self) -> bool:
+        """Whether the connection is open and waits for the head of a request."""
         return self._waits_since is not None and not self.transport.is_closing()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -105,7 +107,7 @@ class HttpConnection(H11Protocol):
         self._waits_since = self.loop.time()
         limit = self.config.max_connections if isinstance(self.config, HttpConfig) else 0
         if limit and len(self.connections) > limit:
-            self._least_missed().transport.close()
+            self._least_useful().transport.close()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -128,14 +130,14 @@ class HttpConnection(H11Protocol):
         self._blocked_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, unless an answer has begun already."""
+        """Answer a request that is not HTTP. If a response has started, close the connection instead."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
             self.transport.close()
 
     def sweep(self, now: float, read_timeout_s: float, write_timeout_s: float) -> None:
-        """End this connection if it has waited too long for the head of a request or for its client to read."""
+        """Close this connection if it has waited too long for a request, or for the client to read."""
         if self.transport.is_closing():
             if self._closing_since is None:
                 self._closing_since = now
@@ -146,13 +148,13 @@ class HttpConnection(H11Protocol):
         elif self._waits_since is not None and now - self._waits_since > read_timeout_s:
             self.transport.close()
 
-    def _least_missed(self) -> HttpConnection:
-        """A connection without a request, so that idle ones cannot keep others out; this one when all have some."""
-        others = (one for one in self.connections if isinstance(one, HttpConnection) and one is not self)
-        return next((one for one in others if one.waits), self)
+    def _least_useful(self) -> HttpConnection:
+        """An idle connection, so that idle clients cannot lock out others; this connection if none is idle."""
+        others = (other for other in self.connections if isinstance(other, HttpConnection) and other is not self)
+        return next((other for other in others if other.is_idle), self)
 
     def _between_requests(self) -> bool:
-        """No request is being answered: the next one's head, or the rest of an answered one's body, is coming."""
+        """Whether no request is being answered. The client may still send the rest of a body."""
         return self.cycle is None or self.cycle.response_complete
 
 
@@ -160,19 +162,19 @@ BACKLOG = 2048
 
 
 KEEP_ALIVE_S = 15
-"""Seconds that a connection may be idle between two requests."""
+"""Maximum time between two requests of a connection, in seconds."""
 
 
 SWEEP_S = 1.0
-"""Seconds between two looks at what waits; shorter where a timeout is."""
+"""Seconds between two sweeps over the connections; less if a timeout is shorter."""
 
 
 DRAIN_MARGIN = 0.8
-"""Share of `drain_s` that answers get to end by themselves; then they are cancelled."""
+"""Share of `drain_s` after which responses in progress are cancelled."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn's server without its signal handlers: the process has its own."""
+    """uvicorn's server without signal handlers, which the process has."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -180,7 +182,7 @@ class HttpServer(uvicorn.Server):
 
     @property
     def open_connections(self) -> int:
-        """Connections that are open now."""
+        """Number of open connections."""
         return len(self.server_state.connections)
 
     @contextlib.contextmanager
@@ -194,9 +196,9 @@ class HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serve `app` at `config.listen` while the body runs; yields the server and its port.
+    """Serve `app` at `config.listen` while the body of the `async with` runs. Yields the server and its port.
 
-    On leaving, no new connections are taken, and answers in progress get a share of `drain_s` to end.
+    At the end, the server accepts no new connections, and responses in progress get a share of `drain_s` to finish.
 
     Raises:
         ConfigError: `listen` cannot be bound, or the certificate cannot be used.
@@ -249,7 +251,7 @@ def _bind(listen: str) -> socket.socket:
 
 
 async def _sweep_connections(server: HttpServer, config: GatewayConfig) -> None:
-    """End connections that wait too long, again and again."""
+    """Sweep over the connections until cancelled."""
     loop = asyncio.get_running_loop()
     pause_s = min(SWEEP_S, config.read_timeout_s / 4, config.write_timeout_s / 4)
     while True:

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a gateway, under vLLM's names where vLLM has them, so that existing dashboards work."""
+"""Prometheus metrics of a gateway. If vLLM has a metric, the name is vLLM's, so that existing dashboards work."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ E2E_BUCKETS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
 
 
 class GatewayMetrics:
-    """What a gateway counts and times."""
+    """Counters, gauges and histograms of a gateway."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
-        """Add to the registry of `metrics`; `clock` gives seconds."""
+        """Register in the registry of `metrics`. `clock` returns seconds."""
         self._registry = metrics.registry
         self.clock = clock
         self.waiting = self._gauge("num_requests_waiting", "requests without a first token")
@@ -44,16 +44,16 @@ class GatewayMetrics:
 
     @contextmanager
     def request(self, model: str) -> Iterator[RequestMetrics]:
-        """Follow one request while the body runs; one that has not finished by then was given up."""
-        watch = RequestMetrics(self, model)
+        """Measure one request while the body of the `with` runs. A request without an end counts as aborted."""
+        request_metrics = RequestMetrics(self, model)
         try:
-            yield watch
+            yield request_metrics
         finally:
-            watch.close()
+            request_metrics.close()
 
     def refused(self, status: int, code: str) -> None:
-        """Count an answer that is an error."""
-        self._refused.labels(str(status), code).inc()
+        """Count an error response."""
+        self._refusage.labels(str(status), code).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"vllm:{name}", text, ("model_name", *labels), registry=self._registry)
@@ -66,52 +66,52 @@ class GatewayMetrics:
 
 
 class RequestMetrics:
-    """One request's times and counts."""
+    """Times and counts of one request."""
 
-    def __init__(self, meter: GatewayMetrics, model: str) -> None:
-        self._meter = meter
+    def __init__(self, metrics: GatewayMetrics, model: str) -> None:
+        self._metrics = metrics
         self._model = model
-        self._arrived = meter.clock()
+        self._arrived = metrics.clock()
         self._last = self._arrived
-        self._begun = False
-        self._gaps = meter.gaps.labels(model)
+        self._started = False
+        self._gaps = metrics.gaps.labels(model)
         self._reason = "abort"
-        meter.waiting.labels(model).inc()
-        meter.running.labels(model).inc(0)  # shown from the first request on
+        metrics.waiting.labels(model).inc()
+        metrics.running.labels(model).inc(0)  # so that the gauge exists from the first request on
 
     def tokens(self) -> None:
-        """New tokens of the answer have come."""
-        meter, now = self._meter, self._meter.clock()
-        if self._begun:
+        """Tokens of the answer have arrived."""
+        metrics, now = self._metrics, self._metrics.clock()
+        if self._started:
             self._gaps.observe(now - self._last)
         else:
-            self._begun = True
-            meter.ttft.labels(self._model).observe(now - self._arrived)
-            meter.waiting.labels(self._model).dec()
-            meter.running.labels(self._model).inc()
+            self._started = True
+            metrics.ttft.labels(self._model).observe(now - self._arrived)
+            metrics.waiting.labels(self._model).dec()
+            metrics.running.labels(self._model).inc()
         self._last = now
 
     def failed(self) -> None:
-        """The request was refused or broke."""
+        """The request failed."""
         self._reason = "error"
 
     def finished(self, result: GenerateResult) -> None:
-        """The whole answer is there."""
-        meter, model, used = self._meter, self._model, result.usage
+        """The answer is complete."""
+        metrics, model, usage = self._metrics, self._model, result.usage
         self._reason = result.finish_reason
-        meter.prompt_tokens.labels(model).inc(used.prompt_tokens)
-        meter.generated_tokens.labels(model).inc(used.completion_tokens)
-        meter.cache_queries.labels(model).inc(used.prompt_tokens)
-        meter.cache_hits.labels(model).inc(used.cached_tokens)
-        meter.prompt_lengths.labels(model).observe(used.prompt_tokens)
-        meter.answer_lengths.labels(model).observe(used.completion_tokens)
-        meter.tpot.labels(model).observe(result.timing.tpot_s)
-        meter.queue.labels(model).observe(result.timing.queue_s)
-        meter.prefill.labels(model).observe(result.timing.prefill_s)
+        metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        metrics.generated_tokens.labels(model).inc(usage.completion_tokens)
+        metrics.cache_queries.labels(model).inc(usage.prompt_tokens)
+        metrics.cache_hits.labels(model).inc(usage.cached_tokens)
+        metrics.prompt_lengths.labels(model).observe(usage.prompt_tokens)
+        metrics.answer_lengths.labels(model).observe(usage.completion_tokens)
+        metrics.tpot.labels(model).observe(result.timing.tpot_s)
+        metrics.queue.labels(model).observe(result.timing.queue_s)
+        metrics.prefill.labels(model).observe(result.timing.prefill_s)
 
     def close(self) -> None:
         """The request is over."""
-        meter, model = self._meter, self._model
-        (meter.running if self._begun else meter.waiting).labels(model).dec()
-        meter.ended.labels(model, self._reason).inc()
-        meter.e2e.labels(model).observe(meter.clock() - self._arrived)
+        metrics, model = self._metrics, self._model
+        (metrics.running if self._started else metrics.waiting).labels(model).dec()
+        metrics.ended.labels(model, self._reason).inc()
+        metrics.e2e.labels(model).observe(metrics.clock() - self._arrived)

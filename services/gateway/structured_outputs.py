@@ -1,4 +1,4 @@
-"""Structured outputs: from the response formats of OpenAI, vLLM and Anthropic to the SDK's two fields."""
+"""Structured outputs: translates the response formats of OpenAI, vLLM and Anthropic to the SDK's two fields."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _UNCONSTRAINED: FormatAndGrammar = ("", "")
 
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
-"""vLLM's kinds: members of `structured_outputs`, and with "guided_" before them its older fields."""
+"""vLLM's kinds: members of `structured_outputs`, and the older fields with "guided_" before the kind."""
 
 
 def openai_response_format(
     response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None, guided: Mapping[str, Any]
 ) -> FormatAndGrammar:
-    """The one format that is asked for, if any.
+    """The response format that a body asks for, if any.
 
     Args:
         response_format: OpenAI's field.
@@ -30,31 +30,31 @@ def openai_response_format(
         guided: vLLM's older fields, by kind.
 
     Raises:
-        InvalidRequest: names what is wrong, or that there are two.
+        InvalidRequest: a format is wrong, or there are two formats; names the field.
     """
     found = [("response_format", _openai_format(response_format))] if response_format is not None else []
     found += _vllm_options("structured_outputs.", structured or {})
     found += _vllm_options("guided_", guided)
-    asked = [(name, it) for name, it in found if it != _UNCONSTRAINED]
-    if len(asked) > 1:
-        raise InvalidRequest(asked[1][0], f"does not go with {asked[0][0]}: an answer has one format")
-    return asked[0][1] if asked else _UNCONSTRAINED
+    formats = [(name, it) for name, it in found if it != _UNCONSTRAINED]
+    if len(formats) > 1:
+        raise InvalidRequest(formats[1][0], f"cannot be combined with {formats[0][0]}: an answer has one format")
+    return formats[0][1] if formats else _UNCONSTRAINED
 
 
 def responses_text_format(field: Mapping[str, Any]) -> FormatAndGrammar:
-    """The format of a response: `text.format`, where a schema lies beside its type.
+    """Translate `text.format` of `/v1/responses`, where the schema is beside the type.
 
     Raises:
-        InvalidRequest: names what is wrong.
+        InvalidRequest: the format is wrong; names the field.
     """
     return _response_format("text.format", field, "schema", field)
 
 
 def messages_output_format(field: Mapping[str, Any]) -> FormatAndGrammar:
-    """The format of a message: `output_config.format`, always a schema.
+    """Translate `output_config.format` of `/v1/messages`, which is always a schema.
 
     Raises:
-        InvalidRequest: names what is wrong.
+        InvalidRequest: the format is wrong; names the field.
     """
     if field.get("type") != "json_schema":
         raise InvalidRequest("output_config.format.type", f"must be json_schema, not {field.get('type')!r}")
@@ -66,7 +66,7 @@ def _openai_format(field: Mapping[str, Any]) -> FormatAndGrammar:
 
 
 def _response_format(name: str, field: Mapping[str, Any], place: str, holder: object) -> FormatAndGrammar:
-    """`holder` has the schema, which errors name by its `place` in the field of that `name`."""
+    """Translate a format. `holder` has the schema; errors name the schema `{name}.{place}`."""
     kind = field.get("type")
     if kind == "text":
         return _UNCONSTRAINED

@@ -139,7 +139,7 @@ async def test_tokens_of_answers(stream: bool, tmp_path: Path) -> None:
     """Prompt and answer count, for all keys of the tenant; a refusal by the conductor costs no tokens."""
     lines = line("a", "", "ann") + line("b", "", "ann") + line("c", "", "bob") + "tenant tpm=100 ann\n"
     path = write(tmp_path / "keys", lines, 1)
-    fake = FakeConductor(lambda _: answer([1, 2, 3], prompt_tokens=97))
+    fake = FakeConductor(lambda _: answer([1, 2, 3], prompt_tokens=9700))
     async with answering(fake, api_keys=path) as gateway:
         for key, status in (("a", 200), ("b", 429), ("c", 200)):
             gateway.http.headers["authorization"] = f"Bearer {key}"
@@ -153,7 +153,7 @@ async def test_tokens_of_answers(stream: bool, tmp_path: Path) -> None:
 async def test_a_client_that_leaves_has_used_its_tokens(events: int, tmp_path: Path) -> None:
     """What came until then counts; the prompt too, whether there was a first token or not."""
     path = write(tmp_path / "keys", line("a", "tpm=60", "ann"), 1)
-    holding = Holding(answer([1, 2, 3], prompt_tokens=60)[:events])
+    holding = Holding(answer([1, 2, 3], prompt_tokens=6000)[:events])
     asked = scope(CHAT, authorization="Bearer a")
     with ThreadPoolExecutor(1) as threads:
         app = make_gateway(AsyncClient(transport=holding), settings(api_keys=path), threads, tokenizer())

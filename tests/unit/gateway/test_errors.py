@@ -112,6 +112,19 @@ async def test_wrong_fields_of_a_chat(gateway: Answers, body: dict[str, Any], pa
 
 
 @pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [5]}, "messages.0: must be an object"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages.0.content.0: must be an object"),
+        ({"messages": TURNS, "slo": 5}, "slo: must be an object"),
+        ({"messages": TURNS, "tools": [{"type": "function", "function": []}]}, "tools.0.function: must be an object"),
+    ],
+)
+async def test_errors_name_no_class(gateway: Answers, body: dict[str, Any], message: str) -> None:
+    assert error(await gateway.http.post(CHAT, json=body), 400)["message"] == message
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "prompt"),
