@@ -53,7 +53,7 @@ class GatewayMetrics:
 
     def refused(self, status: int, code: str) -> None:
         """Count an error response."""
-        self._refusage.labels(str(status), code).inc()
+        self._refused.labels(str(status), code).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"vllm:{name}", text, ("model_name", *labels), registry=self._registry)
