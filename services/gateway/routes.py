@@ -27,9 +27,9 @@ from services.gateway.endpoints import (
     tokenization,
 )
 from services.gateway.endpoints.base import Endpoint, GatewayContext, openai_error_body
-from services.gateway.errors import ErrorResponse, HttpError, error_response
-from services.gateway.generation import JSON_MEDIA_TYPE
-from services.gateway.json_body import to_json_bytes
+from services.gateway.serving.errors import ErrorResponse, HttpError, error_response
+from services.gateway.serving.generation import JSON_MEDIA_TYPE
+from services.gateway.serving.json_body import to_json_bytes
 
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),

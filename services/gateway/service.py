@@ -16,15 +16,15 @@ from moonpool.rpc.tls import Security
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
-from services.gateway.auth import Authenticator
-from services.gateway.cluster_state import ClusterStateCache
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.generation import RequestBuilder
 from services.gateway.http_server import HttpServer, http_serving
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.routes import make_app
-from services.gateway.tokenizer import GatewayTokenizer
+from services.gateway.serving.auth import Authenticator
+from services.gateway.serving.cluster_state import ClusterStateCache
+from services.gateway.serving.generation import RequestBuilder
+from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.tokenizer import GatewayTokenizer
 
 CONNECT_TIMEOUT_S = 2.0
 """Seconds for which the gateway retries a conductor that cannot be reached, before the request fails."""
@@ -75,7 +75,13 @@ def gateway_context(
     request_metrics = GatewayMetrics(metrics, time.monotonic)
     return GatewayContext(
         client=client,
-        auth=Authenticator(config, keys, request_metrics.clock),
+        auth=Authenticator(
+            keys,
+            request_metrics.clock,
+            operator_tenants=config.operator_tenants,
+            max_body_bytes=config.max_body_bytes,
+            read_timeout_s=config.read_timeout_s,
+        ),
         cluster=ClusterStateCache(client, request_metrics.clock),
         tokenizer=tokenizer,
         builder=RequestBuilder(config.request_timeout_s, tokenizer),

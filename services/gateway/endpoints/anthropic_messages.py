@@ -16,11 +16,11 @@ from moonpool.errors import InvalidRequest
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import ContentPart, joined_text, part_text, sdk_tool_call
-from services.gateway.errors import ErrorResponse
-from services.gateway.generation import GenerationResponse, ResponseFormatter
-from services.gateway.json_body import Body, FailFastList, GenerateBody, json_response, to_json_bytes
-from services.gateway.structured_outputs import messages_output_format
-from services.gateway.tool_calls import (
+from services.gateway.serving.errors import ErrorResponse
+from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
+from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, json_response, to_json_bytes
+from services.gateway.serving.structured_outputs import messages_output_format
+from services.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,
     AnswerParser,
     AnswerPart,

@@ -11,12 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.client import AsyncClient
-from services.gateway.auth import Authenticator
-from services.gateway.cluster_state import ClusterStateCache
-from services.gateway.errors import ErrorResponse
-from services.gateway.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.tokenizer import GatewayTokenizer
+from services.gateway.serving.auth import Authenticator
+from services.gateway.serving.cluster_state import ClusterStateCache
+from services.gateway.serving.errors import ErrorResponse
+from services.gateway.serving.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
+from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.tokenizer import GatewayTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from moonpool.client.explain import PHASE_NAMES, request_phases
 from moonpool.errors import NotFound
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.json_body import json_response
+from services.gateway.serving.json_body import json_response
 
 NO_STORE = {"cache-control": "no-store"}
 

@@ -20,9 +20,9 @@ from moonpool.client import Context, GenerateResult
 from moonpool.errors import InvalidRequest, NotFound
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import ConversationBody
-from services.gateway.generation import GenerationJob
-from services.gateway.json_body import Body, FailFastList, SmallObject, json_response
-from services.gateway.tool_calls import ToolSet
+from services.gateway.serving.generation import GenerationJob
+from services.gateway.serving.json_body import Body, FailFastList, SmallObject, json_response
+from services.gateway.serving.tool_calls import ToolSet
 
 CACHE_OBJECT = "context_cache_object"
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from moonpool.client import ClusterState
 from moonpool.errors import NotFound
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.json_body import json_response
+from services.gateway.serving.json_body import json_response
 
 
 async def list_models(gateway: GatewayContext, request: Request) -> Response:

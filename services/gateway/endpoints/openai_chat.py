@@ -27,8 +27,8 @@ from services.gateway.endpoints.openai_protocol import (
     OpenAISamplingBody,
     sse_event,
 )
-from services.gateway.generation import GenerationResponse
-from services.gateway.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
+from services.gateway.serving.generation import GenerationResponse
+from services.gateway.serving.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
 
 
 class ChatBody(ConversationBody, OpenAISamplingBody):

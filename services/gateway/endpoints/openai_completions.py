@@ -19,8 +19,8 @@ from services.gateway.endpoints.openai_protocol import (
     OpenAISamplingBody,
     sse_event,
 )
-from services.gateway.generation import GenerationResponse
-from services.gateway.json_body import FailFastList
+from services.gateway.serving.generation import GenerationResponse
+from services.gateway.serving.json_body import FailFastList
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat completion may fill the model's length."""

@@ -13,11 +13,11 @@ from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.errors import ErrorResponse
-from services.gateway.generation import ResponseFormatter
-from services.gateway.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
-from services.gateway.structured_outputs import openai_response_format
-from services.gateway.tool_calls import ToolSet, checked_tools, tool_definition
+from services.gateway.serving.errors import ErrorResponse
+from services.gateway.serving.generation import ResponseFormatter
+from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
+from services.gateway.serving.structured_outputs import openai_response_format
+from services.gateway.serving.tool_calls import ToolSet, checked_tools, tool_definition
 
 _REFUSED_MESSAGE_FIELDS = ("function_call", "audio")
 """Fields of a message that are refused unless null."""

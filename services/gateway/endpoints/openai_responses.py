@@ -22,11 +22,11 @@ from services.gateway.endpoints.openai_protocol import (
     joined_text,
     sdk_tool_call,
 )
-from services.gateway.errors import ErrorResponse
-from services.gateway.generation import GenerationResponse, ResponseFormatter
-from services.gateway.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
-from services.gateway.structured_outputs import responses_text_format
-from services.gateway.tool_calls import (
+from services.gateway.serving.errors import ErrorResponse
+from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
+from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
+from services.gateway.serving.structured_outputs import responses_text_format
+from services.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,
     AnswerParser,
     AnswerPart,

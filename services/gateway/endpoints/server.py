@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from moonpool.errors import Unavailable
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.json_body import json_response
+from services.gateway.serving.json_body import json_response
 
 
 async def health(gateway: GatewayContext, request: Request) -> Response:

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from moonpool.errors import InvalidRequest
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import ConversationBody
-from services.gateway.json_body import Body, FailFastList, json_response
+from services.gateway.serving.json_body import Body, FailFastList, json_response
 
 
 class TokenizeBody(ConversationBody):

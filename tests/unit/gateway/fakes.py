@@ -21,7 +21,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
 from services.gateway.routes import make_app
 from services.gateway.service import gateway_context
-from services.gateway.tokenizer import GatewayTokenizer
+from services.gateway.serving.tokenizer import GatewayTokenizer
 from tests.unit.clocks import hurried
 
 MODEL = "tiny"

@@ -15,7 +15,7 @@ from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
 from services.gateway.endpoints.tokenization import DetokenizeBody
-from services.gateway.json_body import Body, JsonPartCounts, check_json_parts, count_json_parts, validate_body
+from services.gateway.serving.json_body import Body, JsonPartCounts, check_json_parts, count_json_parts, validate_body
 
 MANY = 1000
 CHARACTERS = 'ab"\\{}[],:\n\x00é'

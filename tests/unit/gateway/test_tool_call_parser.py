@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.gateway.tool_calls import (
+from services.gateway.serving.tool_calls import (
     TOOL_CALL_FORMATS,
     ArgumentsDelta,
     ForcedToolParser,

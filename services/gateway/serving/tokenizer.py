@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import Message
 from moonpool.errors import InvalidRequest, Mismatch
-from services.gateway.tool_calls import TOOL_CALL_FORMATS, tool_call_format_of
+from services.gateway.serving.tool_calls import TOOL_CALL_FORMATS, tool_call_format_of
 
 T = TypeVar("T")
 

@@ -29,12 +29,12 @@ from moonpool.client import (
 from moonpool.client.tracing import traceparent
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
 from moonpool.sampling_params import SamplingParams
-from services.gateway.auth import BudgetCharge, CheckedRequest
-from services.gateway.errors import ErrorResponse, error_response
-from services.gateway.json_body import GenerateBody, to_json_bytes
-from services.gateway.metrics import GatewayMetrics, RequestMetrics
-from services.gateway.tokenizer import GatewayTokenizer
-from services.gateway.tool_calls import AnswerParser, ToolSet
+from services.gateway.serving.auth import BudgetCharge, CheckedRequest
+from services.gateway.serving.errors import ErrorResponse, error_response
+from services.gateway.serving.json_body import GenerateBody, to_json_bytes
+from services.gateway.serving.metrics import GatewayMetrics, RequestMetrics
+from services.gateway.serving.tokenizer import GatewayTokenizer
+from services.gateway.serving.tool_calls import AnswerParser, ToolSet
 
 MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""

@@ -8,7 +8,7 @@ until the budget has recovered.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -17,9 +17,8 @@ from starlette.requests import Request
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import PermissionDenied
 from moonpool.rpc.auth import ApiKeys, BudgetOwner
-from services.gateway.config import GatewayConfig
-from services.gateway.errors import BudgetSpentError
-from services.gateway.json_body import Body, BodyT, read_body
+from services.gateway.serving.errors import BudgetSpentError
+from services.gateway.serving.json_body import Body, BodyT, read_body
 
 MINUTE_S = 60.0
 
@@ -150,11 +149,28 @@ class CheckedRequest(Generic[CheckedBodyT]):
 class Authenticator:
     """Checks API keys and budgets."""
 
-    def __init__(self, config: GatewayConfig, keys: ApiKeys | None, clock: Callable[[], float]) -> None:
-        """`keys` are the API keys, None if no key is needed; `clock` returns seconds."""
-        self._config = config
+    def __init__(
+        self,
+        keys: ApiKeys | None,
+        clock: Callable[[], float],
+        operator_tenants: Collection[str],
+        max_body_bytes: int,
+        read_timeout_s: float,
+    ) -> None:
+        """Check requests.
+
+        Args:
+            keys: the API keys; None if no key is needed.
+            clock: returns seconds.
+            operator_tenants: tenants that see the whole cluster.
+            max_body_bytes: maximum size of a body.
+            read_timeout_s: seconds in which a body must arrive.
+        """
         self._keys = keys
         self._budgets = Budgets(clock)
+        self._operator_tenants = operator_tenants
+        self._max_body_bytes = max_body_bytes
+        self._read_timeout_s = read_timeout_s
 
     def tenant(self, request: Request) -> str:
         """Tenant of a request that uses no budget.
@@ -192,7 +208,7 @@ class Authenticator:
             raise PermissionDenied("this key's tenant is not among the gateway's --operator-tenants")
 
     def _is_operator(self, tenant: str) -> bool:
-        return self._keys is None or tenant in self._config.operator_tenants
+        return self._keys is None or tenant in self._operator_tenants
 
     async def read_body(self, request: Request, cls: type[BodyT]) -> CheckedRequest[BodyT]:
         """Check the API key and the budgets, then read and check the body.
@@ -204,7 +220,7 @@ class Authenticator:
             InvalidRequest: a field is wrong; names the field.
         """
         caller = AuthenticatedCaller() if self._keys is None else self._admit(self._keys, _api_key(request))
-        body = await read_body(request, cls, self._config.max_body_bytes, self._config.read_timeout_s)
+        body = await read_body(request, cls, self._max_body_bytes, self._read_timeout_s)
         body.check()
         given = request.headers.get(TRACEPARENT, "")
         return CheckedRequest(caller, body, _unknown_fields_warning(body), given if is_traceparent(given) else "")

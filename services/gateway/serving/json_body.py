@@ -19,8 +19,8 @@ from starlette.responses import Response
 from moonpool.client import Slo
 from moonpool.errors import InvalidRequest
 from moonpool.sampling_params import MAX_LOGIT_BIASES, SamplingParams
-from services.gateway.errors import HttpError
-from services.gateway.tool_calls import ToolSet
+from services.gateway.serving.errors import HttpError
+from services.gateway.serving.tool_calls import ToolSet
 
 UNCHECKED_BYTES = 64 << 10
 """Bodies up to this size are parsed without counting their parts first."""

@@ -1,0 +1,1 @@
+"""What endpoints share: authentication, bodies, generation, tool calls, errors, metrics."""
