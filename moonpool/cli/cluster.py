@@ -14,8 +14,9 @@ from rich.text import Text
 
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client
+from moonpool.client.cluster_state import ClusterState, EndedRequest, InstanceInfo, Quantiles, QueueInfo, RecentInfo
 from moonpool.client.explain import PHASE_NAMES, Candidate, Explanation, RequestPhase, request_phases
-from moonpool.client.types import ClusterState, EndedRequest, InstanceInfo, Placement, Quantiles, QueueInfo, RecentInfo
+from moonpool.client.types import Placement
 from moonpool.errors import MoonpoolError
 
 TIMELINE_WIDTH = 40

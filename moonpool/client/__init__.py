@@ -1,4 +1,4 @@
-"""The client SDK: `Client` blocks, `AsyncClient` is for asyncio; both have the same calls.
+"""The client SDK: `Client` for blocking code and `AsyncClient` for asyncio, with the same calls.
 
     from moonpool.client import Client, SamplingParams
 
@@ -8,20 +8,19 @@
         for event in client.stream(token_ids=[1, 2, 3]):
             print(event.text, end="")
 
-Errors are those of `moonpool.errors`. Torch-free.
+Errors are those of `moonpool.errors`.
 """
 
-from moonpool.client.client import AsyncClient, AsyncTokenStream, Client, TokenStream
+from moonpool.client.client import AsyncClient, Client
+from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo
 from moonpool.client.contexts import AsyncContexts, Context, Contexts, DeletedKV, InstanceDeletion
 from moonpool.client.explain import Candidate, Explanation
+from moonpool.client.token_stream import AsyncTokenStream, TokenStream
 from moonpool.client.types import (
     Choice,
-    ClusterState,
     FinishReason,
-    GaugeValue,
     GenerateArguments,
     GenerateResult,
-    InstanceInfo,
     Message,
     Placement,
     Slo,

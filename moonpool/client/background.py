@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, on which the blocking client drives the asyncio one."""
+"""An event loop in a background thread, on which blocking clients drive asyncio clients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from moonpool.errors import Unavailable
 
 T = TypeVar("T")
+
+
+P = ParamSpec("P")
+
+
+TargetT = TypeVar("TargetT")
 
 
 STOP_TIMEOUT_S = 10.0
@@ -22,7 +29,7 @@ STOP_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class _LoopThread:
-    """A started thread; `stop` belongs to its loop."""
+    """A running thread with an event loop; setting `stop` ends the loop."""
 
     loop: asyncio.AbstractEventLoop
     stop: asyncio.Event
@@ -45,7 +52,7 @@ class _LoopThread:
         return cls(*started.result(), thread, pid)
 
     def end(self) -> None:
-        """Cancel what runs, and wait for the thread unless this is it (the garbage collector may run there)."""
+        """Cancel the loop's tasks, and wait for the thread unless this is the thread (in the garbage collector)."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self.loop.call_soon_threadsafe(self.stop.set)
         if threading.current_thread() is not self.thread:
@@ -53,7 +60,7 @@ class _LoopThread:
 
 
 class BackgroundLoop:
-    """Runs coroutines for blocking callers, from several threads at once. The thread starts with the first call."""
+    """Runs coroutines for blocking callers of any thread. The background thread starts with the first call."""
 
     def __init__(self, process_id: Callable[[], int] = os.getpid) -> None:
         self._process_id = process_id
@@ -63,11 +70,11 @@ class BackgroundLoop:
         self._closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return a coroutine's result. An exception that ends the wait, such as KeyboardInterrupt, cancels it.
+        """Return the result of a coroutine. An exception in the waiting thread, such as KeyboardInterrupt, cancels it.
 
         Raises:
             RuntimeError: the loop is closed, belongs to another process, or is the caller's own.
-            Unavailable: the loop was closed meanwhile.
+            Unavailable: the loop was closed during the call.
         """
         try:
             running = self._start()
@@ -83,21 +90,21 @@ class BackgroundLoop:
             future.cancel()
 
     def check(self) -> None:
-        """Raises RuntimeError as `run` does, for a caller that may not need the loop."""
+        """Raise RuntimeError as `run` does, for a caller that may not need the loop."""
         if self._closed:
             raise RuntimeError("the client is closed")
         if self._running is not None:
             self._check_caller(self._running)
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Call `callback` soon on the loop; without effect when the loop does not run, as nothing is on it then."""
+        """Call `callback` soon on the loop. Does nothing if the loop does not run."""
         running = self._running
         if running is not None:
             with contextlib.suppress(RuntimeError):  # closed
                 running.loop.call_soon_threadsafe(callback)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `last` if anything ever ran, then end the thread; may be called again."""
+        """Run `last` if the loop was ever used, then end the thread. Idempotent."""
         with self._lock:
             closed, self._closed = self._closed, True
             running = self._running
@@ -124,3 +131,23 @@ class BackgroundLoop:
             raise RuntimeError("the client was used before this process was forked; make a new one here")
         if threading.current_thread() is running.thread:
             raise RuntimeError("a blocking client cannot be used on its own event loop; use AsyncClient there")
+
+
+class BlockingFacade(Generic[TargetT]):
+    """Base of a blocking class whose methods run the coroutines of an asyncio object on a background loop."""
+
+    def __init__(self, target: TargetT, loop: BackgroundLoop) -> None:
+        self._target = target
+        self._loop = loop
+
+
+def blocking(
+    method: Callable[Concatenate[TargetT, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[BlockingFacade[TargetT], P], T]:
+    """The blocking version of a coroutine method: same arguments, result, errors and docstring."""
+
+    @wraps(method)
+    def call(self: BlockingFacade[TargetT], *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._loop.run(method(self._target, *args, **kwargs))
+
+    return call

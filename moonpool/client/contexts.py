@@ -1,4 +1,4 @@
-"""Named contexts and deleted KV in the SDK: what callers pass in and get back, and the calls, asyncio and blocking."""
+"""Named contexts and deletion of KV: the calls for asyncio and for blocking code, and their results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from google.protobuf.message import Message as Protobuf
 
-from moonpool.client.background import BackgroundLoop
+from moonpool.client.background import BlockingFacade, blocking
 from moonpool.client.translate import generate_request
 from moonpool.client.types import GenerateArguments, Message
 from moonpool.contracts import assign
@@ -20,7 +20,7 @@ from moonpool.v1 import conductor_pb2 as pb
 
 CREATE_TIMEOUT_S = 30.0
 DELETE_TIMEOUT_S = 120.0
-"""KV is overwritten on disk before the answer."""
+"""Long, because KV is overwritten on disk before the answer."""
 
 Status = Literal["pending", "ready", "error", "inactive"]
 _STATUS: dict[int, Status] = {
@@ -29,27 +29,30 @@ _STATUS: dict[int, Status] = {
     pb.CONTEXT_STATUS_ERROR: "error",
     pb.CONTEXT_STATUS_INACTIVE: "inactive",
 }
-Ask = Callable[[Protobuf, float], Awaitable[Any]]
+Query = Callable[[Protobuf, float], Awaitable[Any]]
+"""Calls the conductor with a request and a timeout in seconds; returns the response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A beginning of prompts that is kept, with its KV.
+    """A named context: the beginning of prompts, whose KV is kept.
 
     Attributes:
-        id: unique.
-        name: for people.
-        status: "pending" while its KV is being computed, "inactive" when its time is over, "error" when `error` says
-            why its KV could not be kept; it may be used in any state but "inactive".
-        created_at: seconds since 1970.
-        expires_at: seconds since 1970.
-        tokens: of its prompt.
-        blocks: full KV blocks of it; `pinned_blocks` of them, of `pinned_bytes`, are kept from eviction.
-        hits: requests that used it.
-        saved_tokens: tokens of it that these did not have to compute.
-        messages: the conversation that it is made of, or none.
-        token_ids: the tokens that it is made of, or none.
-        keys: of its blocks.
+        id: unique id.
+        name: a name for people.
+        status: "pending" while the KV is computed, "ready", "error" if the KV could not be kept (`error` has the
+            reason), or "inactive" after the time to live. A context can be used unless it is inactive.
+        created_at: time of creation, in seconds since 1970.
+        expires_at: end of the time to live, in seconds since 1970.
+        tokens: tokens of the prompt.
+        blocks: full KV blocks of the prompt.
+        pinned_blocks: blocks that are pinned, which means that they are not evicted.
+        pinned_bytes: size of the pinned blocks.
+        hits: requests that used the context.
+        saved_tokens: tokens that these requests did not compute.
+        messages: the conversation, if the context has messages.
+        token_ids: the tokens, if the context has tokens.
+        keys: keys of the blocks.
     """
 
     id: str
@@ -74,7 +77,7 @@ class Context:
     error: str
     keys: tuple[bytes, ...] = ()
     tools: str = ""
-    """JSON of the functions that the model may call, as they were given; "" for none."""
+    """JSON of the functions that the model may call; "" for none."""
 
     @property
     def tools_offered(self) -> list[dict[str, Any]]:
@@ -85,7 +88,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class InstanceDeletion:
-    """What one instance deleted; `error` says why it is not known to have done so."""
+    """What one instance deleted. `error`: why it is not known whether the instance deleted anything; "" if it is."""
 
     instance: str
     blocks: int
@@ -95,13 +98,13 @@ class InstanceDeletion:
 
 @dataclass(frozen=True, slots=True)
 class DeletedKV:
-    """KV that was deleted.
+    """Result of a deletion of KV.
 
     Attributes:
-        id: names the deletion in logs.
-        instances: what each of them did.
-            Where the order had to be repeated because no answer came, what the first one deleted is not in the counts.
-        recorded: kvstores that remember the deletion for instances that are away.
+        id: name of the deletion in logs.
+        instances: what each instance deleted. If the conductor had to repeat its call, the counts are those of the last
+            call.
+        recorded: kvstores that keep a record of the deletion for instances that are away.
     """
 
     id: str
@@ -110,25 +113,25 @@ class DeletedKV:
 
     @property
     def blocks(self) -> int:
-        """Copies of blocks, over all instances."""
-        return sum(one.blocks for one in self.instances)
+        """Deleted copies of blocks, on all instances."""
+        return sum(instance.blocks for instance in self.instances)
 
     @property
     def bytes(self) -> int:
-        """Their bytes."""
-        return sum(one.bytes for one in self.instances)
+        """Size of the deleted copies, in bytes."""
+        return sum(instance.bytes for instance in self.instances)
 
     @property
     def complete(self) -> bool:
-        """Whether every instance that is joined has done it."""
-        return not any(one.error for one in self.instances)
+        """Whether every joined instance has deleted its copies."""
+        return not any(instance.error for instance in self.instances)
 
 
 class AsyncContexts:
-    """The calls about contexts, as `AsyncClient.contexts`; all take `timeout_s`, and raise `moonpool.errors`."""
+    """The calls for contexts, at `AsyncClient.contexts`. Every call takes `timeout_s` and raises `moonpool.errors`."""
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
+    def __init__(self, query: Query) -> None:
+        self._query = query
 
     async def create(
         self,
@@ -145,14 +148,14 @@ class AsyncContexts:
         model: str = "",
         timeout_s: float = CREATE_TIMEOUT_S,
     ) -> Context:
-        """Keep the beginning of prompts: of conversations (`messages`, and `tools`) or of tokens.
+        """Create a context from a conversation (`messages` and `tools`) or from tokens.
 
-        Its KV is computed afterwards, and it may be used at once. `ttl_s` 0 = an hour.
+        The context can be used at once; its KV is computed afterwards. `ttl_s` 0: one hour.
 
         Raises:
-            InvalidRequest: names the field that is wrong.
-            Overloaded: the tenant has too many.
-            Unavailable: no engine or no kvstore is there.
+            InvalidRequest: a field is wrong; names the field.
+            Overloaded: the tenant has too many contexts.
+            Unavailable: the cluster has no engine instance or no kvstore.
         """
         given: GenerateArguments = {"messages": messages, "token_ids": token_ids}
         if tools is not None:
@@ -168,21 +171,21 @@ class AsyncContexts:
             request.chat.CopyFrom(prompt.chat)
         else:
             request.prompt.CopyFrom(prompt.tokens)
-        return context((await self._ask(request, timeout_s)).context)
+        return context((await self._query(request, timeout_s)).context)
 
     async def list(self, *, tenant: str = "", timeout_s: float = CREATE_TIMEOUT_S) -> tuple[Context, ...]:
-        """Return a tenant's contexts, the newest first."""
-        answer = await self._ask(pb.ListContextsRequest(tenant=tenant), timeout_s)
+        """Return the contexts of a tenant, newest first."""
+        answer = await self._query(pb.ListContextsRequest(tenant=tenant), timeout_s)
         return tuple(map(context, answer.contexts))
 
     async def get(self, name: str, *, tenant: str = "", timeout_s: float = CREATE_TIMEOUT_S) -> Context:
-        """Return the context of an id or tag.
+        """Return the context with an id or tag.
 
         Raises:
-            NotFound: the tenant has none.
+            NotFound: the tenant has no such context.
         """
-        request = pb.ListContextsRequest(tenant=tenant, id=_named(name))
-        return context((await self._ask(request, timeout_s)).contexts[0])
+        request = pb.ListContextsRequest(tenant=tenant, id=_checked_name(name))
+        return context((await self._query(request, timeout_s)).contexts[0])
 
     async def update(
         self,
@@ -195,51 +198,35 @@ class AsyncContexts:
         tenant: str = "",
         timeout_s: float = CREATE_TIMEOUT_S,
     ) -> Context:
-        """Let a context live `ttl_s` from now on, or change its metadata or tags."""
-        request = pb.UpdateContextRequest(id=_named(name), tenant=tenant, add_tags=add_tags, remove_tags=remove_tags)
+        """Change the time to live (from now on), the metadata or the tags of a context."""
+        request = pb.UpdateContextRequest(
+            id=_checked_name(name), tenant=tenant, add_tags=add_tags, remove_tags=remove_tags
+        )
         if ttl_s is not None:
             request.ttl_s = ttl_s
         assign("metadata", lambda: request.metadata.update(metadata or {}))
-        return context((await self._ask(request, timeout_s)).context)
+        return context((await self._query(request, timeout_s)).context)
 
     async def delete(
         self, name: str, *, tenant: str = "", timeout_s: float = DELETE_TIMEOUT_S
     ) -> tuple[str, DeletedKV]:
-        """End a context and delete its KV everywhere; its id, and what was deleted."""
-        answer = await self._ask(pb.DeleteContextRequest(name=_named(name), tenant=tenant), timeout_s)
+        """Delete a context and its KV on every instance. Returns the id and the deleted KV."""
+        answer = await self._query(pb.DeleteContextRequest(name=_checked_name(name), tenant=tenant), timeout_s)
         return answer.id, deleted_kv(answer.deleted)
 
 
-class Contexts:
-    """The same calls, blocking, as `Client.contexts`; see `AsyncContexts`."""
+class Contexts(BlockingFacade[AsyncContexts]):
+    """The calls for contexts, at `Client.contexts`, for blocking code. See `AsyncContexts`."""
 
-    def __init__(self, contexts: AsyncContexts, loop: BackgroundLoop) -> None:
-        self._contexts = contexts
-        self._loop = loop
-
-    def create(self, **arguments: Any) -> Context:
-        """Keep the beginning of prompts; see `AsyncContexts.create`."""
-        return self._loop.run(self._contexts.create(**arguments))
-
-    def list(self, **arguments: Any) -> tuple[Context, ...]:
-        """Return a tenant's contexts; see `AsyncContexts.list`."""
-        return self._loop.run(self._contexts.list(**arguments))
-
-    def get(self, name: str, **arguments: Any) -> Context:
-        """Return the context of an id or tag; see `AsyncContexts.get`."""
-        return self._loop.run(self._contexts.get(name, **arguments))
-
-    def update(self, name: str, **arguments: Any) -> Context:
-        """Change a context; see `AsyncContexts.update`."""
-        return self._loop.run(self._contexts.update(name, **arguments))
-
-    def delete(self, name: str, **arguments: Any) -> tuple[str, DeletedKV]:
-        """End a context and delete its KV; see `AsyncContexts.delete`."""
-        return self._loop.run(self._contexts.delete(name, **arguments))
+    create = blocking(AsyncContexts.create)
+    list = blocking(AsyncContexts.list)
+    get = blocking(AsyncContexts.get)
+    update = blocking(AsyncContexts.update)
+    delete = blocking(AsyncContexts.delete)
 
 
 def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Sequence[bytes]) -> pb.DeleteKVRequest:
-    """Build a request to delete KV; it has a name, so that it is carried out once if it has to be asked again."""
+    """Build a request to delete KV. Its id lets conductors run a repeated request once."""
     request = pb.DeleteKVRequest(id=secrets.token_hex(16))
     assign("keys", lambda: setattr(request.selection, "keys", pack_keys(keys)))
     assign("tenants", lambda: request.selection.tenants.extend(tenants))
@@ -248,8 +235,8 @@ def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Se
 
 
 def deleted_kv(message: pb.DeleteKVResponse) -> DeletedKV:
-    """Translate what was deleted."""
-    instances = (InstanceDeletion(one.instance, one.blocks, one.bytes, one.error) for one in message.instances)
+    """Translate the result of a deletion."""
+    instances = (InstanceDeletion(it.instance, it.blocks, it.bytes, it.error) for it in message.instances)
     return DeletedKV(message.id, tuple(instances), message.recorded)
 
 
@@ -266,7 +253,7 @@ def context(message: pb.Context) -> Context:
         status=_STATUS.get(message.status, "error"),
         tenant=made.tenant,
         tags=tuple(made.tags),
-        messages=tuple(map(_turn, made.chat.messages)),
+        messages=tuple(map(_chat_message, made.chat.messages)),
         token_ids=tuple(made.prompt.token_ids),
         description=made.description,
         metadata=dict(made.metadata),
@@ -275,20 +262,20 @@ def context(message: pb.Context) -> Context:
     )
 
 
-def _turn(turn: pb.ChatMessage) -> Message:
-    message: Message = {"role": turn.role, "content": turn.content}
-    if turn.tool_calls:
+def _chat_message(given: pb.ChatMessage) -> Message:
+    message: Message = {"role": given.role, "content": given.content}
+    if given.tool_calls:
         message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in turn.tool_calls
+            for call in given.tool_calls
         ]
-    if turn.tool_call_id:
-        message["tool_call_id"] = turn.tool_call_id
+    if given.tool_call_id:
+        message["tool_call_id"] = given.tool_call_id
     return message
 
 
-def _named(name: str) -> str:
-    """An id or tag; an empty one would mean all of them."""
+def _checked_name(name: str) -> str:
+    """Check an id or tag. The contract takes "" for all contexts."""
     if not name:
         raise InvalidRequest("context", "must not be empty")
     return name

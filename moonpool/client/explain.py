@@ -1,4 +1,4 @@
-"""What `explain` returns: how a request was placed, its timeline, and its phases ready to be drawn."""
+"""The result of `explain`: the placement of a request, its timeline, and its phases, ready to be drawn."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from moonpool.client.types import Placement, Timing, Usage
 
 @dataclass(frozen=True, slots=True)
 class RequestPhase:
-    """What was done between two times, in seconds since the request came to the conductor.
+    """A phase of a request. Times are seconds since the request arrived at the conductor.
 
     Attributes:
-        name: "wait", "place", "queue", "load", "chunk", "stream", "prompt" or "steps" (`NAMES` says what they are).
-        begin_s, end_s: equal where nothing is known but when it was.
-        tokens: of the prompt or the answer; 0 where they say nothing.
+        name: a key of `PHASE_NAMES`.
+        begin_s: start of the phase.
+        end_s: end of the phase; equal to `begin_s` if only one time is known.
+        tokens: tokens of the prompt or the answer; 0 if the phase has no tokens.
     """
 
     name: str
@@ -34,11 +35,11 @@ PHASE_NAMES = {
     "prompt": "decode computes what it lacks of the prompt",
     "steps": "decode generates the answer",
 }
-"""Phases in the order in which they begin."""
+"""Descriptions by name, in the order in which phases begin."""
 
 
 def request_phases(found: Explanation) -> list[RequestPhase]:
-    """The phases of a request that are known; none of one that has no token yet."""
+    """The known phases of a request; empty before its first token."""
     line = found.timeline
     if not line.timing.ttft_s:
         return []
@@ -52,9 +53,9 @@ def request_phases(found: Explanation) -> list[RequestPhase]:
 
 
 def _prefill_phases(line: Timeline, placed_from_s: float) -> Iterator[RequestPhase]:
-    """What comes before the first token, from a time on.
+    """The phases from the placement to the first token.
 
-    The instance's clock is another one; its times are laid so that its first token is the conductor's.
+    The prefill instance has another clock. Its times are shifted so that its first token is the conductor's.
     """
     timing = line.timing
     if not line.chunks:
@@ -75,17 +76,25 @@ def _phase_until(name: str, part: TimedTokens, came_s: float) -> RequestPhase:
 
 
 def _last_token_s(line: Timeline) -> float:
-    """When the last token came that is known of."""
+    """Time of the last known token."""
     return max(line.timing.ttft_s, line.timing.e2e_s, line.token_s[-1] if line.token_s else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Predicted seconds of one prefill instance; their sum is the time to first token. `excluded`: why it was left out.
+    """A prefill instance that was considered, with predicted times in seconds. Their sum is the time to first token.
 
-    `overhead_s` are calls and all else that does not grow with the prompt. `source` is whom it would load from: a
-    kvstore, or another prefill or decode instance; empty where it loads nothing. `cold_blocks`: of what it would load,
-    blocks that are on the source's SSD only.
+    Attributes:
+        instance: id of the instance.
+        local_blocks: blocks of the prompt in the instance's pool.
+        used_blocks: blocks of the prompt that would be reused.
+        queue_s: waiting in the instance's queue.
+        load_s: loading KV.
+        prefill_s: computing the rest of the prompt.
+        excluded: why the instance was excluded; "" if it was not.
+        overhead_s: calls, and other time that does not depend on the prompt.
+        source: kvstore or instance to load KV from; "" if nothing is loaded.
+        cold_blocks: blocks to load that are only on the SSD of the source.
     """
 
     instance: str
@@ -102,7 +111,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TimedTokens:
-    """Tokens of a prompt whose KV came, and when: seconds since the prompt came to its prefill instance."""
+    """Tokens of a prompt whose KV was loaded or computed. Times are seconds since arrival at the prefill instance."""
 
     tokens: int
     begin_s: float
@@ -111,19 +120,19 @@ class TimedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What a request has gone through, up to now or to its end.
+    """The course of a request, until now or until its end.
 
     Attributes:
-        tenant: whose it is.
-        arrived_at: when it came to the conductor, seconds since 1970.
+        tenant: owner of the request.
+        arrived_at: arrival at the conductor, in seconds since 1970.
         usage: tokens so far.
-        timing: times so far; `e2e_s` is 0 while it runs.
+        timing: times so far; `e2e_s` is 0 while the request runs.
         local_tokens: prompt tokens that were in the prefill instance's pool.
-        loads: what it loaded from kvstores and other instances.
-        chunks: what it computed, step by step; at most the first 256 steps.
-        transfer_tail_s: from the first token until all KV was at decode; 0 = before it, or it did not go there.
-        sent_bytes: KV that went to decode.
-        token_s: when tokens came, seconds since the arrival; at most the first 512 times.
+        loads: KV loaded from kvstores and other instances.
+        chunks: prefill steps; at most the first 256.
+        transfer_tail_s: seconds from the first token until decode had all KV; 0 if decode had all KV before the token.
+        sent_bytes: KV sent to decode.
+        token_s: times of tokens, in seconds since arrival; at most the first 512.
     """
 
     tenant: str = ""
@@ -140,9 +149,18 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """How a request was placed; `placement` is None when it was refused, and `refused` says why.
+    """How a request was placed. Measured times are 0 until they are known.
 
-    Measured times are 0 as long as they are not known. `policy` is the name of that by which prefill was chosen.
+    Attributes:
+        placement: the instances; None if the request was refused.
+        candidates: prefill instances that were considered.
+        measured_ttft_s: measured time to first token, in seconds.
+        measured_tpot_s: measured mean time per token, in seconds.
+        refused: why the request was refused; "" if it was not.
+        policy: name of the placement policy.
+        waited_s: seconds that the request waited at the conductor for a placement.
+        timeline: the course of the request.
+        lane: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
     """
 
     placement: Placement | None
@@ -152,7 +170,5 @@ class Explanation:
     refused: str
     policy: str = ""
     waited_s: float = 0.0
-    """Seconds that it waited at the conductor for a place."""
     timeline: Timeline = Timeline()
     lane: str = ""
-    """The lane on which the prompt's KV went to decode; empty before the first token, and where none went."""

@@ -1,4 +1,4 @@
-"""A conductor in memory, for tests of programs that use the SDK: no network, no model, no torch.
+"""A conductor in memory, for tests of programs that use the SDK: no network and no model.
 
 fake = FakeConductor()
 with fake.client() as client:
@@ -19,7 +19,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 Script = Iterable[pb.GenerateResponse | Exception]
-"""Messages of one answer in order; an exception among them is raised at its place."""
+"""Messages of one answer, in order. An exception among the messages is raised when its turn comes."""
 
 
 def answer(
@@ -32,7 +32,7 @@ def answer(
     from_position: int = 0,
     seed: int = 0,
 ) -> list[pb.GenerateResponse]:
-    """Return an answer's messages, one token each, from a position on; token n has the text "n "."""
+    """The messages of an answer, one for each token, from a position on. Token n has the text "n "."""
     tokens = list(token_ids)
     placement = pb.Placement(prefill="prefill-0", decode="decode-0")
     placed = pb.Placed(request_id=request_id, placement=placement, prompt_tokens=prompt_tokens, seed=seed)
@@ -56,20 +56,20 @@ def answer(
 
 
 class FakeConductor:
-    """Answers every request by a script, and remembers what was asked and what was cancelled."""
+    """A fake conductor: answers requests by a script, and records the requests and the cancelled ones."""
 
     def __init__(self, script: Callable[[pb.GenerateRequest], Script] | None = None) -> None:
-        """Answer with `script(request)`, or with tokens 1, 2, 3 cut to `max_tokens`."""
+        """Answer with `script(request)`. Default: the tokens 1, 2, 3, at most `max_tokens`."""
         self._script = script or _default_script
         self.requests: list[pb.GenerateRequest] = []
         self.timeouts_s: list[float] = []
         self.cancelled: list[pb.GenerateRequest] = []
-        """Requests whose call was cancelled before its end."""
+        """Requests that were cancelled before their end."""
         self.state = pb.ClusterStateResponse(ready=True)
         self.explanations: dict[str, pb.ExplainResponse] = {}
         self.gauges = pb.ConductorStatsResponse()
         self.asked: list[Message] = []
-        """Requests of further calls, such as those about contexts; `answers` has what each is answered, by its name."""
+        """Requests of other calls, for example of contexts. `answers` has the response by the name of the request."""
         self.answers: dict[str, Message | Exception] = {}
 
     def client(
@@ -79,7 +79,7 @@ class FakeConductor:
         connect_timeout_s: float = 0.0,
         resume_timeout_s: float = 0.0,
     ) -> Client:
-        """A client of this conductor, and of others when it is lost."""
+        """A client of this conductor, and of `others` if this conductor is lost."""
         return Client(
             transport=[_FakeTransport(fake) for fake in (self, *others)],
             timeout_s=timeout_s,
@@ -94,7 +94,7 @@ class FakeConductor:
         connect_timeout_s: float = 0.0,
         resume_timeout_s: float = 0.0,
     ) -> AsyncClient:
-        """A client of this conductor, and of others when it is lost."""
+        """A client of this conductor, and of `others` if this conductor is lost."""
         return AsyncClient(
             transport=[_FakeTransport(fake) for fake in (self, *others)],
             timeout_s=timeout_s,
@@ -108,7 +108,7 @@ class FakeConductor:
         return FakeCall(self, request, iter(self._script(request)))
 
     def answer(self, request: Message) -> Message:
-        """What any call but Generate is answered; raises MoonpoolError."""
+        """The response to any call but Generate; raises MoonpoolError."""
         match request:
             case pb.ExplainRequest():
                 return self.explain(request)
@@ -125,14 +125,14 @@ class FakeConductor:
         return found
 
     def explain(self, request: pb.ExplainRequest) -> pb.ExplainResponse:
-        """Return what `explanations` holds; raises NotFound."""
+        """The response that `explanations` has; raises NotFound."""
         if request.request_id not in self.explanations:
             raise NotFound(f"no decision about request {request.request_id!r}")
         return self.explanations[request.request_id]
 
 
 class FakeCall:
-    """A running call."""
+    """A running call of Generate."""
 
     def __init__(
         self, fake: FakeConductor, request: pb.GenerateRequest, script: Iterator[pb.GenerateResponse | Exception]
@@ -156,7 +156,7 @@ class FakeCall:
         return step
 
     def cancel(self) -> None:
-        """End the call; noted if it was not over."""
+        """End the call. A call that was not over is recorded as cancelled."""
         if not self._over:
             self._over = True
             self._fake.cancelled.append(self._request)
@@ -169,11 +169,11 @@ class _FakeTransport:
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> FakeCall:
         return self._fake.begin(request, timeout_s)
 
-    async def ask(self, request: Message, timeout_s: float) -> Any:
+    async def query(self, request: Message, timeout_s: float) -> Any:
         return self._fake.answer(request)
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """There is nothing to close."""
 
 
 def _default_script(request: pb.GenerateRequest) -> Script:

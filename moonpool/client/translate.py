@@ -1,30 +1,23 @@
-"""Pure translation between the SDK's types and the contract's messages."""
+"""Translates between the SDK's types and the messages of the contract."""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache, partial
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from moonpool.client.explain import Candidate, Explanation, TimedTokens, Timeline
+from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo, QueueInfo, RecentInfo, TierInfo
+from moonpool.client.explain import Candidate, Explanation, Timeline
 from moonpool.client.types import (
     Choice,
-    ClusterState,
-    EndedRequest,
     FinishReason,
-    GaugeValue,
     GenerateArguments,
     GenerateResult,
-    InstanceInfo,
     Message,
     Placement,
-    Quantiles,
-    QueueInfo,
-    RecentInfo,
-    TenantInfo,
-    TierInfo,
     Timing,
     TokenEvent,
     Usage,
@@ -35,7 +28,7 @@ from moonpool.logprobs import TokenLogprobs
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20
-"""Largest message that gRPC takes, on both sides."""
+"""Maximum size of a gRPC message, at the client and at the conductor."""
 
 
 _FINISH: dict[int, FinishReason] = {
@@ -54,11 +47,11 @@ _KINDS: dict[int, str] = {
 
 
 def generate_request(given: GenerateArguments, *, whole: bool = False) -> conductor_pb2.GenerateRequest:
-    """Build a request; `whole`: its answer is not read token by token.
+    """Build a request. `whole`: the answer is sent as one message.
 
     Raises:
-        InvalidRequest: not exactly one prompt was given, or a value does not fit its field; names it.
-        TypeError: an argument is not known.
+        InvalidRequest: there is not exactly one prompt, or a value does not fit its field; names the field.
+        TypeError: an argument is unknown.
     """
     unknown = set(given) - set(GenerateArguments.__annotations__)
     if unknown:
@@ -67,7 +60,7 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
     for name in ("tenant", "model", "request_id"):
         _assign(request, name, given.get(name, ""))
     _assign(request, "priority", given.get("priority", 0))
-    form = _set_prompt(request, given)
+    prompt_field = _set_prompt(request, given)
     sampling, slo = given.get("sampling"), given.get("slo")
     if sampling is not None:
         request.sampling.CopyFrom(sampling_to_proto(sampling))
@@ -79,17 +72,19 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
         _assign(request.context, "id", given.get("context", ""), "context")
         _assign(request.context, "reset_ttl_s", given.get("context_ttl_s", 0.0), "context_ttl_s")
     if request.ByteSize() > MAX_REQUEST_BYTES:
-        raise InvalidRequest(form, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are taken")
+        raise InvalidRequest(
+            prompt_field, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are allowed"
+        )
     return request
 
 
 def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments) -> str:
-    """Set the prompt in the form that was given; returns the name of the form."""
+    """Set the prompt. Returns the name of the argument that has the prompt."""
     prompt, token_ids, messages = given.get("prompt"), given.get("token_ids"), given.get("messages")
-    if sum(form is not None for form in (prompt, token_ids, messages)) != 1:
+    if sum(value is not None for value in (prompt, token_ids, messages)) != 1:
         raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
     if given.get("tools") and messages is None:
-        raise InvalidRequest("tools", "are for messages only: the chat template shows them to the model")
+        raise InvalidRequest("tools", "are allowed only with messages: the chat template shows tools to the model")
     if prompt is not None:
         _assign(request, "text", prompt, "prompt")
         return "prompt"
@@ -105,17 +100,17 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
 
 
 class ResultCollector:
-    """Makes events and finally the result of a stream's messages, and checks that no token is lost or doubled."""
+    """Turns the messages of a stream into events and a result, and checks that no token is missing or repeated."""
 
     def __init__(self) -> None:
         self.result: GenerateResult | None = None
-        """The whole answer, once it has ended."""
+        """The whole answer; None before the end."""
         self.request_id = ""
         self.prompt_tokens = 0
-        """Tokens of the prompt, 0 before it was placed."""
+        """Number of tokens of the prompt; 0 before the request is placed."""
         self.placements: list[Placement] = []
         self.resumes = 0
-        """How often the stream was taken up again."""
+        """How many times the stream was resumed."""
         self._seed = 0
         self._point: conductor_pb2.ResumePoint | None = None
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # by choice
@@ -125,16 +120,16 @@ class ResultCollector:
 
     @property
     def started(self) -> bool:
-        """Something has been received."""
+        """Whether a message has arrived."""
         return bool(self.placements or self._tokens or self.result)
 
     @property
     def resumable(self) -> bool:
-        """The conductor has told how the stream is taken up again."""
+        """Whether the conductor has sent the point from which the stream can be resumed."""
         return self._point is not None
 
     def resume(self, request: conductor_pb2.GenerateRequest) -> conductor_pb2.GenerateRequest:
-        """The request with which the stream goes on behind what has come; at first the request itself."""
+        """The request for the rest of the answer; at first the request itself."""
         if self._point is None:
             return request
         self.resumes += 1
@@ -160,10 +155,10 @@ class ResultCollector:
         return again
 
     def take(self, message: conductor_pb2.GenerateResponse) -> TokenEvent | None:
-        """Take a message; returns an event when it holds one.
+        """Take a message. Returns the event of the message, if it has one.
 
         Raises:
-            StreamBroken: tokens are missing or came twice.
+            StreamBroken: tokens are missing or repeated.
         """
         match message.WhichOneof("event"):
             case "placed":
@@ -173,7 +168,7 @@ class ResultCollector:
                 self._point = message.placed.resume if message.placed.HasField("resume") else None
                 if message.placed.corrected:
                     del self.placements[-1:]
-                self.placements.append(placement(message.placed.placement))
+                self.placements.append(from_message(Placement, message.placed.placement))
             case "delta":
                 return self._delta(message.delta)
             case "prompt_logprobs":
@@ -183,10 +178,10 @@ class ResultCollector:
         return None
 
     def ended(self) -> GenerateResult:
-        """Return the result at the stream's end.
+        """The result, at the end of the stream.
 
         Raises:
-            StreamBroken: the stream ended before the answer did.
+            StreamBroken: the stream ended before the answer.
         """
         if self.result is None:
             raise StreamBroken("the stream ended before the answer did")
@@ -216,14 +211,14 @@ class ResultCollector:
         )
 
     def _finished(self, finished: conductor_pb2.Finished) -> GenerateResult:
-        last, choices = placement(finished.placement), self._choices(finished)
+        last, choices = from_message(Placement, finished.placement), self._choices(finished)
         return GenerateResult(
             request_id=self.request_id,
             token_ids=choices[0].token_ids,
             text=choices[0].text,
             finish_reason=choices[0].finish_reason,
-            usage=_copy(Usage, finished.usage),
-            timing=_copy(Timing, finished.timing),
+            usage=from_message(Usage, finished.usage),
+            timing=from_message(Timing, finished.timing),
             placement=last,
             seed=self._seed,
             placements=(*self.placements[:-1], last),
@@ -235,10 +230,10 @@ class ResultCollector:
 
 
 def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-    """Row by row.
+    """Log probabilities of each token.
 
     Raises:
-        StreamBroken: they are not those of the tokens.
+        StreamBroken: their number does not match the tokens.
     """
     found = logprobs_from_proto(message)
     if len(found) != len(token_ids) or not found.consistent:
@@ -250,20 +245,14 @@ def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> tuple[TokenLogpro
     return _logprobs(message.logprobs, message.token_ids[1:])
 
 
-def placement(message: conductor_pb2.Placement) -> Placement:
-    """Translate a placement."""
-    translated: Placement = _copy(Placement, message)
-    return translated
-
-
 _ENGINE_KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
 
 
 def change_role(instance_id: str, kind: str) -> conductor_pb2.ChangeRoleRequest:
-    """The request.
+    """Build a request to change the role of an instance.
 
     Raises:
-        InvalidRequest: there is no such role.
+        InvalidRequest: the role is unknown.
     """
     if kind not in _ENGINE_KINDS:
         raise InvalidRequest("kind", f"must be prefill or decode, is {kind!r}")
@@ -271,7 +260,7 @@ def change_role(instance_id: str, kind: str) -> conductor_pb2.ChangeRoleRequest:
 
 
 def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
-    """Translate the cluster's picture."""
+    """Translate the state of a cluster."""
     return ClusterState(
         ready=message.ready,
         model=message.model.name,
@@ -280,38 +269,23 @@ def cluster_state(message: conductor_pb2.ClusterStateResponse) -> ClusterState:
         conductor=message.conductor.address,
         instances=tuple(map(_instance, message.instances)),
         emulated=message.model.emulated,
-        queue=_queue(message.queue),
-        recent=_recent(message.recent),
+        queue=from_message(QueueInfo, message.queue),
+        recent=from_message(RecentInfo, message.recent),
     )
 
 
 def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
     """Translate an explanation."""
     return Explanation(
-        placement=placement(message.placement) if message.HasField("placement") else None,
-        candidates=tuple(_copy(Candidate, candidate) for candidate in message.candidates),
+        placement=from_message(Placement, message.placement) if message.HasField("placement") else None,
+        candidates=tuple(from_message(Candidate, candidate) for candidate in message.candidates),
         measured_ttft_s=message.measured_ttft_s,
         measured_tpot_s=message.measured_tpot_s,
         refused=message.refused,
         policy=message.policy,
         waited_s=message.waited_s,
-        timeline=_timeline(message.timeline),
+        timeline=from_message(Timeline, message.timeline),
         lane=message.lane,
-    )
-
-
-def _timeline(message: conductor_pb2.Timeline) -> Timeline:
-    return Timeline(
-        tenant=message.tenant,
-        arrived_at=message.arrived_at,
-        usage=_copy(Usage, message.usage),
-        timing=_copy(Timing, message.timing),
-        local_tokens=message.local_tokens,
-        loads=tuple(_copy(TimedTokens, load) for load in message.loads),
-        chunks=tuple(_copy(TimedTokens, chunk) for chunk in message.chunks),
-        transfer_tail_s=message.transfer_tail_s,
-        sent_bytes=message.sent_bytes,
-        token_s=tuple(message.token_s),
     )
 
 
@@ -339,26 +313,7 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         promised_blocks=load.promised_blocks,
         indexed_blocks=state.indexed_blocks,
         draining=load.draining,
-        tiers=tuple(_copy(TierInfo, tier) for tier in load.tiers),
-    )
-
-
-def _queue(state: conductor_pb2.QueueState) -> QueueInfo:
-    tenants = tuple(_copy(TenantInfo, tenant) for tenant in state.tenants)
-    return QueueInfo(state.for_limits, state.for_room, state.prompt_bytes, tenants)
-
-
-def _recent(state: conductor_pb2.RecentState) -> RecentInfo:
-    return RecentInfo(
-        window_s=state.window_s,
-        requests=state.requests,
-        usage=_copy(Usage, state.usage),
-        ttft_s=_copy(Quantiles, state.ttft_s),
-        tpot_s=_copy(Quantiles, state.tpot_s),
-        last=tuple(
-            EndedRequest(it.request_id, it.tenant, _copy(Usage, it.usage), _copy(Timing, it.timing))
-            for it in state.last
-        ),
+        tiers=tuple(from_message(TierInfo, tier) for tier in load.tiers),
     )
 
 
@@ -379,9 +334,31 @@ def _tool_call(call: Mapping[str, Any]) -> conductor_pb2.ToolCall:
     return conductor_pb2.ToolCall(id=call["id"], name=function["name"], arguments=function["arguments"])
 
 
-def _copy(cls: Any, message: Any) -> Any:
-    """Build a dataclass whose fields are all fields of a message of the same name and type."""
-    return cls(**{item.name: getattr(message, item.name) for item in fields(cls)})
+DataclassT = TypeVar("DataclassT")
+
+
+def from_message(cls: Callable[..., DataclassT], message: Any) -> DataclassT:
+    """Build a dataclass from a message whose fields have the same names.
+
+    A field whose type is a dataclass, or a tuple of dataclasses, is built the same way.
+    """
+    return cls(**{name: convert(getattr(message, name)) for name, convert in _converters(cls)})
+
+
+@cache
+def _converters(cls: Any) -> Sequence[tuple[str, Callable[[Any], Any]]]:
+    hints = get_type_hints(cls)
+    return [(field.name, _converter(hints[field.name])) for field in fields(cls)]
+
+
+def _converter(hint: Any) -> Callable[[Any], Any]:
+    """The function that converts the value of a message's field to a type."""
+    if is_dataclass(hint):
+        return partial(from_message, hint)
+    if get_origin(hint) is tuple:
+        convert = _converter(get_args(hint)[0])
+        return lambda values: tuple(map(convert, values))
+    return lambda value: value
 
 
 def _assign(message: Any, name: str, value: object, field: str | None = None) -> None:

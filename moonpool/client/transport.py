@@ -1,7 +1,7 @@
-"""How the client reaches a conductor: the transport interface, gRPC as the real one, and failover.
+"""How the client reaches a conductor: the transport interface, the gRPC transport, and failover.
 
-A transport takes and returns the contract's messages and raises Moonpool's errors. Tests put
-`moonpool.client.testing.FakeConductor` in its place.
+A transport takes and returns messages of the contract and raises Moonpool's errors. Tests use the transport of
+`moonpool.client.testing.FakeConductor`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
-from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
+from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
 from moonpool.rpc.channels import ConnectionMonitor, check_health
 from moonpool.rpc.errors import DETAIL_KEY, from_rpc_error
 from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
@@ -46,32 +46,32 @@ class GenerateCall(Protocol):
     """A running Generate call."""
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
-        """Messages as they come; raises MoonpoolError."""
+        """Iterate over the messages; raises MoonpoolError."""
         ...
 
     def cancel(self) -> None:
-        """End the call, and with it the request everywhere; may be called at any time and again."""
+        """End the call, and cancel the request everywhere. Idempotent."""
         ...
 
 
 class Transport(Protocol):
-    """What a client asks of a conductor. All times are seconds; all calls raise MoonpoolError."""
+    """The calls of a conductor that a client needs. Times are in seconds; every call raises MoonpoolError."""
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
-        """Begin a request."""
+        """Start a request."""
         ...
 
-    async def ask(self, request: Message, timeout_s: float) -> Any:
-        """Ask anything else: `XRequest` is answered by the `XResponse` of the call `X`."""
+    async def query(self, request: Message, timeout_s: float) -> Any:
+        """Call the method `X` of the conductor with an `XRequest`; returns its `XResponse`."""
         ...
 
     async def aclose(self) -> None:
-        """End all calls; may be called again."""
+        """End all calls. Idempotent."""
         ...
 
 
 def moonpool_error(error: grpc.RpcError) -> MoonpoolError:
-    """Return our error for a failed call; UNAVAILABLE that does not come from a Moonpool service is `NotConnected`."""
+    """The Moonpool error for a failed call. UNAVAILABLE from other than a Moonpool service is `NotConnected`."""
     ours = from_rpc_error(error)
     metadata: Any = (error.trailing_metadata() or ()) if hasattr(error, "trailing_metadata") else ()
     answered = any(key == DETAIL_KEY for key, _ in metadata)
@@ -84,32 +84,32 @@ class GrpcTransport:
     """gRPC on the running event loop; connects on first use."""
 
     def __init__(self, address: str, tls: Tls | None = None, api_key: str = "", silence_s: float = 0.0) -> None:
-        """Take "host:port", certificates, and a key that is sent only where there are some.
+        """Connect to `address`, "host:port", with TLS if `tls` is given. The API key is sent over TLS only.
 
-        The channel belongs to the loop that runs at first use. Calls fail with `NotConnected` when the conductor says
-        nothing for `silence_s` seconds; 0 = never.
+        The channel belongs to the event loop that runs at first use. Calls fail with `NotConnected` if the conductor
+        is silent for `silence_s` seconds; 0: never.
         """
         self._address = address
         self._tls = tls
-        shown = bool(api_key) and tls is not None
-        self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if shown else ()
+        send_key = bool(api_key) and tls is not None
+        self._key: tuple[tuple[str, str], ...] = (("authorization", f"Bearer {api_key}"),) if send_key else ()
         self._channel: grpc.aio.Channel | None = None
-        self._pulse = ConnectionMonitor(self._ask, silence_s)
+        self._monitor = ConnectionMonitor(self._check_health, silence_s)
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         return _GrpcCall(
-            self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key), self._pulse
+            self._stub().Generate(request, timeout=timeout_s, metadata=metadata() + self._key), self._monitor
         )
 
-    async def ask(self, request: Message, timeout_s: float) -> Any:
+    async def query(self, request: Message, timeout_s: float) -> Any:
         call = getattr(self._stub(), type(request).__name__.removesuffix("Request"))(
             request, timeout=timeout_s, metadata=self._key
         )
-        return await _await_answer(self._pulse, call.cancel, call)
+        return await _await_answer(self._monitor, call.cancel, call)
 
     async def aclose(self) -> None:
-        """Close the channel; its calls are cancelled."""
-        await self._pulse.aclose()
+        """Close the channel, which cancels its calls."""
+        await self._monitor.aclose()
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close()
@@ -122,7 +122,7 @@ class GrpcTransport:
     def _stub(self) -> Any:
         return ConductorServiceStub(self._connected())
 
-    async def _ask(self, timeout_s: float) -> None:
+    async def _check_health(self, timeout_s: float) -> None:
         await check_health(self._connected(), timeout_s)
 
     def _connect(self) -> grpc.aio.Channel:
@@ -134,17 +134,17 @@ class GrpcTransport:
 
 
 class _GrpcCall:
-    """An iterator and not a generator: abandoned half-way, it needs no cleanup by the event loop."""
+    """A call of Generate. An iterator, not a generator: an abandoned iterator needs no cleanup by the event loop."""
 
-    def __init__(self, call: Any, pulse: ConnectionMonitor) -> None:
+    def __init__(self, call: Any, monitor: ConnectionMonitor) -> None:
         self._call = call
-        self._pulse = pulse
+        self._monitor = monitor
 
     def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
         return self
 
     async def __anext__(self) -> pb.GenerateResponse:
-        message: object = await _await_answer(self._pulse, self._call.cancel, self._call.read())
+        message: object = await _await_answer(self._monitor, self._call.cancel, self._call.read())
         if not isinstance(message, pb.GenerateResponse):
             raise StopAsyncIteration
         return message
@@ -154,15 +154,15 @@ class _GrpcCall:
 
 
 async def _await_answer(
-    pulse: ConnectionMonitor, give_up: Callable[[], object], answer: Awaitable[Response]
+    monitor: ConnectionMonitor, give_up: Callable[[], object], answer: Awaitable[Response]
 ) -> Response:
-    """Waits for an answer on a call.
+    """Wait for the answer of a call.
 
     Raises:
-        NotConnected: the conductor does not answer at all.
-        MoonpoolError: what it answers.
+        NotConnected: the conductor is silent.
+        MoonpoolError: the conductor's error.
     """
-    with pulse.waiting(give_up) as waiting:
+    with monitor.waiting(give_up) as waiting:
         try:
             return await answer
         except grpc.aio.AioRpcError as error:
@@ -181,10 +181,10 @@ LAST_PAUSE_S = 1.0
 
 
 class ConductorList:
-    """All of them, in the order given. The one that answered last is asked first.
+    """The transports of all conductors, in the order given. The conductor that answered last is tried first.
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: the list is empty.
     """
 
     def __init__(self, transports: Sequence[Transport]) -> None:
@@ -200,21 +200,24 @@ class ConductorList:
         return self._transports[number]
 
     async def aclose(self) -> None:
-        """Closes all."""
+        """Close all transports."""
         for transport in self._transports:
             await transport.aclose()
 
 
 class ConductorFailover:
-    """One call's way to a conductor that answers.
+    """The order in which one call tries the conductors.
 
     Attributes:
-        round: how often all of them were asked.
-        number: of the one that is asked now.
+        round: how many times all conductors were tried.
+        number: index of the conductor to try now.
     """
 
     def __init__(self, conductors: ConductorList, limit_s: float, number: int | None = None) -> None:
-        """Tries them for `limit_s` seconds of pauses, from the one of this `number`, or that answered last, on."""
+        """Try the conductors with pauses of at most `limit_s` seconds in total.
+
+        `number`: index of the conductor to try first; None: the conductor that answered last.
+        """
         self.round = 0
         self.number = conductors.first if number is None else number
         self._conductors = conductors
@@ -223,15 +226,15 @@ class ConductorFailover:
 
     @property
     def transport(self) -> Transport:
-        """Who is asked now."""
+        """Transport of the conductor to try now."""
         return self._conductors[self.number]
 
     def found(self) -> None:
-        """It has answered."""
+        """Note that the conductor has answered."""
         self._conductors.first = self.number
 
     def failed(self) -> float | None:
-        """It was not reached: another one is asked after this pause, seconds; None when the time is over."""
+        """Note that the conductor was not reached. Returns the pause before the next attempt; None: give up."""
         self.number = (self.number + 1) % len(self._conductors)
         self._left -= 1
         if self._left:
@@ -242,9 +245,36 @@ class ConductorFailover:
 
 
 def backoff_pauses(limit_s: float, first_s: float = FIRST_PAUSE_S, last_s: float = LAST_PAUSE_S) -> Iterator[float]:
-    """Pauses between attempts to reach a conductor, seconds, doubling, together at most `limit_s`."""
+    """Pauses between attempts to reach a conductor, in seconds: they double, and their sum is at most `limit_s`."""
     spent, pause = 0.0, first_s
     while spent + pause <= limit_s:
         yield pause
         spent += pause
         pause = min(pause * 2, last_s)
+
+
+def loop_time() -> float:
+    """The running event loop's time, in seconds."""
+    return asyncio.get_running_loop().time()
+
+
+def remaining_s(deadline: float) -> float:
+    """Seconds until `deadline`, a time of the event loop.
+
+    Raises:
+        DeadlineExceeded: the deadline has passed.
+    """
+    left = deadline - loop_time()
+    if left <= 0:
+        raise DeadlineExceeded("the time for this call has passed")
+    return left
+
+
+async def pause_before_retry(pause_s: float | None, deadline: float) -> None:
+    """Wait before the next attempt.
+
+    Call this while the error of the last attempt is handled: without a further attempt, the error is raised again.
+    """
+    if pause_s is None or loop_time() + pause_s >= deadline:
+        raise
+    await asyncio.sleep(pause_s)

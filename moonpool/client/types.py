@@ -1,4 +1,4 @@
-"""What callers of the SDK pass in and get back; names are those of vLLM and OpenAI where they have one."""
+"""Arguments and results of requests. If vLLM or OpenAI has a name for a thing, the name is theirs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 
 class CalledFunction(TypedDict):
-    """A function that was called; `arguments` is a JSON object as text."""
+    """A called function; `arguments` is a JSON object as text."""
 
     name: str
     arguments: str
 
 
 class ToolCall(TypedDict):
-    """A call of a function in an assistant's turn, in OpenAI's form."""
+    """A tool call in an assistant's message, in OpenAI's form."""
 
     id: str
     type: Literal["function"]
@@ -28,13 +28,13 @@ class ToolCall(TypedDict):
 
 
 class Message(TypedDict):
-    """One turn of a conversation.
+    """One message of a conversation.
 
     Attributes:
-        role: "system", "user", "assistant" or "tool" (the result of a call).
+        role: "system", "user", "assistant" or "tool" (the result of a tool call).
         content: the text.
-        tool_calls: what an assistant's turn has called.
-        tool_call_id: which call a tool's turn is the result of.
+        tool_calls: tool calls of an assistant's message.
+        tool_call_id: id of the call that a tool's message is the result of.
     """
 
     role: str
@@ -45,10 +45,13 @@ class Message(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """Latency limits, seconds; None = no limit. A request that would miss one is refused with `Overloaded`.
+    """Latency limits in seconds; None for no limit. A request that would miss a limit is refused with `Overloaded`.
 
-    It may wait for `queue_s` seconds before that; this time does not count in `ttft_s`. 0 = it is refused at once, None
-    = what the conductor's `--queue-deadline-s` says.
+    Attributes:
+        ttft_s: time to first token, without the time of `queue_s`.
+        tbt_s: time between tokens.
+        queue_s: how long the request may wait for a placement that keeps the limits. 0: it is refused at once. None:
+            the conductor's `--queue-deadline-s`.
     """
 
     ttft_s: float | None = None
@@ -60,21 +63,21 @@ class GenerateArguments(TypedDict, total=False):
     """Keyword arguments of `generate` and `stream`: exactly one of `prompt`, `token_ids` and `messages`.
 
     Attributes:
-        prompt: text, tokenised by the conductor.
-        token_ids: tokens as they are.
-        messages: a conversation; the model's chat template makes a prompt of it.
+        prompt: text, which the conductor tokenises.
+        token_ids: the prompt as tokens.
+        messages: a conversation; the model's chat template turns the messages into a prompt.
         tools: functions that the model may call, with `messages`: OpenAI's definitions, as the chat template takes
-            them. Calls come as text, in the model's own form; with `SamplingParams.skip_special_tokens` false, special
-            tokens that mark them are part of it.
-        sampling: how tokens are chosen.
+            them. A call is text in the answer, in the model's own form. If `SamplingParams.skip_special_tokens` is
+            false, the text has the special tokens that mark the call.
+        sampling: sampling parameters.
         slo: latency limits.
-        tenant: whose request it is; tenants do not share KV.
-        model: name of the model; "" = whatever is served.
-        request_id: unique in the cluster; drawn by the conductor when "".
-        context: id or tag of a context that goes before the messages or tokens; "" = none.
-        context_ttl_s: the context lives so many seconds from now on; 0 = as it was.
-        priority: as in vLLM, a lower one is served earlier; among the tenant's own requests; -100 to 100.
-        timeout_s: seconds the request may take; None = the client's.
+        tenant: owner of the request; tenants do not share KV.
+        model: name of the model; "" for the model that is served.
+        request_id: unique in the cluster; "": the conductor chooses an id.
+        context: id or tag of a context that precedes the messages or tokens; "" for none.
+        context_ttl_s: new time to live of the context in seconds; 0 leaves the time as it is.
+        priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
+        timeout_s: time limit of the request in seconds; None for the client's default.
     """
 
     prompt: str | None
@@ -94,7 +97,7 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted. `cached_tokens` are prompt tokens whose KV was not computed anew; 0 of a resumed stream."""
+    """Counts of tokens. `cached_tokens` are prompt tokens whose KV was reused; 0 for a resumed stream."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -103,9 +106,14 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds on the conductor's clock: to the first token, per further token, to the end, waiting, prefilling.
+    """Times of a request in seconds, measured by the conductor. A resumed stream counts from its last resume.
 
-    Of a resumed stream: since it was resumed the last time.
+    Attributes:
+        ttft_s: from arrival to the first token.
+        tpot_s: mean time per further token.
+        e2e_s: from arrival to the end.
+        queue_s: waiting for prefill.
+        prefill_s: prefill.
     """
 
     ttft_s: float = 0.0
@@ -117,7 +125,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a request ran: ids of instances, "" for none, and what was predicted."""
+    """Where a request runs: ids of instances, "" for none, and the predicted times."""
 
     prefill: str = ""
     decode: str = ""
@@ -125,21 +133,26 @@ class Placement:
     predicted_cached_blocks: int = 0
     predicted_ttft_s: float = 0.0
     emulated: bool = False
-    """Compute was emulated: times are a profile's, tokens mean nothing."""
+    """Compute is emulated: the times come from a profile, and the tokens have no meaning."""
     predicted_tbt_s: float = 0.0
-    """Of a step, as decode predicted with its promise; 0 = it was not needed."""
+    """Time of a decode step, as the decode instance predicted; 0 if no prediction was needed."""
     predicted_tpot_s: float = 0.0
-    """Mean from one token of the answer to the next, as `Timing.tpot_s`; 0 = not predicted."""
+    """Mean time per token, as `Timing.tpot_s`; 0 if not predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """New tokens of an answer, the first of them at `position`, and the text that became certain with them.
+    """New tokens of an answer, and the text that became certain with them.
 
-    With several answers (`SamplingParams.n`), `choice` says of which; they come mixed, each in order.
+    The text may lag behind the tokens, while a character or a stop text is incomplete. The last event may have text
+    and no tokens. The texts of all events are the text of the answer. The token that ends an answer has no text.
 
-    Text may lag behind tokens (a character or a stop text may be incomplete); the last event may have text alone. All
-    texts together are the answer's text. A token that ended the answer is among the tokens and has no text.
+    Attributes:
+        position: index of the first token in the answer.
+        token_ids: the tokens.
+        text: the text.
+        choice: number of the answer, if the request has several (`SamplingParams.n`). Events of the answers alternate.
+        logprobs: log probabilities of the tokens, if `SamplingParams.logprobs` asks for them.
     """
 
     position: int
@@ -147,14 +160,13 @@ class TokenEvent:
     text: str
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the tokens, where `SamplingParams.logprobs` wants them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One of a request's answers. `finish_reason` is "stop", "length" or "cancelled".
+    """One answer of a request. `finish_reason` is "stop", "length" or "cancelled".
 
-    A hypothesis of a beam search has a `score`: its log probability over (its tokens ^ length penalty).
+    A hypothesis of a beam search has a `score`: log probability / (number of tokens ^ length penalty).
     """
 
     token_ids: list[int]
@@ -162,12 +174,12 @@ class Choice:
     finish_reason: FinishReason
     score: float | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of all tokens, where `SamplingParams.logprobs` wants them."""
+    """Log probabilities of all tokens, if `SamplingParams.logprobs` asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """A whole answer, the first one when there are several. `finish_reason` is "stop", "length" or "cancelled"."""
+    """A whole answer; with several answers, the first. `finish_reason` is "stop", "length" or "cancelled"."""
 
     request_id: str
     token_ids: list[int]
@@ -178,132 +190,13 @@ class GenerateResult:
     placement: Placement
     seed: int
     placements: tuple[Placement, ...] = ()
-    """Every placement the request had, the last one included: more than one when an instance failed on the way."""
+    """Every placement of the request, in order: more than one if an instance failed."""
     choices: tuple[Choice, ...] = ()
-    """All answers, in the order of their numbers."""
+    """All answers, by number."""
     resumes: int = 0
-    """How often the stream was lost with its conductor, or the connection to it, and taken up again."""
+    """How many times the stream lost its conductor or its connection and was resumed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """As `Choice.logprobs`, of the first answer."""
+    """`Choice.logprobs` of the first answer."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Of the prompt's tokens, where `SamplingParams.prompt_logprobs` wants them; None of the first, which nothing
-    precedes."""
-
-
-@dataclass(frozen=True, slots=True)
-class TierInfo:
-    """What a kvstore holds in a tier, "dram" or "ssd"."""
-
-    name: str
-    blocks: int
-    used_bytes: int
-    capacity_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class InstanceInfo:
-    """An instance as the conductor sees it. `tiers` are a kvstore's."""
-
-    id: str
-    kind: str
-    address: str
-    incarnation: int
-    running: int
-    waiting: int
-    queued_tokens: int
-    total_blocks: int
-    free_blocks: int
-    cached_blocks: int
-    promised_blocks: int
-    indexed_blocks: int
-    draining: bool
-    tiers: tuple[TierInfo, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class TenantInfo:
-    """A tenant's requests at the conductor, and how many of them wait there; `weight` is its share."""
-
-    tenant: str
-    weight: float
-    requests: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class QueueInfo:
-    """Requests that wait at the conductor: for a limit that can be kept, and for room at decode.
-
-    `prompt_bytes` are those of the former. `tenants` are those with requests here, waiting or not; 100 at most.
-    """
-
-    for_limits: int = 0
-    for_room: int = 0
-    prompt_bytes: int = 0
-    tenants: tuple[TenantInfo, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """A quantity of some requests: half of them have less than `p50`, one in a hundred has more than `p99`."""
-
-    p50: float = 0.0
-    p99: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class EndedRequest:
-    """A request that was answered."""
-
-    request_id: str
-    tenant: str
-    usage: Usage
-    timing: Timing
-
-
-@dataclass(frozen=True, slots=True)
-class RecentInfo:
-    """Requests that the conductor answered in the last `window_s` seconds.
-
-    Attributes:
-        window_s: a minute, or less if the conductor is younger.
-        requests: how many there were; at most 1,024 are counted.
-        usage: their tokens, together.
-        ttft_s: seconds to the first token.
-        tpot_s: mean seconds between tokens, of answers with more than one.
-        last: the last 32 at most, the newest first, also those from before.
-    """
-
-    window_s: float = 0.0
-    requests: int = 0
-    usage: Usage = Usage()
-    ttft_s: Quantiles = Quantiles()
-    tpot_s: Quantiles = Quantiles()
-    last: tuple[EndedRequest, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterState:
-    """The cluster as the conductor sees it. `model` is "" before the first engine has joined.
-
-    `emulated` names the profile by which the engines' compute is emulated; "" = it is real.
-    """
-
-    ready: bool
-    model: str
-    max_tokens: int
-    block_tokens: int
-    conductor: str
-    instances: tuple[InstanceInfo, ...]
-    emulated: str = ""
-    queue: QueueInfo = QueueInfo()
-    recent: RecentInfo = RecentInfo()
-
-
-@dataclass(frozen=True, slots=True)
-class GaugeValue:
-    """One measured quantity; `at_rest` is what it must be when no request runs, None where it may rest anywhere."""
-
-    name: str
-    value: float
-    at_rest: float | None
+    """Log probabilities of the prompt's tokens, if `SamplingParams.prompt_logprobs` asks for them. The first token has
+    None."""

@@ -1,4 +1,4 @@
-"""Clients of a kvstore for other engines' KV: `KVClient` blocks, `AsyncKVClient` is for asyncio (docs/kvclient.md).
+"""Clients of a kvstore for the KV of other engines: `KVClient` for blocking code, `AsyncKVClient` for asyncio.
 
     from moonpool.client.kv import KVClient, content_key
 
@@ -6,7 +6,7 @@
         client.put(b"block-17", data)
         again = client.get(b"block-17")
 
-Errors are those of `moonpool.errors`. Torch-free.
+See docs/kvclient.md. Errors are those of `moonpool.errors`.
 """
 
 from moonpool.client.kv.client import AsyncKVClient, KVClient

@@ -1,8 +1,8 @@
-"""A client's connection to one kvstore: calls, and a pair of streams per size class of values.
+"""A client's connection to one kvstore: calls, and a pair of streams for each size class of values.
 
 The blocking connection sends small values over direct lanes from the caller's thread, without an event loop. Its
-coroutines never suspend; the asyncio connection, on the background loop, does what direct lanes cannot. A direct
-lane, one for puts and one for reads per value size, is opened after a call of its kind went over an ordinary lane.
+coroutines never suspend. What direct lanes cannot do, the asyncio connection does on the background loop. There is one
+direct lane for puts and one for reads of each size class. It is opened after the first such call on an ordinary lane.
 """
 
 from __future__ import annotations
@@ -46,19 +46,21 @@ if TYPE_CHECKING:
 
 
 MAX_KEYS_PER_CALL = 4096
-"""Values that travel in one session, or are asked for in one call."""
+"""Maximum number of values in one session or call."""
 
 
 MAX_BYTES_PER_CALL = 64 << 20
-"""Of values that are put in one session, unless one alone is larger: the store needs room for all of them at once."""
+"""Maximum size of the values in one put session, in bytes; one larger value is a session of its own.
+
+The store needs memory for all values of a session at once."""
 
 
 MAX_SIZE_CLASSES = 16
-"""Pairs of streams that stay open when they are idle."""
+"""Pairs of streams that stay open while idle."""
 
 
 WINDOW_BYTES = 8 << 20
-"""How far the store may be ahead on one stream."""
+"""Bytes that the store may send on one stream before the client has read them."""
 
 
 @dataclass(slots=True)
@@ -66,7 +68,9 @@ class SizeClassStreams:
     """The streams for values of one size class.
 
     Attributes:
-        users: calls that are under way on them, or that wait for their connection.
+        writer: stream of puts.
+        reader: stream of reads.
+        users: calls that use the streams, or wait for their connection.
     """
 
     writer: StoreWriter
@@ -74,18 +78,18 @@ class SizeClassStreams:
     users: int = 0
 
     async def aclose(self) -> None:
-        """Ends both."""
+        """Close both streams."""
         await self.writer.aclose()
         await self.reader.aclose()
 
 
 class ErrorTranslation:
-    """A context manager that gives errors of connections the names that callers know.
+    """A context manager that turns errors of gRPC and of streams into `moonpool.errors`.
 
     Raises:
         Unavailable: the store cannot be reached, or the connection was lost.
-        TransferFailed: it took too long.
-        MoonpoolError: what the store answers.
+        TransferFailed: the call took too long.
+        MoonpoolError: the store's error.
     """
 
     def __enter__(self) -> None:
@@ -105,14 +109,14 @@ translated_errors = ErrorTranslation()
 
 
 def _ignore_layer(layer: int) -> None:
-    """Values are of use when all their layers have come."""
+    """Do nothing: a value is of use only with all its layers."""
 
 
 class KVConnection:
-    """Connects on first use, on the event loop that runs then."""
+    """A connection for asyncio. It connects on first use, on the event loop that runs then."""
 
     def __init__(self, address: str, namespace: bytes, tls: Tls | None, api_key: str, lanes: TransportDialer) -> None:
-        """Takes "host:port", the namespace of the values, certificates, a key that is sent only over TLS, and lanes."""
+        """Connect to `address`, "host:port", for values of `namespace`. The API key is sent over TLS only."""
         self._address = address
         self._namespace = namespace
         self._lanes = lanes
@@ -122,11 +126,16 @@ class KVConnection:
         self._streams: OrderedDict[KVLayout, SizeClassStreams] = OrderedDict()
 
     def portion(self, layout: KVLayout) -> int:
-        """Values of a layout that are put at once, at most."""
+        """Maximum number of values of a layout in one put."""
         return min(MAX_KEYS_PER_CALL, max(1, MAX_BYTES_PER_CALL // layout.block_bytes))
 
     async def put(self, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
-        """Puts values of one layout as `StoreWriter.put`; raises as `named`, and InvalidRequest, Overloaded."""
+        """Put values of one layout, as `StoreWriter.put`.
+
+        Raises:
+            InvalidRequest, Overloaded: the store refuses the values.
+            MoonpoolError: as `ErrorTranslation`.
+        """
         async with self._using(layout) as streams:
             with translated_errors:
                 return await streams.writer.put(*blocks, timeout_s=timeout_s)
@@ -134,10 +143,11 @@ class KVConnection:
     async def read(
         self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float
     ) -> int:
-        """Reads values of one layout up to the first that is not there, as `BlockReader.read`; raises as `named`.
+        """Read values of one layout up to the first missing value, as `BlockReader.read`.
 
         Raises:
-            PrefixLost, DamagedSliceError: some were lost, or came damaged.
+            PrefixLost, DamagedSliceError: values were lost, or arrived damaged.
+            MoonpoolError: as `ErrorTranslation`.
         """
         layers = range(layout.layers)
         async with self._using(layout) as streams:
@@ -147,13 +157,13 @@ class KVConnection:
                 )
 
     async def find(self, keys: Sequence[bytes], tenant: str, timeout_s: float) -> kvstore_pb2.FindResponse:
-        """Which values are there, and who the caller is; raises as `named`."""
+        """Which values the store has, and the caller's tenant. Raises as `ErrorTranslation`."""
         request = kvstore_pb2.FindRequest(keys=b"".join(keys), tenant=tenant, namespace=self._namespace)
         with translated_errors:
             return await self._stub.Find(request, timeout=timeout_s, metadata=self._metadata)
 
     async def remove(self, keys: Sequence[bytes], timeout_s: float) -> int:
-        """Drops values; how many there were. Raises as `named`."""
+        """Delete values. Returns how many the store had. Raises as `ErrorTranslation`."""
         request = kvstore_pb2.RemoveRequest(keys=b"".join(keys))
         with translated_errors:
             answer = await self._stub.Remove(request, timeout=timeout_s, metadata=self._metadata)
@@ -161,7 +171,7 @@ class KVConnection:
 
     @asynccontextmanager
     async def _using(self, layout: KVLayout) -> AsyncIterator[SizeClassStreams]:
-        """The streams for values of this layout; they stay open as long as somebody uses them."""
+        """The streams for values of a layout. They stay open while a call uses them."""
         while (found := self._streams.get(layout)) is None:
             idle = [size for size, streams in self._streams.items() if not streams.users]
             surplus = [self._streams.pop(size) for size in idle[: max(0, len(self._streams) + 1 - MAX_SIZE_CLASSES)]]
@@ -189,24 +199,26 @@ class KVConnection:
     def direct_stream(
         self, layout: KVLayout, method: str, asked: type[Any], answers: type[Any], **options: Any
     ) -> BlockingStream[Any, Any]:
-        """A stream of one more lane for values of a layout, to be opened on the loop; `options` of `DirectStream`."""
+        """The stream of a direct lane for values of a layout, to be opened on the loop."""
         hello, channels, address, metadata = self._hello(layout), self._channels, self._address, self._metadata
         self._lanes.fill(hello)
 
-        def connect() -> grpc.aio.StreamStreamCall[Any, Any]:  # it must not keep this object, and so the client, alive
+        def connect() -> grpc.aio.StreamStreamCall[
+            Any, Any
+        ]:  # must not refer to this object, which keeps the client alive
             opener = payload_stream(channels.get(address), "moonpool.v1.KVStoreService", method, asked, answers)
             return opener(metadata=metadata)
 
         return BlockingStream(f"direct {method} to {address}", connect, asked(hello=hello), self._lanes, **options)
 
     def lane_of(self, layout: KVLayout) -> str:
-        """How values of a layout travelled last in the usual way; as `lane`."""
+        """Transport of the last value of a layout on ordinary streams; as `lane`."""
         streams = self._streams.get(layout)
         return "" if streams is None else streams.writer.lane or streams.reader.lane
 
     @property
     def lane(self) -> str:
-        """How the streams used last carry values: "local", "tcp" or "grpc"; "" without one."""
+        """Transport of the streams that were used last: "local", "tcp" or "grpc"; "" without streams."""
         if not self._streams:
             return ""
         return self.lane_of(next(reversed(self._streams)))
@@ -216,7 +228,7 @@ class KVConnection:
         return KVStoreServiceStub(self._channels.get(self._address))
 
     async def aclose(self) -> None:
-        """Ends everything. Idempotent."""
+        """Close all streams and channels. Idempotent."""
         while self._streams:
             await self._streams.popitem()[1].aclose()
         await self._channels.aclose()
@@ -224,12 +236,13 @@ class KVConnection:
 
 @dataclass(slots=True, eq=False)
 class ValueRead:
-    """One value that a caller asks for.
+    """One value to read.
 
     Attributes:
-        key: of its block.
-        memory: where it is to lie; None for memory of its own.
-        target: what has come of it; complete once it is `found`.
+        key: key of the block.
+        memory: where to put the value; None for new memory.
+        target: the bytes so far; complete once `found` is set.
+        found: whether the value is complete.
     """
 
     key: BlockKey
@@ -238,53 +251,61 @@ class ValueRead:
     found: bool = False
 
     def value(self) -> bytearray | None:
-        """The value; None when there is none."""
+        """The value; None after a miss."""
         return self.target.value() if self.found and self.target is not None else None
 
     def length(self) -> int | None:
-        """Bytes of the value in `memory`; None when there is none; raises InvalidRequest when it has no room there."""
+        """Size of the value in `memory`, in bytes; None after a miss.
+
+        Raises:
+            InvalidRequest: `memory` is too small for the value.
+        """
         nbytes = self.target.length() if self.found and self.target is not None else None
         if nbytes is not None and self.memory is not None and nbytes > self.memory.nbytes:
             raise InvalidRequest("buffer", f"has {self.memory.nbytes} bytes, the value {nbytes}")
         return nbytes
 
 
-def remaining_s(until: float) -> float:
-    """Seconds until then, by `time.monotonic`; raises TransferFailed when there are none."""
-    seconds = until - time.monotonic()
+def remaining_s(deadline: float) -> float:
+    """Seconds deadline `deadline`, on the clock `time.monotonic`.
+
+    Raises:
+        TransferFailed: the deadline has passed.
+    """
+    seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise TransferFailed("it took too long")
+        raise TransferFailed("the call took too long")
     return seconds
 
 
-async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequence[ValueRead], until: float) -> int:
-    """Reads values of one layout up to the first that is not there; returns its index.
+async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequence[ValueRead], deadline: float) -> int:
+    """Read values of one layout. Returns the index of the first missing value; the values before it are `found`.
 
-    Values before it are `found`. A block that was lost or damaged counts as not there. `until`: see `remaining`.
+    A value that was lost or damaged counts as missing. `deadline`: as of `remaining_s`.
 
     Raises:
-        MoonpoolError: as `Connection.read`.
+        MoonpoolError: as `KVConnection.read`.
     """
     for one in wanted:
         one.target = ValueTarget(layout, one.memory)
 
     def take(layer: int, index: int, data: memoryview, value: int) -> None:
         target = wanted[index].target
-        assert target is not None, "each has one"
+        assert target is not None, "set above"
         target.take(layer, data)
 
     def into(layer: int, index: int) -> memoryview | None:
         target = wanted[index].target
-        assert target is not None, "each has one"
+        assert target is not None, "set above"
         return target.place(layer)
 
     keys = [one.key for one in wanted]
     try:
-        count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=remaining_s(until))
+        count = await connection.read(layout, keys, on_slice=take, into=into, timeout_s=remaining_s(deadline))
     except PrefixLost as lost:
-        return await read_values(connection, layout, wanted[: lost.blocks], until) if lost.blocks else 0
+        return await read_values(connection, layout, wanted[: lost.blocks], deadline) if lost.blocks else 0
     except DamagedSliceError as damaged:
-        return await read_values(connection, layout, wanted[: damaged.block], until) if damaged.block else 0
+        return await read_values(connection, layout, wanted[: damaged.block], deadline) if damaged.block else 0
     for one in wanted[:count]:
         one.found = True
     return count
@@ -294,11 +315,11 @@ log = get_logger(__name__)
 
 
 DIRECT_LANES = ("local", "tcp")
-"""Lanes that can be direct ones."""
+"""Lanes that can be direct lanes."""
 
 
 REOPEN_AFTER_S = 10.0
-"""A direct lane of one kind and size is opened no sooner than this after the one before: it may break each time."""
+"""Seconds between two attempts to open a direct lane of one kind and size, which may break each time."""
 
 
 LaneUser = TypeVar("LaneUser", BlockingReader, BlockingWriter)
@@ -306,11 +327,13 @@ LaneUser = TypeVar("LaneUser", BlockingReader, BlockingWriter)
 
 @dataclass(slots=True, eq=False)
 class _OpenLane(Generic[LaneUser]):
-    """A direct lane that is in use, and its stream.
+    """An open direct lane, and its stream.
 
     Attributes:
-        again_at: from when on another one may be opened.
-        used: when it was used last; higher is later.
+        user: reader or writer on the lane.
+        stream: stream of the lane.
+        again_at: time from which on another lane may be opened.
+        used: number of the last use; higher is later.
     """
 
     user: LaneUser
@@ -320,11 +343,11 @@ class _OpenLane(Generic[LaneUser]):
 
 
 _LaneFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], LaneUser]]
-"""A stream, and what makes of its lane what is used."""
+"""A stream, and the function that makes a reader or writer of its lane."""
 
 
 class _LaneTable(Generic[LaneUser]):
-    """Direct lanes of one kind, by the layout of their values; they are used by several threads."""
+    """Direct lanes of one kind by the layout of their values, shared by all threads."""
 
     def __init__(self, loop: BackgroundLoop, clock: Callable[[], float]) -> None:
         self._loop = loop
@@ -336,7 +359,7 @@ class _LaneTable(Generic[LaneUser]):
         self._uses = itertools.count(1)
 
     def get(self, layout: KVLayout) -> LaneUser | None:
-        """The one for a layout; None when none is open."""
+        """The open lane for a layout, or None."""
         found = self._open.get(layout)
         if found is None:
             return None
@@ -347,11 +370,11 @@ class _LaneTable(Generic[LaneUser]):
         return found.user
 
     def wants(self, layout: KVLayout) -> bool:
-        """There is none, and none was opened or failed a short time ago."""
+        """Whether there is no lane, and the last attempt to open a lane was long ago."""
         return layout not in self._open and self._clock() >= self._again_at.get(layout, 0.0)
 
     def open(self, layout: KVLayout, make: Callable[[], _LaneFactory[LaneUser]]) -> None:
-        """Opens one, unless another thread is about to open some. The call before has ended well: this never fails."""
+        """Open a lane, unless another thread opens a lane now. Never raises, because the call before has succeeded."""
         if not self._opening.acquire(blocking=False):
             return
         try:
@@ -376,7 +399,7 @@ class _LaneTable(Generic[LaneUser]):
         return True
 
     def _retire_one(self) -> None:
-        """Closes the one that was used longest ago, of those that are not in use."""
+        """Close the idle lane that was used longest ago."""
         with self._changing:
             every = sorted(self._open.items(), key=lambda item: item[1].used)
         for layout, found in every:
@@ -385,7 +408,7 @@ class _LaneTable(Generic[LaneUser]):
                 return
 
     def _close(self, layout: KVLayout, found: _OpenLane[LaneUser]) -> None:
-        """For whoever comes first: several threads may find that it has ended."""
+        """Close a lane once, even if several threads find that the lane has ended."""
         with self._changing:
             if self._open.get(layout) is not found:
                 return
@@ -394,7 +417,7 @@ class _LaneTable(Generic[LaneUser]):
         self._loop.run(found.stream.aclose())
 
     async def aclose(self) -> None:
-        """Ends all; on the loop."""
+        """Close all lanes; runs on the loop."""
         with self._changing:
             every = [self._open.popitem()[1] for _ in list(self._open)]
         for found in every:
@@ -402,10 +425,10 @@ class _LaneTable(Generic[LaneUser]):
 
 
 class BlockingKVConnection(KVConnection):
-    """A `Connection` whose calls are driven by the threads that make them; `aclose` alone belongs to the loop."""
+    """A connection whose calls run on the caller's thread and never suspend. Only `aclose` runs on the loop."""
 
     def __init__(self, loop: BackgroundLoop, *arguments: Any) -> None:
-        """Takes the loop in the background, and what a `Connection` takes."""
+        """Take the background loop, and the arguments of `KVConnection`."""
         super().__init__(*arguments)
         self._loop = loop
         self._writers = _LaneTable[BlockingWriter](loop, time.monotonic)
@@ -422,13 +445,13 @@ class BlockingKVConnection(KVConnection):
         return self._loop.run(super().remove(keys, timeout_s))
 
     async def put(self, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
-        until, writer = time.monotonic() + timeout_s, self._writers.get(layout)
+        deadline, writer = time.monotonic() + timeout_s, self._writers.get(layout)
         if writer is not None and len(blocks.keys) <= writer.most:
             with translated_errors:
                 outcome = writer.put(blocks, timeout_s)
             if outcome is not None:
                 return outcome
-        outcome = self._loop.run(super().put(layout, blocks, until - time.monotonic()))
+        outcome = self._loop.run(super().put(layout, blocks, deadline - time.monotonic()))
         if (
             self._writers.wants(layout)
             and layout.block_bytes <= ONE_SHOT_BYTES
@@ -440,7 +463,7 @@ class BlockingKVConnection(KVConnection):
     async def read(
         self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float
     ) -> int:
-        until, reader = time.monotonic() + timeout_s, self._readers.get(layout)
+        deadline, reader = time.monotonic() + timeout_s, self._readers.get(layout)
         if reader is not None and reader.most:
             with translated_errors:
                 if len(keys) <= reader.most:
@@ -449,7 +472,7 @@ class BlockingKVConnection(KVConnection):
                     count = _read_direct(reader, keys, on_slice, into, timeout_s)
             if count is not None:
                 return count
-        left_s = until - time.monotonic()
+        left_s = deadline - time.monotonic()
         count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=left_s))
         if (
             self._readers.wants(layout)
@@ -479,11 +502,11 @@ class BlockingKVConnection(KVConnection):
 def _read_direct(
     reader: BlockingReader, keys: Sequence[bytes], on_slice: OnSlice, into: Into, timeout_s: float
 ) -> int | None:
-    """Reads as many as there are, some at a time; None where that takes a session."""
-    done, until = 0, time.monotonic() + timeout_s
+    """Read values in portions that fit into one message each. Returns None if a session is needed."""
+    done, deadline = 0, time.monotonic() + timeout_s
     while done < len(keys):
         some = keys[done : done + reader.most]
-        left_s = until - time.monotonic()
+        left_s = deadline - time.monotonic()
         count = reader.read(
             some, into=_offset_index(into, done), on_slice=_offset_index(on_slice, done), timeout_s=left_s
         )
@@ -496,5 +519,5 @@ def _read_direct(
 
 
 def _offset_index(function: Callable[..., Any], first: int) -> Callable[..., Any]:
-    """The function for indices that count from `first` on."""
+    """The function with `first` added to the index."""
     return function if not first else lambda layer, index, *rest: function(layer, first + index, *rest)

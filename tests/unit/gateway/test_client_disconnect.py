@@ -58,7 +58,7 @@ class Holding:
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         return self.call
 
-    async def ask(self, request: Protobuf, timeout_s: float) -> Any:
+    async def query(self, request: Protobuf, timeout_s: float) -> Any:
         return self._fake.answer(request)
 
     async def aclose(self) -> None:

@@ -26,7 +26,7 @@ class Asked(Holding):
         self.begun = asyncio.Event()
         self.go = asyncio.Event()
 
-    async def ask(self, request: Message, timeout_s: float) -> pb.ClusterStateResponse:
+    async def query(self, request: Message, timeout_s: float) -> pb.ClusterStateResponse:
         assert isinstance(request, pb.ClusterStateRequest)
         self.times += 1
         self.begun.set()

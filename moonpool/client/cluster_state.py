@@ -1,0 +1,139 @@
+"""What a conductor reports about its cluster: instances, queues, recent requests and gauges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moonpool.client.types import Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class TierInfo:
+    """A tier of a kvstore, "dram" or "ssd"."""
+
+    name: str
+    blocks: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceInfo:
+    """An instance as the conductor sees it. Only a kvstore has `tiers`."""
+
+    id: str
+    kind: str
+    address: str
+    incarnation: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    promised_blocks: int
+    indexed_blocks: int
+    draining: bool
+    tiers: tuple[TierInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TenantInfo:
+    """Requests of a tenant at the conductor: all, and those that wait. `weight` is the tenant's share."""
+
+    tenant: str
+    weight: float
+    requests: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class QueueInfo:
+    """Requests that wait at the conductor.
+
+    Attributes:
+        for_limits: requests that wait for a placement that keeps their SLO.
+        for_room: requests that wait for KV memory of a decode instance.
+        prompt_bytes: size of the prompts of `for_limits`.
+        tenants: at most 100 tenants with requests at the conductor, waiting or not.
+    """
+
+    for_limits: int = 0
+    for_room: int = 0
+    prompt_bytes: int = 0
+    tenants: tuple[TenantInfo, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Median and 99th percentile over requests."""
+
+    p50: float = 0.0
+    p99: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRequest:
+    """A request that has ended."""
+
+    request_id: str
+    tenant: str
+    usage: Usage
+    timing: Timing
+
+
+@dataclass(frozen=True, slots=True)
+class RecentInfo:
+    """Requests that ended in the last `window_s` seconds.
+
+    Attributes:
+        window_s: 60, or less if the conductor is younger.
+        requests: number of requests, at most 1,024.
+        usage: tokens of all requests.
+        ttft_s: time to first token, in seconds.
+        tpot_s: mean time per token, in seconds, over answers of more than one token.
+        last: at most 32 requests, newest first; they may have ended before the window.
+    """
+
+    window_s: float = 0.0
+    requests: int = 0
+    usage: Usage = Usage()  # noqa: RUF009  # frozen
+    ttft_s: Quantiles = Quantiles()
+    tpot_s: Quantiles = Quantiles()
+    last: tuple[EndedRequest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """The cluster as the conductor sees it.
+
+    Attributes:
+        ready: whether requests can be served.
+        model: name of the model; "" before the first engine instance has joined.
+        max_tokens: maximum number of tokens of a sequence.
+        block_tokens: tokens of a KV block.
+        conductor: address of the conductor.
+        instances: all instances.
+        emulated: name of the profile if compute is emulated; "" for real compute.
+        queue: requests that wait.
+        recent: requests that ended.
+    """
+
+    ready: bool
+    model: str
+    max_tokens: int
+    block_tokens: int
+    conductor: str
+    instances: tuple[InstanceInfo, ...]
+    emulated: str = ""
+    queue: QueueInfo = QueueInfo()
+    recent: RecentInfo = RecentInfo()
+
+
+@dataclass(frozen=True, slots=True)
+class GaugeValue:
+    """A gauge. `at_rest` is its value while no request runs; None if it may have any value then."""
+
+    name: str
+    value: float
+    at_rest: float | None
