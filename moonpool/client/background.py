@@ -147,7 +147,7 @@ def blocking(
     """The blocking version of a coroutine method: same arguments, result, errors and docstring."""
 
     @wraps(method)
-    def call(self: BlockingFacade[TargetT], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: BlockingFacade[TargetT], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._loop.run(method(self._target, *args, **kwargs))
 
     return call

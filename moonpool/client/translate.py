@@ -353,7 +353,7 @@ def _converters(cls: Any) -> Sequence[tuple[str, Callable[[Any], Any]]]:
 
 def _converter(hint: Any) -> Callable[[Any], Any]:
     """The function that converts the value of a message's field to a type."""
-    if is_dataclass(hint):
+    if isinstance(hint, type) and is_dataclass(hint):
         return partial(from_message, hint)
     if get_origin(hint) is tuple:
         convert = _converter(get_args(hint)[0])

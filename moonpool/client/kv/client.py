@@ -414,7 +414,7 @@ def _blocking(
     """The blocking version of a coroutine method: same arguments, result, errors and docstring."""
 
     @wraps(method)
-    def call(self: KVClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: KVClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._client.drive(method(self._client, *args, **kwargs))
 
     return call

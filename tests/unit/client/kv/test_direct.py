@@ -3,7 +3,6 @@
 import asyncio
 import errno
 import gc
-import itertools
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +17,7 @@ from moonpool.client.kv import InvalidRequest, KVClient, Unavailable, connection
 from moonpool.client.kv import client as kv_client
 from moonpool.client.kv.connection import REOPEN_AFTER_S, KVConnection
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome
 from moonpool.transport.shared_memory import SharedMemory
 from moonpool.v1 import kv_pb2
@@ -231,8 +231,20 @@ async def test_lanes_that_break_each_time_are_not_opened_each_time(
 async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, given = itertools.count(100.0, 2.0), list[float]()
+    """Each direct attempt takes two seconds; the ordinary lane gets the rest."""
+    now, given = 50.0, list[float]()
     usual_put, usual_read = KVConnection.put, KVConnection.read
+    direct_put, direct_read = BlockingWriter.put, BlockingReader.read
+
+    def slow_put(self: BlockingWriter, *arguments: Any, **options: Any) -> PutOutcome | None:
+        nonlocal now
+        now += 2.0
+        return direct_put(self, *arguments, **options)
+
+    def slow_read(self: BlockingReader, *arguments: Any, **options: Any) -> int | None:
+        nonlocal now
+        now += 2.0
+        return direct_read(self, *arguments, **options)
 
     async def put(self: KVConnection, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
         given.append(timeout_s)
@@ -249,9 +261,10 @@ async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
                 assert client.put(key, b"data")
                 assert client.get(key) == bytearray(b"data")
             assert client.put(b"large", bytes(5000))
-            monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=lambda: next(now)))
-            for part in (kv_client, connection):
-                monkeypatch.setattr(part, "time", SimpleNamespace(monotonic=lambda: 50.0))
+            for module in (kv_client, connection):
+                monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
+            monkeypatch.setattr(BlockingWriter, "put", slow_put)
+            monkeypatch.setattr(BlockingReader, "read", slow_read)
             monkeypatch.setattr(KVConnection, "put", put)
             monkeypatch.setattr(KVConnection, "read", read)
             assert not client.put(b"large", b"data", timeout_s=20.0), "it is there in another format"

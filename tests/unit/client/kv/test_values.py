@@ -235,7 +235,7 @@ async def test_what_cannot_be_used_is_named(key: bytes, buffer: Any, field: str)
         with pytest.raises(InvalidRequest) as caught:
             await client.get_into(key, buffer)
         assert caught.value.field == field
-        with pytest.raises(InvalidRequest, match="data: gives no bytes"):
+        with pytest.raises(InvalidRequest, match="data: is not a buffer of bytes"):
             await client.put(b"object", object())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="lanes: must be some of grpc, local, tcp"):
         AsyncKVClient("127.0.0.1:1", namespace=NAME, lanes="lokal")
