@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from moonpool import world
 from moonpool.client.tracing import metadata
 from moonpool.client.translate import MAX_REQUEST_BYTES
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Unavailable
@@ -126,11 +127,10 @@ class GrpcTransport:
         await check_health(self._connected(), timeout_s)
 
     def _connect(self) -> grpc.aio.Channel:
+        network = world.CURRENT.get().network
         if self._tls is None:
-            return grpc.aio.insecure_channel(self._address, options=GRPC_OPTIONS)
-        return grpc.aio.secure_channel(
-            self._address, self._tls.channel_credentials(), options=[*GRPC_OPTIONS, *CHANNEL_OPTIONS]
-        )
+            return network.channel(self._address, GRPC_OPTIONS)
+        return network.channel(self._address, [*GRPC_OPTIONS, *CHANNEL_OPTIONS], self._tls.channel_credentials())
 
 
 class _GrpcCall:

@@ -3,12 +3,11 @@
 import asyncio
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
+from moonpool import world
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, Notify
 from moonpool.cluster.join import keep_role
 from moonpool.cluster.proto_conversion import speeds_to_proto
@@ -113,7 +112,7 @@ class ExecutorParts:
     spans: Recorder
     notify: Notify
     journal: JournalWriter | None = None
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = world.monotonic
 
 
 class EngineService(Protocol):
@@ -185,7 +184,7 @@ async def run_instance(
         instance = context.instance(kind, config.id, "")
         link = EgressLink(setup.link_rate)
         dialer, lanes = open_transports(config, engine, instance)
-        beside = ThreadOffload(stack.enter_context(ThreadPoolExecutor(BESIDE_THREADS, "beside")))
+        beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
         kv = link, instance, context.spans, bell.ring, dialer, lanes
         shared = InstanceContext(setup, engine, channels, *kv, beside)
         service, contract = build(shared)

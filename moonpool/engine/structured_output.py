@@ -7,11 +7,10 @@ the masks; only new grammars are compiled in another thread.
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -20,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
+from moonpool import world
 from moonpool.checkpoint import Tokenizer
 from moonpool.engine.footprint import release_memory
 from moonpool.grammar import LIMITS, Grammar
@@ -74,7 +74,7 @@ class ParserCache:
         self._ends = end_token_ids
         self._aside = aside
         self._full = full
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._thread = world.thread_pool(1, "grammars")
         self._grammars: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
         self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
 
@@ -144,14 +144,14 @@ class ParserCache:
         return parser
 
     def _awaited(self, grammar: Grammar) -> LLMatcher:
-        compiled, began_ns = self._compiled(grammar), time.monotonic_ns()
+        compiled, began_ns = self._compiled(grammar), world.monotonic_ns()
         try:
             return compiled.result()
         except Exception:
             del self._grammars[grammar]  # tried again for who asks next
             raise
         finally:
-            self.waited_ns += time.monotonic_ns() - began_ns
+            self.waited_ns += world.monotonic_ns() - began_ns
 
     def _compiled(self, grammar: Grammar) -> Future[LLMatcher]:
         """The parser before the first token, as soon as the thread has made it."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import re
 import ssl
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
+from moonpool import world
 from moonpool.config import OptionalAddress, ServiceConfig
 from moonpool.errors import ConfigError, Mismatch, PermissionDenied, Unauthenticated
 from moonpool.telemetry.logs import get_logger
@@ -36,7 +36,7 @@ CHECK_INTERVAL_S = 0.5
 class WatchedFiles:
     """Files of which a change is noticed, not more often than every `LOOK_S` seconds of `clock`."""
 
-    def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = world.monotonic) -> None:
         self._paths = list(paths)
         self._clock = clock
         self._looked_at = clock()
@@ -168,7 +168,7 @@ def _limits(number: int, text: str) -> KeyLimits | None:
 class ApiKeys:
     """The keys of a file."""
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float] = world.monotonic) -> None:
         """Read the file; it is looked at again by `clock`.
 
         Raises:
@@ -372,7 +372,7 @@ class RoleGate:
     """Lets in who has a certificate that is not revoked, or an API key, and a role that may call the method."""
 
     def __init__(
-        self, revoked: Path | None = None, keys: ApiKeys | None = None, clock: Callable[[], float] = time.monotonic
+        self, revoked: Path | None = None, keys: ApiKeys | None = None, clock: Callable[[], float] = world.monotonic
     ) -> None:
         """Take what a peer may show.
 

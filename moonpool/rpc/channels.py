@@ -14,6 +14,7 @@ import grpc.aio
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
+from moonpool import world
 from moonpool.errors import Unavailable
 from moonpool.rpc import messages
 from moonpool.rpc.messages import MESSAGE_BYTES
@@ -48,10 +49,10 @@ Metadata = tuple[tuple[str, str], ...]
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
     """A new channel with our options; connects on first use. The caller closes it. Without `tls` it is in plaintext."""
+    network = world.CURRENT.get().network
     if tls is None:
-        return CheckedChannel(grpc.aio.insecure_channel(address, options=_OPTIONS))
-    options = [*_OPTIONS, *CHANNEL_OPTIONS]
-    return CheckedChannel(grpc.aio.secure_channel(address, tls.channel_credentials(), options=options))
+        return CheckedChannel(network.channel(address, _OPTIONS))
+    return CheckedChannel(network.channel(address, [*_OPTIONS, *CHANNEL_OPTIONS], tls.channel_credentials()))
 
 
 class CheckedChannel(grpc.aio.Channel):
@@ -222,7 +223,7 @@ class ConnectionMonitor:
         """
         self._ask = ask
         self._silence_s = silence_s
-        self._waiting: set[MonitoredCall] = set()
+        self._waiting: dict[MonitoredCall, None] = {}  # in the order in which they began
         self._heard_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
@@ -231,14 +232,14 @@ class ConnectionMonitor:
         one = MonitoredCall(give_up)
         if not self._waiting:
             self.heard()  # nobody waited: its silence begins now
-        self._waiting.add(one)
+        self._waiting[one] = None
         if self._silence_s and (self._watching is None or self._watching.done()):
             self._watching = asyncio.get_running_loop().create_task(self._watch())
         return one
 
     def end(self, one: MonitoredCall) -> None:
         """A call waits no more; may be called again."""
-        self._waiting.discard(one)
+        self._waiting.pop(one, None)
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[MonitoredCall]:
@@ -283,7 +284,7 @@ class ConnectionMonitor:
         return False
 
     def _give_up(self) -> None:
-        lost, self._waiting = self._waiting, set()
+        lost, self._waiting = self._waiting, {}
         for one in lost:
             one.lost = True
             one.give_up()

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import ctypes
 import os
-import secrets
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
+from moonpool import world
 from moonpool.config import ServiceConfig
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
@@ -110,12 +110,15 @@ class ProcessContext:
         exit_code: of the process after an orderly end.
         id: the instance's id (`ServiceConfig.id`).
         spans: recorder of this process; does nothing unless `spans_dir` is set.
+        world: where time, random numbers, threads and connections come from. What `main` begins finds the same by
+            `moonpool.world`.
     """
 
     def __init__(self, instance_id: str, spans: Recorder, out: TextIO) -> None:
         self.stopping = asyncio.Event()
         self.exit_code = 0
-        self.incarnation = secrets.randbits(63) or 1
+        self.world = world.CURRENT.get()
+        self.incarnation = self.world.draws.bits(63) or 1
         self.id = instance_id
         self.spans = spans
         self._out = out

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from moonpool import world
 from moonpool.config import format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError, InvalidRequest, NotFound, Overloaded, Unsupported
 from moonpool.rpc import messages
@@ -201,7 +202,7 @@ async def serving(
     except ValueError as error:
         raise ConfigError("listen", str(error)) from error
     gate = None if security is None else security.gate
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(PeerCalls(limits), gate)], options=_OPTIONS)
+    server = world.CURRENT.get().network.server([ErrorInterceptor(PeerCalls(limits), gate)], _OPTIONS)
     names = [descriptor.full_name for descriptor, _ in services]
     server.add_generic_rpc_handlers(
         tuple(

@@ -6,7 +6,6 @@ Files are read again when they change: new connections use the new contents, ope
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from moonpool import world
 from moonpool.config import ENV_PREFIX, ServiceConfig
 from moonpool.errors import ConfigError
 from moonpool.rpc.auth import ApiKeys, RoleGate, WatchedFiles
@@ -41,7 +41,7 @@ class Tls:
         ca: Path,
         cert: Path | None = None,
         key: Path | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.monotonic,
     ) -> None:
         """Read the files, all PEM.
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from pydantic import Field, field_validator
 
+from moonpool import world
 from moonpool.config import ServiceConfig
 from moonpool.errors import Internal
 from moonpool.runtime.journal import JournalWriter
@@ -71,7 +71,7 @@ class Driver(Generic[E, A]):
         core: Core[E, A],
         perform: Callable[[A], None],
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.monotonic,
         journal: JournalWriter | None = None,
     ) -> None:
         self.core = core

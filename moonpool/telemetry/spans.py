@@ -7,12 +7,12 @@ side by side. Written in batches; without a path it does nothing.
 import json
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
+from moonpool import world
 from moonpool.telemetry.logs import get_logger
 
 BATCH_EVENTS = 256
@@ -51,11 +51,11 @@ class Recorder:
         if self._file is None:
             yield
             return
-        start_ns = time.monotonic_ns()
+        start_ns = world.monotonic_ns()
         try:
             yield
         finally:
-            self.add(name, start_ns, time.monotonic_ns(), **attrs)
+            self.add(name, start_ns, world.monotonic_ns(), **attrs)
 
     def add(self, name: str, start_ns: int, end_ns: int, /, **attrs: object) -> None:
         """Record a span measured elsewhere on this host, nanoseconds of `time.monotonic_ns()`."""
@@ -68,7 +68,7 @@ class Recorder:
         """Record that something happened now."""
         if self._file is None:
             return
-        now_ns = time.monotonic_ns()
+        now_ns = world.monotonic_ns()
         event = {"name": name, "ph": "i", "s": "p", "ts": now_ns / 1000, "dur": 0}
         self._emit(event | {"pid": self._pid, "tid": threading.get_native_id(), "args": attrs}, now_ns)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
+from moonpool import world
 from moonpool.config import ServiceConfig, format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError, FrameError, MoonpoolError, PermissionDenied, StreamBroken
 from moonpool.telemetry.gauges import Entry
@@ -90,7 +90,7 @@ class TransportListener:
         self._handshake_s = handshake_s
         self.addresses: dict[str, str] = {}
         self._offers: dict[bytes, _Offer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self.opened: Counter[str] = Counter()
         self.refused = 0
 
@@ -212,8 +212,8 @@ class TransportListener:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
     def offer(self, hello: kv_pb2.StreamHello, attach: Callable[[AcceptedConnection], None]) -> kv_pb2.Lane | None:
         """Offers the first lane of a hello that can be; `attach` gets its connection. None when there is none."""
@@ -221,7 +221,7 @@ class TransportListener:
             name = transport_name(kind)
             if name not in self.addresses or (name == "local" and hello.lane_place != self._settings.place):
                 continue
-            token = secrets.token_bytes(TOKEN_BYTES)
+            token = world.random_bytes(TOKEN_BYTES)
             timer = asyncio.get_running_loop().call_later(OFFER_S, self.withdraw, token)
             self._offers[token] = _Offer(name, attach, timer)
             return kv_pb2.Lane(kind=kind, address=self.addresses[name], token=token)

@@ -437,7 +437,7 @@ class MuxStream(Generic[Req, Res]):
         self.deadlines = Deadlines()
         self._connection: MuxConnection[Req, Res] | None = None
         self._attempt: asyncio.Task[MuxConnection[Req, Res]] | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
         self._closed = False
 
     @property
@@ -526,12 +526,12 @@ class MuxStream(Generic[Req, Res]):
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Starts a task that `aclose` waits for."""
         task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
+        self._tasks[task] = None
         task.add_done_callback(self._finished)
         return task
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if not task.cancelled():
             task.exception()  # retrieved here; the task that waits raises it
 

@@ -646,7 +646,7 @@ class OpenStreams:
     """
 
     def __init__(self) -> None:
-        self._open: set[object] = set()
+        self._open: dict[object, None] = {}
         self.quiet = asyncio.Event()
         self.quiet.set()
 
@@ -667,11 +667,11 @@ class OpenStreams:
     @contextmanager
     def running(self, stream: object) -> Iterator[None]:
         """Around the life of a stream."""
-        self._open.add(stream)
+        self._open[stream] = None
         self.quiet.clear()
         try:
             yield
         finally:
-            self._open.remove(stream)
+            del self._open[stream]
             if not self._open:
                 self.quiet.set()

@@ -57,7 +57,7 @@ class FramedSocket:
         self._begin = self._end = 0
         self._drained = False  # nothing was left when it was looked at last
         self._watcher: Callable[[], None] | None = None
-        self._waits: set[asyncio.Future[None]] = set()
+        self._waits: dict[asyncio.Future[None], None] = {}
         self.error: Exception | None = None
         self.received_bytes = 0
 
@@ -275,12 +275,12 @@ class FramedSocket:
         if self.error is not None:
             raise self.error
         future: asyncio.Future[None] = self._loop.create_future()
-        self._waits.add(future)
+        self._waits[future] = None
         add(self._fd, _wake, future)
         try:
             await future
         finally:
-            self._waits.discard(future)
+            self._waits.pop(future, None)
             if self.error is None:
                 remove(self._fd)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from moonpool import world
 from moonpool.cluster.records import ReplicatedRecords
 from moonpool.errors import InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
 from moonpool.kv.delete_kv import KVSelection
@@ -126,7 +126,7 @@ class ContextIndex:
 
     def __init__(self, records: ReplicatedRecords) -> None:
         self._records = records
-        self._entries: dict[_ContextKey, set[tuple[str, str]]] = {}  # kinds and ids of records
+        self._entries: dict[_ContextKey, dict[tuple[str, str], None]] = {}  # kinds and ids of records
         self._count = 0
         self._sweep_at = SPARE_ENTRIES
 
@@ -139,9 +139,9 @@ class ContextIndex:
         for record in records:
             if record.kind in (TAG, HITS) and record.value:
                 context_id = record.value.decode() if record.kind == TAG else record.id.partition("/")[0]
-                entries = self._entries.setdefault((record.tenant, context_id), set())
+                entries = self._entries.setdefault((record.tenant, context_id), {})
                 self._count -= len(entries)
-                entries.add((record.kind, record.id))
+                entries[record.kind, record.id] = None
                 self._count += len(entries)
         if self._count > self._sweep_at:
             for key in list(self._entries):
@@ -150,12 +150,12 @@ class ContextIndex:
 
     def records_of(self, tenant: str, context_id: str) -> dict[str, list[kv_pb2.Record]]:
         """A context's tags and hit counts, by kind. Outdated entries are dropped."""
-        entries = self._entries.get((tenant, context_id), set())
+        entries = self._entries.get((tenant, context_id), {})
         found: dict[str, list[kv_pb2.Record]] = {TAG: [], HITS: []}
         for kind, record_id in list(entries):
             record = self._records.get(kind, tenant, record_id)
             if record is None or (kind == TAG and record.value.decode() != context_id):
-                entries.discard((kind, record_id))
+                del entries[kind, record_id]
                 self._count -= 1
             else:
                 found[kind].append(record)
@@ -248,7 +248,7 @@ class ContextRecords:
             raise Overloaded(message, reason="contexts_full", retry_after_s=60.0)
         now = self._sync.clock()
         context = pb.Context(
-            id=f"{PREFIX}{secrets.token_hex(10)}",
+            id=f"{PREFIX}{world.random_hex(10)}",
             made=request,
             status=pb.CONTEXT_STATUS_PENDING,
             created_at=now,
@@ -567,7 +567,7 @@ class NamedContextManager:
         self._sync = services.sync
         self._contexts = ContextRecords(services.sync, services.conductor)
         self._pins = ContextPins(self._contexts, services, self._start_task)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._uncounted: list[tuple[pb.Context, int]] = []  # contexts and saved tokens of requests
 
     def __len__(self) -> int:
@@ -737,8 +737,8 @@ class NamedContextManager:
                 log.exception("a context's KV could not be computed, pinned or counted")
 
         task = asyncio.create_task(guarded())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
 
 
 def _within_list_bytes(nbytes: int, contexts: list[pb.Context]) -> list[pb.Context]:

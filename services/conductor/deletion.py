@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 import grpc.aio
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import DELETION, deletion_from_record, selection_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable, Unsupported
 from moonpool.kv.delete_kv import KVSelection
@@ -104,7 +104,7 @@ class KVDeletions:
         """
         if not selection:
             raise InvalidRequest("selection", "names nothing: give keys, tenants or namespaces")
-        record = await self._named(name, selection) if name else self._new(secrets.token_hex(16), selection)
+        record = await self._named(name, selection) if name else self._new(world.random_hex(16), selection)
         recorded = await self.sync.push([record])
         response = conductor_pb2.DeleteKVResponse(id=record.id, recorded=recorded)
         for chosen in _engines_first(self._members()):

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import secrets
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import finite_or_zero
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.delete_kv import KVSelection
@@ -108,7 +107,7 @@ class Dispatcher:
         order: Callable[[Resync | ReplicatePrefix | ChangeRole], None],
         post: Callable[[Event], None],
         clock: Callable[[], float],
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = world.unix_time,
     ) -> None:
         self._reader = reader
         self._calls = calls
@@ -145,7 +144,7 @@ class Dispatcher:
         served = self._reader.served()
         request = await self._reader.read(message, served, request_id, arrived, deadline)
         resume, reports = request.resume, self._reports
-        secret = secrets.token_bytes(SECRET_BYTES) if resume is None else resume.point.secret
+        secret = world.random_bytes(SECRET_BYTES) if resume is None else resume.point.secret
         session = Session(
             request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered
         )
@@ -319,7 +318,7 @@ class InstanceCalls:
         post: Callable[[Event], None],
         tell: Callable[[IoEnded[CallResult]], None],
         reserve_limit_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = world.monotonic,
     ) -> None:
         self._channels = channels
         self._steps = steps
@@ -330,7 +329,7 @@ class InstanceCalls:
         self._clock = clock
         self._cancels: dict[int, Callable[[], object]] = {}
         self._sequences: dict[int, tuple[StartDecode | TakeOverSequence, StepsStream]] = {}  # by their io
-        self._tasks: set[asyncio.Task[CallResult]] = set()
+        self._tasks: dict[asyncio.Task[CallResult], None] = {}
 
     async def aclose(self) -> None:
         """End all calls."""
@@ -461,11 +460,11 @@ class InstanceCalls:
             self._tell(IoEnded(io, Failure(FailureKind.INTERNAL, "a call failed")))
             return
         task = asyncio.create_task(_result_of(partial(call, message)))
-        self._tasks.add(task)
+        self._tasks[task] = None
         self._cancels[io] = task.cancel
 
         def done(task: asyncio.Task[CallResult]) -> None:
-            self._tasks.discard(task)
+            self._tasks.pop(task, None)
             del self._cancels[io]
             self._tell(IoEnded(io, _CANCELLED if task.cancelled() else task.result()))
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import threading
 from array import array
 from collections import Counter, OrderedDict, deque
@@ -18,6 +17,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
+from moonpool import world
 from moonpool.errors import ConfigError, NotFound
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
@@ -336,7 +336,7 @@ class _TraceWriter:
         self._file = file
         self._max_blocks = max_blocks
         self._broken = False
-        self._key = secrets.token_bytes(KEY_BYTES)
+        self._key = world.random_bytes(KEY_BYTES)
         self._lines: OrderedDict[int, _TraceLine] = OrderedDict()
         self._blocks = 0
         self._block_tokens = 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
 import grpc.aio
 
+from moonpool import world
 from moonpool.cluster.records import MESSAGE_BYTES, ReplicatedRecords
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.channels import Channels
@@ -95,7 +95,7 @@ class RecordSync:
         self,
         channels: Channels,
         stores: Callable[[], Sequence[kv_pb2.Instance]],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = world.unix_time,
     ) -> None:
         self.records = ReplicatedRecords()
         self.clock = clock
@@ -125,7 +125,7 @@ class RecordSync:
         """
         self.records.prune(self.clock())
         began, stores = self.clock(), {(store.id, store.incarnation): store for store in self._stores()}
-        for gone in self._pulls.keys() - stores.keys():
+        for gone in [key for key in self._pulls if key not in stores]:
             if self._pulls[gone].idle:
                 del self._pulls[gone]
         pulls = [pull for key, store in stores.items() if (pull := self._pull(key, store)) is not None]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic_core import from_json
 
+from moonpool import world
 from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest, Unavailable
@@ -231,7 +231,7 @@ class RequestReader:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, registry: Registry, tokenizing: ThreadPoolExecutor, config: ConductorConfig
+        self, checkpoint: Checkpoint, registry: Registry, tokenizing: Executor, config: ConductorConfig
     ) -> None:
         self._checkpoint = checkpoint
         self._registry = registry
@@ -275,8 +275,8 @@ class RequestReader:
     ) -> ValidRequest:
         """Check and tokenise a message; see `read_request`. A request without an id gets one."""
         served = served or self.served()
-        name = request_id or secrets.token_hex(8)
-        seed = lambda: secrets.randbits(64)  # noqa: E731
+        name = request_id or world.random_hex(8)
+        seed = lambda: world.random_bits(64)  # noqa: E731
         return await self.run(partial(read_request, message, served, name, arrived, deadline, seed))
 
     async def run(self, work: Callable[[], T]) -> T:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
+from moonpool import world
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
@@ -77,7 +76,7 @@ async def assembled(
     channels: Channels,
     spans: Recorder,
     metrics: Metrics,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] = world.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
     """All parts of a conductor except its ports, while the body runs; yields its servicer. `clock` gives seconds.
 
@@ -85,7 +84,7 @@ async def assembled(
         ExceptionGroup: of an Internal; the core has failed outside any request, and the body was cancelled.
     """
     async with AsyncExitStack() as stack:
-        tokenizing = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
+        tokenizing = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
         recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(

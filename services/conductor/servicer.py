@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import hmac
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -13,6 +13,7 @@ from typing import Protocol
 
 import grpc
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import selection_from_proto
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, PermissionDenied, Unavailable
 from moonpool.rpc.auth import is_client, tenant_of
@@ -123,7 +124,7 @@ class _OpenCall:
         this, before = self.resume, earlier.resume
         if earlier.session is not None or this is None or before is None:
             return False
-        return secrets.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
+        return hmac.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
 
     def replaced(self) -> None:
         """Another call has the request: end soon."""
@@ -176,7 +177,7 @@ class ConductorServicer:
     async def Generate(self, request: conductor_pb2.GenerateRequest, context: _GenerateContext) -> None:
         arrived = self._clock()
         request.tenant = tenant_of(request.tenant)
-        request_id = request.request_id or secrets.token_hex(8)
+        request_id = request.request_id or world.random_hex(8)
         if self._draining:
             raise Unavailable("this conductor is draining")
         deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
@@ -367,7 +368,7 @@ def _resumes(message: conductor_pb2.GenerateRequest, session: Session) -> bool:
     """Whether the request's own client resumes it: its connection was lost, and that was not noticed here yet."""
     if not message.HasField("resume"):
         return False
-    same = secrets.compare_digest(message.resume.point.secret, session.secret)
+    same = hmac.compare_digest(message.resume.point.secret, session.secret)
     return same and message.resume.count > session.resumes
 
 

@@ -81,7 +81,7 @@ class StoreLoads:
         self._stores = PeerClients(open_reader)
         self._post = post
         self._clock = clock
-        self._tasks: set[asyncio.Task[LoadEnd]] = set()
+        self._tasks: dict[asyncio.Task[LoadEnd], None] = {}
 
     @property
     def sessions(self) -> int:
@@ -97,7 +97,7 @@ class StoreLoads:
         """Reads blocks. Nothing is written into them after the answer."""
         keys = sequence.keys[action.first : action.first + len(action.blocks)]
         task = asyncio.get_running_loop().create_task(self._load(action, sequence, keys))
-        self._tasks.add(task)
+        self._tasks[task] = None
         # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
         task.add_done_callback(lambda done: self._over(action.io, done))
 
@@ -110,7 +110,7 @@ class StoreLoads:
         await self._stores.aclose()
 
     def _over(self, io: int, task: asyncio.Task[LoadEnd]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self._post(IoEnded(io, LoadEnd(0, 0.0, failed=True) if task.cancelled() else task.result()))
 
     async def _load(self, action: LoadStoredBlocks, sequence: LiveSequence, keys: Sequence[BlockKey]) -> LoadEnd:

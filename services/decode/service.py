@@ -2,12 +2,12 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
 from moonpool.engine.kv_service import DeletionLog, KVDeletion, pool_reads, read_gauges
@@ -67,14 +67,14 @@ class DecodeInstance:
         self.beside, self.request_reader = context.beside, RequestReader(context.setup.incoming, context.beside)
         self.core = DecodeScheduler(core_config(context, config))
         self.manager = self.core.blocks
-        self.deletions = deletions = DeletionLog(context.setup.namespace, time.monotonic)
+        self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(
                 context.channels, address, context.hello(), layout, context.link, lanes=context.dialer
             ),
             engine.pool.read,
-            time.monotonic,
+            world.monotonic,
             deletions.concerning,
         )
         self.executor = DecodeExecutor(
@@ -93,7 +93,7 @@ class DecodeInstance:
         )
         pool = self.executor.pool
         self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
-        self.subscribers: set[Subscriber] = set()
+        self.subscribers: dict[Subscriber, None] = {}
         self.receivers: set[TransferReceiver] = set()
         self.closing = asyncio.Event()
         self.reads = pool_reads(context, pool, self.core.blocks, self.closing, deletions)
@@ -169,7 +169,7 @@ class DecodeInstance:
             cached_blocks=self.manager.num_cached,
             promised_blocks=core.budget.promised + core.budget.expected,
             context_tokens=core.context_tokens,
-            speed=speeds_to_proto(core.planner.speeds(time.monotonic())),
+            speed=speeds_to_proto(core.planner.speeds(world.monotonic())),
             draining=self.draining,
             taken=self.executor.taken,
             expected_answer_tokens=core.expected_answer_tokens,
@@ -426,7 +426,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
     async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
         """Any conductor is served."""
         self._subscriber = Subscriber(message.hello.conductor)
-        self._instance.subscribers.add(self._subscriber)
+        self._instance.subscribers[self._subscriber] = None
         self._instance.executor.subscribe(self._subscriber)
 
     def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
@@ -481,7 +481,7 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
 
     def end(self) -> None:
         """The conductor's sequences end, or wait for another conductor."""
-        self._instance.subscribers.discard(self._subscriber)
+        self._instance.subscribers.pop(self._subscriber, None)
         self._instance.executor.unsubscribe(self._subscriber)
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from moonpool import world
 from moonpool.checkpoint import Tokenizer, model_name, resolve
 from moonpool.client import AsyncClient
 from moonpool.rpc.auth import ApiKeys
@@ -40,7 +39,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
         ConfigError: a setting is wrong.
     """
     async with AsyncExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(config.tokenizer_threads, "tokenize"))
+        threads = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -72,7 +71,7 @@ def gateway_context(
     """
     if keys is None and config.api_keys is not None:
         keys = ApiKeys(config.api_keys)
-    request_metrics = GatewayMetrics(metrics, time.monotonic)
+    request_metrics = GatewayMetrics(metrics, world.monotonic)
     return GatewayContext(
         client=client,
         auth=Authenticator(
@@ -87,8 +86,8 @@ def gateway_context(
         builder=RequestBuilder(config.request_timeout_s, tokenizer),
         metrics=request_metrics,
         registry=metrics.registry,
-        wall_clock=time.time,
-        started_at=int(time.time()),
+        wall_clock=world.unix_time,
+        started_at=int(world.unix_time()),
     )
 
 

@@ -8,13 +8,13 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from moonpool import world
 from moonpool.errors import DeadlineExceeded, FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken
 from moonpool.kv.blocks import BlockFormat, DramBlock, block_format
 from moonpool.kv.frames import (
@@ -154,7 +154,7 @@ class GetResources:
     """What all Get streams of a store use."""
 
     reads: ReadLeases
-    pool: ThreadPoolExecutor  # reads the SSD tier
+    pool: Executor  # reads the SSD tier
     ahead: ByteCredits  # budget of the read-ahead
     instance: kv_pb2.Instance
     session_timeout_s: float  # longest wait for a reader's credits
@@ -239,7 +239,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         self._resources.reads.suspect(key)
 
     def _begin(self, number: int, lease: ReadLease, wanted: _RequestedPart) -> None:
-        resources, begin = self._resources, time.monotonic()
+        resources, begin = self._resources, world.monotonic()
         try:
             more = resources.reads.extend(lease)
             sent_bytes = part_bytes(wanted.heads, self.format.layout)
@@ -252,7 +252,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
 
     def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _RequestedPart) -> bool:
         """Whether all of a small read in DRAM could be sent with its opening, without waiting and without a lease."""
-        begin, layout = time.monotonic(), self.format.layout
+        begin, layout = world.monotonic(), self.format.layout
         blocks = self._resident(keys, wanted, self._resources.together_bytes)
         if not blocks:
             return False
@@ -269,7 +269,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         return True
 
     def on_brief(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
-        begin, keys, layout = time.monotonic(), unpack_keys(message.keys), self.format.layout
+        begin, keys, layout = world.monotonic(), unpack_keys(message.keys), self.format.layout
         check_owned(keys, self.tenant)
         wanted = _RequestedPart(range(layout.layers), None, ())
         blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.outbox.is_clear else None
@@ -287,7 +287,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
     def _used(self, keys: Sequence[BlockKey], blocks: Sequence[DramBlock], begin: float) -> None:
         self._resources.reads.used(keys, blocks)
         if blocks:
-            self._resources.on_read(False, time.monotonic() - begin)
+            self._resources.on_read(False, world.monotonic() - begin)
 
     async def _serve(self, number: int, reader: LayerReader, wanted: _RequestedPart, begin: float, more: bool) -> None:
         resources, lease = self._resources, reader.lease
@@ -305,7 +305,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
                         slices = wanted.slices(group, lease.keys, lease.format.layout)
                         await self.frames.send(number, 0, slices, timeout_s=resources.session_timeout_s)
             if lease.blocks:
-                resources.on_read(lease.cold, time.monotonic() - begin)
+                resources.on_read(lease.cold, world.monotonic() - begin)
         except StreamBroken:
             return  # the stream itself reports it
         except (MoonpoolError, TimeoutError) as error:
@@ -442,7 +442,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         check_owned(keys, self.tenant)
         tenant = check_tenant(message.tenant, self.tenant)
         parents = unpack_keys(before, "parent_keys", max_keys=MAX_SESSION_BLOCKS)
-        now, forgotten = int(time.time()), frozenset(message.forgotten)
+        now, forgotten = int(world.unix_time()), frozenset(message.forgotten)
         return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 
     def _waits(self, spec: PutSpec) -> bool:

@@ -9,7 +9,7 @@ import asyncio
 import collections
 import dataclasses
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import NamedTuple
 
 from moonpool.errors import Overloaded
@@ -67,7 +67,7 @@ class LayerReader:
     reads: ReadLeases
     lease: ReadLease
     layers: range  # wanted, less those that have their band
-    pool: ThreadPoolExecutor
+    pool: Executor
     ahead: ByteCredits
     _: dataclasses.KW_ONLY
     group_bytes: int = FRAME_BYTES  # aimed at
@@ -84,7 +84,7 @@ class LayerReader:
         self._thickness = 1
         self._bands: collections.deque[_Band] = collections.deque()
         self._walked = 0  # bytes taken from `ahead` that go back with the next group
-        self._fetches: set[_Fetch] = set()
+        self._fetches: dict[_Fetch, None] = {}
         self._progress = asyncio.Event()
         self._closed = False
         self._loop = asyncio.get_running_loop()
@@ -220,7 +220,7 @@ class LayerReader:
             self._limit = blocks[0]
             return
         fetch = self.pool.submit(read_bands, band.layers.start, bands)
-        self._fetches.add(fetch)
+        self._fetches[fetch] = None
         came = dict(zip(blocks, [out for _, out in bands], strict=True))
         # Not `fetch` itself: it would keep itself, and the memory of its bands, until the next garbage collection.
         fetch.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._ended, done, band, came))
@@ -230,7 +230,7 @@ class LayerReader:
         await self._progress.wait()
 
     def _ended(self, fetch: _Fetch, band: _Band, came: dict[int, memoryview]) -> None:
-        self._fetches.discard(fetch)
+        self._fetches.pop(fetch, None)
         if fetch.cancelled():
             self._limit = min(self._limit, *came)
         elif (failure := fetch.result()) is not None:

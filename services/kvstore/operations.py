@@ -10,10 +10,10 @@ import dataclasses
 import functools
 import itertools
 import json
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 
+from moonpool import world
 from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.cluster.proto_conversion import read_deletions
 from moonpool.errors import InvalidRequest, Unavailable, Unsupported
@@ -49,7 +49,7 @@ class StoreOperations:
     """The operations of one store; `run` ends each pin when its time is over."""
 
     store: BlockStore
-    pool: ThreadPoolExecutor  # reads
+    pool: Executor  # reads
     ahead: ByteCredits  # bounds the bytes read and not taken yet
     reuse: ReuseSample
     capacity_bytes: int  # of both tiers
@@ -170,7 +170,7 @@ class DeletionWorker:
     ledger: RecordStore
     writer: WriteBehind | None
     timeout_s: float
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float] = world.unix_time
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
     unsaved: dict[str, DeletedCount] = dataclasses.field(default_factory=dict, init=False)
     """Carried out, but the ledger does not know it yet: the disk may not have taken them."""
@@ -191,7 +191,7 @@ class DeletionWorker:
         await self._erased()
         for portion in asked:
             counts = {name: count for name in portion if (count := self._done(name)) is not None}
-            unsaved = counts.keys() & self.unsaved
+            unsaved = [name for name in counts if name in self.unsaved]
             await self.ledger.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
             self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
             total = sum(counts.values(), start=total)
@@ -326,7 +326,7 @@ class StoreObserver:
     """Fills the histograms and the reuse sample of a store. Lives of blocks are followed for `sample_keys` at most."""
 
     def __init__(
-        self, metrics: Metrics, clock: Callable[[], float] = time.monotonic, sample_keys: int = FOLLOWED_KEYS
+        self, metrics: Metrics, clock: Callable[[], float] = world.monotonic, sample_keys: int = FOLLOWED_KEYS
     ) -> None:
         self._clock = clock
         reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])

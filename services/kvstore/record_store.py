@@ -6,16 +6,15 @@ leaves the database; its bytes may stay in free pages of the file until these ar
 
 import asyncio
 import struct
-import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
 
 import lmdb
 from google.protobuf.message import DecodeError
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import DELETION, deletion_from_record
 from moonpool.cluster.records import ReplicatedRecords, record_place
 from moonpool.errors import ConfigError, InvalidRequest
@@ -46,12 +45,12 @@ class RecordStore:
     naming `data_dir` when what is there, of several folders all, cannot be read.
     """
 
-    def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = world.unix_time) -> None:
         self.book = ReplicatedRecords()
         self.deletions = DeletionIndex()
         self._applied = ReplicatedRecords()
         self._clock, self._turn = clock, asyncio.Lock()  # of what was taken, in order
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-ledger")
+        self._thread = world.thread_pool(1, "kvstore-ledger")
         self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
         found = [self._load(number, folder, last=number == len(folders) - 1) for number, folder in enumerate(folders)]
         for records in found:

@@ -7,9 +7,9 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
+from moonpool import world
 from moonpool.cluster import ClusterMembership, HeldKeys
 from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.cluster.proto_conversion import DELETION_PORTION
@@ -189,7 +189,7 @@ class KVStoreService(StoreListener):
         self._closing = asyncio.Event()
         self._draining = False
         threads = config.read_threads * max(1, len(config.data_dir))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvstore-read")
+        self._pool = world.thread_pool(threads, "kvstore-read")
         self._observer = StoreObserver(self.metrics)
         self._ledger = ledger = ledger or RecordStore()
         sessions, leases = config.max_sessions, config.lease_budget_bytes

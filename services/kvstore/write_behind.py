@@ -8,12 +8,11 @@ import contextlib
 import dataclasses
 import errno
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import lmdb
 
+from moonpool import world
 from moonpool.errors import MoonpoolError
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.async_utils import wait_within
@@ -59,7 +58,7 @@ class WriteBehind:
     bytes_per_s: int = 0
     retry_after_s: Sequence[float] = RETRY_AFTER_S
     unsaved_after_s: Sequence[float] = UNSAVED_AFTER_S
-    clock: Callable[[], float] = time.monotonic
+    clock: Callable[[], float] = world.monotonic
 
     def __post_init__(self) -> None:
         self.retries = 0  # batches that were tried again
@@ -74,7 +73,7 @@ class WriteBehind:
         self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
-        self._executor = ThreadPoolExecutor(len(self.ssd.disks), thread_name_prefix="kvstore-writer")
+        self._executor = world.thread_pool(len(self.ssd.disks), "kvstore-writer")
 
     def wake(self) -> None:
         self._idle.clear()
@@ -154,12 +153,12 @@ class WriteBehind:
             self.queue.retry()
 
     async def _commit(self, plan: WritePlan) -> Exception | None:
-        begin = time.monotonic()
+        begin = world.monotonic()
         try:
             await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.commit, plan)
         except (OSError, lmdb.Error, MoonpoolError) as error:
             return error
-        self.on_committed(time.monotonic() - begin)
+        self.on_committed(world.monotonic() - begin)
         return None
 
     def _again(self, plan: WritePlan, error: Exception | None) -> float | None:

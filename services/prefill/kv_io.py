@@ -3,12 +3,12 @@
 import asyncio
 import dataclasses
 import itertools
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance
 from moonpool.engine.interface import Engine
 from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, TransferFailed
@@ -166,7 +166,7 @@ class BlockLoader:
             on_layer: called in order for each layer of which all blocks have arrived.
         """
         source, wanted = read.source, len(read.blocks)
-        began = time.monotonic()
+        began = world.monotonic()
         try:
             reader = await self._peers[source.kind].get(source)
             pace = EmulatedLoadPace(self._load_s(wanted), self._layout.layers, on_layer)
@@ -175,7 +175,7 @@ class BlockLoader:
                 await pace.over()
             finally:
                 pace.close()
-            ended = time.monotonic()
+            ended = world.monotonic()
             read.came(loaded * self._layout.block_tokens, began, ended)
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)
         except PrefixLost as lost:
@@ -194,7 +194,7 @@ class BlockLoader:
     async def _read(self, reader: BlockReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
         """Reads from one source; returns how many leading blocks it had. Raises as `BlockReader.read`."""
         wanted, layers = len(read.blocks), range(self._layout.layers)
-        counts, last_ns = [0] * len(layers), time.monotonic_ns()
+        counts, last_ns = [0] * len(layers), world.monotonic_ns()
         target = PoolTarget(self._pool, read.blocks)
 
         def take(layer: int, index: int, data: memoryview, value: int) -> None:
@@ -203,7 +203,7 @@ class BlockLoader:
 
         def layer_done(layer: int) -> None:
             nonlocal last_ns
-            now_ns = time.monotonic_ns()
+            now_ns = world.monotonic_ns()
             size = counts[layer] * self._layout.slice_bytes
             self._spans.add("kv.load", last_ns, now_ns, request=read.request, layer=layer, bytes=size)
             last_ns = now_ns
@@ -278,11 +278,11 @@ class KVSender:
             TransferFailed: decode has given the transfer up, or does not take it in time.
             StreamBroken: the stream to decode ended.
         """
-        start_ns = time.monotonic_ns()
+        start_ns = world.monotonic_ns()
         num_tokens = len(request.incoming.token_ids)
         slices = [item for piece in pieces for item in self._slices(piece, num_tokens)]
         nbytes = await self._transfers[request.number].send(slices)
-        end_ns = time.monotonic_ns()
+        end_ns = world.monotonic_ns()
         self._record(request, pieces, start_ns, end_ns)
         return SlicesSent(nbytes, (end_ns - start_ns) / 1e9)
 

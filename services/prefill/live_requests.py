@@ -2,9 +2,9 @@
 
 import asyncio
 import dataclasses
-import time
 from collections.abc import Sequence
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance
 from moonpool.contracts import logprobs_to_proto
 from moonpool.engine.request import IncomingRequest
@@ -66,7 +66,7 @@ class LivePrefill:
     forgotten: Sequence[str] = ()
     loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
-    _came: float = dataclasses.field(default_factory=time.monotonic)
+    _came: float = dataclasses.field(default_factory=world.monotonic)
     lane: str = ""
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)

@@ -2,12 +2,12 @@
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 
+from moonpool import world
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
@@ -58,12 +58,12 @@ class PrefillInstance:
         self.sending = KVSender(engine, self._open_sender, context.spans)
         emulated_load_s = engine.load_s if isinstance(engine, EmulatedEngine) else None
         self.loading = BlockLoader(engine, self._open_reader, context.spans, emulated_load_s)
-        self._deletions = deletions = DeletionLog(context.setup.namespace, time.monotonic)
+        self._deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             self._open_writer,
             engine.pool.read,
-            time.monotonic,
+            world.monotonic,
             deletions.concerning,
         )
         self.executor = PrefillExecutor(
@@ -140,9 +140,9 @@ class PrefillInstance:
             queued_tokens=self.core.queued_tokens,
             free_blocks=state.manager.num_free,
             cached_blocks=state.manager.num_cached,
-            speed=speeds_to_proto(self.core.speeds(time.monotonic())),
+            speed=speeds_to_proto(self.core.speeds(world.monotonic())),
             draining=self.core.draining,
-            drain_s=self.core.drain_seconds(time.monotonic()),
+            drain_s=self.core.drain_seconds(world.monotonic()),
             taken=self.core.taken,
         )
 

@@ -10,11 +10,11 @@ late timers are part of a step's time: the next step makes up for up to `CARRY_S
 
 import asyncio
 import signal
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from moonpool import world
 from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
 from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
 from moonpool.errors import Internal, Unavailable
@@ -43,7 +43,7 @@ OnLayer = Callable[[LayerDone], None] | None
 class EngineClock:
     """Time of an emulated engine."""
 
-    now: Callable[[], float] = time.monotonic
+    now: Callable[[], float] = world.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
@@ -248,7 +248,7 @@ class EmulatedEngine:
         return result
 
     async def _timed(self, step: Step, flight: _StepControl, on_layer: OnLayer) -> StepResult:
-        start_ns = time.monotonic_ns()
+        start_ns = world.monotonic_ns()
         for part in self._pool.parts:
             for source, block in step.copies:
                 part.copy(source, block)
@@ -289,7 +289,7 @@ class EmulatedEngine:
                 await self._gate(flight, layer, schedule)
             if flight.aborted:
                 return False
-            start_ns = time.monotonic_ns()
+            start_ns = world.monotonic_ns()
             schedule.add_layer()
             for index, share in enumerate(shares):
                 if index not in flight.dropped:
@@ -300,7 +300,7 @@ class EmulatedEngine:
                 await self._until(schedule.due)
             if step.layer_events and on_layer is not None and flight.error is None:
                 try:
-                    on_layer(LayerDone(step.step_id, layer, start_ns, time.monotonic_ns()))
+                    on_layer(LayerDone(step.step_id, layer, start_ns, world.monotonic_ns()))
                 except Exception as error:  # raised to the caller when the step has ended
                     flight.error = error
         return True
@@ -330,12 +330,12 @@ class EmulatedEngine:
         several = {
             index: SampledCandidates(share.tokens) for index, share in enumerate(shares) if len(share.tokens) > 1
         }
-        return StepResult(sampled, False, start_ns, time.monotonic_ns(), several)
+        return StepResult(sampled, False, start_ns, world.monotonic_ns(), several)
 
     def _aborted(self, step: Step, start_ns: int) -> StepResult:
         for sequence in step.sequences:
             self._sequences.done(sequence, aborted=True)
-        return StepResult((), True, start_ns, time.monotonic_ns())
+        return StepResult((), True, start_ns, world.monotonic_ns())
 
     async def _until(self, due: float) -> None:
         await asyncio.sleep(0)  # lets other tasks run, however late this step is

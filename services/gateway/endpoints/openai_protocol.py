@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from moonpool import world
 from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
@@ -435,7 +435,7 @@ class OpenAIFormatter(ResponseFormatter):
         self._head = {
             "id": f"{self.id_prefix}-{request_id}",
             "object": self._object_name,
-            "created": int(time.time()),
+            "created": int(world.unix_time()),
             "model": self._model,
             "system_fingerprint": "emulated" if emulated else None,
         }

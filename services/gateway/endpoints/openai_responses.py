@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 from starlette.requests import Request
 
+from moonpool import world
 from moonpool.client import GenerateResult, Message, TokenEvent, Usage
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
@@ -256,7 +256,7 @@ class ResponsesFormatter(ResponseFormatter):
         self._head = {
             "id": f"resp_{request_id}",
             "object": "response",
-            "created_at": int(time.time()),
+            "created_at": int(world.unix_time()),
             "model": self._model,
             **self._echoed_fields,
             **({"emulated": True} if emulated else {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from moonpool.checkpoint import Tokenizer
@@ -18,7 +18,7 @@ T = TypeVar("T")
 class GatewayTokenizer:
     """Tokenizer and chat template of a checkpoint. Long work runs on threads."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, threads: ThreadPoolExecutor, tool_parser: str = "auto") -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, threads: Executor, tool_parser: str = "auto") -> None:
         """Wrap the tokenizer of a checkpoint.
 
         Args:

@@ -151,7 +151,7 @@ class WriteQueue:
         self.batch_bytes = batch_bytes
         self.waiting: collections.deque[DramBlock] = collections.deque()
         self.committing: dict[int, WritePlan] = {}  # by disk
-        self.recalled: set[DramBlock] = set()  # gone for good while a plan under way writes them
+        self.recalled: dict[DramBlock, None] = {}  # gone for good while a plan under way writes them
         self.queued: set[BlockKey] = set()  # in the queue or in a plan under way
         self.unsaved: dict[BlockKey, None] = {}  # not taken yet, the last tried at the end; some may be gone or queued
         self.blocks_durable = self.failed_batches = 0
@@ -214,8 +214,9 @@ class WriteQueue:
         """A disk's plan was committed, or failed with `error`; `again`: its blocks are tried again at once."""
         plan, ssd = self.committing.pop(disk), self._tiers.ssd
         assert ssd is not None
-        recalled = self.recalled.intersection(plan.blocks)
-        self.recalled -= recalled
+        recalled = dict.fromkeys(block for block in plan.blocks if block in self.recalled)
+        for block in recalled:
+            del self.recalled[block]
         blocks = [block for block in plan.blocks if block not in recalled]
         if error is not None:
             self.failed_batches += 1
@@ -244,8 +245,8 @@ class WriteQueue:
             return
         waiting = [block for block in self.waiting if block in coming]
         self.waiting = collections.deque(block for block in self.waiting if block not in coming)
-        writing = coming.intersection(block for plan in self.committing.values() for block in plan.blocks)
-        self.recalled |= writing
+        writing = [block for plan in self.committing.values() for block in plan.blocks if block in coming]
+        self.recalled.update(dict.fromkeys(writing))
         self.queued.difference_update(block.info.key for block in (*waiting, *writing))
         self._tiers.release(waiting)
 

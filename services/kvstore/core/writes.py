@@ -278,7 +278,7 @@ class WriteSessions:
         self._max_sessions = max_sessions
         self.open_keys = 0  # of all open sessions
         self.queue = WriteQueue(tiers, self._durable, batch_bytes)
-        self.sessions: set[PutSession] = set()
+        self.sessions: dict[PutSession, None] = {}
         self.unfinished: dict[BlockKey, Assembly] = {}
         self.awaiting: dict[BlockKey, list[tuple[PutSession, int]]] = {}
         self.deletions = deletions
@@ -386,7 +386,7 @@ class WriteSessions:
                 block = self.unfinished[key] = Assembly(session.spec, index)
             block.writers[session] = index
             session.unfinished[index] = block
-        self.sessions.add(session)
+        self.sessions[session] = None
         self.open_keys += len(session.spec.keys)
 
     def durable_of(self, session: PutSession, indices: Sequence[int]) -> list[int]:
@@ -467,7 +467,7 @@ class WriteSessions:
         if session.closed:
             return
         session.closed = True
-        self.sessions.remove(session)
+        del self.sessions[session]
         self.open_keys -= len(session.spec.keys)
         left_alone: list[Assembly] = []
         for block in session.unfinished.values():
@@ -477,7 +477,7 @@ class WriteSessions:
                 left_alone.append(block)
         session.unfinished.clear()
         self._tiers.unreserve(_by_tenant(block for block in left_alone if block.reserved))
-        for key in self.awaiting.keys() & session.spec.keys:
+        for key in [key for key in session.spec.keys if key in self.awaiting]:
             if left := [entry for entry in self.awaiting.pop(key) if entry[0] is not session]:
                 self.awaiting[key] = left
         self._tiers.listener.sessions_changed()
@@ -491,7 +491,7 @@ class WriteSessions:
 
     def forget(self, selection: KVSelection) -> None:
         """Blocks are being deleted: sessions that bring such blocks end."""
-        self._end({session for session in self.sessions if session.spec.is_among(selection)})
+        self._end([session for session in self.sessions if session.spec.is_among(selection)])
 
     def recall(self, blocks: Collection[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable, and who waits for that hears it."""

@@ -13,8 +13,9 @@ import mmap
 import sys
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 
+from moonpool import world
 from moonpool.errors import Overloaded
 
 PAGE = mmap.PAGESIZE
@@ -120,7 +121,7 @@ class Arena:
         self.classes: dict[int, _SizeClass] = {}
         self.live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
         self._ended: collections.deque[_Place] = collections.deque()
-        self._thread = ThreadPoolExecutor(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
+        self._thread = world.thread_pool(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
         self.on_excess: Callable[[], object] = lambda: None
         self._told = False
@@ -173,7 +174,7 @@ class Arena:
             self._told = True
             self.on_excess()
 
-    def _populate(self, thread: ThreadPoolExecutor, each: _SizeClass, buffers: list[Buffer]) -> None:
+    def _populate(self, thread: Executor, each: _SizeClass, buffers: list[Buffer]) -> None:
         """Brings memory to `buffers`, which have none yet, and to further slots if few are left that have any."""
         most = max(1, min(AHEAD_BYTES // each.size, AHEAD_SLOTS))
         left = sum(len(slab.free) for slab in itertools.islice(each.warm, most))

@@ -223,7 +223,7 @@ class Pins:
 
     def pin(
         self, tenant: str, name: str, keys: Sequence[BlockKey], size_of: SizeOf, *, now: float, ttl_s: float
-    ) -> tuple[PinOutcome, set[BlockKey]]:
+    ) -> tuple[PinOutcome, list[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
         Call `expire` first: a pin whose time is over still counts here. Also returns the keys that may be pinned or no
@@ -235,7 +235,7 @@ class Pins:
         if len(others) >= self.max_pins or entries + len(keys) > self.max_entries:
             message = f"there are {len(others)} other pins of {entries} blocks, and there may be no more"
             raise Overloaded(message, reason="kvstore_pins", retry_after_s=self.next_expiry - now)
-        changed = {*keys, *self._end([(tenant, name)])}
+        changed = list(dict.fromkeys((*keys, *self._end([(tenant, name)]))))
         outcome = self._take(tenant, keys, size_of)
         if outcome.blocks:
             self.by_name[tenant, name] = _Pin(keys[: outcome.blocks], now + ttl_s)
@@ -261,17 +261,17 @@ class Pins:
             nbytes += size
         return PinOutcome(len(keys), nbytes, PinLimit.UNSPECIFIED)
 
-    def unpin(self, tenant: str, name: str) -> set[BlockKey]:
+    def unpin(self, tenant: str, name: str) -> list[BlockKey]:
         """Ends a pin, if there is one; this and what ends several returns their keys."""
         return self._end([(tenant, name)])
 
-    def end_all(self, tenants: Container[str]) -> set[BlockKey]:
+    def end_all(self, tenants: Container[str]) -> list[BlockKey]:
         return self._end([place for place in self.by_name if place[0] in tenants])
 
-    def expire(self, now: float) -> set[BlockKey]:
+    def expire(self, now: float) -> list[BlockKey]:
         return self._end([place for place, pin in self.by_name.items() if pin.expires_at <= now])
 
-    def _end(self, places: Sequence[tuple[str, str]]) -> set[BlockKey]:
+    def _end(self, places: Sequence[tuple[str, str]]) -> list[BlockKey]:
         keys = [(tenant, key) for tenant, name in places for key in self.by_name.pop((tenant, name), _Pin()).keys]
         for tenant, key in keys:
             pinned = self.pinned[key]
@@ -282,7 +282,7 @@ class Pins:
             if not pinned.pins:
                 del self.pinned[key]
                 self.nbytes -= pinned.nbytes
-        return {key for _, key in keys}
+        return list(dict.fromkeys(key for _, key in keys))
 
 
 def _check(tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> None:

@@ -11,12 +11,13 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import lmdb
 
+from moonpool import world
 from moonpool.kv.file_io import (
     SECTOR,
     Buffer,
@@ -84,7 +85,7 @@ class FileLayer:
         self._lock = threading.Lock()
         self._open: collections.OrderedDict[tuple[Path, int], _File] = collections.OrderedDict()
         self._kept: set[Path] = set()  # files without a name: only while they are open they can be read
-        self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
+        self._closer = world.thread_pool(1, "kvstore-close")
 
     def _file(self, path: Path, flags: int) -> _File:
         closed = []  # once the lock is released: the last close of a large file without a name takes long
@@ -168,7 +169,7 @@ class FileLayer:
 
     def close_all(self) -> None:
         self._closer.shutdown()
-        self._closer = ThreadPoolExecutor(1, thread_name_prefix="kvstore-close")
+        self._closer = world.thread_pool(1, "kvstore-close")
         for path, _ in list(self._open):
             self.close(path)
 

@@ -13,12 +13,13 @@ import itertools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal
 
 import lmdb
 
+from moonpool import world
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
@@ -217,7 +218,7 @@ class Recovery:
         """Of each segment the records between two offsets, None if it cannot be read; several are read at once."""
         blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
         waiting, ahead = iter(parts.items()), collections.deque[Future[list[ScannedRecord] | None]]()
-        with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="kvstore-scan") as pool:
+        with world.thread_pool(_SCAN_THREADS, "kvstore-scan") as pool:
             for done in range(1, len(parts) + 1):
                 for number, part in itertools.islice(waiting, 2 * _SCAN_THREADS - len(ahead)):  # they take memory
                     ahead.append(pool.submit(self._read, segment_path(self.folder.segments, number), *part))

@@ -101,7 +101,7 @@ def _check_queue(store: BlockStore) -> None:
     """Waiting blocks are held and not durable."""
     queue, there = store.writes.queue, store.tiers.dram
     waiting = [*queue.waiting, *(block for plan in queue.committing.values() for block in plan.blocks)]
-    assert queue.recalled <= set(waiting)
+    assert queue.recalled.keys() <= set(waiting)
     waiting = [block for block in waiting if block not in queue.recalled]
     assert queue.queued == {block.info.key for block in waiting}
     assert len(queue.queued) == len(waiting)
@@ -118,7 +118,7 @@ def _check_writes(writes: WriteSessions, store: BlockStore) -> None:
         assert block.writers
         assert block.reserved or not block.data
         assert not block.data or len(block.hashes) < block.spec.format.layout.layers
-        assert writes.sessions.issuperset(block.writers)
+        assert writes.sessions.keys() >= block.writers.keys()
         assert all(session.unfinished[index] is block for session, index in block.writers.items())
     for session in writes.sessions:
         assert not session.closed

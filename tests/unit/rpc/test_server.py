@@ -150,7 +150,7 @@ async def test_errors_reach_the_caller_typed(
     bug = await ask("bug")
     assert isinstance(bug, Internal)
     assert "secret" not in str(bug)
-    (record,) = (r for r in caplog.records if r.name == "moonpool.rpc.errors")
+    (record,) = (r for r in caplog.records if r.name == "moonpool.rpc.server")
     assert record.exc_info is not None or "secret" in str(record.msg)
 
 

@@ -1,0 +1,134 @@
+"""What a process takes from outside: time, random numbers, threads and gRPC connections.
+
+Services, streams, clients and stores take them from here alone. `CURRENT` is the real world unless the running
+`contextvars` context has another: tests run the services on a virtual clock, in one process (`tests/world`).
+A task, a timer and a callback have the world of the code that began them. A thread has the real world.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+Options = Sequence[tuple[str, Any]]
+"""gRPC's channel arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Time.
+
+    Attributes:
+        monotonic: seconds since some point in the past; never goes back.
+        monotonic_ns: the same in nanoseconds.
+        unix_time: seconds since 1970; may be set back, and differs between hosts.
+    """
+
+    monotonic: Callable[[], float] = time.monotonic
+    monotonic_ns: Callable[[], int] = time.monotonic_ns
+    unix_time: Callable[[], float] = time.time
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Random numbers that nobody can guess.
+
+    Attributes:
+        bits: a number of so many random bits.
+        bytes: so many random bytes.
+    """
+
+    bits: Callable[[int], int] = secrets.randbits
+    bytes: Callable[[int], bytes] = secrets.token_bytes
+
+
+class Network(Protocol):
+    """Both ends of gRPC connections. An `address` is "host:port"."""
+
+    def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
+        """Return a new server, which listens nowhere yet."""
+        ...
+
+    def channel(
+        self, address: str, options: Options, credentials: grpc.ChannelCredentials | None = None
+    ) -> grpc.aio.Channel:
+        """Return a new channel, which connects on first use; in plaintext without `credentials`."""
+        ...
+
+
+class GrpcNetwork:
+    """The real network."""
+
+    def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
+        return grpc.aio.server(interceptors=interceptors, options=options)
+
+    def channel(
+        self, address: str, options: Options, credentials: grpc.ChannelCredentials | None = None
+    ) -> grpc.aio.Channel:
+        if credentials is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Where a process takes everything from that its code does not decide.
+
+    Attributes:
+        clock: time.
+        draws: random numbers.
+        network: gRPC servers and channels.
+        thread_pool: an executor of so many workers, named so, beside the event loop.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    draws: Draws = field(default_factory=Draws)
+    network: Network = field(default_factory=GrpcNetwork)
+    thread_pool: Callable[[int, str], Executor] = ThreadPoolExecutor
+
+
+CURRENT: ContextVar[World] = ContextVar("world", default=World())  # noqa: B039 - a World never changes
+"""The world of the running context. Only tests set another."""
+
+
+def monotonic() -> float:
+    """Seconds since some point in the past; never goes back."""
+    return CURRENT.get().clock.monotonic()
+
+
+def monotonic_ns() -> int:
+    """Nanoseconds since some point in the past; never goes back."""
+    return CURRENT.get().clock.monotonic_ns()
+
+
+def unix_time() -> float:
+    """Seconds since 1970."""
+    return CURRENT.get().clock.unix_time()
+
+
+def random_bits(count: int) -> int:
+    """A number of `count` random bits."""
+    return CURRENT.get().draws.bits(count)
+
+
+def random_bytes(count: int) -> bytes:
+    """`count` random bytes."""
+    return CURRENT.get().draws.bytes(count)
+
+
+def random_hex(count: int) -> str:
+    """`count` random bytes as hexadecimal digits."""
+    return random_bytes(count).hex()
+
+
+def thread_pool(workers: int, name: str) -> Executor:
+    """An executor of so many workers beside the event loop; whoever asks for the executor shuts it down."""
+    return CURRENT.get().thread_pool(workers, name)
