@@ -80,7 +80,7 @@ class OpenCall:
         kind: what the call does.
         request: number of the request.
         sequence: id that the instance sees; it says to which attempt the call belongs.
-        instance, incarnation: who is called.
+        instance, incarnation: the called instance.
         claim: claim on the cluster that the call holds; 0 = none.
     """
 
@@ -505,7 +505,7 @@ class AttemptCalls:
         """Ends the attempt, if there is one. Its claims are released now, or when its calls end.
 
         Args:
-            request: whose attempt ends.
+            request: the request of the attempt.
             now: seconds.
             complete: the answer is complete, or goes on elsewhere. A prefill call that has given its first token may
                 go on for `LINGER_S`: it may still send KV.

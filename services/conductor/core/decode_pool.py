@@ -52,7 +52,7 @@ class PlacedAnswer:
         stratum: whose forecasts of answer lengths apply.
         reported_at: time of `generated`; time at which the answer is expected to begin while that is 0.
         generated: tokens so far.
-        number: the instance's own number of the reservation; 0 = it gives none, None = not heard yet.
+        number: the instance's own number of the reservation; 0 = it gives none, None = not known yet.
         covered: the last report includes the answer, so its blocks are not counted any more.
         tokens: expected length.
     """
@@ -114,7 +114,7 @@ class DecodeInstanceState:
 
     @property
     def busy(self) -> bool:
-        """Whether an answer of ours is here."""
+        """Whether an answer of this conductor is here."""
         return bool(self.answers)
 
     def spans(self, now: float) -> list[BusySpan]:
@@ -163,15 +163,15 @@ class DecodeInstanceState:
         if load.speeds is not None:
             seconds = decode_step_seconds(load.speeds, TYPICAL_BATCH, TYPICAL_CONTEXT)
             idle = not load.running + load.waiting
-            believed = self.health.report(load.speeds, seconds, now, slow_factor, idle=idle)
-            if believed != self.speeds:  # an equal one stays the same object, by which ranks know it
-                self.speeds = believed
+            speeds = self.health.report(load.speeds, seconds, now, slow_factor, idle=idle)
+            if speeds != self.speeds:  # equal speeds stay the same object, by which ranks know them
+                self.speeds = speeds
         if self.unreported:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:
                     self._cover(answer)
-        ours = sum([answer.sequences for answer in self.answers.values() if answer.covered])
-        self.others = max(load.running + load.waiting - ours, 0)
+        own = sum([answer.sequences for answer in self.answers.values() if answer.covered])
+        self.others = max(load.running + load.waiting - own, 0)
         self.count()
 
     def _cover(self, answer: PlacedAnswer) -> None:
@@ -181,8 +181,8 @@ class DecodeInstanceState:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        told = self.facts, self.slot, self.speeds, self.load
-        return digest_of(*told, self.turn, self.answers, self.health, self.tpot.state, self.link)
+        reported = self.facts, self.slot, self.speeds, self.load
+        return digest_of(*reported, self.turn, self.answers, self.health, self.tpot.state, self.link)
 
     def check_invariants(self) -> None:
         """Asserts that the sums are those of the answers."""
@@ -393,7 +393,7 @@ class LoadForecaster:
 
     Args:
         decodes: the instances.
-        assumed: mean length of answers that is believed before any was seen.
+        assumed: mean length of answers before any has ended.
     """
 
     def __init__(self, decodes: DecodePool, assumed: int) -> None:

@@ -39,7 +39,7 @@ class InstanceFacts:
         capacity_bytes: of a kvstore; 0 = not known.
         either: an engine that comes back in the other role when it is ordered to.
         host: of its address: engines of one host may slow each other down; empty = not known.
-        reports_ssd: a kvstore that tells which of its blocks are on SSD only.
+        reports_ssd: a kvstore that reports which of its blocks are on SSD only.
     """
 
     id: str
@@ -64,11 +64,11 @@ class LoadFacts:
         running, waiting: requests, or sessions of a kvstore.
         free_blocks, cached_blocks, promised_blocks: of the pool; `promised_blocks` are free or cached and spoken for.
         context_tokens: of all running sequences (decode).
-        drain_s: predicted seconds until all prompts that are there are computed (prefill); None = not told.
+        drain_s: predicted seconds of the queue (prefill); None = not reported.
         speeds: measured; None = as before.
         draining: takes no new requests.
         taken: prompts or promises so far: those numbered up to it are included (`ClusterView.acknowledged`).
-        answer_tokens: that a new answer is expected to have, for which room is kept (decode); 0 = not told.
+        answer_tokens: expected length of a new answer, for which memory is kept (decode); 0 = not reported.
     """
 
     running: int = 0
@@ -366,7 +366,7 @@ class LoadRanking:
             cost: seconds of the request on an idle member of a class that holds so many leading blocks.
             wait: seconds that an instance's load adds; must not fall when load grows.
             limit: so many at most.
-            fits: tells of a slot whether it may be chosen; None = all allowed ones.
+            fits: whether a slot may be chosen; None = every allowed slot.
         """
         best: list[RankedMatch] = []
         worst_s = inf

@@ -160,7 +160,7 @@ _QUEUE_S = attrgetter("queue_s")
 
 @frozen
 class LoadBalance:
-    """The shortest queue in seconds, whoever holds what."""
+    """The shortest queue in seconds, whatever the prefixes."""
 
     stores: bool = False
 

@@ -201,7 +201,7 @@ class PlacedPrompt:
 
     Attributes:
         busy_s: seconds for which the prompt keeps the instance busy.
-        number: the instance's own number of the prompt; 0 = it gives none, None = not heard yet.
+        number: the instance's own number of the prompt; 0 = it gives none, None = not known yet.
         covered: the last report includes the prompt, so it is not counted any more.
         queue_key: its position among other prompts there; None = not known.
     """
@@ -247,7 +247,7 @@ class PrefillInstanceState:
 
     @property
     def busy(self) -> bool:
-        """Whether a prompt of ours is here."""
+        """Whether a prompt of this conductor is here."""
         return bool(self.prompts)
 
     @property
@@ -305,14 +305,14 @@ class PrefillInstanceState:
         A prompt that goes before others of this conductor waits for the earlier prompts of its tenant, each in its turn
         among the tenants, and for the step under way.
         """
-        ours = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
+        own = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
         last = key.order_in_tenant
-        before = [busy_s for it, busy_s in ours if it.tenant == key.tenant and it.order_in_tenant < last]
-        if len(before) == len(ours):
+        before = [busy_s for it, busy_s in own if it.tenant == key.tenant and it.order_in_tenant < last]
+        if len(before) == len(own):
             return all_s
-        weights = {it.tenant: it.weight for it, _ in ours} | {key.tenant: key.weight}
+        weights = {it.tenant: it.weight for it, _ in own} | {key.tenant: key.weight}
         turns = sum(weights.values()) / key.weight
-        step_s = max([busy_s for _, busy_s in ours])
+        step_s = max([busy_s for _, busy_s in own])
         if self.facts.step_tokens:
             step_s = min(step_s, work_seconds(self.learnt.speeds, *self.full_step))
         return min(all_s, turns * sum(before) + step_s)

@@ -215,7 +215,7 @@ class RequestScheduler:
                 self._place(now, request)
 
     def _stop(self, now: float, request: ScheduledRequest, failure: Failure | None) -> None:
-        """Completes an answer as cancelled. A request without an answer fails, also one that cannot be told."""
+        """Completes an answer as cancelled. A request without an answer fails, also one whose answer cannot be sent."""
         if failure is not None:
             self._fail(now, request, failure)
         elif request.begun:
@@ -585,7 +585,7 @@ class RequestScheduler:
                 self._tokens_arrived(now, request, attempt, event)
 
     def _first_token(self, now: float, request: ScheduledRequest, attempt: Attempt | None, event: FirstToken) -> None:
-        """Decode is told the token; a token of an attempt that has ended counts, too."""
+        """Starts decode with the token. A token of an attempt that has ended counts, too."""
         request.grow(not event.known and not request.spec.beams)
         if attempt is not None:
             for read in event.how.loads:
