@@ -135,7 +135,8 @@ def _done_tokens(job: PrefillJob) -> int:
     """Leading tokens that have KV, or are expected to get KV without being computed."""
     if job.table is None and job.token_at is None:
         return max(job.expected_tokens, job.shared_tokens)
-    return max(job.computed, job.shared_tokens) if job.first_step_at is None and job.load is None else job.computed
+    shares = job.first_step_at is None and job.prefix.load is None
+    return max(job.computed, job.shared_tokens) if shares else job.computed
 
 
 def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
@@ -148,11 +149,10 @@ def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | N
         Seconds; None if it does not wait.
     """
     at = job.scheduled // state.settings.block_tokens
-    begins = job.first_step_at is None and job.load is None and not job.loaded
-    if not begins or not job.prefix_blocks <= at < state.reusable_blocks(job):
+    if not job.may_match or not job.prefix.blocks <= at < state.reusable_blocks(job):
         return None
     for other in state.started.values():
-        load = other.load
+        load = other.prefix.load
         if load is not None and load.first <= at < load.end and other.spec.keys[at] == job.spec.keys[at]:
             late_at = _wait_pays_until(state, job, at, other, load)
             if late_at is not None:
@@ -164,7 +164,7 @@ def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
     """Whether an earlier started job is to compute all blocks that this job's sources hold, and has not yet."""
     most = min(max(source.blocks for source in job.sources), state.reusable_blocks(job))
     for other in state.started.values():
-        computes = other.load is None and other.computed < most * state.settings.block_tokens
+        computes = other.prefix.load is None and other.computed < most * state.settings.block_tokens
         # Jobs with the same keys are of the same tenant.
         is_earlier = other.queue_key.order_in_tenant < job.queue_key.order_in_tenant
         found = other.reuse and not other.owner.transient and is_earlier

@@ -172,6 +172,29 @@ class PrefixLoad:
     stalled: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class JobPrefix:
+    """The part of a prompt that need not be computed.
+
+    Attributes:
+        blocks: leading blocks that were cached or loaded. May grow until the first step is planned.
+        cached: leading tokens that need not be computed because they were cached.
+        loaded: further tokens that need not be computed because they were loaded.
+        next_source: index of the source tried next.
+        load: the load in flight.
+        misses: blocks that a kvstore lacked.
+        loads: loads that arrived whole.
+    """
+
+    blocks: int = 0
+    cached: int = 0
+    loaded: int = 0
+    next_source: int = 0
+    load: PrefixLoad | None = None
+    misses: list[PrefixMiss] = field(default_factory=list)
+    loads: list[PrefixLoaded] = field(default_factory=list)
+
+
 class JobStatus(Enum):
     """State of a job; `TRANSITIONS` has the changes that may happen."""
 
@@ -213,23 +236,17 @@ class PrefillJob:
         owner: tenant of its KV, and whether its blocks may be kept.
         shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until its first step.
         reuse: cached and stored blocks may be used; False = every token is computed.
-        next_source: index of the source tried next.
         status: set by `set_status` only.
         first_step_at: when its first step was planned, seconds.
         token_at: when it was computed, seconds.
         table: its blocks; bound when it starts, unbound when nothing of it is to be computed or sent.
-        prefix_blocks: leading blocks that were cached or loaded. May grow until the first step is planned.
-        cached: leading tokens that need not be computed because they were cached.
-        loaded: further tokens that need not be computed because they were loaded.
+        prefix: leading blocks that were cached or loaded, and the load in flight.
         computed: leading tokens that are cached, loaded or computed, in all layers. Never shrinks.
         scheduled: leading tokens that have KV, or are in flight.
-        load: the prefix being loaded.
         slices_in_flight: its live slices in steps in flight.
         gated: its slice in flight follows the load: no further slice is planned until that one is done.
         blocked_by: I/O on blocks that are to be computed again: until it ends, no slice is planned.
         put_until: for each copy, blocks before this index were written or need not be.
-        misses: blocks that a kvstore lacked.
-        loads: loads that arrived whole.
     """
 
     number: int
@@ -243,23 +260,17 @@ class PrefillJob:
     owner: KVOwner
     shared_tokens: int = 0
     reuse: bool = True
-    next_source: int = 0
     status: JobStatus = JobStatus.WAITING
     first_step_at: float | None = None
     token_at: float | None = None
     table: BlockTable | None = None
-    prefix_blocks: int = 0
-    cached: int = 0
-    loaded: int = 0
+    prefix: JobPrefix = field(default_factory=JobPrefix)
     computed: int = 0
     scheduled: int = 0
-    load: PrefixLoad | None = None
     slices_in_flight: int = 0
     gated: bool = False
     blocked_by: set[int] = field(default_factory=set)
     put_until: list[int] = field(default_factory=list)
-    misses: list[PrefixMiss] = field(default_factory=list)
-    loads: list[PrefixLoaded] = field(default_factory=list)
 
     @classmethod
     def of(cls, event: SubmitJob, settings: PrefillSettings, now: float) -> "PrefillJob":
@@ -279,6 +290,11 @@ class PrefillJob:
         """Changes the status, along `TRANSITIONS` only."""
         assert status in TRANSITIONS[self.status], f"job {self.number} cannot go from {self.status} to {status}"
         self.status = status
+
+    @property
+    def may_match(self) -> bool:
+        """Whether cached blocks may still be used: no step was planned, and no prefix is loaded or loading."""
+        return self.first_step_at is None and self.prefix.load is None and not self.prefix.loaded
 
     @property
     def finished(self) -> bool:
@@ -464,8 +480,8 @@ class PrefillState:
 
     def hold_prefix(self, job: PrefillJob, blocks: int) -> None:
         """The leading `blocks` of a job without steps were cached."""
-        job.prefix_blocks = blocks
-        job.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
+        job.prefix.blocks = blocks
+        job.prefix.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
 
     def advance(self, job: PrefillJob, end: int) -> None:
         """Tokens up to `end` have KV: registers the keys of the blocks that they fill."""

@@ -58,12 +58,12 @@ class PrefixLoads:
         if self._comes_for_other(job):
             self.undecided[job.number] = None
             return
-        while job.next_source < len(job.sources):
+        while job.prefix.next_source < len(job.sources):
             blocks = self._worth(job)
             if blocks:
-                self._begin(job, job.prefix_blocks, blocks)
+                self._begin(job, job.prefix.blocks, blocks)
                 return
-            job.next_source += 1
+            job.prefix.next_source += 1
 
     def decide_again(self) -> None:
         """Decides for jobs that waited for another job and need not any more."""
@@ -85,12 +85,12 @@ class PrefixLoads:
     def layer_loaded(self, io: int, layer: int) -> None:
         """All blocks of a layer are in the pool."""
         job = self._job_of(io)
-        if job is None or job.load is None:
+        if job is None or job.prefix.load is None:
             return
-        job.load.layers, job.load.progressed_at = layer + 1, self._state.now
+        job.prefix.load.layers, job.prefix.load.progressed_at = layer + 1, self._state.now
         if not layer:
-            job.load.first_at = self._state.now
-        self._sends.add(job, layer, job.load.first, job.load.end, None)
+            job.prefix.load.first_at = self._state.now
+        self._sends.add(job, layer, job.prefix.load.first, job.prefix.load.end, None)
         self._steps.open_gates(job)
 
     def ended(self, io: int, flight: LoadFlight, result: LoadEnded) -> None:
@@ -98,20 +98,20 @@ class PrefixLoads:
         self.learn(flight.source, flight.nbytes, flight.wanted, result)
         self.loaded_blocks += result.blocks
         job = self._state.jobs.get(flight.job)
-        if job is None or job.load is None or job.load.io != io:
+        if job is None or job.prefix.load is None or job.prefix.load.io != io:
             return
-        load = job.load
+        load = job.prefix.load
         if (
             result.missing is not None and not flight.source.peer
         ):  # a peer may lend fewer, and reports lost blocks itself
-            job.misses.append(PrefixMiss(load.source, load.first + result.missing))
+            job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
-            job.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
+            job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)
         # Once a layer is handed on, its blocks may be on their way to decode: another source's copy must not be written
         # over them, it may differ in the last bit.
         elif result.blocks or load.layers or not self._load_from_next(job, load):
-            job.load = None
+            job.prefix.load = None
             self._steps.rewind(job, load.first + result.blocks)
             self._load_over(job, load.first + result.blocks)
 
@@ -122,8 +122,8 @@ class PrefixLoads:
     def _load_over(self, job: PrefillJob, end: int) -> None:
         """The load is over: blocks up to `end` are whole."""
         tokens = self._state.settings.reused_tokens(job.spec.tokens, end)
-        job.load, job.prefix_blocks = None, end
-        job.loaded = tokens - job.cached
+        job.prefix.load, job.prefix.blocks = None, end
+        job.prefix.loaded = tokens - job.prefix.cached
         self._state.advance(job, tokens)
         self._sends.leading(job, end)
         self._steps.open_gates(job)
@@ -131,7 +131,7 @@ class PrefixLoads:
     def _load_from_next(self, job: PrefillJob, load: PrefixLoad) -> bool:
         for source in range(load.source + 1, len(job.sources)):
             if not self.is_paused(job.sources[source]):
-                job.next_source = source
+                job.prefix.next_source = source
                 self._begin(job, load.first, load.end)
                 return True
         return False
@@ -140,24 +140,24 @@ class PrefixLoads:
         state = self._state
         assert job.table is not None
         assert first < end <= state.reusable_blocks(job)
-        index, nbytes = job.next_source, (end - first) * state.settings.layers * state.settings.slice_bytes
+        index, nbytes = job.prefix.next_source, (end - first) * state.settings.layers * state.settings.slice_bytes
         source = job.sources[index]
         flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
         io = state.begin(flight)
-        job.load = PrefixLoad(io, index, first, end, state.now)
+        job.prefix.load = PrefixLoad(io, index, first, end, state.now)
         blocks = tuple(job.table.blocks[first:end])
         state.act(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, job: PrefillJob) -> int:
         """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
-        source, settings = job.sources[job.next_source], self._state.settings
+        source, settings = job.sources[job.prefix.next_source], self._state.settings
         blocks = min(source.blocks, self._state.reusable_blocks(job))
-        if self.is_paused(source) or blocks <= job.prefix_blocks:
+        if self.is_paused(source) or blocks <= job.prefix.blocks:
             return 0
         cheaper = load_is_cheaper(
             self._speeds(source),
             total_tokens=job.spec.tokens,
-            local_tokens=job.cached,
+            local_tokens=job.prefix.cached,
             stored_tokens=settings.reused_tokens(job.spec.tokens, blocks),
             token_bytes=settings.token_bytes,
             layers=settings.layers,
@@ -190,7 +190,7 @@ class PrefixLoads:
         """The job of a load; None if the job has ended or does not use the load any more."""
         flight = self._state.ios.get(io)
         job = self._state.jobs.get(flight.job) if isinstance(flight, LoadFlight) else None
-        return job if job is not None and job.load is not None and job.load.io == io else None
+        return job if job is not None and job.prefix.load is not None and job.prefix.load.io == io else None
 
 
 REPLICA_PART = 2

@@ -102,7 +102,8 @@ def _check_steps_in_flight(state: PrefillState, steps: StepPlanner) -> None:
             live[part.job] += part.live
             if part.live and job is not None and part.loading:
                 assert job.gated
-                assert flight.opened < (job.load.layers if job.load else state.settings.layers), "open too early"
+                arrived = job.prefix.load.layers if job.prefix.load else state.settings.layers
+                assert flight.opened < arrived, "open too early"
     for job in state.jobs.values():
         assert job.slices_in_flight == live[job.number]
 
@@ -116,16 +117,16 @@ def _check_job(state: PrefillState, job: PrefillJob) -> None:
         assert job.table is None
         assert not job.slices_in_flight
         return
-    assert 0 <= job.cached <= job.computed <= job.scheduled <= job.spec.tokens
+    assert 0 <= job.prefix.cached <= job.computed <= job.scheduled <= job.spec.tokens
     assert not job.gated or job.slices_in_flight == 1
     if job.table is None:
         assert job.finished
         return
     assert len(job.table.blocks) == state.settings.blocks_for(job.spec.tokens)
-    if job.load is not None:
-        assert isinstance(state.ios.get(job.load.io), LoadFlight)
-        assert job.computed == job.cached
-        assert job.prefix_blocks == job.load.first < job.load.end <= state.reusable_blocks(job)
+    if job.prefix.load is not None:
+        assert isinstance(state.ios.get(job.prefix.load.io), LoadFlight)
+        assert job.computed == job.prefix.cached
+        assert job.prefix.blocks == job.prefix.load.first < job.prefix.load.end <= state.reusable_blocks(job)
     if job.outgoing is not None and job.outgoing.io is not None:
         assert job.outgoing.io in state.ios
         assert job.outgoing.open or not isinstance(state.ios.get(job.outgoing.io), SendFlight)
@@ -319,7 +320,7 @@ class PrefillScheduler:
         if not job.finished:
             reassign_shared_prefix(self.state, job)
         self._sends.give_up(job)
-        self.state.cancel(job.load.io if job.load is not None else None)
+        self.state.cancel(job.prefix.load.io if job.prefix.load is not None else None)
         self.steps.drop_job(job)
         self.state.unbind(job)
         self.state.act(EndJob(number, outcome))
@@ -405,9 +406,9 @@ class PrefillScheduler:
         job.set_status(JobStatus.COMPUTED)
         job.token_at = now
         began = job.first_step_at if job.first_step_at is not None else now
-        computed = job.spec.tokens - job.cached - job.loaded
-        told = (job.cached, job.loaded, computed, began - job.added_at, now - began)
-        self.state.act(ReportFirstToken(job.number, *told, tuple(job.misses), tuple(job.loads)))
+        computed = job.spec.tokens - job.prefix.cached - job.prefix.loaded
+        told = (job.prefix.cached, job.prefix.loaded, computed, began - job.added_at, now - began)
+        self.state.act(ReportFirstToken(job.number, *told, tuple(job.prefix.misses), tuple(job.prefix.loads)))
         if self._sends.finish(job):
             self._done(job)
 
@@ -422,7 +423,7 @@ class PrefillScheduler:
         """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
         if job.owner.transient:
             return
-        prefix, full = job.prefix_blocks, job.computed // self.state.settings.block_tokens
+        prefix, full = job.prefix.blocks, job.computed // self.state.settings.block_tokens
         if not job.put_until:
             # Computed blocks are always written: a store that could not provide them does not hold them.
             job.put_until = [prefix if copy.held is None else min(copy.held, prefix) for copy in job.copies]

@@ -110,11 +110,11 @@ class StepPlanner:
 
     def _tokens_ahead(self, job: PrefillJob) -> int:
         state = self._state
-        if job.load is None or job.gated:
+        if job.prefix.load is None or job.gated:
             return 0 if wait_for_other_load_until(state, job) is not None else job.spec.tokens - job.scheduled
-        if wait_for_layers(state, job.load, step_s=0.0) != 0.0:
+        if wait_for_layers(state, job.prefix.load, step_s=0.0) != 0.0:
             return 0
-        return job.spec.tokens - job.load.end * state.settings.block_tokens
+        return job.spec.tokens - job.prefix.load.end * state.settings.block_tokens
 
     # --- planning --------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class StepPlanner:
             if self._is_under_way(job, part, under_way) or self._is_loaded(job):
                 continue
             with_it = seconds + self._seconds(part)
-            if job.load is not None and not self._ready(job, with_it):
+            if job.prefix.load is not None and not self._ready(job, with_it):
                 continue
             self._schedule(job, part)
             under_way.update(self._keys(job, part))
@@ -209,7 +209,7 @@ class StepPlanner:
     def _is_under_way(self, job: PrefillJob, part: SequenceSlice, under_way: set[BlockKey]) -> bool:
         """Whether a job without steps would compute a block that another job computes now: soon it is cached."""
         at = part.start // self._state.settings.block_tokens
-        begins = job.first_step_at is None and job.load is None and not job.loaded and not part.full_hit
+        begins = job.may_match and not part.full_hit
         return begins and at < self._state.reusable_blocks(job) and job.spec.keys[at] in under_way
 
     def _is_loaded(self, job: PrefillJob) -> bool:
@@ -221,8 +221,8 @@ class StepPlanner:
 
     def _ready(self, job: PrefillJob, step_s: float) -> bool:
         """Whether the job's layers arrive in time for a step of `step_s` seconds; notes when they will."""
-        assert job.load is not None
-        wait = wait_for_layers(self._state, job.load, step_s)
+        assert job.prefix.load is not None
+        wait = wait_for_layers(self._state, job.prefix.load, step_s)
         if wait is None:
             return False
         if wait > 0:
@@ -235,7 +235,7 @@ class StepPlanner:
     def _next_slice(self, job: PrefillJob, budget: int) -> SequenceSlice | None:
         """The job's next slice within the budget; it ends at a block border or at the prompt's end."""
         size = self._state.settings.block_tokens
-        if job.first_step_at is None and job.load is None and not job.loaded:
+        if job.may_match:
             self.match_again(job)
         start = self._start(job)
         end = min(job.spec.tokens, start + budget)
@@ -243,22 +243,22 @@ class StepPlanner:
             end -= end % size
         if end <= start:
             return None
-        begins = job.load is not None or start == job.cached + job.loaded
-        prefix_blocks = job.prefix_blocks if job.load is None else job.load.end
-        loading, full_hit = job.load is not None, start < prefix_blocks * size
+        begins = job.prefix.load is not None or start == job.prefix.cached + job.prefix.loaded
+        prefix_blocks = job.prefix.blocks if job.prefix.load is None else job.prefix.load.end
+        loading, full_hit = job.prefix.load is not None, start < prefix_blocks * size
         return SequenceSlice(job.number, start, end, begins, end == job.spec.tokens, loading, full_hit)
 
     def _start(self, job: PrefillJob) -> int:
         """The next token to compute; while a prefix is loading, the first one behind it."""
-        if job.load is None:
+        if job.prefix.load is None:
             return job.scheduled
-        return self._state.settings.reused_tokens(job.spec.tokens, job.load.end)
+        return self._state.settings.reused_tokens(job.spec.tokens, job.prefix.load.end)
 
     def match_again(self, job: PrefillJob) -> None:
         """Takes blocks that other jobs have computed since this one started."""
         state = self._state
         assert job.table is not None
-        held = job.prefix_blocks
+        held = job.prefix.blocks
         more = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])[held:]
         if not more:
             return
@@ -271,7 +271,7 @@ class StepPlanner:
         if job.first_step_at is None:
             job.first_step_at = self._state.now
             job.set_status(JobStatus.COMPUTING)
-            self._sends.leading(job, job.prefix_blocks)
+            self._sends.leading(job, job.prefix.blocks)
         job.scheduled = part.end
         job.slices_in_flight += 1
         job.gated = part.loading
@@ -328,11 +328,11 @@ class StepPlanner:
             front.progressed_at = max(front.progressed_at, self._state.now)
 
     def _count(self, job: PrefillJob, part: SequenceSlice) -> None:
-        if job.load is not None:  # every gate was open, so every layer has arrived
-            assert job.load.layers == self._state.settings.layers
-            job.loaded, job.prefix_blocks = part.start - job.cached, job.load.end
+        if job.prefix.load is not None:  # every gate was open, so every layer has arrived
+            assert job.prefix.load.layers == self._state.settings.layers
+            job.prefix.loaded, job.prefix.blocks = part.start - job.prefix.cached, job.prefix.load.end
             self._state.advance(job, part.start)
-            job.load = None
+            job.prefix.load = None
         assert job.computed == part.start
         self._state.advance(job, part.end)
 
@@ -368,9 +368,9 @@ class StepPlanner:
 
     def _layers_of(self, part: SequenceSlice) -> int:
         job = self._state.jobs.get(part.job)
-        if not part.live or not part.loading or job is None or job.load is None:
+        if not part.live or not part.loading or job is None or job.prefix.load is None:
             return self._state.settings.layers
-        return job.load.layers
+        return job.prefix.load.layers
 
     def rewind(self, job: PrefillJob, first: int) -> None:
         """Blocks from `first` on are computed again, once no I/O reads or writes them."""
@@ -411,7 +411,8 @@ class StepPlanner:
         late = self._late(flight)
         if not late or not self._others_wait(late):
             return None
-        return flight.progressed_at + max(stall_grace(self._state, job.load) for job in late if job.load is not None)
+        loads = [job.prefix.load for job in late if job.prefix.load is not None]
+        return flight.progressed_at + max(stall_grace(self._state, load) for load in loads)
 
     def _late(self, flight: StepFlight) -> list[PrefillJob]:
         """The jobs whose layers a step waits for at its next gate."""
@@ -423,7 +424,7 @@ class StepPlanner:
     def _others_wait(self, late: list[PrefillJob]) -> bool:
         """Whether another job could be computed if the step did not wait."""
         return bool(self._state.waiting) or any(
-            job not in late and job.load is None and not job.finished for job in self._state.started.values()
+            job not in late and job.prefix.load is None and not job.finished for job in self._state.started.values()
         )
 
     def drop_stalled(self) -> None:
@@ -434,6 +435,6 @@ class StepPlanner:
         front = self._state.front
         assert front is not None
         for job in self._late(front):
-            assert job.load is not None
-            job.load.stalled = True
-            self.rewind(job, job.load.end)
+            assert job.prefix.load is not None
+            job.prefix.load.stalled = True
+            self.rewind(job, job.prefix.load.end)

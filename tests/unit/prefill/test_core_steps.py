@@ -104,7 +104,7 @@ def test_blocks_computed_meanwhile_are_matched_again() -> None:
     it = world()
     it.arrive(40)
     it.arrive(60)
-    assert it.core.state.jobs[2].cached == 0
+    assert it.core.state.jobs[2].prefix.cached == 0
     assert run(it) == [[(1, 0, 32)], [(1, 32, 40), (2, 32, 48)], [(2, 48, 60)]]
     told = it.clients[2].token
     assert told is not None

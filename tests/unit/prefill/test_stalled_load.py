@@ -60,7 +60,9 @@ async def test_a_shared_step_goes_on_without_the_prompt_whose_load_stalls() -> N
         late = await begin(it, sequence, target=await promised(decode, sequence), source=source(place, 4))
         quick = await begin(it, spec("quick", other, max_tokens=1))
         loads = it.service.core.state.jobs
-        await it.until(lambda: any(job.load is not None and job.load.layers == 1 for job in loads.values()))
+        await it.until(
+            lambda: any(job.prefix.load is not None and job.prefix.load.layers == 1 for job in loads.values())
+        )
         go.set()
         await first.to_the_end()
         assert (await quick.to_the_end()).token_id == next_token(other)
