@@ -4,7 +4,7 @@ Two conductors, two prefill and two decode instances, a kvstore. In each round s
 decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of
 the streams that a decode instance or a conductor had, and of all streams where it was a kvstore, a prefill instance or
 one stage of its pipeline (real engines, in a stack of their own), which none of them needs any more. Tokens are
-compared with an undisturbed run's (real engines compute in float32 with `--deterministic`) or with the emulated
+compared with an undisturbed run's (real engines compute in float32 with `deterministic=true`) or with the emulated
 engine's rule; a wrong one ends the benchmark.
 """
 
@@ -188,7 +188,7 @@ def plan_of(kind: Kind, folder: Path) -> StackPlan:
     """The stack that is measured."""
     extra: dict[str, Sequence[str]] = {}
     if kind.engine == "real":
-        extra = {"prefill": ["--deterministic"], "decode": ["--deterministic"]}
+        extra = {"prefill": ["--set", "deterministic=true"], "decode": ["--set", "deterministic=true"]}
     return StackPlan(
         str(model_dir()),
         folder,

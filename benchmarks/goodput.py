@@ -66,7 +66,7 @@ class Mode:
     @property
     def flags(self) -> list[str]:
         """The conductor's."""
-        return ["--policy", self.policy, "--admission", self.admission.value, "--policy-seed", str(POLICY_SEED)]
+        return ["--policy", self.policy, "--admission", self.admission.value, "--set", f"policy_seed={POLICY_SEED}"]
 
     def simulated(self, config: ClusterConfig) -> ClusterConfig:
         """The cluster whose conductor has these flags."""
@@ -175,7 +175,7 @@ def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
     return StackPlan(
         str(model_dir()), folder, engine=f"emulated:{options.profile}", time_scale=options.time_scale,
         prefill=options.prefill, decode=options.decode, block_tokens=STEP_TOKENS // 8, dram_bytes=STORE_BYTES,
-        log_level="warning", extra={"prefill": ["--step-tokens", str(STEP_TOKENS)]},
+        log_level="warning", extra={"prefill": ["--max-num-batched-tokens", str(STEP_TOKENS)]},
     )  # fmt: skip
 
 

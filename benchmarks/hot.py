@@ -29,7 +29,7 @@ from moonpool.sampling_params import SamplingParams
 ORDINARY_TOKENS = (300, 4000)
 BESIDE = "no peers, no copies"
 SPREAD: Sequence[str] = ()
-ALONE = ("--no-peers", "--copy-share", "0")
+ALONE = ("--set", "peers=false", "--set", "copy_share=0")
 """Flags of the conductor in the two stacks."""
 REST_S = 60.0
 

@@ -1,7 +1,7 @@
 """A decode instance without an engine: the real contract, requests, receiver and pool, in a process of its own.
 
-`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --blocks N`, as `services.decode` with its flags;
-SHAPE is one of kv_shape.py.
+`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --set blocks=N`, as
+`services.decode` with its flags; SHAPE is one of kv_shape.py.
 Joins no conductor and computes nothing; for measuring what receiving KV costs.
 """
 

@@ -64,7 +64,7 @@ async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]
     pool = filled_pool(HALF_B)
     rows: list[Row] = []
     blocks = str(4 * HALF_B.blocks)
-    decode = ("--conductor", "127.0.0.1:1", "--model", "0.5b", "--blocks", blocks, "--log-level", "warning")
+    decode = ("--conductor", "127.0.0.1:1", "--model", "0.5b", "--set", f"blocks={blocks}", "--log-level", "warning")
     with child("benchmarks.kv_decode", *decode, "--kv-lanes", "local,tcp") as far, child("benchmarks.limits") as raw:
         async with Channels() as channels:
             ends = dialers(pool)

@@ -62,7 +62,7 @@ class Pool:
 
     @classmethod
     def of(cls, config: ModelConfig, layers: int, blocks: int, kind: str, *, random: bool = True) -> "Pool":
-        """`kind`: as --kv-dtype, "auto" for bfloat16."""
+        """`kind`: as --kv-cache-dtype, "auto" for bfloat16."""
         layout = kv_layout(config, "bfloat16", BLOCK, kind)
         slices = torch.zeros((layers, blocks, layout.slice_bytes), dtype=torch.uint8)
         kv, scales = typed_kv(slices, layout)

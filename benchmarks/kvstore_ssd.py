@@ -57,8 +57,8 @@ MIN_BLOCKS = 288
 @contextlib.contextmanager
 def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES, threads: int = DEPTH) -> Iterator[Child]:
     """A kvstore with an SSD tier in `folder`, which so many threads read."""
-    sizes = ("--ssd-bytes", str(ssd_bytes), "--segment-bytes", str(max(SEGMENT_BYTES, ssd_bytes // 64)))
-    tier = ("--data-dir", str(folder), *sizes, "--read-threads", str(threads))
+    sizes = ("--ssd-bytes", str(ssd_bytes), "--set", f"segment_bytes={max(SEGMENT_BYTES, ssd_bytes // 64)}")
+    tier = ("--data-dir", str(folder), *sizes, "--set", f"read_threads={threads}")
     with child("services.kvstore", "--dram-bytes", str(dram_bytes), *tier, "--log-level", "warning") as process:
         yield process
 

@@ -3,8 +3,8 @@
 A prefill and a decode instance on this host. So many sequences run; once all have begun, prompts of 2,048 fresh tokens
 come one after the other, each when the one before has its first token. What counts are the gaps between the tokens of
 the running sequences from then on, as their client sees them. In each run a stack whose engines have half of the cores
-each (`--core-share 0`) and one whose engines lend them are measured one after the other. `--picture FILE.svg` draws all
-gaps of the last run over time, fixed and lent, in a file each. Five runs of 15 s take some five minutes.
+each (`--set core_share=0`) and one whose engines lend them are measured one after the other. `--picture FILE.svg` draws
+all gaps of the last run over time, fixed and lent, in a file each. Five runs of 15 s take some five minutes.
 
 Then come engines alone and two at once, without services (`benchmarks.lending_engines`): five runs take some three
 minutes. `--only stacks` or `--only engines` leaves the other part out.
@@ -103,7 +103,7 @@ async def beside(address: str, sequences: int, seconds: float, generator: random
 def measured(way: str, model: Path, folder: Path, options: argparse.Namespace, number: int) -> Figures:
     """One stack from start to end."""
     cores = len(os.sched_getaffinity(0))
-    flags = ["--core-share", "0"] if way == "fixed" else []
+    flags = ["--set", "core_share=0"] if way == "fixed" else []
     plan = StackPlan(
         str(model),
         folder / f"{way}-{number}",

@@ -194,8 +194,13 @@ def plan_of(engine: str, options: argparse.Namespace, load: Load, folder: Path) 
     """The stack that is measured."""
     extra: dict[str, Sequence[str]] = {}
     if engine != "real":
-        noise = ["--emulated-jitter", f"{options.jitter:g}", "--emulated-speed-error", f"{options.speed_error:g}"]
-        noise += ["--emulated-seed", str(options.seed)]
+        noise = [
+            "--set",
+            f"emulated_jitter={options.jitter:g}",
+            "--set",
+            f"emulated_speed_error={options.speed_error:g}",
+        ]
+        noise += ["--set", f"emulated_seed={options.seed}"]
         extra = {"prefill": noise, "decode": noise}
     return StackPlan(
         str(model_dir()),

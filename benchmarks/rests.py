@@ -1,7 +1,7 @@
 """What it brings that decode computes short rests of prompts itself: `python -m benchmarks.rests`.
 
 One prefill and one decode instance without a kvstore, and conversations side by side, whose turns follow each other at
-once. In each run the same conversations go to a conductor with `--decode-prompt-tokens` and to one without, each in a
+once. In each run the same conversations go to a conductor with `decode_prompt_tokens` and to one without, each in a
 stack of its own. The first turn of each is prefill's in both. `--engine emulated:PROFILE` takes a profile's times.
 """
 
@@ -91,7 +91,7 @@ def one_run(options: argparse.Namespace, number: int, tokens: int) -> Figures:
             time_scale=options.time_scale,
             kvstore=0,
             log_level="warning",
-            extra={"conductor": ["--decode-prompt-tokens", str(tokens)]},
+            extra={"conductor": ["--set", f"decode_prompt_tokens={tokens}"]},
         )
         with LocalStack(plan) as stack:
             for kind in ("taught", "measured"):
@@ -131,7 +131,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--engine", default="real", help="real, or emulated:PROFILE (default real)")
     add("--time-scale", type=float, default=0.0, help="emulated seconds that pass in one second; 0 = the profile's own")
-    add("--tokens", type=int, default=256, help="of --decode-prompt-tokens (default 256)")
+    add("--tokens", type=int, default=256, help="of decode_prompt_tokens (default 256)")
     add("--conversations", type=int, default=4, help="side by side (default 4)")
     add("--turns", type=int, default=5, help="of each (default 5)")
     add("--answer", type=int, default=48, help="tokens of each answer (default 48)")

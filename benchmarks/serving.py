@@ -120,7 +120,7 @@ def measure_model(name: str, runs: int, progress: Progress) -> list[Row | Absent
         limits = measured_limits(model)
         progress(f"{model.name}: {limits}")
         # Decode has what it has served: without --no-peers a prefix might come from there.
-        plan = StackPlan(str(model), Path(folder), dtype="bfloat16", extra={"conductor": ["--no-peers"]})
+        plan = StackPlan(str(model), Path(folder), dtype="bfloat16", extra={"conductor": ["--set", "peers=false"]})
         with LocalStack(plan) as stack, Client(stack.address) as client:
             return Serving(model.name, stack, client, limits, runs, progress).rows()
 

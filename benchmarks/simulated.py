@@ -113,7 +113,7 @@ def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
     plan = StackPlan(
         str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
         prefill=kind.prefill, decode=kind.decode, block_tokens=kind.block_tokens, log_level="warning",
-        extra={"prefill": ["--step-tokens", str(kind.step_tokens)]},
+        extra={"prefill": ["--max-num-batched-tokens", str(kind.step_tokens)]},
     )  # fmt: skip
     config = ClusterConfig(profile=load_profile(profile), block_tokens=kind.block_tokens, step_tokens=kind.step_tokens,
                            company=kind.company)  # fmt: skip

@@ -60,14 +60,8 @@ async def sides(folder: Path) -> AsyncIterator[tuple[Side, Side]]:
     for role in ("kvstore", "prefill"):
         authority.issue(folder, role, role, [], 1)
     flags = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning")
-    files = (
-        "--tls-cert",
-        f"{folder}/kvstore.pem",
-        "--tls-key",
-        f"{folder}/kvstore.key",
-        "--tls-ca",
-        f"{folder}/ca.pem",
-    )
+    names = {"tls_cert": "kvstore.pem", "tls_key": "kvstore.key", "tls_ca": "ca.pem"}
+    files = [part for setting, name in names.items() for part in ("--set", f"{setting}={folder}/{name}")]
     tls = Tls(folder / "ca.pem", folder / "prefill.pem", folder / "prefill.key")
     with child("services.kvstore", *flags, *files) as secured, child("services.kvstore", *flags) as plain:
         async with Channels(tls) as encrypted, Channels() as channels:

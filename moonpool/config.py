@@ -1,7 +1,8 @@
 """Configuration of a service: one frozen class per service, read from flags, environment and a file.
 
-A flag goes before the environment, the environment before the file, the file before the default. Every error names its
-setting.
+A setting has a flag if its class lists it in `flag_groups`; others are set by `--set KEY=VALUE`, environment or file.
+The command line goes before the environment, the environment before the file, the file before the default. Every error
+names its setting.
 """
 
 import argparse
@@ -35,6 +36,19 @@ from moonpool.errors import ConfigError
 ENV_PREFIX = "MOONPOOL_"
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # these are refused, not bound
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+RENAMED = {
+    "block_tokens": "block_size",
+    "https_cert": "ssl_certfile",
+    "https_key": "ssl_keyfile",
+    "kv_bytes": "kv_cache_memory_bytes",
+    "kv_dtype": "kv_cache_dtype",
+    "max_batch": "max_num_seqs",
+    "max_tokens": "max_model_len",
+    "stages": "pipeline_parallel_size",
+    "step_tokens": "max_num_batched_tokens",
+    "tool_parser": "tool_call_parser",
+}
+"""Settings that had another name; an old name is an error that says the new one."""
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -130,6 +144,9 @@ class ServiceConfig(BaseSettings):
 
     Subclasses add fields (name with unit, a `Field(description=...)` each) and are named `<Service>Config`. Constructed
     directly, keyword arguments go before the environment; `load` is what a process uses.
+
+    Attributes:
+        flag_groups: fields of this class that have a flag, by their heading in `--help`.
     """
 
     model_config = SettingsConfigDict(
@@ -167,7 +184,7 @@ class ServiceConfig(BaseSettings):
         description="certificate that this service shows to others (PEM; `moonpool certs create` makes one); "
         "default: connections are in plaintext",
     )
-    tls_key: Path | None = Field(None, description="private key of --tls-cert (PEM)")
+    tls_key: Path | None = Field(None, description="private key of `tls_cert` (PEM)")
     tls_ca: Path | None = Field(None, description="authorities that others' certificates must come from (PEM)")
     tls_revoked: Path | None = Field(
         None, description="file of certificates that are not accepted any more, a line `sha256:HEX` each"
@@ -176,12 +193,16 @@ class ServiceConfig(BaseSettings):
         30.0, gt=0, le=86400, description="seconds to finish what runs after SIGTERM; then it is cancelled"
     )
 
+    flag_groups: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "network": ("listen", "advertise", "metrics_listen"),
+        "process": ("id", "log_level"),
+    }
     # Name of the service in ids, logs and help; None = the class's name without "Config", in lower case.
     service_name: ClassVar[str | None] = None
 
     @classmethod
     def load(cls, argv: Sequence[str], *, prog: str | None = None) -> Self:
-        """Read the settings: flags, then MOONPOOL_* variables, then the YAML file of `--config`, then defaults.
+        """Reads the settings: `--set`, flags, MOONPOOL_* variables, the file of `--config`, defaults, in this order.
 
         Args:
             argv: the command line without the program's name.
@@ -193,7 +214,9 @@ class ServiceConfig(BaseSettings):
         """
         flags = _parse_flags(cls, argv, prog)
         path = flags.pop("config", None)
+        keys = _parse_keys(cls, flags.pop("set", []))
         file = {} if path is None else _read_yaml(cls, Path(path))
+        _refuse_old_variables(cls)
         try:
             environment = EnvSettingsSource(cls)()
         except SettingsError as error:
@@ -201,9 +224,20 @@ class ServiceConfig(BaseSettings):
             name = named[1] if named else "environment"
             raise ConfigError(name, f"must be JSON (from {ENV_PREFIX}{name.upper()})") from error
         try:
-            return cls(**{**file, **environment, **flags})
+            return cls(**{**file, **environment, **flags, **keys})
         except ValidationError as error:
-            raise _config_error(cls, error, flags, environment, file) from None
+            raise _config_error(
+                cls, error, {"--set": keys, "flag": flags, "variable": environment, "file": file}
+            ) from None
+
+    @classmethod
+    def flags(cls) -> dict[str, tuple[str, ...]]:
+        """The settings that have a flag, by heading: the service's own before those of every service."""
+        found: dict[str, tuple[str, ...]] = {}
+        for each in cls.__mro__:
+            for heading, names in vars(each).get("flag_groups", {}).items():
+                found[heading] = (*found.get(heading, ()), *names)
+        return found
 
     @classmethod
     def service(cls) -> str:
@@ -268,7 +302,7 @@ class ServiceConfig(BaseSettings):
         given = [name for name in ("tls_cert", "tls_key", "tls_ca") if getattr(self, name) is not None]
         if 0 < len(given) < 3 or (self.tls_revoked is not None and not given):
             lacking = next(name for name in ("tls_cert", "tls_key", "tls_ca") if name not in given)
-            raise ConfigError(lacking, "must be given: certificate, key and authority go together")
+            raise ConfigError(lacking, "must be given: tls_cert, tls_key and tls_ca go together")
         return self
 
     @model_validator(mode="after")
@@ -306,26 +340,67 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parse_flags(cls: type[ServiceConfig], argv: Sequence[str], prog: str | None) -> dict[str, Any]:
-    """The settings on the command line, as strings; pydantic converts them."""
+    """The settings on the command line, as strings, and those of `--set`; pydantic converts them."""
     parser = _Parser(
         prog=prog or f"moonpool {cls.service()}",
         description=(cls.__doc__ or "").strip().split("\n\n")[0],
-        epilog=f"A flag goes before its environment variable ({ENV_PREFIX} and the setting's name in capitals), that "
-        "before the file of --config, that before the default.",
+        epilog="docs/flags.md lists all settings. The command line goes before environment variables "
+        f"({ENV_PREFIX} and the setting's name in capitals), these before the file, the file before the default.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    common = ServiceConfig.model_fields
-    own = parser.add_argument_group(f"{cls.service()} settings")
-    shared = parser.add_argument_group("settings of every service")
-    for name, field in cls.model_fields.items():
-        _add_flag(shared if name in common else own, name, field)
-    shared.add_argument("--config", metavar="FILE", help="YAML file of settings, named as flags but with underscores")
+    for heading, names in cls.flags().items():
+        group = parser.add_argument_group(heading)
+        for name in names:
+            _add_flag(group, name, cls.model_fields[name])
+    others = parser.add_argument_group("all settings")
+    others.add_argument("--config", metavar="FILE", help="YAML file of settings by name")
+    others.add_argument("--set", metavar="NAME=VALUE", action="append", help="any setting by name (may be given again)")
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        known = [_flag(name) for name in (*cls.model_fields, "config")]
-        raise ConfigError(unknown[0].split("=")[0], "no such flag" + _suggestion(unknown[0].split("=")[0], known))
+        flag = unknown[0].split("=")[0]
+        name = flag.lstrip("-").replace("-", "_").removeprefix("no_")
+        if flag.startswith("--") and (moved := _moved(cls, name)):
+            raise ConfigError(name, moved)
+        known = [_flag(name) for names in cls.flags().values() for name in (*names, "config", "set")]
+        raise ConfigError(flag, "no such flag" + suggestion(flag, known))
     return vars(namespace)
+
+
+def _moved(cls: type[ServiceConfig], name: str) -> str:
+    """How a setting that has no such flag is set now; "" for an unknown setting."""
+    now = name if name in cls.model_fields else RENAMED.get(name, "")
+    if now not in cls.model_fields:
+        return ""
+    if any(now in names for names in cls.flags().values()):
+        return f"is now {_flag(now)}" if now != name else ""
+    return f"has no flag; give --set {now}=VALUE, or `{now}` in the file of --config"
+
+
+def _parse_keys(cls: type[ServiceConfig], given: Sequence[str]) -> dict[str, str]:
+    """The settings of `--set`."""
+    found = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError("set", f"must be NAME=VALUE, got {text!r}")
+        _check_name(cls, name, "from --set")
+        found[name] = value
+    return found
+
+
+def _check_name(cls: type[ServiceConfig], name: str, source: str) -> None:
+    if name not in cls.model_fields:
+        now = RENAMED.get(name, "")
+        hint = f"; it is now {now}" if now in cls.model_fields else suggestion(name, list(cls.model_fields))
+        raise ConfigError(name, f"no such setting ({source}){hint}")
+
+
+def _refuse_old_variables(cls: type[ServiceConfig]) -> None:
+    for old, now in RENAMED.items():
+        variable = f"{ENV_PREFIX}{old.upper()}"
+        if os.environ.get(variable) and now in cls.model_fields and old not in cls.model_fields:
+            raise ConfigError(old, f"{variable} is now {ENV_PREFIX}{now.upper()}")
 
 
 def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
@@ -353,7 +428,8 @@ def _metavar(kind: Any) -> str:
     return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
+def suggestion(name: str, known: Sequence[str]) -> str:
+    """The end of an error about an unknown name: the known name that is most like it, if any."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -368,32 +444,23 @@ def _read_yaml(cls: type[ServiceConfig], path: Path) -> dict[str, Any]:
     if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
         raise ConfigError("config", f"{path} must hold a mapping of setting to value")
     for key in data:
-        if key not in cls.model_fields:
-            raise ConfigError(key, f"no such setting (in {path}){_suggestion(key, list(cls.model_fields))}")
+        _check_name(cls, key, f"in {path}")
     return data
 
 
 def _config_error(
     cls: type[ServiceConfig],
     error: ValidationError,
-    flags: Mapping[str, Any],
-    environment: Mapping[str, Any],
-    file: Mapping[str, Any],
+    sources: Mapping[str, Mapping[str, Any]],
 ) -> ConfigError:
-    """The first complaint, with the setting's name (and place in it) and where its value came from."""
+    """The first complaint; `sources` has values by kind of source, each kind before those that it overrides."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
     text = first["msg"].removeprefix("Value error, ")
     if first["type"] == "missing":
         return ConfigError(name, f"is needed; give {_flag(name)} or {ENV_PREFIX}{name.upper()}")
-    if name in flags:
-        source = f" (from {_flag(name)})"
-    elif name in environment:
-        source = f" (from {ENV_PREFIX}{name.upper()})"
-    elif name in file:
-        source = " (from the file of --config)"
-    else:
-        source = ""
+    told = {"flag": _flag(name), "variable": f"{ENV_PREFIX}{name.upper()}", "file": "the file of --config"}
+    source = next((f" (from {told.get(kind, kind)})" for kind, values in sources.items() if name in values), "")
     given = first.get("input")
     if name in cls.model_fields and isinstance(given, str | int | float) and repr(given) not in text:
         text += f", got {given!r}"

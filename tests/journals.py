@@ -58,7 +58,7 @@ class JournaledStack(LocalStack):
         """Starts a service; each of its lives has a journal of its own."""
         if kind not in WITHOUT_CORE:
             folder = self.journals[service_id] = self._journals / f"{next(self._lives)}-{kind}"
-            arguments = [*arguments, "--journal-dir", str(folder)]
+            arguments = [*arguments, "--set", f"journal_dir={folder}"]
         return super().spawn(kind, service_id, arguments)
 
     @property

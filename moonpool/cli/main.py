@@ -28,6 +28,7 @@ from moonpool.cli.options import (
     addresses,
     text_of,
 )
+from moonpool.cli.settings import UpCommand
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.tuning import quiet_grpc
 
@@ -150,7 +151,7 @@ def fetch(model: Annotated[str, typer.Argument(help="A model's name, for example
 def inspect(
     model: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, hub id or a model's name.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
     memory_bytes: Annotated[
         int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
     ] = None,
@@ -159,7 +160,7 @@ def inspect(
     """Show a checkpoint's parameters, KV bytes per token, and what fits a given memory."""
     from moonpool.cli.models import chosen_model, run_inspect
 
-    run_inspect(chosen_model(model), dtype, block_tokens, memory_bytes, as_json=as_json)
+    run_inspect(chosen_model(model), dtype, block_size, memory_bytes, as_json=as_json)
 
 
 def chat(
@@ -209,10 +210,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
-    from moonpool.cli.simulate import run_plan
+    from moonpool.cli.simulate import PlanRequest, run_plan
 
-    run_plan(trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate, requests=requests,
-             bound=bound, report=report, as_json=as_json)  # fmt: skip
+    wanted = PlanRequest(trace=trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate,
+                         requests=requests, bound=bound)  # fmt: skip
+    run_plan(wanted, report=report, as_json=as_json)
 
 
 def replay(
@@ -226,7 +228,9 @@ def replay(
     ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
     tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
     simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
-    step_tokens: Annotated[int, typer.Option(min=1, help="--step-tokens of the prefill instances.")] = 512,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="--max-num-batched-tokens of the prefill instances.")
+    ] = 512,
     calibrate_on: Annotated[
         int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
     ] = 0,
@@ -237,15 +241,15 @@ def replay(
     Exit status: 0 when every request was answered, 1 when not.
     """
     from moonpool.cli.models import chosen_model
-    from moonpool.cli.replay import run_replay
+    from moonpool.cli.replay import ReplayPlan, run_replay
     from simulator.cluster.config import Slo
 
-    status = run_replay(
-        trace, addresses(address), model=chosen_model(model), requests=requests, time_scale=time_scale,
+    plan = ReplayPlan(
+        trace=trace, addresses=addresses(address), model=chosen_model(model), requests=requests, time_scale=time_scale,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
-        step_tokens=step_tokens, calibrate_on=calibrate_on, as_json=as_json,
+        step_tokens=max_num_batched_tokens, calibrate_on=calibrate_on,
     )  # fmt: skip
-    raise typer.Exit(status)
+    raise typer.Exit(run_replay(plan, as_json=as_json))
 
 
 app = typer.Typer(
@@ -259,17 +263,13 @@ app = typer.Typer(
 HTTP_PORT = 8000
 
 
-@app.command(rich_help_panel=START)
+@app.command(cls=UpCommand, rich_help_panel=START)
 def up(
     model: Model = "",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    kv_dtype: KVDtype = "auto",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
     conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1,
-    kvstore_replicas: Annotated[int, typer.Option(min=1, max=8, help="kvstores that hold a copy of each prefix.")] = 1,
-    stages: Annotated[int, typer.Option(min=1, help="Pipeline stages of each prefill instance.")] = 1,
     engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
@@ -286,41 +286,32 @@ def up(
             min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
         ),
     ] = 0,
-    core_page: Annotated[
-        Path | None, typer.Option(help="File by which engines lend each other cores; default: one of all your stacks.")
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SERVICE.NAME=VALUE",
+            help="A setting (docs/flags.md) of conductor, prefill, decode, kvstore, gateway, engine (prefill and "
+            "decode) or all; may be given again.",
+        ),
     ] = None,
-    block_tokens: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
-    kv_bytes: Annotated[int, typer.Option(help="Bytes of each KV pool; 0 = 256 MiB, or the emulated hardware's.")] = 0,
-    dram_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's DRAM tier.")] = 256 << 20,
-    ssd_bytes: Annotated[int, typer.Option(help="Bytes of each kvstore's SSD tier.")] = 4 << 30,
-    spans_dir: Annotated[
-        Path | None, typer.Option(help="Folder in which services record spans (Chrome trace events).")
-    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of such settings: {SERVICE: {NAME: VALUE}}.")] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True,
-    swap_roles: Annotated[
-        bool, typer.Option("--swap-roles", help="Instances change between prefill and decode as load wants it.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Run a local stack in the foreground, until Ctrl-C."""
     from moonpool.cli.models import chosen_model
+    from moonpool.cli.settings import stack_settings
     from moonpool.cli.stack import StackPlan
     from moonpool.cli.up import run_up
 
-    served = chosen_model(model)
-
-    def plan(folder: Path) -> StackPlan:
-        return StackPlan(
-            model=served, data_dir=folder, dtype=dtype, kv_dtype=kv_dtype, prefill=prefill, decode=decode,
-            kvstore=kvstore, conductors=conductors, kvstore_replicas=kvstore_replicas, stages=stages, engine=engine,
-            time_scale=time_scale, threads=threads, core_page=core_page,
-            port=port, http_port=(HTTP_PORT if port else 0) if http_port is None else http_port,
-            block_tokens=block_tokens, kv_bytes=kv_bytes, dram_bytes=dram_bytes,
-            ssd_bytes=ssd_bytes, log_level=log_level, spans_dir=spans_dir,
-            swap_roles=swap_roles,
-        )  # fmt: skip
-
+    plan = StackPlan(
+        model=chosen_model(model), data_dir=data_dir or Path(), prefill=prefill, decode=decode, kvstore=kvstore,
+        conductors=conductors, engine=engine, time_scale=time_scale, threads=threads, port=port,
+        http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, log_level=log_level,
+        extra=stack_settings(config, settings or []) if config or settings else {},
+    )  # fmt: skip
     raise typer.Exit(run_up(plan, data_dir, restart=restart, as_json=as_json))
 
 
@@ -515,7 +506,7 @@ def calibrate(
     name: Annotated[str, typer.Option(help="Name of the profile; default: the file's.")] = "",
     hardware: Annotated[str, typer.Option(help="The class of machine, in words.")] = "",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    kv_dtype: KVDtype = "auto",
+    kv_cache_dtype: KVDtype = "auto",
     threads: Annotated[int, typer.Option(min=0, help="Compute threads; 0 = all cores.")] = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Steps of each size; the median counts.")] = 5,
 ) -> None:
@@ -523,8 +514,8 @@ def calibrate(
     from moonpool.cli.calibrate import run_calibrate
     from moonpool.cli.models import chosen_model
 
-    run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype, kv_dtype=kv_dtype,
-                  threads=threads, repeats=repeats)  # fmt: skip
+    run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype,
+                  kv_dtype=kv_cache_dtype, threads=threads, repeats=repeats)  # fmt: skip
 
 
 @app.command(rich_help_panel=START)

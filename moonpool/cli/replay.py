@@ -206,42 +206,59 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def run_replay(
-    trace: Path,
-    address: str | Sequence[str],
-    *,
-    model: str,
-    requests: int,
-    time_scale: float,
-    prompt_tokens: int,
-    output_tokens: int,
-    slo: Slo,
-    profile: str,
-    step_tokens: int,
-    calibrate_on: int,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class ReplayPlan:
+    """A replay as the command line asks for it.
+
+    Attributes:
+        trace: file of the trace; its first `requests` are sent, 0 = all.
+        addresses: of the conductors.
+        model: folder or file of the checkpoint that is served.
+        time_scale: seconds of the trace, and of the report, that pass in one second.
+        prompt_tokens, output_tokens: of each request at most; 0 = all.
+        slo: for goodput.
+        profile: simulates the same; "" = no simulation.
+        step_tokens: prompt tokens that a simulated prefill instance computes in a step.
+        calibrate_on: first requests to fit the simulation to; the others are compared.
+    """
+
+    trace: Path
+    addresses: Sequence[str]
+    model: str
+    slo: Slo
+    requests: int = 0
+    time_scale: float = 1.0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    profile: str = ""
+    step_tokens: int = 512
+    calibrate_on: int = 0
+
+
+def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
     """Replays, and simulates the same when a profile is given. Returns 1 when a request failed.
 
     Raises:
         TraceError: the trace is wrong.
         ConfigError: there is no such profile, the time scale is not positive, or nothing is left to compare.
     """
-    if time_scale <= 0:
-        raise ConfigError("time_scale", f"must be positive, is {time_scale:g}")
-    source = Trace(trace, requests)
-    wanted = [cut_request(request, prompt_tokens, output_tokens, source.block_tokens) for request in source]
-    if calibrate_on and not profile:
+    calibrate_on, slo = plan.calibrate_on, plan.slo
+    if plan.time_scale <= 0:
+        raise ConfigError("time_scale", f"must be positive, is {plan.time_scale:g}")
+    source = Trace(plan.trace, plan.requests)
+    wanted = [cut_request(request, plan.prompt_tokens, plan.output_tokens, source.block_tokens) for request in source]
+    if calibrate_on and not plan.profile:
         raise ConfigError("calibrate_on", "needs a profile to simulate with")
     if calibrate_on >= len(wanted):
         raise ConfigError("calibrate_on", f"must be less than the {len(wanted)} requests, is {calibrate_on}")
     config = None
-    if profile:
-        config = ClusterConfig(profile=load_profile(profile), slo=slo, block_tokens=source.block_tokens,
-                               step_tokens=step_tokens)  # fmt: skip
-        config = asyncio.run(cluster_like(address, config))
-    replay = TraceReplay(wanted, source.block_tokens, time_scale, load_config(resolve(model)).vocab_size, slo)
-    measured = asyncio.run(send_trace(address, replay))
+    if plan.profile:
+        config = ClusterConfig(profile=load_profile(plan.profile), slo=slo, block_tokens=source.block_tokens,
+                               step_tokens=plan.step_tokens)  # fmt: skip
+        config = asyncio.run(cluster_like(plan.addresses, config))
+    vocab_size = load_config(resolve(plan.model)).vocab_size
+    replay = TraceReplay(wanted, source.block_tokens, plan.time_scale, vocab_size, slo)
+    measured = asyncio.run(send_trace(plan.addresses, replay))
     columns = {"measured": summary_of(measured[calibrate_on:], slo)}
     found = None
     if config is not None and calibrate_on:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -409,19 +409,30 @@ def faults(
         raise typer.Exit(1) from failure
 
 
-def run_plan(
-    trace: Path,
-    *,
-    model: str,
-    hardware: str,
-    slo: str,
-    goodput: float,
-    rate: float,
-    requests: int,
-    bound: int,
-    report: Path | None,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What `moonpool plan` searches for.
+
+    Attributes:
+        trace: file of the trace; its first `requests` count, 0 = all. They come `rate` times as fast.
+        model: a model that the hardware's file names.
+        hardware: bundled name, or path of a YAML file.
+        slo: limits as text, `ttft=SECONDS,tbt=SECONDS`.
+        goodput: share of requests that must keep both limits.
+        bound: instances of a kind at most.
+    """
+
+    trace: Path
+    model: str
+    hardware: str
+    slo: str
+    goodput: float
+    rate: float
+    requests: int
+    bound: int
+
+
+def run_plan(wanted: PlanRequest, *, report: Path | None, as_json: bool) -> None:
     """Searches, prints the plan, writes the report.
 
     Raises:
@@ -429,27 +440,31 @@ def run_plan(
         TraceError: the trace is wrong.
         NoPlan: no mix within the bound is good enough.
     """
-    if not 0 < goodput <= 1:
-        raise ConfigError("goodput", f"must be a share above 0 and at most 1, is {goodput:g}")
-    machines, limits, source = load_hardware(hardware), parse_slo(slo), RequestSource(trace, requests)
-    profile = machines.profile(model)
+    if not 0 < wanted.goodput <= 1:
+        raise ConfigError("goodput", f"must be a share above 0 and at most 1, is {wanted.goodput:g}")
+    machines, limits = load_hardware(wanted.hardware), parse_slo(wanted.slo)
+    source = RequestSource(wanted.trace, wanted.requests)
+    profile = machines.profile(wanted.model)
     check_possible(profile, limits)
     base = ClusterConfig(
-        profile=profile, slo=limits, rate=rate, block_tokens=source.block_tokens,
+        profile=profile, slo=limits, rate=wanted.rate, block_tokens=source.block_tokens,
         store_bytes=machines.dram_bytes, disk_bytes=machines.disk_bytes,
     )  # fmt: skip
 
     def serve(config: ClusterConfig) -> Summary:
         return simulate(config, source.read())[0]
 
-    plan = PlanSearch(base, machines, serve, goodput, bound, lambda line: print(line, file=sys.stderr)).plan()
+    def told(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    plan = PlanSearch(base, machines, serve, wanted.goodput, wanted.bound, told).plan()
     facts: dict[str, object] = {
-        "trace": source.describe(), "rate": rate, "model": model, "hardware": machines.name,
+        "trace": source.describe(), "rate": wanted.rate, "model": wanted.model, "hardware": machines.name,
         "profile": f"{profile.name}: {profile.hardware}", "limits": f"TTFT {limits.ttft_s:g} s, TBT {limits.tbt_s:g} s",
         "cost an hour": ", ".join(f"{kind} {cost:g}" for kind, cost in machines.cost_per_hour.items()),
     }  # fmt: skip
     if report is not None:
-        report.write_text(page(plan, facts, goodput), encoding="utf-8")
+        report.write_text(page(plan, facts, wanted.goodput), encoding="utf-8")
     if as_json:
         mix = {"prefill": plan.best.prefill, "decode": plan.best.decode, "kvstore": plan.best.kvstore}
         print(

@@ -74,13 +74,13 @@ class StackPlan:
         threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
         core_page: file by which its engines lend each other cores, and to nobody else; None = this user's.
         block_tokens: tokens per KV block.
-        kv_bytes: bytes of KV pool of each engine instance; 0 = the instance's default (`EngineConfig.kv_bytes`).
+        kv_bytes: bytes of KV pool of each engine instance; 0 = `EngineConfig.kv_cache_memory_bytes` by default.
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
         swap_roles: instances change between prefill and decode by the conductor's order, not only by command.
         tls: with which the stack asks its conductors; None = as the environment says. Services take theirs by `extra`.
-        extra: further flags by kind of service, for example {"prefill": ["--step-tokens", "256"]}.
+        extra: further flags by kind of service, for example {"prefill": ["--set", "max_queue=9"]}.
     """
 
     model: str
@@ -107,7 +107,7 @@ class StackPlan:
     spans_dir: Path | None = None
     swap_roles: bool = False
     tls: Tls | None = None
-    extra: dict[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
 class ServiceProcess:
@@ -373,9 +373,9 @@ class LocalStack:
 
     def _common_arguments(self, kind: str, service_id: str, port: int) -> Iterator[str]:
         yield from ("--id", service_id, "--listen", f"127.0.0.1:{port}", "--log-level", self.plan.log_level)
-        yield from ("--drain-s", f"{DRAIN_S:g}")
+        yield from ("--set", f"drain_s={DRAIN_S:g}")
         if self.plan.spans_dir is not None:
-            yield from ("--spans-dir", str(self.plan.spans_dir))
+            yield from ("--set", f"spans_dir={self.plan.spans_dir}")
         yield from self.plan.extra.get(kind, ())
 
     def _conductor_arguments(self, service_id: str, number: int) -> list[str]:
@@ -399,13 +399,13 @@ class LocalStack:
             arguments += ["--data-dir", str(plan.data_dir / service_id)]
             arguments += ["--dram-bytes", str(plan.dram_bytes), "--ssd-bytes", str(plan.ssd_bytes)]
         else:
-            arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-tokens", str(plan.block_tokens)]
-            arguments += ["--kv-dtype", plan.kv_dtype]
-            arguments += ["--kv-bytes", str(plan.kv_bytes), "--threads", str(plan.threads)]
-            arguments += ["--engine", plan.engine, "--time-scale", f"{plan.time_scale:g}", "--either-role"]
-            arguments += ["--core-page", str(plan.core_page)] if plan.core_page is not None else []
+            arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-size", str(plan.block_tokens)]
+            arguments += ["--kv-cache-dtype", plan.kv_dtype, "--kv-cache-memory-bytes", str(plan.kv_bytes)]
+            arguments += ["--threads", str(plan.threads), "--engine", plan.engine]
+            arguments += ["--set", f"time_scale={plan.time_scale:g}", "--set", "either_role=true"]
+            arguments += ["--set", f"core_page={plan.core_page}"] if plan.core_page is not None else []
         if kind == "prefill":
-            arguments += ["--stages", str(plan.stages)]
+            arguments += ["--pipeline-parallel-size", str(plan.stages)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
 
 

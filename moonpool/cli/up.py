@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -41,11 +41,11 @@ def _data_dir(data_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
+def run_up(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
     """Starts a stack, reports its addresses, runs it until SIGINT or SIGTERM, drains it.
 
     Args:
-        plan: makes the stack's plan for a data folder.
+        plan: what the stack consists of.
         data_dir: data folder; None = a temporary one.
         restart: start a service again that ends by itself; otherwise its end stops the stack.
         as_json: print JSON lines.
@@ -65,7 +65,7 @@ def run_up(plan: Callable[[Path], StackPlan], data_dir: Path | None, *, restart:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
     with _data_dir(data_dir) as folder, recorded_stack(folder) as record:
-        planned = plan(folder)
+        planned = replace(plan, data_dir=folder)
         ready, note = _emulated_note(planned)
         with contextlib.ExitStack() as running:
             with loading_bars() as on_loading:

@@ -3,7 +3,7 @@
 import dataclasses
 import zlib
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from blake3 import blake3
 from pydantic import Field
@@ -40,6 +40,12 @@ DEFAULT_KV_BYTES = 256 << 20
 class EngineConfig(CoreServiceConfig, TransportConfig):
     """Flags that prefill and decode share."""
 
+    flag_groups: ClassVar = {
+        "cluster": ("conductor",),
+        "model": ("model", "dtype", "max_model_len"),
+        "KV cache": ("block_size", "kv_cache_dtype", "kv_cache_memory_bytes"),
+        "compute": ("device", "threads", "engine"),
+    }
     conductor: PeerAddresses = Field(
         min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
     )
@@ -79,20 +85,21 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="element type of weights, and of KV unless --kv-dtype says otherwise; auto = the checkpoint's own",
+        description="element type of weights, and of KV unless --kv-cache-dtype says otherwise; "
+        "auto = the checkpoint's own",
     )
-    kv_dtype: Literal["auto", "int8", "fp8"] = Field(
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
         description="element type of KV; int8 and fp8 (e4m3) take about half of bfloat16's memory and transfers, and "
         "change answers a little (docs/kernels.md); the same on all instances; auto = as the weights",
     )
-    block_tokens: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances")
-    kv_bytes: int = Field(
+    block_size: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances")
+    kv_cache_memory_bytes: int = Field(
         0,
         ge=0,
         description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
     )
-    blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-bytes hold")
+    blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-cache-memory-bytes hold")
     threads: int = Field(
         0,
         ge=0,
@@ -128,7 +135,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         description="auto = a decode engine on a CPU also holds the output head as bytes, by which the same greedy "
         "tokens of up to three sequences are found while less memory is read; off = it holds the head once",
     )
-    max_tokens: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
+    max_model_len: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: float = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
     )
@@ -223,8 +230,8 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     lends = config.core_share and DeviceName.parse(config.device).kind != "cuda"
     dtype = resolve_dtype(model, config.dtype)
-    layout = kv_layout(model, dtype, config.block_tokens, config.kv_dtype)
-    longest = min(config.max_tokens or model.max_position_embeddings, model.max_position_embeddings)
+    layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
+    longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
     spec = EngineSpec(
         checkpoint=str(folder),
         dtype=dtype,
@@ -282,20 +289,22 @@ def _emulated_setup(
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
-    if config.kv_dtype != "auto":
-        raise ConfigError("kv_dtype", f"emulated compute has none of its own; leave it 'auto', not {config.kv_dtype!r}")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            "kv_cache_dtype", f"emulated compute has none of its own; leave it 'auto', not {config.kv_cache_dtype!r}"
+        )
     if config.device != "cpu":
         raise ConfigError("device", f"emulated compute is on none; leave it out, not {config.device!r}")
     if config.deterministic:
         raise ConfigError("deterministic", "emulated compute is so always; leave it out")
-    layout = profile.layout(config.block_tokens)
+    layout = profile.layout(config.block_size)
     spec = EngineSpec(
         checkpoint=str(folder),
         dtype=layout.dtype,
         layout=layout,
         blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale)),
         stages=stages,
-        max_tokens=min(config.max_tokens or profile.max_tokens, profile.max_tokens),
+        max_tokens=min(config.max_model_len or profile.max_tokens, profile.max_tokens),
         emulated=emulated,
     )
     # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
@@ -324,10 +333,10 @@ def _instance_setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, 
 
 
 def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
-    kv_bytes = config.kv_bytes or default_bytes
+    kv_bytes = config.kv_cache_memory_bytes or default_bytes
     blocks = config.blocks or kv_bytes // layout.block_bytes
     if blocks < 1:
-        raise ConfigError("kv_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
+        raise ConfigError("kv_cache_memory_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
 
 

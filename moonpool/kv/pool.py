@@ -196,12 +196,14 @@ class KVPool:
             ConfigError: There is no room for a single block, or more is asked for than the machine has.
         """
         if blocks < 1:
-            raise ConfigError("kv_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes")
+            raise ConfigError(
+                "kv_cache_memory_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes"
+            )
         _check_ranges(layout, layer_ranges)
         needed, free = blocks * layout.block_bytes, (available or available_bytes)()
         if free is not None and needed > free:
             raise ConfigError(
-                "kv_bytes",
+                "kv_cache_memory_bytes",
                 f"{blocks} blocks of {layout.block_bytes} bytes need {needed} bytes, only {free} are free",
             )
         parts: list[PoolPart] = []
@@ -297,10 +299,12 @@ def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> 
     expected = 0
     for begin, end in layer_ranges:
         if begin != expected or end <= begin:
-            raise ConfigError("stages", f"layers {list(layer_ranges)} are not consecutive and non-empty")
+            raise ConfigError(
+                "pipeline_parallel_size", f"layers {list(layer_ranges)} are not consecutive and non-empty"
+            )
         expected = end
     if expected != layout.layers:
-        raise ConfigError("stages", f"layers {list(layer_ranges)} are not the model's {layout.layers}")
+        raise ConfigError("pipeline_parallel_size", f"layers {list(layer_ranges)} are not the model's {layout.layers}")
 
 
 def _shared_memory(nbytes: int) -> int:

@@ -14,11 +14,11 @@ def check_free_memory(needed: int, beside: int, free: int) -> None:
     """Checks that a pool fits the free memory of a GPU, with what steps need beside it; all in bytes.
 
     Raises:
-        ConfigError: it does not; names the field `kv_bytes`.
+        ConfigError: it does not; names the field `kv_cache_memory_bytes`.
     """
     if needed + beside > free:
         room = f"{free} are free, of which steps need up to {beside}"
-        raise ConfigError("kv_bytes", f"{needed} bytes of KV do not fit the GPU: {room}")
+        raise ConfigError("kv_cache_memory_bytes", f"{needed} bytes of KV do not fit the GPU: {room}")
 
 
 class _CudaEvent:

@@ -491,7 +491,7 @@ class ClientPortConfig(ServiceConfig):
     @model_validator(mode="after")
     def _clients(self) -> Self:
         if self.client_listen and (self.api_keys is None or self.tls_ca is None):
-            raise ConfigError("client_listen", "needs --api-keys, and --tls-cert, --tls-key and --tls-ca")
+            raise ConfigError("client_listen", "needs api_keys, tls_cert, tls_key and tls_ca")
         if self.api_keys is not None and not self.client_listen:
-            raise ConfigError("api_keys", "needs --client-listen, where their owners connect")
+            raise ConfigError("api_keys", "needs client_listen, where their owners connect")
         return self

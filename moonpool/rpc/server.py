@@ -233,7 +233,7 @@ def _bind(server: grpc.aio.Server, listen: str, security: Security | None) -> in
         credentials = security.tls.server_credentials(client_certificates=True)
         return _add_services(lambda: server.add_secure_port(listen, credentials), "listen", listen)
     if not is_loopback(parse_address(listen)[0]):
-        log.warning("connections are in plaintext and open to all who reach them; see --tls-cert", listen=listen)
+        log.warning("connections are in plaintext and open to all who reach them; see tls_cert", listen=listen)
     return _add_services(lambda: server.add_insecure_port(listen), "listen", listen)
 
 

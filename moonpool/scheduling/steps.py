@@ -298,7 +298,7 @@ def stage_ranges(layers: int, stages: int) -> list[tuple[int, int]]:
         ConfigError: `stages` is not between 1 and `layers`.
     """
     if not 1 <= stages <= layers:
-        raise ConfigError("stages", f"must be between 1 and the model's {layers} layers, not {stages}")
+        raise ConfigError("pipeline_parallel_size", f"must be between 1 and the model's {layers} layers, not {stages}")
     short, longer = divmod(layers, stages)
     ends = [short * (i + 1) + min(i + 1, longer) for i in range(stages)]
     return list(zip([0, *ends[:-1]], ends, strict=True))

@@ -13,7 +13,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, field_validator
 
@@ -58,6 +58,7 @@ def _check_names(text: str) -> str:
 class TransportConfig(ServiceConfig):
     """Flags of services that exchange KV."""
 
+    flag_groups: ClassVar = {"KV cache": ("kv_lanes",)}
     kv_lanes: Annotated[str, AfterValidator(_check_names)] = Field(
         "local",
         description="ways to move KV, best first, separated by commas: local (shared memory, between processes of one "
@@ -71,7 +72,7 @@ class TransportConfig(ServiceConfig):
     )
     kv_lanes_trusted: bool = Field(
         False,
-        description="use lanes beside gRPC even with --tls-cert, although what they carry is neither encrypted nor "
+        description="use lanes beside gRPC even with `tls_cert`, although what they carry is neither encrypted nor "
         "authenticated",
     )
 

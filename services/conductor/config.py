@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -29,6 +29,12 @@ def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
 class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     """Takes requests, places them on instances, and keeps the state of the cluster."""
 
+    flag_groups: ClassVar = {
+        "model": ("model", "generation_config"),
+        "placement": ("policy", "kvstore_replicas", "swap_roles"),
+        "overload": ("admission", "queue_deadline_s"),
+        "tracing": ("record_trace",),
+    }
     listen: ListenAddress = Field(
         "127.0.0.1:50051",
         description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
@@ -114,7 +120,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         3,
         ge=0,
         description="times a request is placed again after an instance or a transfer has failed; where frames were "
-        "damaged, any number of times within --recovery-s of the first",
+        "damaged, any number of times within `recovery_s` of the first",
     )
     recovery_s: float = Field(
         15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
@@ -156,7 +162,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     )
     swap_roles: bool = Field(
         False,
-        description="instances started with --either-role change between prefill and decode, as the load on the two "
+        description="instances with `either_role` change between prefill and decode, as the load on the two "
         "asks for it; docs/roles.md",
     )
     role_ttft_s: float = Field(

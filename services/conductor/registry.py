@@ -202,7 +202,7 @@ class Registry:
         field_name = self._layout.difference(layout)
         if field_name is not None:
             ours, theirs = getattr(self._layout, field_name), getattr(layout, field_name)
-            flags = "; --dtype and --kv-dtype must be those of the cluster" if field_name == "dtype" else ""
+            flags = "; --dtype and --kv-cache-dtype must be those of the cluster" if field_name == "dtype" else ""
             raise Mismatch(f"model.layout.{field_name}", f"the other engines have {ours!r}, not {theirs!r}{flags}")
         if model.namespace != self._model.namespace:
             raise Mismatch("model.namespace", "the weights, or their --dtype, differ from those of the other engines")
@@ -328,7 +328,7 @@ class ClusterMembers:
             is_now = kv_pb2.InstanceKind.Name(member.kind)
             raise InvalidRequest("kind", f"must be the other of prefill and decode: {instance_id} is {is_now}")
         if not member.either:
-            raise InvalidRequest("instance_id", f"{instance_id} keeps its role: it was started without --either-role")
+            raise InvalidRequest("instance_id", f"{instance_id} keeps its role: it was started without either_role")
         if not any(other is not member and not other.load.draining for other in self.registry.of_kind(member.kind)):
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
         self._post(RoleChangeRequested(instance_id))

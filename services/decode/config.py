@@ -1,6 +1,6 @@
 """Flags of a decode instance."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,7 +10,8 @@ from moonpool.engine.setup import EngineConfig
 class DecodeConfig(EngineConfig):
     """Receives prompts' KV and generates tokens in a continuous batch."""
 
-    max_batch: int = Field(64, ge=1, description="sequences in one step at most")
+    flag_groups: ClassVar = {"compute": ("max_num_seqs",)}
+    max_num_seqs: int = Field(64, ge=1, description="sequences in one step at most")
     lease_s: float = Field(60.0, gt=0, description="seconds without news after which a promise or transfer ends")
     promise_s: float = Field(
         600.0,
@@ -63,4 +64,4 @@ class DecodeConfig(EngineConfig):
     @property
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
-        return self.max_batch + self.step_tokens
+        return self.max_num_seqs + self.step_tokens

@@ -248,7 +248,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         num_blocks=engine.blocks,
         block_tokens=layout.block_tokens,
         block_bytes=layout.block_bytes,
-        max_batch=config.max_batch,
+        max_batch=config.max_num_seqs,
         lease_s=config.lease_s,
         promise_s=config.promise_s,
         speeds=engine.speeds,

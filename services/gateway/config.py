@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
@@ -26,6 +26,11 @@ Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 class GatewayConfig(ServiceConfig):
     """Serves the HTTP APIs of OpenAI and Anthropic and a dashboard page, and sends the requests to a conductor."""
 
+    flag_groups: ClassVar = {
+        "cluster": ("conductor",),
+        "model": ("model", "tool_call_parser"),
+        "HTTP": ("api_keys", "ssl_certfile", "ssl_keyfile"),
+    }
     listen: ListenAddress = Field(
         "127.0.0.1:8000",
         description="HOST:PORT to listen at for HTTP; port 0 takes a free port, shown in the line `ready: HOST:PORT`",
@@ -48,11 +53,11 @@ class GatewayConfig(ServiceConfig):
         description="tenants whose API keys see the whole cluster and all requests on the page; default: none. "
         "Without --api-keys, every caller does",
     )
-    https_cert: Path | None = Field(
+    ssl_certfile: Path | None = Field(
         None,
         description="certificate of the HTTP server (PEM), read again when the file changes; default: plain HTTP",
     )
-    https_key: Path | None = Field(None, description="private key of --https-cert (PEM)")
+    ssl_keyfile: Path | None = Field(None, description="private key of --ssl-certfile (PEM)")
     max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
     max_connections: int = Field(
         4096, ge=1, description="maximum number of open connections; if there are more, an idle connection is closed"
@@ -64,7 +69,7 @@ class GatewayConfig(ServiceConfig):
         60.0, gt=0, le=3600, description="seconds after which a client that does not read its response is disconnected"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
         "auto", description="format of the model's tool calls; auto: derived from the chat template"
     )
     tokenizer_threads: int = Field(
@@ -73,7 +78,7 @@ class GatewayConfig(ServiceConfig):
 
     @model_validator(mode="after")
     def _check_pair(self) -> Self:
-        if (self.https_cert is None) != (self.https_key is None):
-            missing = "https_key" if self.https_key is None else "https_cert"
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
             raise ConfigError(missing, "must be given, too: certificate and key go together")
         return self

@@ -42,7 +42,7 @@ class ReloadedCertificate:
         `watched` says when the files change; None: the object watches the files itself.
 
         Raises:
-            ConfigError: the files cannot be read, or do not belong together; names `https_cert`.
+            ConfigError: the files cannot be read, or do not belong together; names `ssl_certfile`.
         """
         self._cert, self._key = cert, key
         self._files = watched or WatchedFiles([cert, key])
@@ -50,7 +50,7 @@ class ReloadedCertificate:
             self._current = self._read()
             self.context = self._read()
         except (OSError, ssl.SSLError) as error:
-            raise ConfigError("https_cert", f"{cert} with {key}: {_ssl_reason(error)}") from error
+            raise ConfigError("ssl_certfile", f"{cert} with {key}: {_ssl_reason(error)}") from error
         self.context.sni_callback = self._choose
 
     def _choose(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
@@ -203,7 +203,11 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
     Raises:
         ConfigError: `listen` cannot be bound, or the certificate cannot be used.
     """
-    https = ReloadedCertificate(config.https_cert, config.https_key) if config.https_cert and config.https_key else None
+    https = (
+        ReloadedCertificate(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_certfile and config.ssl_keyfile
+        else None
+    )
     listening = _bind(config.listen)
     port: int = listening.getsockname()[1]
     server = HttpServer(_http_config(app, config, https))

@@ -49,7 +49,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
             )
         )
         metrics = Metrics(config.service())
-        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, config.tool_parser)
+        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, config.tool_call_parser)
         app = make_app(gateway_context(config, client, tokenizer, metrics))
         server, port = await stack.enter_async_context(http_serving(app, config))
         metrics.watch(_gauges(server))

@@ -1,6 +1,6 @@
 """The settings of a kvstore."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -21,6 +21,10 @@ def _policy_known(name: str) -> str:
 class KVStoreConfig(TransportConfig, ClientPortConfig):
     """Keeps KV blocks in DRAM and on SSD."""
 
+    flag_groups: ClassVar = {
+        "cluster": ("conductor",),
+        "storage": ("data_dir", "dram_bytes", "ssd_bytes", "eviction", "durability"),
+    }
     conductor: PeerAddresses = Field(
         (), description="HOST:PORT of the conductor to join; of several conductors, all are joined; default: run alone"
     )

@@ -1,5 +1,7 @@
 """Flags of a prefill instance."""
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from moonpool.engine.setup import EngineConfig
@@ -8,8 +10,9 @@ from moonpool.engine.setup import EngineConfig
 class PrefillConfig(EngineConfig):
     """Computes prompts and streams their KV to decode instances."""
 
-    stages: int = Field(1, ge=1, description="pipeline stages, an engine process each")
-    step_tokens: int = Field(512, ge=16, description="prompt tokens computed in one step at most")
+    flag_groups: ClassVar = {"compute": ("pipeline_parallel_size", "max_num_batched_tokens")}
+    pipeline_parallel_size: int = Field(1, ge=1, description="pipeline stages, an engine process each")
+    max_num_batched_tokens: int = Field(512, ge=16, description="prompt tokens computed in one step at most")
     max_queue: int = Field(1024, ge=1, description="requests waiting or running at most; more are refused")
     load_timeout_s: float = Field(
         5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted"
@@ -19,4 +22,4 @@ class PrefillConfig(EngineConfig):
     @property
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
-        return self.step_tokens
+        return self.max_num_batched_tokens

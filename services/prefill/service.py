@@ -227,7 +227,7 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         block_tokens=layout.block_tokens,
         layers=layout.layers,
         slice_bytes=layout.slice_bytes,
-        step_tokens=config.step_tokens,
+        step_tokens=config.max_num_batched_tokens,
         stages=context.engine.stages,
         max_queue=config.max_queue,
         load_timeout_s=config.load_timeout_s,
@@ -306,6 +306,6 @@ async def serve(context: ProcessContext, config: PrefillConfig) -> None:
         config,
         kv_pb2.INSTANCE_KIND_PREFILL,
         build,
-        stages=config.stages,
-        step_tokens=config.step_tokens,
+        stages=config.pipeline_parallel_size,
+        step_tokens=config.max_num_batched_tokens,
     )

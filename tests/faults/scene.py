@@ -21,7 +21,7 @@ def judge_of(model: Path, engine: str) -> Judge:
 
 def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256, device: str = "cpu") -> StackPlan:
     """Two instances of each kind of engine; pools and tiers are small, so that requests wait and blocks are evicted."""
-    pool = ["--blocks", str(blocks), "--device", device]
+    pool = ["--set", f"blocks={blocks}", "--device", device]
     return StackPlan(
         model=str(model),
         data_dir=folder,
@@ -34,5 +34,5 @@ def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256, devi
         block_tokens=BLOCK,
         dram_bytes=2 << 20,
         ssd_bytes=64 << 20,
-        extra={"prefill": ["--step-tokens", "64", *pool], "decode": pool},
+        extra={"prefill": ["--max-num-batched-tokens", "64", *pool], "decode": pool},
     )

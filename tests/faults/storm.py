@@ -51,10 +51,10 @@ def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
     """A stack with short leases and heartbeats, so that a storm's end can be waited for."""
     extra: dict[str, Sequence[str]] = dict(base.extra)
     for kind, flags in {
-        "conductor": ["--heartbeat-s", f"{HEARTBEAT_S:g}"],
-        "prefill": ["--verdict-timeout-s", "8"],
-        "decode": ["--lease-s", "6"],
-        "kvstore": ["--session-timeout-s", "10"],
+        "conductor": ["--set", f"heartbeat_s={HEARTBEAT_S:g}"],
+        "prefill": ["--set", "verdict_timeout_s=8"],
+        "decode": ["--set", "lease_s=6"],
+        "kvstore": ["--set", "session_timeout_s=10"],
     }.items():
         lanes = [] if kind == "conductor" else ["--kv-lanes", plan.lanes]
         extra[kind] = [*extra.get(kind, []), *flags, *lanes]

@@ -70,7 +70,7 @@ def small_plan(checkpoint: Path, folder: Path) -> StackPlan:
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
         spans_dir=folder / "spans",
-        extra={"prefill": ["--step-tokens", "64"]},
+        extra={"prefill": ["--max-num-batched-tokens", "64"]},
     )
 
 
@@ -102,7 +102,7 @@ def slow_prefill(plan: StackPlan, rates: str = "") -> StackPlan:
 
 def with_flags(plan: StackPlan, kind: str, *flags: str) -> StackPlan:
     """The plan with further flags for one kind of service."""
-    return dataclasses.replace(plan, extra=plan.extra | {kind: [*plan.extra.get(kind, ()), *flags]})
+    return dataclasses.replace(plan, extra=dict(plan.extra) | {kind: [*plan.extra.get(kind, ()), *flags]})
 
 
 def wait_busy(address: str, instance: str, timeout_s: float) -> None:

@@ -141,7 +141,7 @@ async def spawn(folder: Path, log: Path, *flags: str) -> asyncio.subprocess.Proc
     with log.open("wb") as file:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "services.kvstore", "--data-dir", str(folder), *common),
-            *("--ssd-bytes", str(4 * DISK_BYTES), "--segment-bytes", str(SEGMENT_BLOCKS * RECORD), *flags),
+            *("--ssd-bytes", str(4 * DISK_BYTES), "--set", f"segment_bytes={SEGMENT_BLOCKS * RECORD}", *flags),
             stdout=asyncio.subprocess.PIPE,
             stderr=file,
             env=environment | {"MOONPOOL_DIE_WITH_PARENT": "1"},

@@ -52,7 +52,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
-ENGINE = ("--conductor", NOBODY, "--threads", "1", "--block-tokens", str(BLOCK))
+ENGINE = ("--conductor", NOBODY, "--threads", "1", "--block-size", str(BLOCK))
 
 
 def test_missing_tensor(folder: Path) -> None:
@@ -114,11 +114,11 @@ def test_unwritable_folders(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     below = str(tmp_path / "file" / "data")
     assert refused("kvstore", "--data-dir", below).startswith("data_dir: ")
-    assert refused("kvstore", "--spans-dir", below).startswith("spans_dir: ")
-    for flag in ("--data-dir", "--spans-dir"):
-        code, said = start("moonpool.cli.main", "up", flag, below, "--port", "0")
+    assert refused("kvstore", "--set", f"spans_dir={below}").startswith("spans_dir: ")
+    for name, flags in (("data_dir", ("--data-dir", below)), ("spans_dir", ("--set", f"all.spans_dir={below}"))):
+        code, said = start("moonpool.cli.main", "up", *flags, "--port", "0")
         assert code == EXIT_CONFIG
-        assert flag.removeprefix("--").replace("-", "_") in said
+        assert name in said
 
 
 def test_a_data_folder_in_use(tmp_path: Path) -> None:
@@ -133,9 +133,9 @@ def test_a_data_folder_in_use(tmp_path: Path) -> None:
 
 
 SETTINGS: list[tuple[str, tuple[str, ...], str]] = [
-    ("prefill", ("--kv-bytes", "100"), "kv_bytes: 100 bytes hold no block of "),
-    ("prefill", ("--blocks", str(10**12)), "kv_bytes: 1000000000000 blocks of "),
-    ("prefill", ("--stages", "99"), "stages"),
+    ("prefill", ("--kv-cache-memory-bytes", "100"), "kv_cache_memory_bytes: 100 bytes hold no block of "),
+    ("prefill", ("--set", f"blocks={10**12}"), "kv_cache_memory_bytes: 1000000000000 blocks of "),
+    ("prefill", ("--pipeline-parallel-size", "99"), "pipeline_parallel_size"),
     ("prefill", ("--model", "no/such-folder/anywhere"), "no/such-folder/anywhere"),
 ]
 

@@ -26,7 +26,16 @@ RULES: list[tuple[float, bool | str]] = list(itertools.product((1.0, 0.0, 2.0, -
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    flags = ["--preempt-every", "1", "--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", "40"]
+    flags = [
+        "--set",
+        "preempt_every=1",
+        "--set",
+        "assumed_answer_tokens=4",
+        "--set",
+        "step_tokens=40",
+        "--set",
+        "blocks=40",
+    ]
     plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
     with CheckedStack(plan, invariants="decode") as stack:
         yield stack
@@ -85,7 +94,7 @@ def compare(reference: Reference, prompt: list[int], how: SamplingParams, result
 )
 def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way: str) -> None:
     """Widths, penalties and rules of stopping, at the borders of blocks, with and without tokens that end."""
-    stack.services["decode-0"].arguments += ["--preemption", way]
+    stack.services["decode-0"].arguments += ["--set", f"preemption={way}"]
     stack.restart("decode-0")
     before, lengths = stack.gauge("decode-", "preemptions"), set[int]()
     cases = itertools.product((2, 4), (BLOCK - 1, BLOCK, 2 * BLOCK + 3), (0, 3))

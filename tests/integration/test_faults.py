@@ -21,7 +21,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SCORE_TOLERANCE = 1e-4
 ENGINES = ("prefill-0", "decode-0")
 """Once they are restarted, KV can only come from the kvstore."""
-PATIENT = ("--adopt-wait-s", "60", "--slow-factor", "0")
+PATIENT = ("--set", "adopt_wait_s=60", "--set", "slow_factor=0")
 """A conductor on a busy machine: instances may take long to join it again, and none is left because it is slow."""
 
 
@@ -123,7 +123,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     They do by less than it takes to start another one, and by enough for it to open its stream: until then a promise
     lasts no longer than that, and a prompt whose promise is over is placed anew.
     """
-    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--grace-s", "0.3")
+    plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("pair")), "decode", "--set", "grace_s=0.3")
     plan = with_flags(plan, "conductor", *PATIENT)
     with CheckedStack(dataclasses.replace(plan, prefill=2, decode=2, kvstore=0)) as running:
         yield running

@@ -143,7 +143,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
     lanes = ["--kv-lanes", topology.lane]
-    flags = ["--device", topology.device, *(["--deterministic"] if topology.deterministic else []), *lanes]
+    flags = ["--device", topology.device, *(["--set", "deterministic=true"] if topology.deterministic else []), *lanes]
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -157,11 +157,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         kv_bytes=16 << 20,
         dram_bytes=16 << 20,
         extra={
-            "prefill": ["--step-tokens", "64", *flags],
+            "prefill": ["--max-num-batched-tokens", "64", *flags],
             "decode": flags,
             "kvstore": lanes,
             # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
-            "conductor": ["--no-peers"] if topology.store else [],
+            "conductor": ["--set", "peers=false"] if topology.store else [],
         },
     )
     with CheckedStack(plan) as stack, Client(stack.address) as client:

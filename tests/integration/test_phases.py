@@ -83,7 +83,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, proxies: Fa
         decode=2,
         engine=ENGINE,
         block_tokens=BLOCK,
-        extra={"prefill": ["--load-timeout-s", "120"], "kvstore": ["--kv-lanes", "grpc"]},
+        extra={"prefill": ["--set", "load_timeout_s=120"], "kvstore": ["--kv-lanes", "grpc"]},
     )
     with Pair(plan, proxies, ["kvstore"]) as stack:
         yield stack

@@ -23,7 +23,7 @@ from tests.integration.stack import CheckedStack
 
 BLOCK = 512
 TIME_SCALE = 1.0
-NOISE = ["--emulated-jitter", "0.1", "--emulated-speed-error", "0.5", "--emulated-seed", "7"]
+NOISE = ["--set", "emulated_jitter=0.1", "--set", "emulated_speed_error=0.5", "--set", "emulated_seed=7"]
 LESSONS = 12
 """Prompts, and then answers, from which the conductor learns how fast the instances really are, before predictions are
 judged."""

@@ -72,18 +72,27 @@ class Served:
 
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    flags = ["--preempt-every", "1", "--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", str(POOL)]
+    flags = [
+        "--set",
+        "preempt_every=1",
+        "--set",
+        "assumed_answer_tokens=4",
+        "--set",
+        "step_tokens=40",
+        "--set",
+        f"blocks={POOL}",
+    ]
     plan = with_flags(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), "decode", *flags)
     with CheckedStack(plan, invariants="decode") as stack:
         yield stack
 
 
 WAYS = {
-    "cache": ["--preemption", "cache"],
-    "recompute": ["--preemption", "recompute"],
-    "swap": ["--preemption", "swap"],
-    "store": ["--preemption", "store"],
-    "swap on a staged device": ["--preemption", "swap", "--device", "staged:7"],
+    "cache": ["--set", "preemption=cache"],
+    "recompute": ["--set", "preemption=recompute"],
+    "swap": ["--set", "preemption=swap"],
+    "store": ["--set", "preemption=store"],
+    "swap on a staged device": ["--set", "preemption=swap", "--device", "staged:7"],
 }
 
 

@@ -34,7 +34,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         decode=2,
         engine=ENGINE,
         block_tokens=BLOCK,
-        extra={"decode": ["--emulated-slowdown", "10"], "prefill": ["--emulated-slowdown", "10"]},
+        extra={"decode": ["--set", "emulated_slowdown=10"], "prefill": ["--set", "emulated_slowdown=10"]},
     )
     with CheckedStack(plan) as stack:
         yield stack

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moonpool.bundled import model_dir
-from moonpool.cli.replay import run_replay
+from moonpool.cli.replay import ReplayPlan, run_replay
 from moonpool.cli.stack import StackPlan
 from simulator.cluster.config import Slo
 from simulator.traces.mooncake import write_trace
@@ -32,12 +32,12 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     plan = StackPlan(
         model=str(model_dir()), data_dir=tmp_path / "stack", engine=f"emulated:{PROFILE}", time_scale=TIME_SCALE,
         prefill=prefill, decode=decode, kvstore=kvstore, block_tokens=512, log_level="warning",
-        extra={"prefill": ["--step-tokens", "4096"]},
+        extra={"prefill": ["--max-num-batched-tokens", "4096"]},
     )  # fmt: skip
     with CheckedStack(plan) as stack:
         status = run_replay(
-            trace, stack.address, model=str(model_dir()), requests=0, time_scale=TIME_SCALE, prompt_tokens=0,
-            output_tokens=0, slo=Slo(), profile=PROFILE, step_tokens=4096, calibrate_on=FITTED, as_json=True,
+            ReplayPlan(trace, [stack.address], str(model_dir()), Slo(), time_scale=TIME_SCALE, profile=PROFILE,
+                       step_tokens=4096, calibrate_on=FITTED), as_json=True,
         )  # fmt: skip
     assert status == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -22,7 +22,7 @@ ANSWER = 25 * BLOCK
 def served(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
     folder = tmp_path_factory.mktemp("rests")
     plan = small_plan(checkpoint, folder)
-    extra = {**plan.extra, "conductor": ["--decode-prompt-tokens", "64"]}
+    extra = {**plan.extra, "conductor": ["--set", "decode_prompt_tokens=64"]}
     with CheckedStack(replace(plan, kvstore=0, extra=extra)) as stack:
         yield stack
 

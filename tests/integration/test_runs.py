@@ -27,7 +27,7 @@ WAYS = {"swap": "swaps", "recompute": "recomputed_tokens", "cache": "recomputed_
 @pytest.fixture(scope="module")
 def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
     plan = small_plan(checkpoint, tmp_path_factory.mktemp("stack"))
-    flags = ["--assumed-answer-tokens", "4", "--step-tokens", "40", "--blocks", str(POOL)]
+    flags = ["--set", "assumed_answer_tokens=4", "--set", "step_tokens=40", "--set", f"blocks={POOL}"]
     with CheckedStack(with_flags(plan, "decode", *flags), invariants="decode") as stack:
         yield stack
 
@@ -43,7 +43,7 @@ def borders(folder: Path) -> int:
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_go_on_around_preemption(stack: CheckedStack, reference: Reference, way: str) -> None:
     """Eight sequences grow to four times the pool; each greedy answer is that of a plain forward pass."""
-    stack.services["decode-0"].arguments += ["--preemption", way]
+    stack.services["decode-0"].arguments += ["--set", f"preemption={way}"]
     stack.restart("decode-0")
     journal = stack.journals["decode-0"]
     prompts = [tokens(5 + 6 * number, f"{way} runs {number}") for number in range(8)]

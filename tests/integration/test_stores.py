@@ -36,8 +36,8 @@ def plan(plan: StackPlan) -> StackPlan:
     """Three stores, and a prefill pool of two chains: whatever comes later must be loaded from a store, or computed."""
     pool = str(2 * BLOCKS + 2)
     slow = slow_prefill(dataclasses.replace(plan, kvstore=3))
-    slow = with_flags(slow, "prefill", "--blocks", pool, "--write-back-blocks", pool)
-    return with_flags(slow, "conductor", "--no-peers")
+    slow = with_flags(slow, "prefill", "--set", f"blocks={pool}", "--set", f"write_back_blocks={pool}")
+    return with_flags(slow, "conductor", "--set", "peers=false")
 
 
 def prompts(count: int, what: str) -> list[list[int]]:

@@ -48,7 +48,9 @@ def spans(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sp
     plan = dataclasses.replace(
         small_plan(checkpoint, folder), kvstore=0, dtype="auto", engine=f"emulated:{folder / 'slow-layers.yaml'}"
     )
-    slow = with_flags(plan, "prefill", "--step-tokens", "512", "--link-bytes-per-s", str(LINK_BYTES_PER_S))
+    slow = with_flags(
+        plan, "prefill", "--max-num-batched-tokens", "512", "--set", f"link_bytes_per_s={LINK_BYTES_PER_S}"
+    )
     with CheckedStack(slow) as stack, Client(stack.address) as client:
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         result = client.generate(token_ids=tokens(TOKENS, "overlap"), sampling=sampling)

@@ -25,10 +25,8 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 def flags(folder: Path, kind: str) -> list[str]:
     """A service's certificate, key and authority."""
-    return [
-        *("--tls-cert", str(folder / f"{kind}.pem"), "--tls-key", str(folder / f"{kind}.key")),
-        *("--tls-ca", str(folder / "ca.pem")),
-    ]
+    files = {"tls_cert": folder / f"{kind}.pem", "tls_key": folder / f"{kind}.key", "tls_ca": folder / "ca.pem"}
+    return [part for name, file in files.items() for part in ("--set", f"{name}={file}")]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +48,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
     keys.write_text(f"sha256:{hash_key('ann-key')} ann\n")
     extra: dict[str, Sequence[str]] = {kind: flags(certificates, kind) for kind in KINDS}
     for kind in ("conductor", "kvstore"):
-        extra[kind] = [*extra[kind], "--client-listen", "127.0.0.1:0", "--api-keys", str(keys)]
+        extra[kind] = [*extra[kind], "--set", "client_listen=127.0.0.1:0", "--set", f"api_keys={keys}"]
     operator = Tls(certificates / "ca.pem", certificates / "operator.pem", certificates / "operator.key")
     plan = StackPlan(
         model=str(folder / "model"), data_dir=folder, dtype="float32", block_tokens=BLOCK, threads=1,

@@ -15,7 +15,7 @@ class Topology:
         stages: pipeline stages of each prefill instance.
         store: whether there is a kvstore.
         dtype: of weights and KV.
-        deterministic: whether the services run with `--deterministic`.
+        deterministic: whether the services run with `deterministic`.
         device: where the engines compute.
         lane: that KV takes.
     """

@@ -39,10 +39,10 @@ def plan_of(options: argparse.Namespace, *, decode: bool) -> EngineSetup:
         conductor="127.0.0.1:1",
         model=options.model,
         dtype=options.dtype,
-        block_tokens=options.block_tokens,
+        block_size=options.block_tokens,
         engine=options.engine,
         time_scale=options.engine_time_scale,
-        kv_bytes=options.kv_bytes,
+        kv_cache_memory_bytes=options.kv_bytes,
     )
     return engine_setup(config, decode=decode)
 

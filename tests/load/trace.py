@@ -91,7 +91,7 @@ def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
         kv_bytes=options.kv_bytes,
         dram_bytes=options.dram_bytes,
         log_level="warning",
-        extra={"prefill": ["--step-tokens", str(options.step_tokens)]},
+        extra={"prefill": ["--max-num-batched-tokens", str(options.step_tokens)]},
     )
 
 

@@ -245,7 +245,7 @@ async def prefilling(
     **settings: Any,
 ) -> AsyncIterator[Prefill]:
     """A running prefill instance; afterwards everything must be at rest."""
-    settings = {"step_tokens": 2 * BLOCK, "kv_lanes": "grpc", **settings}
+    settings = {"max_num_batched_tokens": 2 * BLOCK, "kv_lanes": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
     instance = kv_pb2.Instance(id="prefill-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     async with Channels() as channels, _beside(executor) as beside:

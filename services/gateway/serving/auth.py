@@ -205,7 +205,7 @@ class Authenticator:
             PermissionDenied: the tenant of the key is not an operator.
         """
         if not self.is_operator(request):
-            raise PermissionDenied("this key's tenant is not among the gateway's --operator-tenants")
+            raise PermissionDenied("this key's tenant is not among the gateway's operator_tenants")
 
     def _is_operator(self, tenant: str) -> bool:
         return self._keys is None or tenant in self._operator_tenants

@@ -93,7 +93,7 @@ class GatewayTokenizer:
         if not self._tool_parser:
             known = ", ".join(TOOL_CALL_FORMATS)
             raise InvalidRequest(
-                "tools", f"the format of this model's tool calls is unknown; --tool-parser has {known}"
+                "tools", f"the format of this model's tool calls is unknown; --tool-call-parser has {known}"
             )
         return self._tool_parser
 

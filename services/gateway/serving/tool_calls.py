@@ -129,7 +129,7 @@ TOOL_CALL_FORMATS = {
     # Mistral's chat templates refuse other ids.
     "mistral": ToolCallFormat("[TOOL_CALLS]", name_before_json=True, id_format="{:.9}"),
 }
-"""Formats by the name that `--tool-parser` takes."""
+"""Formats by the name that `--tool-call-parser` takes."""
 
 
 def tool_call_format_of(chat_template: str) -> str:

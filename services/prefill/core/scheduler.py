@@ -156,7 +156,7 @@ class PrefillScheduler:
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
         if settings.step_tokens < settings.block_tokens:
             reason = f"must be at least one block ({settings.block_tokens} tokens), not {settings.step_tokens}"
-            raise ConfigError("step_tokens", reason)
+            raise ConfigError("max_num_batched_tokens", reason)
         self.state = PrefillState(settings, speeds)
         self._sends = OutgoingTransfers(self.state)
         self.steps = StepPlanner(self.state, self._sends)

@@ -252,8 +252,8 @@ def running(model: Path, data_dir: Path) -> Iterator[Stack]:
         dram_bytes=16 << 20,
         ssd_bytes=64 << 20,
         extra={
-            "prefill": ["--step-tokens", "64", "--verdict-timeout-s", "3"],
-            "kvstore": ["--session-timeout-s", "3", "--room-timeout-s", "1"],
+            "prefill": ["--max-num-batched-tokens", "64", "--set", "verdict_timeout_s=3"],
+            "kvstore": ["--set", "session_timeout_s=3", "--set", "room_timeout_s=1"],
         },
     )
     with CheckedStack(plan) as local:

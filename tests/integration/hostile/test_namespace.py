@@ -15,7 +15,7 @@ from tests.integration.test_bad_start import start
     ("seed", "flags", "field"),
     [
         (1, (), "model.namespace: "),
-        pytest.param(0, ("--kv-dtype", "int8"), "model.layout.dtype: ", marks=pytest.mark.slow),
+        pytest.param(0, ("--kv-cache-dtype", "int8"), "model.layout.dtype: ", marks=pytest.mark.slow),
     ],
 )
 def test_an_instance_of_another_namespace(
@@ -25,7 +25,7 @@ def test_an_instance_of_another_namespace(
     model = checkpoint
     if seed:
         create("tiny-llama", model := tmp_path / checkpoint.name, seed=seed, dtype="float32")
-    where = ("--conductor", stack.address("conductor"), "--model", str(model), "--block-tokens", str(BLOCK))
-    code, said = start("services.decode", *where, "--threads", "1", "--kv-bytes", str(4 << 20), *flags)
+    where = ("--conductor", stack.address("conductor"), "--model", str(model), "--block-size", str(BLOCK))
+    code, said = start("services.decode", *where, "--threads", "1", "--kv-cache-memory-bytes", str(4 << 20), *flags)
     assert code == EXIT_MISMATCH, said
     assert said.strip().splitlines()[-1].startswith(f"decode: {field}"), said

@@ -140,7 +140,7 @@ def test_where_the_time_went(stack: CheckedStack, address: str, client: openai.O
     line, usage = found["timeline"], raw.parse().usage
     assert usage is not None
     assert line["usage"]["completion_tokens"] == usage.completion_tokens
-    assert [chunk["tokens"] for chunk in line["chunks"]] == [64, 36]  # --step-tokens
+    assert [chunk["tokens"] for chunk in line["chunks"]] == [64, 36]  # --max-num-batched-tokens
     assert line["timing"]["ttft_s"] <= line["timing"]["e2e_s"]
     names = [it["name"] for it in found["phases"] if it["name"] != "stream"]  # which may be told later
     assert names == ["place", "queue", "chunk", "chunk", "steps"]

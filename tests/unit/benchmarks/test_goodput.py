@@ -30,7 +30,7 @@ def test_the_simulated_cluster_lets_in_whom_the_stack_lets_in() -> None:
         assert flags == {
             "--policy": mode.policy,
             "--admission": mode.admission.value,
-            "--policy-seed": str(config.seed),
+            "--set": f"policy_seed={config.seed}",
         }
     assert {mode.admission for mode in MODES.values() if mode.limited} == set(AdmissionMode)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.bundled import model_dir
-from moonpool.cli.replay import FittedSimulation, note_tokens, print_fit, run_replay
+from moonpool.cli.replay import FittedSimulation, ReplayPlan, note_tokens, print_fit, run_replay
 from moonpool.errors import ConfigError
 from simulator.clock import PS
 from simulator.cluster.config import Slo
@@ -35,8 +35,8 @@ def test_bad_flags_are_named(tmp_path: Path, field: str, profile: str, calibrate
     write_trace(trace, [TraceRequest(0.0, 10, 2, (1,)), TraceRequest(5.0, 10, 2, (2,))])
     with pytest.raises(ConfigError) as wrong:
         run_replay(
-            trace, NOBODY, model=str(model_dir()), requests=0, time_scale=time_scale, prompt_tokens=0, output_tokens=0,
-            slo=Slo(), profile=profile, step_tokens=512, calibrate_on=calibrate_on, as_json=True,
+            ReplayPlan(trace, [NOBODY], str(model_dir()), Slo(), time_scale=time_scale, profile=profile,
+                       calibrate_on=calibrate_on), as_json=True,
         )  # fmt: skip
     assert wrong.value.field == field
 

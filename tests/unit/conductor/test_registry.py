@@ -81,7 +81,7 @@ def test_a_mismatch_names_the_field(change: dict[str, object], field: str) -> No
     with pytest.raises(Mismatch) as caught:
         registry.join(hello("decode-0", model=model_info(**change)))
     assert caught.value.field == field
-    assert ("--kv-dtype" in caught.value.message) == ("dtype" in change)
+    assert ("--kv-cache-dtype" in caught.value.message) == ("dtype" in change)
     assert [member.id for member in registry] == ["prefill-0"]
 
 

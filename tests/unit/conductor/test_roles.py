@@ -35,7 +35,7 @@ async def test_what_cannot_be_is_refused_by_name() -> None:
         with pytest.raises(NotFound):
             await s.client.change_role("nobody", "decode")
         for instance, kind, field, why in (
-            ("prefill-0", "decode", "instance_id", "without --either-role"),
+            ("prefill-0", "decode", "instance_id", "without either_role"),
             ("decode-1", "decode", "kind", "INSTANCE_KIND_DECODE"),
             ("kvstore-0", "decode", "kind", "INSTANCE_KIND_KVSTORE"),
             ("decode-1", "gateway", "kind", "must be prefill or decode"),

@@ -1,7 +1,8 @@
 """ServiceConfig: precedence, refusals that name the setting, help, addresses."""
 
+import re
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 from pydantic import Field, ValidationError
@@ -13,12 +14,15 @@ from moonpool.errors import ConfigError
 class PoolConfig(ServiceConfig):
     """Runs a pool."""
 
+    flag_groups: ClassVar = {"pool": ("conductor", "kv_bytes", "dtype", "labels", "shared", "block_size")}
     conductor: PeerAddresses = Field(min_length=1, description="conductor to join, HOST:PORT")
     kv_bytes: int = Field(1024, gt=0, description="memory for KV, bytes (100% of it)")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="element type")
     rate: float | None = Field(None, description="bytes per second; default: unlimited")
     labels: tuple[str, ...] = Field((), description="labels")
     shared: bool = Field(True, description="share it")
+    block_size: int = Field(64, description="tokens per block")
+    max_model_len: int = Field(0, description="longest sequence")
 
 
 @pytest.fixture(autouse=True)
@@ -80,9 +84,10 @@ def test_forms_of_flags(tmp_path: Path) -> None:
             "--conductor=h:1",
             "--kv-bytes=1_000",
             "--no-shared",
-            "--log-json",
+            "--set=log_json=true",
             *lists,
-            f"--spans-dir={tmp_path}",
+            "--set",
+            f"spans_dir={tmp_path}",
             "--id=prefill-0",
         ]
     )
@@ -93,7 +98,7 @@ def test_forms_of_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize("argument", ["", None])
 def test_empty_means_unset(argument: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_SPANS_DIR", "")
-    argv = [*ARGV, "--spans-dir", argument] if argument is not None else ARGV
+    argv = [*ARGV, "--set", f"spans_dir={argument}"] if argument is not None else ARGV
     assert PoolConfig.load(argv).spans_dir is None
 
 
@@ -119,6 +124,15 @@ def test_empty_means_unset(argument: str | None, monkeypatch: pytest.MonkeyPatch
         (["--conductor", "h:0"], "conductor", "can be reached"),
         ([*ARGV, "--config", "/nowhere.yaml"], "config", "cannot read /nowhere.yaml"),
         ([*ARGV, "--no-shared=1"], "shared", "explicit argument"),
+        ([*ARGV, "--rate", "1"], "rate", "has no flag; give --set rate=VALUE, or `rate` in the file of --config"),
+        ([*ARGV, "--no-log-json"], "log_json", "has no flag; give --set log_json=VALUE"),
+        ([*ARGV, "--block-tokens=16"], "block_tokens", "is now --block-size"),
+        ([*ARGV, "--max-tokens", "1"], "max_tokens", "has no flag; give --set max_model_len=VALUE"),
+        ([*ARGV, "--stages", "1"], "--stages", "no such flag"),
+        ([*ARGV, "--set", "rate"], "set", "must be NAME=VALUE, got 'rate'"),
+        ([*ARGV, "--set", "rat=1"], "rat", "no such setting (from --set); did you mean rate?"),
+        ([*ARGV, "--set", "block_tokens=1"], "block_tokens", "no such setting (from --set); it is now block_size"),
+        ([*ARGV, "--set", "rate=fast"], "rate", "got 'fast' (from --set)"),
     ],
 )
 def test_every_refusal_names_the_setting(argv: list[str], field: str, part: str) -> None:
@@ -138,6 +152,7 @@ def test_every_refusal_names_the_setting(argv: list[str], field: str, part: str)
         ("1: 2", "config", "mapping"),
         ("kv_bytes: many", "kv_bytes", "(from the file of --config)"),
         ("config: other.yaml", "config", "no such setting"),
+        ("block_tokens: 16", "block_tokens", "it is now block_size"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(text: str, field: str, part: str, tmp_path: Path) -> None:
@@ -173,13 +188,33 @@ def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
     text = capsys.readouterr().out
     assert text.startswith("usage: moonpool pool ")
     assert "Runs a pool." in text
+    with_flags = {name for names in PoolConfig.flags().values() for name in names}
+    assert with_flags == {
+        *("conductor", "kv_bytes", "dtype", "labels", "shared", "block_size"),
+        *("listen", "advertise", "metrics_listen", "id", "log_level"),
+    }
     for name, field in PoolConfig.model_fields.items():
-        assert "--" + name.replace("_", "-") in text
+        shown = re.search(rf"^  --{name.replace('_', '-')}[ ,]", text, re.MULTILINE) is not None
+        assert shown == (name in with_flags), name
         assert field.description
+    assert text.index("\npool:") < text.index("\nnetwork:")
     assert "memory for KV, bytes (100% of it) [default: 1024]" in text
     assert "conductor to join, HOST:PORT [required]" in text
     assert "--config" in text
     assert "MOONPOOL_" in text
+
+
+def test_any_setting_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_RATE", "1")
+    config = PoolConfig.load(["--set", "rate=2.5", "--kv-bytes", "1", "--set=kv_bytes=2", "--set", "conductor=a:1,b:2"])
+    assert (config.rate, config.kv_bytes, config.conductor) == (2.5, 2, ("a:1", "b:2"))
+
+
+def test_a_variable_of_an_old_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_BLOCK_TOKENS", "16")
+    assert refused(ARGV).message == "MOONPOOL_BLOCK_TOKENS is now MOONPOOL_BLOCK_SIZE"
+    monkeypatch.setenv("MOONPOOL_BLOCK_TOKENS", "")
+    assert PoolConfig.load(ARGV).block_size == 64
 
 
 def test_frozen_and_closed() -> None:

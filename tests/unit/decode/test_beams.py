@@ -61,6 +61,6 @@ async def test_too_few_candidates_fail_the_request(tokens: tuple[int, ...], scor
 
 
 async def test_more_beams_than_places_in_a_step_are_refused() -> None:
-    async with decoding(max_batch=WIDTH - 1) as it:
+    async with decoding(max_num_seqs=WIDTH - 1) as it:
         with pytest.raises(InvalidRequest, match=r"sequence\.sampling\.beam_width"):
             await reserve(it, asked(prompt(20), 4, []))

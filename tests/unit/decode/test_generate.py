@@ -120,7 +120,7 @@ async def test_everything_held() -> None:
 
 async def test_many_at_once_in_one_batch() -> None:
     prompts = {f"r{i}": prompt(5 + 7 * i, i) for i in range(5)}
-    async with decoding(max_batch=3) as it, conducting(it) as conductor:
+    async with decoding(max_num_seqs=3) as it, conducting(it) as conductor:
         for name, tokens in prompts.items():
             target = await reserve(it, spec(name, tokens, max_tokens=4))
             await transfer(it, target, tokens)

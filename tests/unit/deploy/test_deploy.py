@@ -30,8 +30,8 @@ def test_files_are_right() -> None:
     ("old", "new", "complaint"),
     [
         ("--data-dir=", "--data-folder=", "no such flag"),
-        ("--drain-s=30]", "--drain-s=soon]", "drain_s: "),
-        ("--id=prefill,", "--id=prefill, --step-tokens=512, --lease-s=3,", "prefill: --lease-s: no such flag"),
+        ("--set=drain_s=30]", "--set=drain_s=soon]", "drain_s: "),
+        ("--id=prefill,", "--id=prefill, --max-num-batched-tokens=512, --lease=3,", "prefill: --lease: no such flag"),
         (LISTEN, '"--listen=127.0.0.1:50053"', "where no other container reaches it"),
         (LISTEN, '"--listen=0.0.0.0:50059"', "its health check asks prefill:50053, it listens at prefill:50059"),
         (LISTEN, '"--listen=0.0.0.0:0"', "any free port"),
@@ -39,10 +39,10 @@ def test_files_are_right() -> None:
         ("--advertise=prefill", "--advertise=decode", "advertises decode:50053, others know it as prefill:50053"),
         ('"--conductor=conductor:50051",', '"--conductor=conductor:50052",', "joins conductor:50052, where no"),
         ("50051}:50051", "50051}:50052", "publishes 127.0.0.1:50051 from port 50052, but listens at 50051"),
-        ("MOONPOOL_MAX_BATCH: ${MOONPOOL_MAX_BATCH:-}", "MOONPOOL_BATCH: ''", "MOONPOOL_BATCH is no setting of decode"),
-        ("MOONPOOL_KV_BYTES: ${MOONPOOL_KV_BYTES:-}", "MOONPOOL_KV_BYTES: many", "kv_bytes: "),
-        ("${MOONPOOL_STAGES:-}", "${STAGES:-}", "takes its value from another variable"),
-        ("${MOONPOOL_STAGES:-}", "${MOONPOOL_STACK_STAGES:-}", "MOONPOOL_STACK_STAGES is not explained"),
+        ("MOONPOOL_MAX_NUM_SEQS: ${MOONPOOL_MAX_NUM_SEQS:-}", "MOONPOOL_SEQS: ''", "MOONPOOL_SEQS is no setting of"),
+        ("MOONPOOL_BLOCK_SIZE: ${MOONPOOL_BLOCK_SIZE:-}", "MOONPOOL_BLOCK_SIZE: many", "block_size: "),
+        ("${MOONPOOL_PIPELINE_PARALLEL_SIZE:-}", "${STAGES:-}", "takes its value from another variable"),
+        ("${MOONPOOL_PIPELINE_PARALLEL_SIZE:-}", "${MOONPOOL_STACK_SIZE:-}", "MOONPOOL_STACK_SIZE is not explained"),
         ("#   MOONPOOL_STACK_PUBLISH", "#   MOONPOOL_STACK_PUBLIC", "MOONPOOL_STACK_PUBLIC is explained and not used"),
         ("--address=decode:50054", "--address=decode:50053", "its health check asks decode:50053"),
         ("--address=decode:50054", "--url=decode:50054", "health check: No such option"),
@@ -132,9 +132,13 @@ def test_fault_in_scripts(old: str, new: str, complaint: str) -> None:
 
 def test_user_variables_reach_the_settings() -> None:
     """What a user puts into the environment arrives, and an empty variable is the default."""
-    given = {"MOONPOOL_KV_BYTES": "4096", "MOONPOOL_MODEL": "/var/lib/moonpool/models/m", "MOONPOOL_STACK_MODELS": "/m"}
+    given = {
+        "MOONPOOL_KV_CACHE_MEMORY_BYTES": "4096",
+        "MOONPOOL_MODEL": "/var/lib/moonpool/models/m",
+        "MOONPOOL_STACK_MODELS": "/m",
+    }
     stack = services(COMPOSE, given)
-    assert getattr(load(stack["decode"]), "kv_bytes") == 4096  # noqa: B009
+    assert getattr(load(stack["decode"]), "kv_cache_memory_bytes") == 4096  # noqa: B009
     assert getattr(load(stack["conductor"]), "model") == "/var/lib/moonpool/models/m"  # noqa: B009
     assert stack["prefill"].volumes[0] == ("/m", "/var/lib/moonpool/models", "ro")
     with pytest.raises(ConfigError, match="dtype"):

@@ -45,21 +45,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config(folder: Path, **settings: Any) -> AnyConfig:
-    return AnyConfig(**{"conductor": "127.0.0.1:1", "model": str(folder), "id": "x-0", "block_tokens": 16, **settings})
+    return AnyConfig(**{"conductor": "127.0.0.1:1", "model": str(folder), "id": "x-0", "block_size": 16, **settings})
 
 
 def test_plan(folder: Path) -> None:
-    plan = engine_setup(config(folder, kv_bytes=10 << 16, dtype="float32"), stages=2)
+    plan = engine_setup(config(folder, kv_cache_memory_bytes=10 << 16, dtype="float32"), stages=2)
     assert plan.layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert plan.spec.blocks == (10 << 16) // plan.layout.block_bytes
     assert (plan.spec.stages, plan.spec.dtype, plan.max_tokens, plan.vocab_size) == (2, "float32", 4096, 300)
     assert plan.model.name == "small-model"
     assert len(plan.namespace) == len(plan.model.config_hash) == 32
     assert engine_setup(config(folder)).namespace != plan.namespace  # another dtype, other KV
-    assert engine_setup(config(folder, blocks=7, max_tokens=99)).spec.blocks == 7
-    assert engine_setup(config(folder, max_tokens=99)).max_tokens == 99
-    with pytest.raises(ConfigError, match="kv_bytes"):
-        engine_setup(config(folder, kv_bytes=100))
+    assert engine_setup(config(folder, blocks=7, max_model_len=99)).spec.blocks == 7
+    assert engine_setup(config(folder, max_model_len=99)).max_tokens == 99
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        engine_setup(config(folder, kv_cache_memory_bytes=100))
     assert not plan.spec.graphs  # of decode steps
     graphs = {how: engine_setup(config(folder, cuda_graphs=how), decode=True).spec.graphs for how in ("auto", "off")}
     assert graphs == {"auto": True, "off": False}
@@ -80,8 +80,8 @@ def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(
     with pytest.raises(ConfigError, match="2560 bytes of KV per token") as wrong:
         engine_setup(config(folder, profile="tiny-cpu-2-cores"))
     assert wrong.value.field == "profile"
-    quantised = config(folder, kv_dtype="fp8", profile=str(profile))
-    size = engine_setup(config(folder, kv_dtype="fp8")).layout.token_bytes
+    quantised = config(folder, kv_cache_dtype="fp8", profile=str(profile))
+    size = engine_setup(config(folder, kv_cache_dtype="fp8")).layout.token_bytes
     model = f"kv_bytes_per_token: {size}\n  kv_dtype: "
     for dtype in ("int8", "float8_e4m3fn"):
         profile.write_text(bundled.read_text().replace("kv_bytes_per_token: 2560", model + dtype))

@@ -68,7 +68,7 @@ async def living(checkpoint: Path, **settings: Any) -> AsyncIterator[Life]:
     """An instance that has joined its conductor."""
     fake, descriptor = FakeConductor(), conductor_pb2.DESCRIPTOR.services_by_name["ConductorService"]
     async with serving("127.0.0.1:0", [(descriptor, fake)], grace_s=0.1) as server, Channels() as channels:
-        common: dict[str, Any] = {"id": "decode-0", "dtype": "float32", "block_tokens": 16, "blocks": 32, "threads": 1}
+        common: dict[str, Any] = {"id": "decode-0", "dtype": "float32", "block_size": 16, "blocks": 32, "threads": 1}
         life = Life(channels, DecodeConfig(conductor=server.address, model=str(checkpoint), **common, **settings))
         try:
             joined = asyncio.ensure_future(fake.has_load.wait())

@@ -48,7 +48,7 @@ def make_gateway(
 ) -> Starlette:
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
-    texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_parser)
+    texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_call_parser)
     context = gateway_context(config, client, texts, Metrics("gateway"), keys)
     return make_app(dataclasses.replace(context, started_at=7))
 

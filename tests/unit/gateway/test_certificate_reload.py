@@ -49,7 +49,7 @@ async def ask(port: int, authority: Path, pieces: bytes) -> tuple[bytes, str]:
 async def test_https(tmp_path: Path) -> None:
     """Requests are served; a client that speaks plain HTTP gets none."""
     cert, key = make(tmp_path, "one")
-    async with serving(https_cert=cert, https_key=key) as (_, port):
+    async with serving(ssl_certfile=cert, ssl_keyfile=key) as (_, port):
         answered, name = await ask(port, tmp_path / "ca.pem", CLOSING)
         assert answered.startswith(b"HTTP/1.1 200 OK")
         assert name == "one"
@@ -98,11 +98,11 @@ def test_certificates_are_read_again(tmp_path: Path) -> None:
 
 async def test_wrong_settings(tmp_path: Path) -> None:
     cert, key = make(tmp_path, "one")
-    with pytest.raises(ConfigError, match=r"https_key.*go together"):
-        settings(https_cert=cert)
-    with pytest.raises(ConfigError, match=r"https_cert.*go together"):
-        settings(https_key=key)
+    with pytest.raises(ConfigError, match=r"ssl_keyfile.*go together"):
+        settings(ssl_certfile=cert)
+    with pytest.raises(ConfigError, match=r"ssl_certfile.*go together"):
+        settings(ssl_keyfile=key)
     for wrong in (tmp_path / "nothing.pem", key):
-        with pytest.raises(ConfigError, match="https_cert"):
-            async with serving(https_cert=wrong, https_key=key):
+        with pytest.raises(ConfigError, match="ssl_certfile"):
+            async with serving(ssl_certfile=wrong, ssl_keyfile=key):
                 pytest.fail("served")

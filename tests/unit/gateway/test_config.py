@@ -18,7 +18,7 @@ NEEDED = ["--conductor", "127.0.0.1:50051", "--model", "tiny"]
         (["--conductor", "127.0.0.1:50051"], "model: is needed"),
         ([*NEEDED, "--conductor", "127.0.0.1:0"], "conductor: must be an address that can be reached"),
         ([*NEEDED, "--listen", "8000"], "listen: must be HOST:PORT"),
-        ([*NEEDED, "--max-body-bytes", "10"], "max_body_bytes: "),
+        ([*NEEDED, "--set", "max_body_bytes=10"], "max_body_bytes: "),
         ([*NEEDED, "--http-port", "80"], "no such flag"),
     ],
 )

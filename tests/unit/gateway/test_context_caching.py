@@ -166,7 +166,7 @@ async def test_a_chat_names_a_cache_by_a_header_and_repeats_its_messages() -> No
 
 async def test_a_caches_tools_are_known_to_the_model_and_found_in_answers() -> None:
     fake = knowing(context(tools=True))
-    async with answering(fake, tool_parser="hermes") as gateway:
+    async with answering(fake, tool_call_parser="hermes") as gateway:
         response = await gateway.chat(messages=[{"role": "cache", "content": "cache_id=cache-1"}, ASK])
         assert response.status_code == 200
         assert gateway.asked.chat.tools == ""  # the conductor adds the cache's

@@ -110,7 +110,7 @@ async def test_wrong_keys(key: bytes, tmp_path: Path) -> None:
 async def process(connections: int) -> AsyncIterator[tuple[int, int]]:
     """A gateway in a process of its own; yields its id and its port."""
     flags = ["--listen", "127.0.0.1:0", "--conductor", "127.0.0.1:9", "--model", str(model_dir())]
-    flags += ["--max-connections", str(connections), "--read-timeout-s", "600"]
+    flags += ["--set", f"max_connections={connections}", "--set", "read_timeout_s=600"]
     command = [sys.executable, "-m", "services.gateway", *flags]
     running = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, cwd=Path.cwd())
     try:

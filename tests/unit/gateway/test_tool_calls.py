@@ -54,7 +54,7 @@ def script(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
 @pytest.fixture
 async def gateway() -> AsyncIterator[Answers]:
     """A gateway whose model calls functions as Qwen's do."""
-    async with answering(FakeConductor(script), tool_parser="hermes") as running:
+    async with answering(FakeConductor(script), tool_call_parser="hermes") as running:
         yield running
 
 
@@ -134,7 +134,7 @@ async def test_one_call_is_enough() -> None:
         messages[1].delta.text = twice
         return messages
 
-    async with answering(FakeConductor(say), tool_parser="hermes") as gateway:
+    async with answering(FakeConductor(say), tool_call_parser="hermes") as gateway:
         for parallel, count in ((None, 2), (True, 2), (False, 1)):
             message = (await gateway.chat(tools=[TOOL], parallel_tool_calls=parallel)).json()["choices"][0]["message"]
             assert len({call["id"] for call in message["tool_calls"]}) == count
@@ -210,7 +210,7 @@ async def test_responses_stream(gateway: Answers, client: openai.AsyncOpenAI) ->
 async def test_counts_have_the_tools() -> None:
     """Of `/tokenize` and of `/v1/messages/count_tokens`: tokens of what the chat template makes of all."""
     made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), TEMPLATE)
-    async with answering(FakeConductor(), made, tool_parser="hermes") as gateway:
+    async with answering(FakeConductor(), made, tool_call_parser="hermes") as gateway:
         turns = [{"role": "user", "content": ASK}]
         told = (await gateway.http.post("/tokenize", json={"messages": turns, "tools": [TOOL]})).json()
         text = (await gateway.http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"]

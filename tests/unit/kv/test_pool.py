@@ -91,7 +91,7 @@ def test_without_memfd_a_temporary_file_serves(monkeypatch: pytest.MonkeyPatch) 
 def test_refuses_too_little_memory() -> None:
     with pytest.raises(ConfigError) as caught:
         KVPool.create(LAYOUT, 0, [(0, 3)])
-    assert caught.value.field == "kv_bytes"
+    assert caught.value.field == "kv_cache_memory_bytes"
     with pytest.raises(ConfigError, match="only"):
         KVPool.create(LAYOUT, 2, [(0, 3)], lambda: LAYOUT.block_bytes)
     KVPool.create(LAYOUT, 1, [(0, 3)], lambda: LAYOUT.block_bytes).close()
@@ -101,7 +101,7 @@ def test_refuses_too_little_memory() -> None:
 def test_refuses_ranges_that_are_not_the_layers(ranges: list[tuple[int, int]]) -> None:
     with pytest.raises(ConfigError) as caught:
         KVPool.create(LAYOUT, 1, ranges)
-    assert caught.value.field == "stages"
+    assert caught.value.field == "pipeline_parallel_size"
 
 
 def test_available_memory_is_told_here() -> None:

@@ -131,7 +131,7 @@ async def test_sigterm_makes_visible_blocks_durable(tmp_path: Path) -> None:
         (["--eviction", "none"], "eviction: "),
         (["--ssd-bytes", "-1"], "ssd_bytes: "),
         (["--conductor", "nowhere"], "conductor: "),
-        (["--segment-bytes", "11", "--ssd-bytes", "10"], "segment_bytes: "),
+        (["--set", "segment_bytes=11", "--ssd-bytes", "10"], "segment_bytes: "),
     ],
 )
 def test_wrong_settings_are_refused_by_name(flags: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,7 +56,7 @@ def ready(child: subprocess.Popen[str]) -> str:
 
 
 def test_a_whole_process(tmp_path: Path) -> None:
-    child = start("--id", "decode-0", "--spans-dir", str(tmp_path), "--log-json")
+    child = start("--id", "decode-0", "--set", f"spans_dir={tmp_path}", "--set", "log_json=true")
     asyncio.run(probe(ready(child), DEADLINE_S))
     child.send_signal(signal.SIGTERM)
     out, err = child.communicate(timeout=DEADLINE_S)

@@ -24,7 +24,7 @@ LOCAL, TCP = kv_pb2.LANE_KIND_LOCAL, kv_pb2.LANE_KIND_TCP
 
 
 def settings(folder: Path, *flags: str) -> TransportSettings:
-    return TransportSettings.of(TransportConfig.load(["--kv-lanes-dir", str(folder), *flags]))
+    return TransportSettings.of(TransportConfig.load(["--set", f"kv_lanes_dir={folder}", *flags]))
 
 
 def test_local_is_the_default_and_tcp_is_only_there_when_asked_for(tmp_path: Path) -> None:
@@ -42,9 +42,12 @@ def test_unknown_lanes_are_refused_by_name(lanes: str) -> None:
 
 
 def test_with_tls_there_is_only_grpc_unless_the_lanes_are_trusted(tmp_path: Path) -> None:
-    tls = ["--tls-cert", "a", "--tls-key", "b", "--tls-ca", "c"]
+    tls = ["--set", "tls_cert=a", "--set", "tls_key=b", "--set", "tls_ca=c"]
     assert settings(tmp_path, "--kv-lanes", "local,tcp", *tls) == TransportSettings()
-    assert settings(tmp_path, "--kv-lanes", "local,tcp", "--kv-lanes-trusted", *tls).names == ("local", "tcp")
+    assert settings(tmp_path, "--kv-lanes", "local,tcp", "--set", "kv_lanes_trusted=true", *tls).names == (
+        "local",
+        "tcp",
+    )
 
 
 def test_a_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:

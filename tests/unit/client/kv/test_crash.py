@@ -26,7 +26,16 @@ SEED_OF_TEST = 11
 @contextmanager
 def store_at(port: int, lane: str, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     """A store as a process, whose lanes break now and then; and its port."""
-    flags = ["--listen", f"127.0.0.1:{port}", "--kv-lanes", lane, "--kv-lanes-dir", str(folder), "--log-level", "error"]
+    flags = [
+        "--listen",
+        f"127.0.0.1:{port}",
+        "--kv-lanes",
+        lane,
+        "--set",
+        f"kv_lanes_dir={folder}",
+        "--log-level",
+        "error",
+    ]
     environment = {"MOONPOOL_DIE_WITH_PARENT": "1", BREAK_CONNECTIONS: "0.01", SEED: str(SEED_OF_TEST)}
     child = subprocess.Popen(
         [sys.executable, "-m", "services.kvstore", "--id", "kvstore-0", *flags],

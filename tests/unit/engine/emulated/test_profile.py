@@ -157,7 +157,7 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     folder.mkdir()
     write_config(folder)
     profile.write_text(yaml.safe_dump(FIELDS))
-    flags = {"engine": f"emulated:{profile}", "kv_bytes": 1 << 20}
+    flags = {"engine": f"emulated:{profile}", "kv_cache_memory_bytes": 1 << 20}
     plan = engine_setup(config(folder, **flags), stages=2, decode=True)
     assert plan.spec.emulated is not None
     assert plan.spec.emulated == EmulatedCompute(
@@ -168,13 +168,13 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
     assert plan.link_rate == 3200.0 * 2 * 128 / 6400
     assert engine_setup(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
     assert engine_setup(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
-    assert engine_setup(config(folder, **flags, max_tokens=77)).max_tokens == 77
+    assert engine_setup(config(folder, **flags, max_model_len=77)).max_tokens == 77
     other = engine_setup(config(folder, engine="emulated:llama-70b-a800"))
     assert other.namespace != plan.namespace
     with pytest.raises(ConfigError, match="dtype"):
         engine_setup(config(folder, **flags, dtype="float32"))
-    with pytest.raises(ConfigError, match="kv_bytes"):
-        engine_setup(config(folder, engine=f"emulated:{profile}", kv_bytes=10))
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
+        engine_setup(config(folder, engine=f"emulated:{profile}", kv_cache_memory_bytes=10))
 
 
 def test_the_default_pool_holds_as_many_tokens_as_the_hardware(tmp_path: Path) -> None:
@@ -188,7 +188,9 @@ def test_the_default_pool_holds_as_many_tokens_as_the_hardware(tmp_path: Path) -
         profile.write_text(yaml.safe_dump(fields))
         flags = {"engine": f"emulated:{profile}"}
         blocks[name] = engine_setup(config(folder, **flags)).spec.blocks
-        assert engine_setup(config(folder, **flags, kv_bytes=1 << 20)).spec.blocks == (1 << 20) // (128 * 64)
+        assert engine_setup(config(folder, **flags, kv_cache_memory_bytes=1 << 20)).spec.blocks == (1 << 20) // (
+            128 * 64
+        )
         assert engine_setup(config(folder, **flags, blocks=7)).spec.blocks == 7
     assert blocks == {"given": 500_000_000 // (6400 * 64), "absent": (256 << 20) // (6400 * 64)}
     paper = engine_setup(config(folder, engine="emulated:llama-70b-a800"))

@@ -41,7 +41,7 @@ def test_an_account_knows_what_is_granted() -> None:
 
 def test_rows_come_from_a_flag_and_must_fit() -> None:
     def load(text: str, *more: str) -> KVStoreConfig:
-        return KVStoreConfig.load(["--tenants", text, "--dram-bytes", "1000", *more])
+        return KVStoreConfig.load(["--set", f"tenants={text}", "--dram-bytes", "1000", *more])
 
     def field(text: str, *more: str) -> str:
         with pytest.raises(ConfigError) as error:

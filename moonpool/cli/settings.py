@@ -1,0 +1,156 @@
+"""Settings of a stack's services for `moonpool up`: `--set SECTION.NAME=VALUE`, and a YAML file with sections."""
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typer.core import TyperCommand
+
+from moonpool.config import ServiceConfig, suggestion
+from moonpool.errors import ConfigError
+
+KINDS = ("conductor", "prefill", "decode", "kvstore", "gateway")
+SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}
+"""Services that a section is for; a narrower section goes before a wider one."""
+
+
+OWN_NAMES = ("id", "listen", "advertise", "conductor", "model")
+"""Settings that `moonpool up` decides itself."""
+
+
+MOVED = {
+    "--block-tokens": "--set engine.block_size=N",
+    "--core-page": "--set engine.core_page=FILE",
+    "--dram-bytes": "--set kvstore.dram_bytes=N",
+    "--dtype": "--set engine.dtype=DTYPE",
+    "--kv-bytes": "--set engine.kv_cache_memory_bytes=N",
+    "--kv-dtype": "--set engine.kv_cache_dtype=DTYPE",
+    "--kvstore-replicas": "--set conductor.kvstore_replicas=N",
+    "--spans-dir": "--set all.spans_dir=FOLDER",
+    "--ssd-bytes": "--set kvstore.ssd_bytes=N",
+    "--stages": "--set prefill.pipeline_parallel_size=N",
+    "--swap-roles": "--set conductor.swap_roles=true",
+}
+"""Former flags of `moonpool up`."""
+
+
+class UpCommand(TyperCommand):
+    """`moonpool up`, which says how to set what once had a flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for argument in args:
+            if now := MOVED.get(flag := argument.partition("=")[0]):
+                raise ConfigError("up", f"{flag} is now {now}")
+        return super().parse_args(ctx, args)
+
+
+def stack_settings(config: Path | None, given: Iterable[str]) -> dict[str, list[str]]:
+    """The flags of each kind of service that these settings stand for.
+
+    Args:
+        config: YAML file of `{SECTION: {NAME: VALUE}}`; None = no file.
+        given: texts `SECTION.NAME=VALUE`, which go before the file.
+
+    Raises:
+        ConfigError: names section and setting: one is unknown, or the value is wrong.
+    """
+    sections = [] if config is None else [_read_sections(config)]
+    sections.append(_parse_sections(given))
+    values: dict[str, dict[str, str]] = {kind: {} for kind in KINDS}
+    for found in sections:
+        for section in SECTIONS:
+            for name, value in found.get(section, {}).items():
+                for kind in _takers(section, name):
+                    values[kind][name] = value
+    flags = {
+        kind: [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        for kind, settings in values.items()
+        if settings
+    }
+    for kind in flags:
+        _check(kind, flags[kind])
+    return flags
+
+
+def _parse_sections(given: Iterable[str]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        section, dot, name = key.partition(".")
+        if not equals or not dot:
+            raise ConfigError("set", f"must be SERVICE.NAME=VALUE, got {text!r}")
+        found.setdefault(section, {})[name] = value
+    for section in found:
+        _check_section(section)
+    return found
+
+
+def _read_sections(path: Path) -> dict[str, dict[str, str]]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError("config", f"cannot read {path}: {error}") from error
+    found: dict[str, dict[str, str]] = {}
+    for section, settings in ({} if data is None else _mapping(data, str(path))).items():
+        _check_section(section)
+        found[section] = {name: _text(value) for name, value in _mapping(settings, f"{section} in {path}").items()}
+    return found
+
+
+def _mapping(data: object, where: str) -> Mapping[str, object]:
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise ConfigError("config", f"{where} must hold a mapping by name")
+    return data
+
+
+def _text(value: object) -> str:
+    """A value of YAML as `--set` takes it."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return "" if value is None else json.dumps(value)
+
+
+def _check_section(section: str) -> None:
+    if section not in SECTIONS:
+        known = f"must be one of {', '.join(SECTIONS)}"
+        raise ConfigError(section, f"no such service; {known}{suggestion(section, list(SECTIONS))}")
+
+
+def _takers(section: str, name: str) -> list[str]:
+    """The kinds of services of a section that have the setting."""
+    if name in OWN_NAMES:
+        raise ConfigError(f"{section}.{name}", "`moonpool up` decides this itself")
+    takers = [kind for kind in SECTIONS[section] if name in config_class(kind).model_fields]
+    if not takers:
+        # The only or first kind names the setting that was meant, if there is one.
+        _load(SECTIONS[section][0], section, ["--set", f"{name}="])
+    return takers
+
+
+def config_class(kind: str) -> type[ServiceConfig]:
+    """The settings class of a kind of service."""
+    module = importlib.import_module(f"services.{kind}.config")
+    (found,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ServiceConfig) and value.__module__ == module.__name__
+    ]
+    return found
+
+
+def _check(kind: str, flags: list[str]) -> None:
+    needed = [name for name in ("conductor", "model") if name in config_class(kind).model_fields]
+    given = {"conductor": "127.0.0.1:1", "model": "model"}
+    _load(kind, kind, [*flags, *(part for name in needed for part in (f"--{name}", given[name]))])
+
+
+def _load(kind: str, section: str, flags: list[str]) -> None:
+    try:
+        config_class(kind).load(flags)
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error.field}", error.message) from None
