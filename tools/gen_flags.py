@@ -60,7 +60,7 @@ def _table(cls: type[ServiceConfig], common: object) -> str:
 
 
 def _differs(cls: type[ServiceConfig], name: str) -> bool:
-    return cls.model_fields[name].default != ServiceConfig.model_fields[name].default
+    return bool(cls.model_fields[name].default != ServiceConfig.model_fields[name].default)
 
 
 def _default(cls: type[ServiceConfig], name: str) -> str:

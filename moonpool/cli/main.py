@@ -465,7 +465,7 @@ def role(
 
 @app.command("rerun", rich_help_panel=PREDICT)
 def rerun_(
-    journal: Annotated[Path, typer.Argument(help="A journal's file, or a service's --journal-dir.")],
+    journal: Annotated[Path, typer.Argument(help="A journal's file, or the folder that journal_dir names.")],
     events: Annotated[bool, typer.Option(help="Print each event and its actions.")] = False,
     check: Annotated[bool, typer.Option(help="Look at the core's invariants after each event (slow).")] = False,
     policy: Annotated[str, typer.Option(metavar="MODULE", help="A conductor's own policy; its code is run.")] = "",

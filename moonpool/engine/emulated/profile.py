@@ -94,7 +94,7 @@ class Profile:
     kv_heads: int = 1
     """Heads of the emulated KV."""
     time_scale: float = 1.0
-    """Seconds of the profile that pass in one second, unless `--time-scale` says otherwise."""
+    """Seconds of the profile that pass in one second, unless `time_scale` is set."""
     pool_bytes: int = 0
     """True bytes of KV that the hardware's memory holds beside the weights; 0 = not given."""
     kv_dtype: str = ""
@@ -269,7 +269,7 @@ class EmulatedCompute:
 
 
 def emulated_profile(engine: str, time_scale: float) -> tuple[Profile, float] | None:
-    """The profile and time scale that `--engine` and `--time-scale` ask for; None for a real engine.
+    """The profile and time scale that `engine` and `time_scale` ask for; None for a real engine.
 
     Raises:
         ConfigError: `engine` is neither "real" nor "emulated:PROFILE", or a time scale is given for a real engine.

@@ -228,7 +228,7 @@ async def test_a_damaged_block_takes_a_session_which_reports_it(sockets: Path) -
 
 
 async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
-    """Lanes to those who speak for one tenant need `--kv-lanes-trusted`; the check is the streams' own."""
+    """Lanes to those who speak for one tenant need `kv_lanes_trusted`; the check is the streams' own."""
     async with storing(sockets, "tcp") as store:
         servicer, closing = store.service.servicer, asyncio.Event()
         streams: list[GetStream | PutStream] = [GetStream(servicer.get, closing), PutStream(servicer.put, closing)]
