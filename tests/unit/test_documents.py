@@ -57,7 +57,8 @@ def verbs() -> dict[str, set[str]]:
     found |= options(typer.main.get_command(kvstore.app), "kvstore")
     found |= options(typer.main.get_command(contexts.delete_app), "delete")
     for verb, config in CONFIGS.items():
-        found[verb] = {f"--{name.replace('_', '-')}" for name in config.model_fields} | {"--config", "--help"}
+        names = [name for group in config.flags().values() for name in group]
+        found[verb] = {f"--{name.replace('_', '-')}" for name in names} | {"--config", "--set", "--help"}
     return found
 
 
