@@ -79,7 +79,7 @@ def _sampling(logits: Tensor, params: SamplingParams) -> Callable[[], object]:
 
     def call() -> object:
         tokens = sampler.sample(room.copy_(logits)).tokens
-        sampler.go_on([its[0] for its in tokens])
+        sampler.advance([its[0] for its in tokens])
         return tokens
 
     return call

@@ -1,13 +1,14 @@
 """Sampling parameters of a request: names, defaults and limits, the same everywhere. Torch-free.
 
-To add an option: one field of `SamplingParams`, its check in `SamplingParams.check`, its use in `moonpool.sampling`,
-and a field of the same name in the contract's `Sampling`.
+A field of `SamplingParams` declares all that services need to know of an option: its default, its check, whether it
+goes with beam search and with a response format, and whether the OpenAI endpoints take it. The steps to add an option
+are in docs/extend/sampling_option.md.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from operator import attrgetter
@@ -59,11 +60,46 @@ MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
 
 class Unset(float):
-    """The neutral value of a parameter that was not given: what the served checkpoint suggests comes before it."""
+    """Neutral value of a parameter that was not given. The value that the served checkpoint suggests replaces it."""
 
 
 class UnsetInt(int):
-    """As `Unsaid`."""
+    """As `Unset`, of an integer."""
+
+
+Check = tuple[Callable[[Any], bool], str]
+"""Whether a value is right, and the message if it is not."""
+
+
+def _option(
+    check: Check | None = None,
+    *,
+    max_items: int | None = None,
+    http: type | None = None,
+    with_beams: bool = True,
+    with_format: bool = True,
+) -> dict[str, Any]:
+    """Return the metadata of a field.
+
+    Args:
+        check: of its value.
+        max_items: of a list or a mapping.
+        http: the JSON type in which the OpenAI endpoints take it, under the same name; None: they have a form of
+            their own, or do not take it.
+        with_beams: whether it may be set for a beam search.
+        with_format: whether it may be set for a response format.
+    """
+    return {
+        "check": check, "max_items": max_items, "http": http, "with_beams": with_beams, "with_format": with_format
+    }  # fmt: skip
+
+
+def _in(low: float, high: float) -> Check:
+    return lambda value: low <= value <= high, f"must be in [{low:g}, {high:g}]"
+
+
+def _in_or_none(low: int, high: int) -> Check:
+    return lambda value: value is None or low <= value <= high, f"must be in [{low}, {high}]"
 
 
 ResponseFormat = Literal["", "json_object", "json_schema", "regex", "lark"]
@@ -79,60 +115,91 @@ class SamplingParams:
 
     max_tokens: int = 128
     """Tokens to generate at most; cut to what the model's length leaves."""
-    min_tokens: int = 0
+    min_tokens: int = field(default=0, metadata=_option(http=int, with_format=False))
     """No end token is chosen before so many tokens."""
-    temperature: float = Unset(1.0)
+    temperature: float = field(
+        default=Unset(1.0),
+        metadata=_option((lambda value: 0 <= value < math.inf, "must be finite and at least 0"), http=float),
+    )
     """0 = greedy. This and the next two, and `repetition_penalty`, are the checkpoint's own where they are not given,
     if its `generation_config.json` has them and the conductor uses it (docs/sampling.md)."""
-    top_p: float = Unset(1.0)
+    top_p: float = field(
+        default=Unset(1.0),
+        metadata=_option((lambda value: 0 < value <= 1, "must be in (0, 1]"), http=float, with_beams=False),
+    )
     """Smallest set of most likely tokens whose probability reaches it; 1 = all."""
-    top_k: int = UnsetInt(0)
+    top_k: int = field(
+        default=UnsetInt(0),
+        metadata=_option((lambda value: value >= 0, "must be at least 0 (0 = all)"), with_beams=False),
+    )
     """Number of most likely tokens considered; 0 = all."""
-    min_p: float = 0.0
+    min_p: float = field(default=0.0, metadata=_option(_in(0, 1), http=float, with_beams=False))
     """Least probability relative to the most likely token."""
-    presence_penalty: float = 0.0
+    presence_penalty: float = field(
+        default=0.0, metadata=_option(_in(-MAX_PENALTY, MAX_PENALTY), http=float, with_beams=False)
+    )
     """Subtracted from the logit of each token generated already."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float = field(
+        default=0.0, metadata=_option(_in(-MAX_PENALTY, MAX_PENALTY), http=float, with_beams=False)
+    )
     """Subtracted from a token's logit for each time it was generated."""
-    repetition_penalty: float = Unset(1.0)
+    repetition_penalty: float = field(
+        default=Unset(1.0),
+        # Beyond these bounds a logit overflows. Rounded: a bound that came as float32 is not exact.
+        metadata=_option(
+            (
+                lambda value: MIN_REPETITION <= round(value, 6) <= MAX_REPETITION,
+                f"must be in [{MIN_REPETITION:g}, {MAX_REPETITION:g}]",
+            ),
+            http=float,
+            with_beams=False,
+        ),
+    )
     """Divides positive, multiplies negative logits of tokens in prompt or answer."""
-    stop: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_STOPS})
+    stop: str | Sequence[str] = field(default=(), metadata=_option(max_items=MAX_STOPS, with_beams=False))
     """The answer ends before any of these texts; a single text stands for a list of one."""
-    stop_token_ids: Sequence[int] = field(default=(), metadata={"max_items": MAX_STOP_TOKENS})
+    stop_token_ids: Sequence[int] = field(default=(), metadata=_option(max_items=MAX_STOP_TOKENS))
     """The answer ends with any of these tokens."""
-    ignore_eos: bool = False
+    ignore_eos: bool = field(default=False, metadata=_option(http=bool, with_format=False))
     """The model's end tokens do not end the answer."""
-    seed: int | None = None
+    seed: int | None = field(default=None, metadata=_option(http=int, with_beams=False))
     """Seed of the sampling, 64 bits unsigned; drawn by the server and reported in the result when None."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"max_items": MAX_LOGIT_BIASES})
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata=_option(max_items=MAX_LOGIT_BIASES, with_beams=False)
+    )
     """Added to the logits of single tokens."""
-    bad_words: str | Sequence[str] = field(default=(), metadata={"max_items": MAX_BAD_WORDS})
+    bad_words: str | Sequence[str] = field(
+        default=(), metadata=_option(max_items=MAX_BAD_WORDS, with_beams=False, with_format=False)
+    )
     """Texts that the answer must not have, as vLLM means it: of each, and of it with a space before it, the last token
     is not chosen after the others."""
-    logprobs: int | None = None
+    logprobs: int | None = field(default=None, metadata=_option(_in_or_none(0, MAX_LOGPROBS), with_beams=False))
     """Most likely tokens, at most 20, that are told beside each token with their log probabilities; None = not even the
     token's own. They are the model's own: before temperature, penalties, bias and bans."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = field(default=None, metadata=_option(_in_or_none(0, MAX_LOGPROBS), http=int))
     """The same for the prompt's tokens but the first. The whole prompt is computed: no cached KV is used for it."""
-    n: int = 1
+    n: int = field(default=1, metadata=_option(_in(1, MAX_CHOICES), http=int))
     """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
     Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
-    response_format: ResponseFormat = ""
+    response_format: ResponseFormat = field(default="", metadata=_option(with_beams=False))
     """What the answer looks like: "json_object" = any JSON object; "json_schema", "regex" and "lark" = what `grammar`
     describes; "" = anything. Tokens that do not fit are never chosen; the model's end token is chosen when, and only
     where, the answer may end."""
     grammar: str = ""
     """A JSON schema, a regular expression (the whole answer matches it) or a grammar in Lark's notation, an EBNF."""
-    beam_width: int = 0
+    beam_width: int = field(default=0, metadata=_option(_in(0, MAX_BEAMS)))
     """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
     at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
-    length_penalty: float = 1.0
+    length_penalty: float = field(default=1.0, metadata=_option(_in(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)))
     """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
-    early_stopping: bool | Literal["never"] = False
+    early_stopping: bool | Literal["never"] = field(
+        default=False,
+        metadata=_option((lambda value: value in (False, True, "never"), "must be False, True or 'never'")),
+    )
     """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at
     its length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
     `transformers`."""
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = field(default=True, metadata=_option(http=bool))
     """The answer's text leaves out special tokens. Some models mark calls of functions with them."""
 
     def __post_init__(self) -> None:
@@ -174,12 +241,9 @@ class SamplingParams:
         for name, limit in ITEM_LIMITS.items():
             require(name, len(getattr(self, name)) <= limit, f"at most {limit}")
         self._check_lengths(require)
-        self._check_numbers(require)
+        for name, (right, message) in _CHECKS.items():
+            require(name, right(getattr(self, name)), message)
         self._check_tokens(require, vocab_size)
-        require("n", 1 <= self.n <= MAX_CHOICES, f"must be in [1, {MAX_CHOICES}]")
-        for name in ("logprobs", "prompt_logprobs"):
-            bounds = f"must be in [0, {MAX_LOGPROBS}]"
-            require(name, getattr(self, name) is None or 0 <= getattr(self, name) <= MAX_LOGPROBS, bounds)
         self._check_format(require)
         self._check_beams(require)
 
@@ -205,22 +269,7 @@ class SamplingParams:
             chars = f"each needs 1 to {MAX_BAD_WORD_CHARS} characters"
             require("bad_words", 0 < len(word) <= MAX_BAD_WORD_CHARS, chars)
 
-    def _check_numbers(self, require: partial[None]) -> None:
-        require("temperature", 0 <= self.temperature < math.inf, "must be finite and at least 0")
-        require("top_p", 0 < self.top_p <= 1, "must be in (0, 1]")
-        require("top_k", self.top_k >= 0, "must be at least 0 (0 = all)")
-        require("min_p", 0 <= self.min_p <= 1, "must be in [0, 1]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            require(name, abs(getattr(self, name)) <= MAX_PENALTY, f"must be in [-{MAX_PENALTY:g}, {MAX_PENALTY:g}]")
-        # Beyond these a logit overflows, and what is left of the distribution is no longer the model's.
-        bounds = f"must be in [{MIN_REPETITION:g}, {MAX_REPETITION:g}]"
-        require("repetition_penalty", MIN_REPETITION <= round(self.repetition_penalty, 6) <= MAX_REPETITION, bounds)
-
     def _check_beams(self, require: partial[None]) -> None:
-        require("beam_width", 0 <= self.beam_width <= MAX_BEAMS, f"must be in [0, {MAX_BEAMS}]")
-        bounds = f"must be in [-{MAX_LENGTH_PENALTY:g}, {MAX_LENGTH_PENALTY:g}]"
-        require("length_penalty", abs(self.length_penalty) <= MAX_LENGTH_PENALTY, bounds)
-        require("early_stopping", self.early_stopping in (False, True, "never"), "must be False, True or 'never'")
         for name in _BEAM_OPTIONS if not self.beam_width else _NOT_WITH_BEAMS:
             unset = getattr(self, name) == _DEFAULTS[name]
             require(name, unset, f"has no meaning with{'' if self.beam_width else 'out'} beam_width")
@@ -274,10 +323,21 @@ def _restore(*values: object) -> SamplingParams:
     return params
 
 
-ITEM_LIMITS: dict[str, int] = {
-    f.name: f.metadata["max_items"] for f in fields(SamplingParams) if "max_items" in f.metadata
-}
+def _declared(name: str) -> dict[str, Any]:
+    """Return what the fields' metadata says under a name, by field."""
+    values = {it.name: it.metadata.get(name) for it in fields(SamplingParams)}
+    return {field_name: value for field_name, value in values.items() if value is not None}
+
+
+ITEM_LIMITS: dict[str, int] = _declared("max_items")
 """Most items of a list or mapping."""
+
+
+HTTP_FIELDS: dict[str, type] = _declared("http")
+"""Fields that the OpenAI endpoints take under the same name, with their JSON types."""
+
+
+_CHECKS: dict[str, Check] = _declared("check")
 
 
 _DEFAULTS: dict[str, Any] = {
@@ -296,23 +356,10 @@ _NEUTRAL: dict[str, float | int] = {
 _BEAM_OPTIONS = ("length_penalty", "early_stopping")
 
 
-_NOT_WITH_BEAMS = (
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "stop",
-    "seed",
-    "logit_bias",
-    "bad_words",
-    "logprobs",
-    "response_format",
-)
+_NOT_WITH_BEAMS = [name for name, allowed in _declared("with_beams").items() if not allowed]
 
 
-_NOT_WITH_FORMAT = ("min_tokens", "ignore_eos", "bad_words")
+_NOT_WITH_FORMAT = [name for name, allowed in _declared("with_format").items() if not allowed]
 
 
 _VALUES = attrgetter(*_DEFAULTS)

@@ -1,5 +1,5 @@
 // The number in [0, 1) by which a token is drawn: a hash of its sequence's seed and its position, and of nothing else.
-// The rule is stated, and hashed by Python's own BLAKE2b, in moonpool/sampling/draw.py (`uniform`).
+// The rule is stated, and hashed by Python's own BLAKE2b, in moonpool/sampling/random_sampler.py (`uniform`).
 #include <stdint.h>
 #include <string.h>
 

@@ -40,7 +40,7 @@ static bool greedy(const GoOn* g) {
     if (!g->sampling || g->step->rows > SKETCHED_ROWS) return false;
     for (int64_t r = 0; r < g->step->rows; r++) {
         const Row& row = g->sampling->row[r];
-        if (row.scale >= 0 || row.mask || row.history_count || row.banned_count || row.bias_count || row.top >= 0) return false;
+        if (row.scale >= 0 || row.mask || row.adjusted() || row.top >= 0) return false;
     }
     return true;
 }

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, GoOn, Model, Panels, Progress, Sampling, Sketch, Step
+from kernels.native.structures import Attention, GoOn, Model, Panels, Progress, Sampling, Sketch, Step, sampling_row
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,12 @@ _WIDE: dict[str, tuple[Any, ...]] = {
 
 
 class Library:
-    """One built library. The kernels hold no state but memory that is kept from call to call, per thread."""
+    """One built library. The kernels hold no state but memory that is kept from call to call, per thread.
+
+    Attributes:
+        sampling_options: names of the `SamplingParams` that a row of `sampling_row` has as float32.
+        sampling_row: layout of one row's sampling.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,6 +85,9 @@ class Library:
             function = getattr(self._c, name)
             function.argtypes, function.restype = wide, _L
         self._c.mp_had.argtypes, self._c.mp_had.restype = (), ctypes.c_double
+        self._c.mp_sampling_options.argtypes, self._c.mp_sampling_options.restype = (), ctypes.c_char_p
+        self.sampling_options: tuple[str, ...] = tuple(self._c.mp_sampling_options().decode().split())
+        self.sampling_row = sampling_row(self.sampling_options)
         self.width = int(self._c.mp_width())
         self.has_bf16 = bool(self._c.mp_has_bf16())
 

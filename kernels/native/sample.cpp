@@ -1,5 +1,5 @@
 // Chooses tokens of rows of logits: bias, bans, penalties and masks, then the highest or a draw, and log probabilities.
-// The rule is stated in moonpool/sampling/draw.py, whose torch code is the reference for the token that is chosen.
+// The rule is stated in moonpool/sampling/random_sampler.py, whose torch code is the reference for the token chosen.
 //
 // A row's logits are looked at in runs; those without a token that may be chosen cost nothing but a look at the mask.
 #include "nucleus.h"
@@ -72,7 +72,6 @@ struct Work {
     bool known(int32_t token) const { return token >= 0 && token < s.vocab; }
     const int32_t* tokens(int64_t at) const { return (const int32_t*)(s.data + at); }
 
-    bool adjusted() const { return row.bias_count || row.banned_count || row.history_count; }
     void adjust();
     void mask();
     float mask_run(int64_t run, const uint32_t* words);
@@ -80,7 +79,7 @@ struct Work {
     void look_for_live();
     void weigh_all();
     void keep(Cut cut);
-    void cut();
+    void cut(float least_kept);
     void kept(int64_t run, float* to) const;
     float border(int64_t run) const;
     int64_t drop_last(int64_t run, int64_t most);
@@ -92,30 +91,16 @@ struct Work {
     int choose();
 };
 
-// In the order and with the roundings of moonpool/sampling/penalties.py.
+// In the order and with the roundings of moonpool/sampling/processors.py.
 void Work::adjust() {
     const int32_t* biased = tokens(row.bias);
     const float* values = (const float*)(biased + row.bias_count);
     for (int i = 0; i < row.bias_count; i++) if (known(biased[i])) logits[biased[i]] += values[i];
     const int32_t* banned = tokens(row.banned);
     for (int i = 0; i < row.banned_count; i++) if (known(banned[i])) logits[banned[i]] = -INFINITY;
-    if (!row.history_count) return;
-    // How often a token has been seen; these numbers lie where weights will, and are 0 again behind each use.
-    const int32_t* history = tokens(row.history);
-    int32_t* times = (int32_t*)desk.weights;
-    auto each_once = [&](int from, auto&& f) {
-        for (int i = from; i < row.history_count; i++) if (known(history[i])) times[history[i]] = 0;
-        for (int i = from; i < row.history_count; i++) if (known(history[i])) times[history[i]]++;
-        for (int i = from; i < row.history_count; i++)
-            if (known(history[i]) && times[history[i]]) f(logits[history[i]], times[history[i]]), times[history[i]] = 0;
-    };
-    if (row.repetition != 1.0f)
-        each_once(0, [&](float& it, int) { it = it > 0 ? it / row.repetition : it * row.repetition; });
-    if (row.frequency != 0 || row.presence != 0)
-        each_once(row.prompt_tokens, [&](float& it, int seen) {
-            it -= unfused(splat((float)seen * row.frequency))[0];
-            it -= row.presence;
-        });
+    // Counts lie where weights will.
+    if (row.history_count)
+        penalise(row.options, logits, s.vocab, tokens(row.history), row.history_count, row.prompt_tokens, (int32_t*)desk.weights);
 }
 
 // Logits of tokens whose bit is set, the lowest for the first, and minus infinity for the others.
@@ -239,7 +224,7 @@ double Work::add_up() {
     for (int64_t i = 0; i < alive; i++) desk.sums[i] = all += desk.sums[i];
     return all;
 }
-void Work::cut() {
+void Work::cut(float least_kept) {
     float** spare = desk.spare;
     if (row.top_k > 0 && row.top_k < alive * RUN) {
         double n = (double)(alive * RUN);
@@ -252,7 +237,7 @@ void Work::cut() {
         for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
         cut = Cutting<false>{row.top_p * all, 0, all, weights, alive * RUN, {spare[0], spare[1]}}.find();
     }
-    if (row.min_p > cut.at) cut = {row.min_p, 0};
+    if (least_kept > cut.at) cut = {least_kept, 0};
     if (cut.at > 0) keep(cut);
 }
 // The weights of a run that count, and 0 for the others.
@@ -267,8 +252,9 @@ void Work::draw() {
     look_for_live();
     Nucleus nucleus{logits,      s.vocab,   greatest,     row.scale,  desk.live, alive, desk.best,
                     desk.crests, desk.sums, desk.weights, desk.first, {desk.spare[0], desk.spare[1]}};
-    bool found_all = row.top_p < 1 && !row.top_k && !row.min_p && nucleus.find(row.top_p);
-    if (!found_all) weigh_all(), cut();
+    float least_kept = least_weight({row.options, logits, s.vocab, greatest, row.scale});  // before weights replace logits
+    bool found_all = row.top_p < 1 && !row.top_k && !least_kept && nucleus.find(row.top_p);
+    if (!found_all) weigh_all(), cut(least_kept);
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         double goal = s.numbers[d] * whole;
@@ -331,7 +317,7 @@ void Work::tell(const float* untouched, double normaliser) {
 int Work::choose() {
     const float* untouched = logits;
     double normaliser = 0;
-    bool changed = adjusted(), told = row.top >= 0;
+    bool changed = row.adjusted(), told = row.top >= 0;
     if (told || !(changed || row.mask)) survey();
     if (told) {
         normaliser = most_likely();
@@ -353,6 +339,10 @@ int Work::choose() {
     if (told) tell(untouched, normaliser);
     return FINE;
 }
+
+#define X(name) #name " "
+extern "C" const char* mp_sampling_options() { return SAMPLING_OPTIONS(X); }
+#undef X
 
 // How many rows failed; -1: no memory to work in.
 extern "C" int mp_sample(const Sampling* s, int threads) {

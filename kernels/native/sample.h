@@ -1,6 +1,6 @@
 // What the sampler is given; see sample.cpp. Mirrored in kernels/native/structures.py.
 #pragma once
-#include <stdint.h>
+#include "processors.h"
 
 struct Row {
     double top_p;                           // 1: all
@@ -12,8 +12,11 @@ struct Row {
     int32_t top_k;                          // 0: all
     int32_t top;                            // likely tokens that are told; -1: no log probabilities
     float scale;                            // of logits, for powers of two; negative: the highest is chosen
-    float min_p, repetition, frequency, presence;
+    Options options;
     int32_t mask_bytes;                     // tokens behind them may not be chosen
+
+    // Whether logits change before a token is chosen, but for the mask.
+    bool adjusted() const { return bias_count || banned_count || history_count; }
 };
 struct Sampling {
     float* logits; int64_t rows, vocab;     // overwritten
@@ -26,5 +29,7 @@ struct Sampling {
     int32_t* top_tokens; float* top_logprobs; int64_t most;  // [rows, most]
 };
 
+// The names of SAMPLING_OPTIONS, each followed by a space.
+extern "C" const char* mp_sampling_options();
 extern "C" int mp_sample(const Sampling* s, int threads);
 extern "C" int mp_uniform(const uint64_t* seeds, const uint64_t* positions, uint64_t later, int64_t count, double* numbers);

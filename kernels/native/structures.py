@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -115,14 +116,14 @@ class GoOn(ctypes.Structure):
     )  # fmt: skip
 
 
-SAMPLING_ROW = np.dtype(
-    [
+def sampling_row(options: Sequence[str]) -> np.dtype[np.void]:
+    """Return the layout of a `Row` of sample.h, where `options` are the names of SAMPLING_OPTIONS of processors.h."""
+    fields = [
         ("top_p", "f8"),
         ("mask", "i8"), ("history", "i8"), ("banned", "i8"), ("bias", "i8"),
         ("history_count", "i4"), ("prompt_tokens", "i4"), ("banned_count", "i4"), ("bias_count", "i4"),
         ("draw", "i4"), ("draws", "i4"), ("top_k", "i4"), ("top", "i4"),
-        ("scale", "f4"), ("min_p", "f4"), ("repetition", "f4"), ("frequency", "f4"), ("presence", "f4"),
+        ("scale", "f4"), *((name, "f4") for name in options),
         ("mask_bytes", "i4"),
-    ]
-)  # fmt: skip
-"""Row of sample.h."""
+    ]  # fmt: skip
+    return np.dtype(fields, align=True)

@@ -1,4 +1,4 @@
-// A token's weight and sums of weights, to the bit as moonpool/sampling/draw.py defines them: no product is fused with a
+// A token's weight and sums of weights, to the bit as moonpool/sampling/random_sampler.py defines them: no product is fused with a
 // sum, and sums go in one order on every machine.
 #pragma once
 #include <math.h>

@@ -30,7 +30,8 @@ from moonpool.models.stage import StageModel, in_inference_mode
 from moonpool.platforms.interface import DeviceEvent
 from moonpool.platforms.stage_platform import StagePlatform
 from moonpool.sampling.logprobs import beam_candidates, compute_logprobs
-from moonpool.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, SamplerOutput
+from moonpool.sampling.native_sampler import NativeRows
+from moonpool.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, SamplerOutput, sampler_output
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import (
     MAX_RESULTS_TOGETHER,
@@ -99,39 +100,39 @@ class StepSampler:
         return found
 
     @property
-    def chosen(self) -> int | None:
-        """Address of the tokens, one int32 of each sequence, written by each choice; None where there is no such.
+    def tokens_address(self) -> int | None:
+        """Address of the last step's tokens, one int32 per sequence. None if native code cannot sample whole steps.
 
-        Then logits of all sequences are computed together, and `choose_from` takes them.
+        With an address, the logits of all sequences are computed together, for `choose_from`.
         """
         whole = len(self._parts) == 1 and not self._scored
-        return self._parts[0].chosen_of(self._count) if whole else None
+        return self._parts[0].tokens_address(self._count) if whole else None
 
     def choose_from(self, logits: int, masks: PendingMasks | None) -> StepOutput:
-        """As `choose`, of all sequences' logits [S, vocab] at an address, which are overwritten."""
+        """As `choose`, from all sequences' logits [S, vocab] at an address; they are overwritten."""
         return self._parts[0].draw_all(logits, masks)
 
-    def alone(self, further: GoOn) -> bool:
-        """See `NativeRows.alone`; where `chosen` is an address."""
-        return self._parts[0].alone(further)
+    def attach(self, further: GoOn) -> bool:
+        """See `NativeRows.attach`. Needs a `tokens_address`, as the next three methods do."""
+        return self._parts[0].attach(further)
 
-    def permit(self, masks: PendingMasks) -> StepOutput:
-        """The next of these steps chooses by these masks; returns what is known of it before."""
-        return self._parts[0].permit(masks)
+    def set_masks(self, masks: PendingMasks) -> StepOutput:
+        """Set the masks of the next step; return what is known before it: sequences that failed, time waited."""
+        return self._parts[0].set_masks(masks)
 
-    def found_alone(self, masks: PendingMasks | None) -> StepOutput:
-        """What was found in the last of these steps, where that is not a token for each; `masks` are its."""
-        return self._parts[0].found_alone(masks)
+    def last_output(self, masks: PendingMasks | None) -> StepOutput:
+        """Return the output of the last step. `masks`: those of that step."""
+        return self._parts[0].last_output(masks)
 
-    def begin_with(self, tokens: Sequence[int]) -> None:
-        """The run's first step computes these tokens, one of each sequence; `chosen`, where it is one, has them."""
-        if self.chosen is not None:
-            self._parts[0].begin_with(tokens)
+    def set_previous(self, tokens: Sequence[int]) -> None:
+        """Set each sequence's token before the run's first step; nothing to do without a `tokens_address`."""
+        if self.tokens_address is not None:
+            self._parts[0].set_previous(tokens)
 
-    def go_on(self, tokens: Sequence[int]) -> None:
-        """The run's next step: each of its sequences has got its one of `tokens`."""
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Go to the run's next step, after sequence i got `tokens[i]`."""
         for part in self._parts:
-            part.go_on(tokens)
+            part.advance(tokens)
 
 
 class _LogitsPart:
@@ -173,42 +174,51 @@ class _LogitsPart:
     def draw_all(self, logits: int, masks: PendingMasks | None) -> StepOutput:
         """As `Choosing.choose_from`: these are all sequences."""
         found = StepOutput()
-        tokens = self._sampler.sample_at(logits, self._allowed(masks, found))
-        if isinstance(tokens, list) and not found.failed:
+        tokens = self._native.sample_at(logits, self._allowed(masks, found))
+        if tokens is not None and not found.failed:
             found.sampled = list(tokens)
             return found
         found.sampled = [None] * len(self._wanted)
-        self._note(SamplerOutput([[it] for it in tokens], {}, {}) if isinstance(tokens, list) else tokens, found)
+        self._note(sampler_output(self._native.choices()), found)
         return found
 
-    def alone(self, further: GoOn) -> bool:
-        """See `Choosing.alone`."""
-        return self._sampler.alone(further)
+    @property
+    def _native(self) -> NativeRows:
+        native = self._sampler.native
+        assert native is not None
+        return native
 
-    def permit(self, masks: PendingMasks) -> StepOutput:
-        """See `Choosing.permit`."""
+    def attach(self, further: GoOn) -> bool:
+        """See `StepSampler.attach`."""
+        return self._native.attach(further)
+
+    def set_masks(self, masks: PendingMasks) -> StepOutput:
+        """See `StepSampler.set_masks`."""
         found = StepOutput()
-        self._sampler.permit(self._allowed(masks, found))
+        self._native.set_masks(self._allowed(masks, found))
         return found
 
-    def found_alone(self, masks: PendingMasks | None) -> StepOutput:
-        """See `Choosing.found_alone`."""
+    def last_output(self, masks: PendingMasks | None) -> StepOutput:
+        """See `StepSampler.last_output`."""
         found = StepOutput([None] * len(self._wanted))
         self._allowed(masks, found)
-        self._note(self._sampler.found(), found)
+        self._note(sampler_output(self._native.choices()), found)
         return found
 
-    def chosen_of(self, sequences: int) -> int | None:
-        """As `Choosing.chosen`, where a step has so many sequences."""
-        return self._sampler.chosen if len(self._drawn) == sequences else None
+    def tokens_address(self, sequences: int) -> int | None:
+        """See `StepSampler.tokens_address`, for a step of so many sequences."""
+        native = self._sampler.native
+        return native.tokens_address if native is not None and len(self._drawn) == sequences else None
 
-    def begin_with(self, tokens: Sequence[int]) -> None:
-        """See `Choosing.begin_with`."""
-        self._sampler.begin_with(tokens)
+    def set_previous(self, tokens: Sequence[int]) -> None:
+        """See `StepSampler.set_previous`."""
+        self._native.set_previous(tokens)
 
-    def go_on(self, tokens: Sequence[int]) -> None:
-        """See `Choosing.go_on`."""
-        self._sampler.go_on(tokens if len(self._drawn) == len(tokens) else [tokens[index] for _, index in self._drawn])
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `StepSampler.advance`."""
+        self._sampler.advance(
+            tokens if len(self._drawn) == len(tokens) else [tokens[index] for _, index in self._drawn]
+        )
 
     def _allowed(self, masks: PendingMasks | None, found: StepOutput) -> dict[int, memoryview]:
         """Masks by row of those that are drawn, the same objects in all steps; `found` says where there is none."""
@@ -308,7 +318,7 @@ class StepRun:
         """Makes it the run's next step, which begins at `layer` and goes on with these tokens; `masks` are set."""
         assert self.choosing is not None
         if self.native is None or not self.native.alone:
-            self.choosing.go_on(tokens)
+            self.choosing.advance(tokens)
         if self.native is None:
             self.packed = self.batch = self.packed.after(tokens)
         self.tails, self.layer, self.left = None, layer, self.left - 1
@@ -429,7 +439,7 @@ class StageRunner:
         """Steps of a run in one call, on a plain CPU: nothing else that is done for a step is left."""
         assert run.choosing is not None
         if native.alone and run.masks is not None:
-            run.found = run.choosing.permit(run.masks)
+            run.found = run.choosing.set_masks(run.masks)
         came, memory = native.go_on(*run.together(clocks.began_ns)), self.place.memory
         if came.filled:
             memory.go_on((), came.filled)
@@ -455,7 +465,7 @@ class StageRunner:
         if came.stopped:
             run.found = StepOutput()
         elif native.failed or odd:
-            run.found = run.choosing.found_alone(run.masks)
+            run.found = run.choosing.last_output(run.masks)
         return clocks
 
     def _make_masks(self, run: StepRun) -> None:
@@ -545,7 +555,7 @@ class StageRunner:
         packed = PackedBatch.build(parts, self.place.memory.kv.shape[4])
         run = StepRun(step, packed, masks, None, self.model.layer_begin, step.steps - 1)
         run.choosing = StepSampler(self.model, step, self.gates.dropped(step.step_id))
-        run.choosing.begin_with(packed.arrays["token_ids"].tolist())
+        run.choosing.set_previous(packed.arrays["token_ids"].tolist())
         run.native = self._native(run, step.steps)
         return None if run.native is None else run
 
@@ -553,14 +563,25 @@ class StageRunner:
         """What computes so many steps of a run, each in one call; None where they go one operation at a time."""
         step, choosing = run.step, run.choosing
         plain = self.place.device is None and not step.gated and not step.layer_events
-        if not plain or choosing is None or choosing.chosen is None or len(step.sequences) != run.packed.num_tokens:
+        if (
+            not plain
+            or choosing is None
+            or choosing.tokens_address is None
+            or len(step.sequences) != run.packed.num_tokens
+        ):
             return None
         memory, watch = self.place.memory, self.gates.watch(step.step_id, gated=False)
         native = self.model.going_on(
-            run.packed, memory.kv, steps, choosing.chosen, scales=memory.scales, out=choosing.logits, watch=watch
+            run.packed,
+            memory.kv,
+            steps,
+            choosing.tokens_address,
+            scales=memory.scales,
+            out=choosing.logits,
+            watch=watch,
         )
         if native is not None:
-            native.choose_by(choosing.alone, run.ends)
+            native.choose_by(choosing.attach, run.ends)
         return native
 
     def _graph(self, run: StepRun) -> bool:

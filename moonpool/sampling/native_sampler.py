@@ -1,48 +1,31 @@
-"""Rows sampled by the native sampler (`kernels/native/sample.cpp`): its arguments, packed, and its results."""
+"""Samples rows with the native sampler (`kernels/native/sample.cpp`): packs its arguments, reads its results."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 from torch import Tensor
 
 from kernels.native.library import Library
-from kernels.native.structures import SAMPLING_ROW, GoOn, Sampling
+from kernels.native.structures import GoOn, Sampling
 from moonpool.logprobs import Logprobs
-from moonpool.sampling.penalties import TokenMask
+from moonpool.sampling.base import RowChoices, TokenMask
 from moonpool.sampling_params import SampleSpec, stream_seed
-
-_OF_PARAMS = attrgetter(
-    "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "top_p", "logprobs", "logit_bias"
-)
-
-
-@dataclass(slots=True)
-class RowChoices:
-    """What was found."""
-
-    tokens: list[list[int]]
-    """Of each row its draws; none of a row that failed."""
-    failed: dict[int, bool]
-    """By row, whether no token was left; else its logits are not finite."""
-    logprobs: dict[int, Logprobs]
-    """By row, where they are wanted and it did not fail."""
 
 
 class NativeRows:
-    """Rows that are sampled natively: packed once, then changed in place from step to step.
+    """Native `RowSampler`. Its arguments are packed once and changed in place from step to step.
 
     Args:
         native: the kernels.
         vocab: tokens of the model.
         specs: of each row, for the first step.
-        scales: of each row's logits, so that weights are powers of two of them; negative: the highest is chosen.
-        steps: that are sampled at most.
+        scales: of each row's logits (`random_sampler.scale_of`); negative: the highest logit is chosen.
+        steps: largest number of steps.
     """
 
     def __init__(
@@ -51,12 +34,13 @@ class NativeRows:
         self._native, self._specs = native, specs
         self._data = array("i")
         self._ends: dict[int, int] = {}
-        """By row with a history, where its next token goes to in `_data`."""
+        """Place of the next token in `_data`, by row with a history."""
+        self._options = attrgetter(*native.sampling_options)
         draws, packed = 0, []
         for row, (spec, scale) in enumerate(zip(specs, scales, strict=True)):
             packed.append(self._row(row, spec, scale, vocab, draws, steps))
             draws += spec.samples
-        self._rows = np.array(packed, SAMPLING_ROW)
+        self._rows = np.array(packed, native.sampling_row)
         self._most = max(0, int(self._rows["top"].max()))
         seeds = [stream_seed(spec.seed, index) for spec in specs for index in range(spec.samples)]
         self._seeds = np.array(seeds, np.uint64)
@@ -66,14 +50,14 @@ class NativeRows:
         self._numbers = np.zeros(draws)
         self._numbers_at = self._numbers.ctypes.data
         self._hashed = self._seeds.ctypes.data, self._positions.ctypes.data
-        self._drawn, self._later, self._begun = max(scales) >= 0, 0, True
+        self._drawn, self._steps, self._begun = max(scales) >= 0, 0, True
         self._plain = draws == len(specs) and all(spec.params.logprobs is None for spec in specs)
         self._masks: Mapping[int, TokenMask] = {}
         self._tokens, self._failed = array("i", bytes(4 * draws)), array("i", bytes(4 * len(specs)))
-        self._told = array("f", bytes(4 * draws)), array("I", bytes(4 * draws))
-        likely = bytes(4 * len(specs) * self._most)
-        self._likely: tuple[array[int], array[float]] = array("i", likely), array("f", likely)
-        outputs = (self._tokens, self._failed, *self._told, *self._likely)
+        self._scores = array("f", bytes(4 * draws)), array("I", bytes(4 * draws))
+        top = bytes(4 * len(specs) * self._most)
+        self._top: tuple[array[int], array[float]] = array("i", top), array("f", top)
+        outputs = (self._tokens, self._failed, *self._scores, *self._top)
         self._call = Sampling(
             None, len(specs), vocab,
             self._rows.ctypes.data, self._data.buffer_info()[0], self._numbers_at,
@@ -81,41 +65,41 @@ class NativeRows:
         )  # fmt: skip
 
     @property
-    def chosen(self) -> int | None:
-        """Address of the rows' tokens, one int32 of each, written by each choice; None where a row has several."""
+    def tokens_address(self) -> int | None:
+        """Address of the last step's tokens, one int32 per row. None if a row has several samples."""
         return self._tokens.buffer_info()[0] if len(self._tokens) == len(self._specs) else None
 
-    def begin_with(self, tokens: Sequence[int]) -> None:
-        """What each row's token was before the first step, which has not begun; where `chosen` is an address."""
+    def set_previous(self, tokens: Sequence[int]) -> None:
+        """Set each row's token before the first step, which has not begun. Needs a `tokens_address`."""
         self._tokens[:] = array("i", tokens)
         self._begun = False
 
-    def go_on(self, tokens: Sequence[int]) -> None:
-        """The next step, after each row's first sample was `tokens`."""
-        self._later += 1
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `RowSampler.advance`."""
+        self._steps += 1
         for row, end in self._ends.items():
             self._data[end] = tokens[row]
             self._rows["history_count"][row] += 1
             self._ends[row] = end + 1
 
-    def alone(self, further: GoOn) -> bool:
-        """Have native code choose in steps to come by itself; False where something is to be done or told between them.
+    def attach(self, further: GoOn) -> bool:
+        """Let the native loop `further` sample the coming steps itself, with the masks of `set_masks`.
 
-        Masks are those of `permit`. From then on `go_on` is not called any more.
+        `advance` must not be called afterwards. Returns False if Python has work between two of these steps.
         """
         if not self._plain or self._ends:
             return False
         self._call.logits = further.logits
-        further.sampling, further.later = ctypes.pointer(self._call), self._later + self._begun
+        further.sampling, further.later = ctypes.pointer(self._call), self._steps + self._begun
         if self._drawn:
             further.seeds, further.counters = self._hashed
             further.numbers = self._numbers_at
         return True
 
-    def permit(self, masks: Mapping[int, TokenMask]) -> None:
-        """Choose by these masks from now on, as they are then: their own memory is referred to.
+    def set_masks(self, masks: Mapping[int, TokenMask]) -> None:
+        """Use these masks from now on. Their memory is read in each step, not copied.
 
-        The same object as before has the same memory.
+        The same mapping object as before has the same memory.
         """
         if masks is self._masks:
             return
@@ -125,34 +109,31 @@ class NativeRows:
             self._rows["mask_bytes"][row] = len(mask)
         self._masks = masks
 
-    def choose(
+    def sample(
         self, logits: Tensor, masks: Mapping[int, TokenMask], numbers: Sequence[float] | None = None
     ) -> RowChoices:
-        """Choose tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
+        """See `RowSampler.sample`.
 
-        Args:
-            logits: of the model.
-            masks: as `moonpool.sampling.sampler.sample` has them; the same object as before has the same memory.
-            numbers: in [0, 1), for each row and each of its samples, in place of those of seeds and positions.
+        `numbers`: in [0, 1), for each row and each of its samples; None: those of seeds and positions.
         """
-        tokens = self.choose_at(logits.data_ptr(), masks, numbers)
-        return self.found() if tokens is None else RowChoices([[token] for token in tokens], {}, {})
+        tokens = self.sample_at(logits.data_ptr(), masks, numbers)
+        return self.choices() if tokens is None else RowChoices([[token] for token in tokens], {}, {})
 
-    def choose_at(
+    def sample_at(
         self, logits: int, masks: Mapping[int, TokenMask], numbers: Sequence[float] | None = None
     ) -> list[int] | None:
-        """As `choose`, of logits at an address: one token of each row; None where `found` has more, or less, to say."""
+        """Sample from logits at an address; return one token per row. None if that is not all: see `choices`."""
         if numbers is not None:
             self._numbers[:] = numbers
         elif self._drawn:
-            self._native.uniform(*self._hashed, self._later, len(self._numbers), self._numbers_at)
-        self.permit(masks)
+            self._native.uniform(*self._hashed, self._steps, len(self._numbers), self._numbers_at)
+        self.set_masks(masks)
         self._call.logits = logits
         failed = self._native.sample(self._call)
         return self._tokens.tolist() if self._plain and not failed else None
 
-    def found(self) -> RowChoices:
-        """What the last choice found."""
+    def choices(self) -> RowChoices:
+        """Return the result of the last step."""
         found = RowChoices([], {}, {})
         first = 0
         for row, spec in enumerate(self._specs):
@@ -170,10 +151,10 @@ class NativeRows:
     def _row(
         self, row: int, spec: SampleSpec, scale: float, vocab: int, draws: int, steps: int
     ) -> tuple[float | int, ...]:
-        """As `SAMPLING_ROW` has it, with what it refers to in `_data`."""
-        top_k, min_p, repetition, frequency, presence, top_p, logprobs, biases = _OF_PARAMS(spec.params)
+        """Return the fields of `Library.sampling_row`; lists of tokens go to `_data`."""
+        params, biases, logprobs = spec.params, spec.params.logit_bias, spec.params.logprobs
         history_at = banned_at = bias_at = history = 0
-        if spec.history and spec.params.penalised:
+        if spec.history and params.penalised:
             history = len(spec.history) // 4
             history_at = self._put(spec.history)
             self._ends[row] = len(self._data)
@@ -184,11 +165,11 @@ class NativeRows:
             bias_at = self._put(array("i", biases).tobytes() + array("f", biases.values()).tobytes())
         top = -1 if logprobs is None else min(logprobs, vocab)
         return (
-            top_p,
+            params.top_p,
             0, history_at, banned_at, bias_at,
             history, spec.prompt_tokens, len(spec.banned), len(biases), draws, spec.samples,
-            min(top_k, vocab), top,
-            scale, min_p, repetition, frequency, presence,
+            min(params.top_k, vocab), top,
+            scale, *self._options(params),
             0,
         )  # fmt: skip
 
@@ -200,5 +181,5 @@ class NativeRows:
     def _logprobs(self, row: int, spec: SampleSpec, draws: slice) -> Logprobs:
         begin, count = row * self._most, min(spec.params.logprobs or 0, self._most)
         top = slice(begin, begin + count)
-        tokens, values = self._likely[0][top] * spec.samples, self._likely[1][top] * spec.samples
-        return Logprobs(self._told[0][draws], self._told[1][draws], tokens, values)
+        tokens, values = self._top[0][top] * spec.samples, self._top[1][top] * spec.samples
+        return Logprobs(self._scores[0][draws], self._scores[1][draws], tokens, values)

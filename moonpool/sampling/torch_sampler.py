@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from moonpool.logprobs import Logprobs
-from moonpool.sampling.draw import RandomDraws, uniform
+from moonpool.sampling.base import RowChoices, TokenMask
 from moonpool.sampling.logprobs import DeviceLogprobs, gather_logprobs
-from moonpool.sampling.native_sampler import RowChoices
 from moonpool.sampling.ops import send_to_device
-from moonpool.sampling.penalties import LogitsAdjuster, TokenMask
+from moonpool.sampling.processors import LogitsPipeline
+from moonpool.sampling.random_sampler import RandomSampler, uniform
 from moonpool.sampling_params import SampleSpec, stream_seed
 
 
@@ -31,8 +31,8 @@ class PendingChoices:
     """[D], each row's draws one after the other."""
     highest: Tensor
     """[R] float32: the logit of each row that is highest; where it is not finite, none of its tokens is right."""
-    told: DeviceLogprobs | None
-    """Of the rows that want log probabilities."""
+    logprobs: DeviceLogprobs | None
+    """Of the rows that asked for log probabilities."""
 
 
 class _RowPart:
@@ -65,10 +65,10 @@ class TorchRows:
     """
 
     def __init__(self, specs: Sequence[SampleSpec], drawn: Sequence[int], vocab: int, device: torch.device) -> None:
-        self._specs, self._later = specs, 0
+        self._specs, self._steps = specs, 0
         self._sizes = [spec.samples for spec in specs]
         self._all = _RowPart(range(len(specs)), self._sizes, device)
-        self._adjusting = LogitsAdjuster(specs, vocab, device)
+        self._processors = LogitsPipeline(specs, vocab, device)
         self._seeds = [
             (stream_seed(specs[row].seed, index), specs[row].position)
             for row in drawn
@@ -76,33 +76,38 @@ class TorchRows:
         ]
         self._drawn = _RowPart(drawn, self._sizes, device) if drawn else None
         params = [specs[row].params for row in drawn]
-        self._drawing = RandomDraws(params, [self._sizes[row] for row in drawn], vocab, device) if drawn else None
+        self._random = RandomSampler(params, [self._sizes[row] for row in drawn], vocab, device) if drawn else None
         self._counts = {row: spec.params.logprobs for row, spec in enumerate(specs) if spec.params.logprobs is not None}
-        self._told = _RowPart(list(self._counts), self._sizes, device) if self._counts else None
+        self._scored = _RowPart(list(self._counts), self._sizes, device) if self._counts else None
 
-    def go_on(self, tokens: Sequence[int]) -> None:
-        """The next step, after each row's first sample was `tokens`; nothing is given to the device before it."""
-        self._later += 1
-        self._adjusting.go_on(tokens)
+    def sample(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> RowChoices:
+        """See `RowSampler.sample`."""
+        with torch.inference_mode():
+            return self.read(self.begin(logits, masks))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """See `RowSampler.advance`; nothing is given to the device before the next step."""
+        self._steps += 1
+        self._processors.advance(tokens)
 
     def begin(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> PendingChoices:
         """Have tokens of each row of `logits` [R, vocab] float32 chosen, which are overwritten."""
-        untouched = None if self._told is None else logits[self._told.rows]
-        self._adjusting(logits, masks)
+        untouched = None if self._scored is None else logits[self._scored.rows]
+        self._processors(logits, masks)
         highest, greedy = _highest(logits)
         tokens = greedy[self._all.row_of_draw]
-        if self._drawn is not None and self._drawing is not None:
-            numbers = [uniform(seed, position + self._later) for seed, position in self._seeds]
+        if self._drawn is not None and self._random is not None:
+            numbers = [uniform(seed, position + self._steps) for seed, position in self._seeds]
             hot, peaks = logits, highest
             if not self._drawn.whole:
                 hot, peaks = logits[self._drawn.rows], highest[self._drawn.rows]
             hot.masked_fill_(~torch.isfinite(peaks)[:, None], 0)  # nobody reads what is drawn there
-            tokens.index_copy_(0, self._drawn.draws, self._drawing(hot, numbers))
-        told = None
-        if self._told is not None and untouched is not None:
+            tokens.index_copy_(0, self._drawn.draws, self._random(hot, numbers))
+        logprobs = None
+        if self._scored is not None and untouched is not None:
             most = max(self._counts.values())
-            told = gather_logprobs(untouched, self._told.row_of_draw, tokens[self._told.draws], most)
-        return PendingChoices(tokens, highest, told)
+            logprobs = gather_logprobs(untouched, self._scored.row_of_draw, tokens[self._scored.draws], most)
+        return PendingChoices(tokens, highest, logprobs)
 
     def read(self, pending: PendingChoices) -> RowChoices:
         """Wait for what was chosen."""
@@ -113,12 +118,12 @@ class TorchRows:
             [] if row in failed else drawn[end - size : end]
             for row, (size, end) in enumerate(zip(self._sizes, ends, strict=True))
         ]
-        return RowChoices(tokens, failed, self._logprobs(pending.told, failed))
+        return RowChoices(tokens, failed, self._logprobs(pending.logprobs, failed))
 
-    def _logprobs(self, told: DeviceLogprobs | None, failed: Mapping[int, bool]) -> dict[int, Logprobs]:
-        if told is None or self._told is None:
+    def _logprobs(self, pending: DeviceLogprobs | None, failed: Mapping[int, bool]) -> dict[int, Logprobs]:
+        if pending is None or self._scored is None:
             return {}
-        found = told.read(self._told.sizes, list(self._counts.values()))
+        found = pending.read(self._scored.sizes, list(self._counts.values()))
         return {row: its for row, its in zip(self._counts, found, strict=True) if row not in failed}
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from moonpool.checkpoint.gguf import is_gguf
 from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling.draw import uniform
+from moonpool.sampling.random_sampler import uniform
 from moonpool.sampling.sampler import sample
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.steps import SequenceSampling

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import create_model
 
 from moonpool import world
 from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling_params import SamplingParams
+from moonpool.sampling_params import HTTP_FIELDS, SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import ResponseFormatter
@@ -208,26 +210,29 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class OpenAISamplingBody(GenerateBody):
+if TYPE_CHECKING:
+    SamplingFieldsBody = GenerateBody
+else:
+    SamplingFieldsBody = create_model(
+        "SamplingFieldsBody",
+        __base__=GenerateBody,
+        __module__=__name__,
+        **{name: (kind | None, None) for name, kind in HTTP_FIELDS.items()},
+    )
+    """Sampling fields that need no conversion; `moonpool.sampling_params` declares them."""
+
+
+class OpenAISamplingBody(SamplingFieldsBody):
     """Sampling fields of `/v1/chat/completions` and `/v1/completions`."""
 
     prompt_token_ids: FailFastList[int] | None = None
     max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     stop: str | FailFastList[str] | None = None
     stop_token_ids: FailFastList[int] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    seed: int | None = None
     logit_bias: SmallObject[float] | None = None
     bad_words: FailFastList[str] | None = None
+    n: int | None = None  # these two are read here, too
     prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -235,7 +240,6 @@ class OpenAISamplingBody(GenerateBody):
     guided_regex: str | None = None
     guided_choice: FailFastList[str] | None = None
     guided_grammar: str | None = None
-    n: int | None = None
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -258,11 +262,7 @@ class OpenAISamplingBody(GenerateBody):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        names = (
-            "min_tokens", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "seed", "n",
-            "bad_words", "prompt_logprobs",
-        )  # fmt: skip
+        names = (*HTTP_FIELDS, "stop", "stop_token_ids", "bad_words")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
         fields["response_format"], fields["grammar"] = self._response_format()
         fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all

@@ -56,7 +56,7 @@ def test_logits_of_a_run_of_many_sequences_are_held_some_rows_at_a_time() -> Non
     for step in range(3):
         tokens = [(row + step) % VOCAB for row in range(count)]
         assert it.choose(*({token: 1.0} for token in tokens)).sampled == tokens
-        it.choosing.go_on(tokens)
+        it.choosing.advance(tokens)
     assert it.model.rows == LOGIT_ROWS
 
 
@@ -65,7 +65,7 @@ def test_a_sequence_goes_on_with_its_own_token_beside_a_beam() -> None:
     it = Chosen(beam, SampleSpec(SamplingParams(temperature=0.0, repetition_penalty=2.0), history=bytes(4)))
     logits = {7: 1.0, 9: 0.9}
     assert it.choose({5: 1.0}, logits).sampled == [5, 7]
-    it.choosing.go_on([5, 7])
+    it.choosing.advance([5, 7])
     assert it.choose({5: 1.0}, logits).sampled == [5, 9]
 
 

@@ -42,10 +42,11 @@ struct Case {
     }
     void fill(Row& row, int r, int number) {
         row.top_p = r == 1 ? 0.95 : r == 2 ? 0.5 : 1, row.top_k = r == 3 ? 40 : 0;
-        row.min_p = number % 2 && r == 0 ? 0.02f : 0;
+        row.options.min_p = number % 2 && r == 0 ? 0.02f : 0;
         int changed = (number + r) % 6;  // 0: nothing; 5: all of it
-        row.repetition = changed == 1 || changed == 5 ? 1.3f : 1;
-        row.frequency = changed == 2 || changed == 5 ? 0.4f : 0, row.presence = changed == 3 || changed == 5 ? -0.7f : 0;
+        row.options.repetition_penalty = changed == 1 || changed == 5 ? 1.3f : 1;
+        row.options.frequency_penalty = changed == 2 || changed == 5 ? 0.4f : 0;
+        row.options.presence_penalty = changed == 3 || changed == 5 ? -0.7f : 0;
         row.history_count = changed ? BEFORE : 0, row.prompt_tokens = BEFORE / 3;
         row.banned = 4 * BEFORE, row.banned_count = changed > 3 ? BANNED : 0;
         row.bias = 4 * (BEFORE + BANNED), row.bias_count = changed > 3 ? BIASED : 0;

@@ -147,7 +147,7 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
     samplers = [Sampler(specs, mine.config.vocab_size, torch.device("cpu"), 9) for _ in range(2)]
     for sampler in samplers:
         sampler.sample(torch.randn(len(STARTS), mine.config.vocab_size, generator=torch.Generator().manual_seed(2)))
-    address = samplers[0].chosen
+    address = samplers[0].native.tokens_address
     assert address is not None
     watch = gates.watch(1, gated=False)
     run = mine.stage.going_on(mine.batch, mine.pool, 8, address, watch=watch)
@@ -155,11 +155,11 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
     ctypes.memmove(other.chosen.buffer_info()[0], address, 4 * len(STARTS))
     expected = []
     for _ in range(8):
-        samplers[1].go_on(other.chosen.tolist())
+        samplers[1].advance(other.chosen.tolist())
         expected.append([token for [token] in samplers[1].sample(other.one_by_one()).tokens])
         other.chosen = array("i", expected[-1])
     ends = {expected[2][1]}
-    run.choose_by(samplers[0].alone, ends)
+    run.choose_by(samplers[0].native.attach, ends)
     assert run.alone
     found: list[list[int]] = []
     for most, until_ns, cut in ((8, 2**62, False), (2, 2**62, False), (8, 0, False), (2, 2**62, True)):
@@ -195,14 +195,14 @@ def test_greedy_tokens_by_a_sketch_of_the_head_are_the_same(how: str, checkpoint
         whole = Whole(checkpoint("tiny-llama"), STARTS[: len(specs)], TABLES[: len(specs)], sketched=sketched)
         assert (whole.stage.sketch is not None) is sketched
         sampler = Sampler(specs, whole.config.vocab_size, torch.device("cpu"), 9)
-        address = sampler.chosen
+        address = sampler.native.tokens_address
         assert address is not None
-        sampler.begin_with(whole.chosen.tolist())
+        sampler.native.set_previous(whole.chosen.tolist())
         run = whole.stage.going_on(whole.batch, whole.pool, 8, address)
         assert run is not None
-        run.choose_by(sampler.alone, ())
+        run.choose_by(sampler.native.attach, ())
         if how == "masked":
-            sampler.permit({0: memoryview(bytearray(b"\x02" * (whole.config.vocab_size // 8)))})
+            sampler.native.set_masks({0: memoryview(bytearray(b"\x02" * (whole.config.vocab_size // 8)))})
         run.logits.fill_(torch.nan)
         assert run.go_on(8, 2**62).steps == 8
         found[sketched] = run.tokens(8), bool(run.logits.isnan().all())

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from moonpool.sampling.draw import RandomDraws
+from moonpool.sampling.random_sampler import RandomSampler
 from moonpool.sampling_params import SamplingParams
 
 
 def draw(logits: Tensor, params: Sequence[SamplingParams], numbers: Sequence[Sequence[float]]) -> list[list[int]]:
     """The tokens of each row of `logits` [R, vocab], one for each of its numbers in [0, 1)."""
-    drawing = RandomDraws(params, [len(its) for its in numbers], logits.shape[1], logits.device)
+    drawing = RandomSampler(params, [len(its) for its in numbers], logits.shape[1], logits.device)
     tokens = iter(drawing(logits, [number for its in numbers for number in its]).tolist())
     return [[next(tokens) for _ in its] for its in numbers]

@@ -15,8 +15,8 @@ from torch import Tensor
 from kernels.choice import VARIABLE
 from kernels.native import build, library
 from kernels.native.library import Library
-from moonpool.sampling.draw import scale_of, uniform, weights_of
 from moonpool.sampling.native_sampler import NativeRows
+from moonpool.sampling.random_sampler import scale_of, uniform, weights_of
 from moonpool.sampling.sampler import Sampler, SamplerOutput, sample
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceSampling
@@ -51,7 +51,7 @@ class Both:
         for step in range(20):
             tokens.append([token for [token] in sampler.sample(table[tokens[-1]]).tokens])
             if step < 19:
-                sampler.go_on(tokens[-1])
+                sampler.advance(tokens[-1])
         return [list(its) for its in zip(*tokens[1:], strict=True)]
 
     def __call__(
@@ -140,7 +140,7 @@ def test_a_number_at_the_border_of_two_tokens_is_the_same_token(target: str | No
     borders = torch.stack((sums, torch.nextafter(sums, zero), torch.nextafter(sums, one)))[:, :-1].flatten().tolist()
     theirs = draw(logits.clone(), [params], [borders])
     spec = SampleSpec(params, samples=len(borders))
-    mine = NativeRows(native, 3000, [spec], [scale_of(params)]).choose(logits.clone(), {}, borders)
+    mine = NativeRows(native, 3000, [spec], [scale_of(params)]).sample(logits.clone(), {}, borders)
     assert mine.tokens == theirs
     assert len(set(theirs[0])) > 1000
 
@@ -159,7 +159,7 @@ def test_a_share_that_rounding_puts_behind_all_that_it_keeps() -> None:
     specs = [SampleSpec(replace(params, top_p=share)) for share in nearby]
     number = math.nextafter(1.0, 0.0)  # of the last token that is kept
     rows_ = NativeRows(Library(build.build()), vocab, specs, [scale_of(params)] * len(specs))
-    found = rows_.choose(logits.repeat_interleave(13, 0), {}, [number] * len(specs))
+    found = rows_.sample(logits.repeat_interleave(13, 0), {}, [number] * len(specs))
     assert [vocab - 1] not in found.tokens, "of the small ones, the first at most"
 
 

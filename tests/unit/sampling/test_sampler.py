@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.sampling.draw import uniform
 from moonpool.sampling.logprobs import beam_candidates, compute_logprobs
+from moonpool.sampling.random_sampler import uniform
 from moonpool.sampling.sampler import NOT_FINITE, NOTHING_LEFT, sample
 from moonpool.sampling_params import SampleSpec, SamplingParams
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.choice import VARIABLE
-from moonpool.sampling.draw import scale_of, weights_of
 from moonpool.sampling.ops import keep_top_k, keep_top_p, running_sums
+from moonpool.sampling.random_sampler import scale_of, weights_of
 from moonpool.sampling.sampler import Sampler, SamplerOutput
 from moonpool.sampling.torch_sampler import TorchRows
 from moonpool.sampling_params import SampleSpec, SamplingParams
@@ -58,7 +58,7 @@ def test_nothing_is_looked_at_between_logits_and_tokens(vocabulary: int) -> None
         rows = rows_of(specs, vocabulary, NOTHING)
         for _ in range(3):
             pending = rows.begin(torch.empty(40, vocabulary, device=NOTHING), masks)
-            rows.go_on([1] * 40)
+            rows.advance([1] * 40)
     assert pending.tokens.shape == (sum(spec.samples for spec in specs),)
     assert {pending.tokens.device, pending.highest.device} == {NOTHING}
     assert pending.told is not None
@@ -79,7 +79,7 @@ def test_a_further_step_sends_its_numbers_its_tokens_and_its_masks_as_they_are()
     with torch.inference_mode():
         rows = rows_of(specs, 1600, NOTHING)
         rows.begin(torch.empty(8, 1600, device=NOTHING), {})
-        rows.go_on([7] * 8)
+        rows.advance([7] * 8)
         with Sent() as sent:
             rows.begin(torch.empty(8, 1600, device=NOTHING), {3: bytes(200)})
     assert sent.nbytes == 8 * 8 + 8 * 8 + (8 + 200)
@@ -134,7 +134,7 @@ def run_of(specs: list[SampleSpec], steps: list[Tensor], masks: dict[int, bytes]
     sampler, found = Sampler(specs, steps[0].shape[1], torch.device(device), len(steps)), []
     for logits in steps:
         found.append(sampler.sample(logits.to(device, copy=True), masks))
-        sampler.go_on([its[0] if its else 0 for its in found[-1].tokens])
+        sampler.advance([its[0] if its else 0 for its in found[-1].tokens])
     return found
 
 
@@ -166,7 +166,7 @@ def test_the_host_waits_for_a_gpu_only_when_it_reads() -> None:
     with torch.inference_mode():
         rows.begin(logits.clone(), {})
         with never_waiting():
-            rows.go_on([1] * 40)
+            rows.advance([1] * 40)
             pending = rows.begin(logits, {2: some_mask(chosen, 1000)})
         assert len(rows.read(pending).tokens) == 40
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from kernels.choice import VARIABLE
 from kernels.native import library
-from moonpool.sampling.draw import scale_of, uniform
-from moonpool.sampling.draw import weights_of as all_weights
+from moonpool.sampling.random_sampler import scale_of, uniform
+from moonpool.sampling.random_sampler import weights_of as all_weights
 from moonpool.sampling.sampler import sample
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceSampling

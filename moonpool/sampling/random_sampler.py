@@ -1,10 +1,9 @@
-"""Draws tokens from logits by seed: temperature, top-k, top-p, min-p, for all rows at once, without a sort.
+"""Draws tokens from logits by seed: temperature and filters, for all rows at once, without a sort.
 
-The rule, for one row. The weight of a token is exp(logit / temperature - the greatest of these). Of all tokens, top-k
-keeps the k of highest weight; top-p keeps those before which, in falling order of weight, less than p of their sum
-lies; min-p keeps those whose weight is at least p of the highest. Equal weights count in order of the token. Then the
-kept weights are summed **in order of the token**, and the token is chosen at which the sum passes u times the whole
-sum. u in [0, 1) belongs to the seed and the output position (`uniform`).
+The rule, for one row. The weight of a token is exp((logit - highest logit) / temperature). The filters
+(`moonpool.sampling.filters`) drop tokens. The remaining weights are summed **in order of the token**. The chosen token
+is the one at which the sum passes u times the whole sum. u in [0, 1) belongs to the seed and the output position
+(`uniform`).
 
 Weights are float32, sums float64. This is the reference of the native sampler (`kernels/native/sample.cpp`), which
 gives the same weights and sums to the bit. Nothing here reads a tensor's contents on the host, and no shape depends
@@ -15,12 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from moonpool.sampling.ops import RUN, keep_top_k, keep_top_p, running_sums, runs_of, send_to_device
+from moonpool.sampling.filters import FILTERS
+from moonpool.sampling.ops import RUN, running_sums, runs_of, send_to_device
 from moonpool.sampling_params import SamplingParams
 
 _LOG2_E = 1.4426950408889634
@@ -57,12 +57,12 @@ def uniform(seed: int, position: int) -> float:
     return (number >> 11) * 2.0**-53
 
 
-class RandomDraws:
-    """How some rows are drawn; lies on the logits' device from the first step on.
+class RandomSampler:
+    """Draws tokens of some rows. Its tensors lie on the logits' device from the first step on.
 
     Args:
         params: of each row.
-        sizes: how many tokens each row draws.
+        sizes: tokens that each row draws.
         vocab: tokens of the model.
         device: of the logits.
     """
@@ -73,36 +73,18 @@ class RandomDraws:
         self._device = device
         self._scales = send_to_device(torch.tensor([scale_of(it) for it in params]), device)
         self._rows = send_to_device(torch.arange(len(params)).repeat_interleave(torch.tensor(sizes)), device)
-        whole = len(params)
-        self._top_k = self._some({row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}, whole)
-        self._top_p = self._some({row: it.top_p for row, it in enumerate(params) if it.top_p < 1}, whole)
-        least = torch.tensor([it.min_p for it in params])[:, None]
-        self._least = send_to_device(least, device) if any(it.min_p for it in params) else None
+        filters = (kind.of(params, vocab, device) for kind in FILTERS)
+        self._filters = [it for it in filters if it is not None]
 
     def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
-        """Choose tokens of each row of `logits` [R, vocab] float32, which has a finite highest one.
+        """Return each draw's token, int64 [D], from `logits` [R, vocab] float32, whose highest is finite in each row.
 
-        `numbers`: one in [0, 1) of each draw, row after row. Returns each draw's token, int64 [D].
+        `numbers`: one in [0, 1) for each draw, row after row.
         """
         weights = weights_of(logits, self._scales)
-        for some, keep in ((self._top_k, keep_top_k), (self._top_p, keep_top_p)):
-            if some is None:
-                continue
-            rows, goals = some
-            part = weights if rows is None else weights[rows]
-            keep(part, goals)
-            if rows is not None:
-                weights.index_copy_(0, rows, part)
-        if self._least is not None:
-            weights.masked_fill_(weights < self._least, 0)
+        for keep in self._filters:
+            keep(logits, weights)
         return _pick(weights, self._rows, send_to_device(torch.tensor(numbers, dtype=torch.float64), self._device))
-
-    def _some(self, goals: Mapping[int, float], whole: int) -> tuple[Tensor | None, Tensor] | None:
-        """Rows that have a goal, None where these are all, and the goals; None without any."""
-        if not goals:
-            return None
-        rows = None if len(goals) == whole else send_to_device(torch.tensor(list(goals)), self._device)
-        return rows, send_to_device(torch.tensor(list(goals.values()), dtype=torch.float64), self._device)
 
 
 def scale_of(params: SamplingParams) -> float:

@@ -1,0 +1,84 @@
+"""Filters of weights: which tokens stay in the draw, for all rows at once. `FILTERS` has their order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from moonpool.sampling.base import WeightFilter
+from moonpool.sampling.ops import keep_top_k, keep_top_p, send_to_device
+from moonpool.sampling_params import SamplingParams
+
+
+class _LeadingTokens:
+    """Keeps the tokens of highest weight up to a goal of each row.
+
+    Args:
+        goals: by row, for rows that have one.
+        rows: number of all rows.
+        device: of the weights.
+    """
+
+    keep: ClassVar[Callable[[Tensor, Tensor], None]]
+
+    def __init__(self, goals: Mapping[int, float], rows: int, device: torch.device) -> None:
+        self._rows = None if len(goals) == rows else send_to_device(torch.tensor(list(goals)), device)
+        self._goals = send_to_device(torch.tensor(list(goals.values()), dtype=torch.float64), device)
+
+    def __call__(self, logits: Tensor, weights: Tensor) -> None:
+        """See `WeightFilter`."""
+        if self._rows is None:
+            self.keep(weights, self._goals)
+            return
+        part = weights[self._rows]
+        self.keep(part, self._goals)
+        weights.index_copy_(0, self._rows, part)
+
+
+class TopK(_LeadingTokens):
+    """Keeps the `top_k` tokens of highest weight; equal weights count in order of the token."""
+
+    keep = staticmethod(keep_top_k)
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
+        """See `WeightFilter.of`."""
+        goals = {row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}
+        return cls(goals, len(params), device) if goals else None
+
+
+class TopP(_LeadingTokens):
+    """Keeps tokens, in falling order of weight, before which less than `top_p` of the sum lies."""
+
+    keep = staticmethod(keep_top_p)
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
+        """See `WeightFilter.of`."""
+        goals = {row: it.top_p for row, it in enumerate(params) if it.top_p < 1}
+        return cls(goals, len(params), device) if goals else None
+
+
+class MinP:
+    """Keeps tokens whose weight is at least `min_p`: the highest weight is 1."""
+
+    def __init__(self, least: Tensor) -> None:
+        self._least = least  # [R, 1] float32
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
+        """See `WeightFilter.of`."""
+        if not any(it.min_p for it in params):
+            return None
+        return cls(send_to_device(torch.tensor([it.min_p for it in params])[:, None], device))
+
+    def __call__(self, logits: Tensor, weights: Tensor) -> None:
+        """See `WeightFilter`."""
+        weights.masked_fill_(weights < self._least, 0)
+
+
+FILTERS: tuple[type[WeightFilter], ...] = (TopK, TopP, MinP)
+"""In the order in which they are applied."""
