@@ -20,8 +20,8 @@ from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
+from moonpool.platforms.base import Device
 from moonpool.platforms.cuda import CudaDevice
-from moonpool.platforms.interface import Device
 from moonpool.platforms.stage_platform import StagePlatform, stage_platform
 from moonpool.sampling.sampler import Sampler
 from moonpool.sampling_params import SampleSpec, SamplingParams

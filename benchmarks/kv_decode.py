@@ -58,7 +58,7 @@ class NoEngine:
     async def fetch(self, blocks: Sequence[int]) -> None:
         """All blocks are here."""
 
-    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+    def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Nothing to cut."""
 
     def abort(self, step_id: int) -> None:

@@ -40,7 +40,7 @@ def choose_by_wish(operation: str, device: torch.device, dtype: torch.dtype, wis
         raise ValueError(f"{VARIABLE}: must be one of {', '.join(get_args(Name))}, not {wish!r}")
     if dtype not in DTYPES or wish == "reference":
         return "reference"
-    if wish == "triton" or (not wish and device.type == "cuda"):
+    if wish == "triton" or (not wish and device.type != "cpu"):
         if triton.available(device):
             return "triton"
         if wish:

@@ -22,5 +22,10 @@ def available(device: torch.device | str) -> bool:
     """Return whether the kernels run on `device`: Triton is installed, and it is a GPU or Triton only interprets."""
     if importlib.util.find_spec("triton") is None:
         return False
-    # Triton reads the variable when a kernel is defined; PyTorch calls AMD's devices "cuda" too.
-    return torch.device(device).type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    # Triton reads the variable when a kernel is defined.
+    return is_gpu(device) or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_gpu(device: torch.device | str) -> bool:
+    """Return whether `device` is a GPU; PyTorch calls AMD's devices "cuda" too."""
+    return torch.device(device).type == "cuda"

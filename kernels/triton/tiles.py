@@ -24,6 +24,8 @@ from functools import cache
 
 import torch
 
+from kernels.triton import is_gpu
+
 #: Keys per part in deterministic mode: a property of the arithmetic, so it may depend on nothing.
 EXACT_PART = 1024
 
@@ -133,7 +135,7 @@ class Limits:
 @cache
 def limits_of(device: torch.device) -> Limits:
     """Return the limits of `device`."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return Limits()
     properties = torch.cuda.get_device_properties(device)
     processors = int(properties.multi_processor_count)

@@ -19,7 +19,7 @@ from torch import Tensor
 from moonpool.engine.footprint import MAX_GRAPH_BYTES
 from moonpool.models.batch import PackedBatch
 from moonpool.models.stage import StageModel
-from moonpool.platforms.interface import CapturedGraph, Device
+from moonpool.platforms.base import CapturedGraph, Device
 from moonpool.platforms.kv_memory import KVMemory
 from moonpool.scheduling.steps import Step
 

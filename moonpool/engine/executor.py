@@ -43,7 +43,7 @@ from moonpool.engine.messages import (
 from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.platforms.names import DeviceName
+from moonpool.platforms.registry import DeviceName
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
 from moonpool.telemetry.logs import get_logger
@@ -206,9 +206,9 @@ class ProcessEngine:
         """See `Engine.drop`."""
         self._send(DropSequence(step_id, index))
 
-    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+    def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """See `Engine.cut`."""
-        self._send(StopRun(step_id, hurried))
+        self._send(StopRun(step_id, urgent))
 
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""
@@ -490,7 +490,9 @@ async def start_processes(
             async with asyncio.timeout(start_timeout_s):
                 await engine.ready(on_loading)
                 engine.listen()
-                if rendezvous and DeviceName.parse(spec.device).kind != "cuda":  # NCCL looks there now and then
+                if (
+                    rendezvous and DeviceName.parse(spec.device).platform.collectives != "nccl"
+                ):  # which reads it later, too
                     shutil.rmtree(rendezvous, ignore_errors=True)  # they have met
                 if spec.measure:
                     engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too

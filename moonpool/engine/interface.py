@@ -86,10 +86,10 @@ class Engine(Protocol):
             Unavailable: The engine has failed.
         """
 
-    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+    def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Ends a run with the step that is being computed, or the one after it; late calls are ignored.
 
-        `hurried`: somebody waits who is not patient, so the step lets nothing else go before.
+        `urgent`: somebody waits who is not patient, so the step lets nothing else go before.
         """
 
     def abort(self, step_id: int) -> None:

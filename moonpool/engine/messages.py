@@ -48,10 +48,10 @@ class EngineSpec:
     core_share: int = 1
     """Of the cores, relative to the shares of the others, while all compute."""
     device: str = "cpu"
-    """Device of the first stage, as `moonpool.platforms.names` has them; further stages are on the next ones."""
+    """Device of the first stage, as `moonpool.platforms.registry` has them; further stages are on the next ones."""
     graphs: bool = True
     """Decode steps are captured as graphs, where the device is not a plain CPU; of no use to prefill."""
-    sketch: bool = False
+    int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
@@ -123,7 +123,7 @@ class StopRun:
     """End the run with the step that is being computed."""
 
     step_id: int
-    hurried: bool = False
+    urgent: bool = False
     """That step lets nothing else go before any more."""
 
 

@@ -10,30 +10,28 @@ import datetime
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moonpool.errors import Internal, Unavailable
+from moonpool.platforms.registry import Collectives, Platform
 
 _ABORTED = -1  # in place of the number of rows
 _GREETING = -(1 << 62)  # a step that nobody has
 
-Wire = Literal["gloo", "nccl"]
-"""What carries tensors; a backend of `torch.distributed`."""
 
-
-def wire_of(kind: str, *, nccl: bool | None = None) -> Wire:
-    """What carries the tensors of stages that are all on devices of a kind.
+def collectives_of(platform: Platform, *, nccl: bool | None = None) -> Collectives:
+    """Return the backend that sends tensors between stages on devices of a platform.
 
     Args:
-        kind: of `moonpool.platforms.names`.
-        nccl: whether torch has it; None = look.
+        platform: of all stages.
+        nccl: whether torch has NCCL; None = look.
     """
     has_nccl = dist.is_nccl_available() if nccl is None else nccl
-    return "nccl" if kind == "cuda" and has_nccl else "gloo"
+    return platform.collectives if has_nccl else "gloo"
 
 
 class Links(Protocol):
@@ -77,8 +75,9 @@ class StageLinks:
         rendezvous: Path,
         stage: int,
         stages: int,
-        wire: Wire,
+        collectives: Collectives,
         *,
+        device: torch.device,
         hidden_size: int,
         dtype: torch.dtype,
         timeout_s: float,
@@ -90,7 +89,8 @@ class StageLinks:
             rendezvous: Folder that only these stages use, once.
             stage: This stage.
             stages: Number of stages.
-            wire: Carries the hidden states; with NCCL they stay on this process's current GPU.
+            collectives: Backend that sends the hidden states.
+            device: Of the hidden states under NCCL; gloo sends them from the host.
             hidden_size: Columns of the hidden states.
             dtype: Type of the hidden states.
             timeout_s: Longest wait for a neighbour.
@@ -104,7 +104,7 @@ class StageLinks:
         self._outstanding = outstanding
         # Sends under way, with the tensors that they keep alive.
         self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
-        self._device = torch.device("cpu") if wire == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        self._device = torch.device("cpu") if collectives == "gloo" else device
         timeout = datetime.timedelta(seconds=timeout_s)
         with self._heard("another stage"):
             dist.init_process_group(
@@ -114,7 +114,7 @@ class StageLinks:
                 world_size=stages,
                 timeout=timeout,
             )
-            self._tensors = dist.new_group(backend=wire, timeout=timeout)
+            self._tensors = dist.new_group(backend=collectives, timeout=timeout)
         self._greet()
 
     def _greet(self) -> None:

@@ -26,7 +26,7 @@ from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import KVLayout
-from moonpool.platforms.names import DeviceName
+from moonpool.platforms.registry import DEVICE_USAGE, DeviceName
 from moonpool.runtime.driver import CoreServiceConfig
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import draw_bits
@@ -122,12 +122,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     device: str = Field(
         "cpu",
-        description="where the engine computes: cpu; cuda or cuda:NUMBER, a GPU (never run so far); staged or "
-        "staged:SEED, a CPU that orders its work as a GPU might, for tests. Further stages use the next devices",
+        description=f"where the engine computes: {DEVICE_USAGE}. Further stages use the next devices",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (never run so far); off = "
+        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (experimental); off = "
         "kernels are launched one by one",
     )
     head_sketch: Literal["auto", "off"] = Field(
@@ -228,7 +227,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
-    lends = config.core_share and DeviceName.parse(config.device).kind != "cuda"
+    lends = config.core_share and DeviceName.parse(config.device).platform.uses_host_cores
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
@@ -244,7 +243,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_share=config.core_share,
         device=config.device,
         graphs=decode and config.cuda_graphs == "auto",
-        sketch=decode and stages == 1 and config.head_sketch == "auto",
+        int8_head=decode and stages == 1 and config.head_sketch == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,
         speeds=_calibrated_speeds(config.profile, layout),

@@ -313,7 +313,7 @@ class MaskBuilder:
         needed = [self._parsers.prepare(it.grammar, it.answer) for it in wanted]
         return PendingMasks(partial(self._first, wanted), [it for it in needed if it is not None])
 
-    def go_on(self, tokens: Sequence[int]) -> PendingMasks | None:
+    def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
         """Begins those of the run's next step, when each sequence of the step has got its one of these tokens."""
         return PendingMasks(partial(self._next, tokens)) if self._goes_on else None
 

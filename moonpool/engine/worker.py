@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-import types
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -42,11 +41,15 @@ from moonpool.engine.messages import (
     WorkerReady,
 )
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.platforms.names import DeviceName
+from moonpool.platforms.registry import DeviceName
 from moonpool.scheduling.steps import Step
 
 if TYPE_CHECKING:
     from moonpool.engine.model_runner import StageRunner
+    from moonpool.engine.pipeline import Links
+    from moonpool.engine.structured_output import MaskBuilder
+    from moonpool.models.stage import StageModel
+    from moonpool.platforms.stage_platform import StagePlatform
 
 
 _ORPHANED = 70  # exit code when the channel closed under us
@@ -88,7 +91,7 @@ class OrderReceiver:
                 elif isinstance(message, DropSequence):
                     self._gates.drop(message.step_id, message.index)
                 elif isinstance(message, StopRun):
-                    self._gates.cut(message.step_id, hurried=message.hurried)
+                    self._gates.stop_run(message.step_id, urgent=message.urgent)
                 elif isinstance(message, AbortStageStep):
                     self._gates.abort(message.step_id)
                 else:
@@ -102,95 +105,141 @@ class OrderReceiver:
         os._exit(_ORPHANED)
 
 
-def load(spec: StageSpec, pool_fd: int, gates: KVGates, channel: BlockingChannel) -> "tuple[StageRunner, Footprint]":
-    """Loads the stage's layers and meets the other stages; also returns what the process will hold in memory.
+class StageLoader:
+    """Builds the runner of one stage, part by part. Torch is imported with the first of them.
 
-    Raises:
-        MoonpoolError: What cannot be had, as `moonpool.engine.executor.start_engine` documents.
+    Args:
+        spec: of the stage.
+        pool_fd: descriptor of the stage's part of the KV pool.
+        gates: KV gates of its steps.
+        channel: to the I/O process.
     """
-    gc.disable()  # importing makes no garbage, and looking for it takes a tenth of the time
-    # What operators make of tensors without data, for compilers: registering it is a quarter of torch's import.
-    sys.modules.setdefault("torch._meta_registrations", types.ModuleType("torch._meta_registrations"))
-    import torch
 
-    from kernels.native import library
-    from moonpool.checkpoint import Tokenizer
-    from moonpool.checkpoint.formats import load_config
-    from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-    from moonpool.engine.footprint import (
-        device_footprint,
-        grammar_bytes,
-        max_sequence_tokens,
-        near_memory_limit,
-        resident_bytes,
-        work_bytes,
-    )
-    from moonpool.engine.model_runner import StageRunner
-    from moonpool.engine.pipeline import Links, NoLinks, StageLinks, wire_of
-    from moonpool.engine.structured_output import MaskBuilder
-    from moonpool.kv.pool import PoolPart
-    from moonpool.models.loader import load_stage, torch_dtype
-    from moonpool.platforms.kv_memory import staging_bytes
-    from moonpool.platforms.stage_platform import open_device, stage_platform
+    def __init__(self, spec: StageSpec, pool_fd: int, gates: KVGates, channel: BlockingChannel) -> None:
+        import torch
+
+        from kernels.native import library
+        from moonpool.checkpoint.formats import load_config
+        from moonpool.engine.footprint import resident_bytes
+        from moonpool.kv.pool import PoolPart
+        from moonpool.platforms.stage_platform import open_device
+
+        self.spec, self.engine, self.gates, self.channel = spec, spec.engine, gates, channel
+        self.libraries_bytes = resident_bytes()
+        torch.set_num_threads(max(1, self.engine.threads))
+        torch.set_num_interop_threads(1)
+        self.config = load_config(Path(self.engine.checkpoint))
+        name = DeviceName.parse(self.engine.device)
+        self.device = open_device(name.of_stage(spec.stage))
+        self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
+        self.part = PoolPart.attach(pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end)
+        self.model = self._load_weights()
+        self.native = library.get() if self.model.native else None
+
+    def load(self) -> "tuple[StageRunner, Footprint]":
+        """Return the runner, and what the process will hold in memory.
+
+        Raises:
+            MoonpoolError: as `moonpool.engine.executor.start_engine` documents.
+        """
+        from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+        from moonpool.engine.footprint import max_sequence_tokens
+        from moonpool.engine.model_runner import StageRunner
+
+        platform, footprint = self._open_platform()
+        masks = self._mask_builder(footprint) if self.model.is_last else None
+        timeout_s = self.engine.gate_timeout_s
+        runner = StageRunner(
+            self.spec.stage, self.model, platform, self._links(), self.gates, self.channel.send, timeout_s, masks
+        )
+        if self.native is not None:
+            had = self.native.had
+            runner.cpu_share = lambda steps: had()
+        if self.device is not None and self.engine.graphs:
+            longest = max_sequence_tokens(self.config, self.engine)
+            runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, GraphCache(longest), longest)
+        return runner, footprint
+
+    def _load_weights(self) -> "StageModel":
+        from moonpool.models.loader import load_stage, torch_dtype
+
+        engine, spec = self.engine, self.spec
+        return load_stage(
+            Path(engine.checkpoint),
+            self.config,
+            torch_dtype(engine.dtype),
+            spec.layer_begin,
+            spec.layer_end,
+            self.torch_device,
+            deterministic=engine.deterministic,
+            int8_head=engine.int8_head and self.device is None,
+            on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
+        )
+
+    def _open_platform(self) -> "tuple[StagePlatform, Footprint]":
+        import torch
+
+        from moonpool.engine.footprint import device_footprint, grammar_bytes, work_bytes
+        from moonpool.platforms.kv_memory import staging_bytes
+        from moonpool.platforms.stage_platform import stage_platform
+
+        config, engine, model = self.config, self.engine, self.model
+        ring = staging_bytes(self.part)
+        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, ring=ring)
+        on_failure = partial(_end_process, self.channel)
+        platform = stage_platform(self.device, self.part, on_failure, sizes.work + sizes.graphs)
+        work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
+        formats = grammar_bytes(config) if model.is_last else 0
+        held = None if self.device is None else sizes
+        kv_bytes = platform.memory.host_bytes
+        return platform, Footprint(self.libraries_bytes, model.weight_bytes, kv_bytes, work, formats, held)
+
+    def _links(self) -> "Links":
+        from moonpool.engine.pipeline import NoLinks, StageLinks, collectives_of
+        from moonpool.models.loader import torch_dtype
+
+        engine = self.engine
+        if engine.stages == 1:
+            return NoLinks()
+        return StageLinks(
+            Path(self.spec.rendezvous),
+            self.spec.stage,
+            engine.stages,
+            collectives_of(DeviceName.parse(engine.device).platform),
+            device=self.torch_device,
+            hidden_size=self.config.hidden_size,
+            dtype=torch_dtype(engine.dtype),
+            timeout_s=engine.step_timeout_s,
+        )
+
+    def _mask_builder(self, footprint: Footprint) -> "MaskBuilder":
+        from moonpool.checkpoint import Tokenizer
+        from moonpool.engine.footprint import near_memory_limit
+        from moonpool.engine.structured_output import MaskBuilder
+
+        path, full = Path(self.engine.checkpoint), partial(near_memory_limit, footprint.bound)
+        aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        if self.native is not None:
+            aside = self.native.aside
+        return MaskBuilder(lambda: Tokenizer.load(path), self.config.vocab_size, self.config.eos_token_ids, aside, full)
+
+
+def import_libraries() -> None:
+    """Import all that the engine needs, with the garbage collector off.
+
+    Importing makes no garbage, and looking for it takes a tenth of the time.
+    """
+    gc.disable()
+    import moonpool.engine.model_runner
+    import moonpool.models.loader
+    import moonpool.platforms.stage_platform  # noqa: F401
 
     gc.freeze()  # what stays for ever is not looked at again
     gc.enable()
-    engine, libraries = spec.engine, resident_bytes()
-    torch.set_num_threads(max(1, engine.threads))
-    torch.set_num_interop_threads(1)
-    path = Path(engine.checkpoint)
-    dtype = torch_dtype(engine.dtype)
-    config = load_config(path)
-    device = open_device(DeviceName.parse(engine.device).of_stage(spec.stage))
-    part = PoolPart.attach(pool_fd, engine.layout, engine.blocks, spec.layer_begin, spec.layer_end)
-    model = load_stage(
-        path,
-        config,
-        dtype,
-        spec.layer_begin,
-        spec.layer_end,
-        "cpu" if device is None else device.torch_device,
-        deterministic=engine.deterministic,
-        sketched=engine.sketch and device is None,
-        on_layer=lambda done, of: channel.send(LayersLoaded(done, of)),
-    )
-    sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=part.nbytes, ring=staging_bytes(part))
-    place = stage_platform(device, part, lambda error: _end_process(channel, error), sizes.work + sizes.graphs)
-    links: Links = NoLinks()
-    if engine.stages > 1:
-        links = StageLinks(
-            Path(spec.rendezvous),
-            spec.stage,
-            engine.stages,
-            wire_of(DeviceName.parse(engine.device).kind),
-            hidden_size=config.hidden_size,
-            dtype=dtype,
-            timeout_s=engine.step_timeout_s,
-        )
-    native = library.get() if model.native else None
-    work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())
-    formats = grammar_bytes(config) if model.is_last else 0
-    held = None if device is None else sizes
-    footprint = Footprint(libraries, model.weight_bytes, place.memory.host_bytes, work, formats, held)
-    masks = None
-    if model.is_last:
-        aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        if native is not None:
-            aside = native.aside
-        full = partial(near_memory_limit, footprint.bound)
-        masks = MaskBuilder(lambda: Tokenizer.load(path), config.vocab_size, config.eos_token_ids, aside, full)
-    runner = StageRunner(spec.stage, model, place, links, gates, channel.send, engine.gate_timeout_s, masks)
-    if native is not None:
-        had = native.had
-        runner.share = lambda steps: had()
-    if device is not None and engine.graphs:
-        longest = max_sequence_tokens(config, engine)
-        runner.graphs = DecodeGraphs(device, model, place.memory, GraphCache(longest), longest)
-    return runner, footprint
 
 
-def computing(runner: "StageRunner") -> str:
-    """What computes the stage's steps, as `Ready` tells it."""
+def describe_compute(runner: "StageRunner") -> str:
+    """Return what computes the stage's steps, for `WorkerReady`."""
     model, graphs = runner.model, "" if runner.graphs is None else "; decode steps as graphs"
     layers = f"layers one by one ({model.one_by_one})" if model.one_by_one else "all layers in one call"
     return f"{model.kernels}, {layers}{graphs}"
@@ -224,7 +273,7 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
         its = StepTurns(kernels.others_compute, kernels.had)
-        runner.give_way, runner.share = its.give_way, its.share
+        runner.give_way, runner.cpu_share = its.give_way, its.share
         return cores.computing
 
     def split() -> AbstractContextManager[None]:
@@ -236,16 +285,17 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
 
 
 def serve(channel: BlockingChannel, pool_fd: int) -> None:
-    """Loads, then runs steps until told to shut down."""
+    """Load the stage, then run steps until the order to shut down."""
     spec: StageSpec = channel.receive()
     gates = KVGates()
     receiver = OrderReceiver(channel, gates, spec.engine.stages, spec.rendezvous)
     receiver.start()
     begin = time.monotonic()
-    runner, footprint = load(spec, pool_fd, gates, channel)
+    import_libraries()
+    runner, footprint = StageLoader(spec, pool_fd, gates, channel).load()
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, computing(runner)))
+    channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, describe_compute(runner)))
 
     def run(step: Step | None) -> bool:
         with turn():

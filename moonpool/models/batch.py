@@ -181,17 +181,17 @@ class LogitsRows:
     several: Tensor  # [n, 4] int32: first place in `rows`, how many, sequence, context; of the others
 
 
-def logits_rows(batch: PackedBatch, tails: Sequence[int] | None) -> LogitsRows | None:
+def logits_rows(batch: PackedBatch, last_rows: Sequence[int] | None) -> LogitsRows | None:
     """Return what the last layer computes; None where it is all rows.
 
-    `tails`: for each sequence, how many of its last rows are wanted; None: all of all.
+    `last_rows`: for each sequence, how many of its last rows are wanted; None: all of all.
     """
-    if tails is None or sum(tails) == batch.num_tokens:
+    if last_rows is None or sum(last_rows) == batch.num_tokens:
         return None
     rows: list[int] = []
     items: list[tuple[int, int, int, int]] = []
     starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
-    for index, ((begin, end), count) in enumerate(zip(pairwise(starts), tails, strict=True)):
+    for index, ((begin, end), count) in enumerate(zip(pairwise(starts), last_rows, strict=True)):
         assert 0 <= count <= end - begin
         if count:
             items.append((len(rows), count, index, contexts[index]))

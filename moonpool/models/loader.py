@@ -138,14 +138,14 @@ def load_stage(
     device: torch.device | str = "cpu",
     *,
     deterministic: bool = False,
-    sketched: bool = False,
+    int8_head: bool = False,
     on_layer: Callable[[int, int], None] = lambda done, of: None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
-    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `sketched`:
-    the head is held as bytes, too (`kernels.int8_head`), where native code takes it. `on_layer` is told after each
-    layer how many of how many are loaded.
+    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `int8_head`:
+    also hold the head as bytes (`kernels.int8_head`), if native code takes it. `on_layer` is called after each layer,
+    with the number of loaded layers and of all.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
@@ -188,8 +188,8 @@ def load_stage(
             embedding=embedding if first else None,
             final_norm=norm,
             head=head,
-            sketch=make_int8_head(head.panels, arena)
-            if sketched and head is not None and head.panels is not None
+            int8_head=make_int8_head(head.panels, arena)
+            if int8_head and head is not None and head.panels is not None
             else None,
         )
 

@@ -25,22 +25,22 @@ from moonpool.models.layers import LayerWeights, Linear
 
 
 class StepSignals(Protocol):
-    """What other threads may change while a step runs."""
+    """Signals of other threads to a step that runs."""
 
     address: int
-    """Of three words of 8 bytes: whether the step was given up, the model's highest layer that may run, and whether
-    something waits for the step's end."""
+    """Of three words of 8 bytes: whether the step was aborted, the model's highest layer that may run, and whether the
+    run must return after the step."""
 
     def stopped(self, layer: int) -> bool:
-        """Whether this layer must not run (any more, or yet)."""
+        """Whether this layer must not run, or not yet."""
         ...
 
 
 class Progress:
-    """How far the layers of a step have come, for one thread that follows them while another one computes.
+    """Progress of a step's layers, for one thread that follows them while another thread computes.
 
     Args:
-        native: The library that they run by.
+        native: The library.
         first: The stage's first layer, counted in the whole model, as in what follows.
         count: Its layers.
     """
@@ -64,6 +64,30 @@ class Progress:
         self._native.over(self._words)
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """Inputs of a step's layers."""
+
+    hidden: Tensor
+    """States [T, hidden], contiguous: in and out."""
+    batch: PackedBatch
+    """The sequences; `plan` was made from its tables."""
+    angles: tuple[Tensor, Tensor]
+    """RoPE's cos and sin of the batch's rows, each [T, head_dim]."""
+    plan: AttentionPlan
+    """Of `batch` and `kv`."""
+    kv: Tensor
+    """The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense."""
+    scales: Tensor | None = None
+    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32, each block dense."""
+    last_rows: Sequence[int] | None = None
+    """Number of each sequence's last rows that the last layer computes; the other rows stay undefined. None: all."""
+    signals: StepSignals | None = None
+    """What the layers look at while they run."""
+    progress: Progress | None = None
+    """Receives each layer's end."""
+
+
 class NativeLayers:
     """The layers of one stage, from layer `index` of the model on, as the native step is given them."""
 
@@ -81,46 +105,19 @@ class NativeLayers:
         )  # fmt: skip
 
     def progress(self) -> Progress:
-        """Return a step's progress, of which nothing is done."""
+        """Return the progress of a step that has not begun."""
         return Progress(self.native, self._index, len(self._layers))
 
     def run(self, step: structures.Step) -> int:
         """Run a step's layers and return the one that it came to, counted in the whole model."""
         return self.native.step(self.model, step) + self._index
 
-    def step(
-        self,
-        hidden: Tensor,
-        batch: PackedBatch,
-        angles: tuple[Tensor, Tensor],
-        plan: AttentionPlan,
-        kv: Tensor,
-        scales: Tensor | None,
-        first: int,
-        last: int,
-        *,
-        tails: Sequence[int] | None,
-        watch: StepSignals | None,
-        progress: Progress | None = None,
-    ) -> structures.Step:
-        """Return layers `first` up to `last`, counted in the whole model, over a batch, as native code is given them.
-
-        Args:
-            hidden: States [T, hidden], contiguous: in and out.
-            batch: The sequences; its tables were checked for `plan`.
-            angles: RoPE's cos and sin of the batch's rows.
-            plan: Of the batch and `kv`.
-            kv: The stage's pool [layers, blocks, kv_heads, 2, block_tokens, head_dim], each block dense.
-            scales: Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32, each block dense.
-            first: First layer.
-            last: The layer after the last.
-            tails: Of each sequence so many last rows are wanted of layer `last` - 1, the others are left undefined;
-                None: all are wanted.
-            watch: What the layers look at; None: nothing.
-            progress: What is told of each layer; None: nothing.
-        """
+    def step(self, inputs: StepInputs, first: int, last: int) -> structures.Step:
+        """Return layers `first` up to `last`, counted in the whole model, as native code takes them."""
+        hidden, batch, angles, plan = inputs.hidden, inputs.batch, inputs.angles, inputs.plan
+        kv, scales, signals, progress = inputs.kv, inputs.scales, inputs.signals, inputs.progress
         tables = batch.block_tables
-        chosen = logits_rows(batch, tails)
+        chosen = logits_rows(batch, inputs.last_rows)
         some = structures.Items()
         if chosen is not None:
             some = _items_structure(chosen.single, chosen.several)
@@ -138,12 +135,12 @@ class NativeLayers:
             None if chosen is None else chosen.rows.data_ptr() or hidden.data_ptr(),
             0 if chosen is None else chosen.rows.numel(),
             some,
-            None if watch is None else watch.address,
+            None if signals is None else signals.address,
             None if progress is None else progress.address,
             torch.get_num_threads(),
         )  # fmt: skip
-        # Alive, as long as it has their addresses.
-        step.kept = hidden, batch, angles, plan, kv, scales, chosen, watch, progress
+        # The tensors live as long as the step has their addresses.
+        step.kept = inputs, chosen
         return step
 
     def normed(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -189,7 +186,7 @@ def _items_structure(single: Tensor, several: Tensor) -> structures.Items:
 
 @dataclass(frozen=True, slots=True)
 class RunInputs:
-    """What a stage computes a run's steps with."""
+    """Inputs of a run's further steps."""
 
     step: structures.Step
     """Of all layers, over one row of each sequence."""
@@ -205,29 +202,29 @@ class RunInputs:
     embedding: Tensor | PackedWeights
     norm: Tensor
     head: Linear
-    sketch: Int8Head | None
+    int8_head: Int8Head | None
 
 
 @dataclass(slots=True)
 class RunResult:
-    """What a call did."""
+    """Result of one call."""
 
     steps: int
-    """That are done."""
+    """Number of steps that are done."""
     stopped: bool
-    """Another step was begun and given up: the watch stopped it."""
+    """Whether another step was begun and aborted by the signals."""
     filled: list[int]
-    """Blocks that were filled."""
+    """Blocks that became full."""
 
 
 class NativeRun:
-    """The rest of a run; `StageModel.going_on` makes it.
+    """The rest of a run as a native loop; made by `StageModel.native_run`.
 
     Attributes:
-        logits: of the last step [T, vocab], float32; they may be overwritten. Where tokens are chosen here they may be
-            an earlier step's: a sketch of the head finds greedy tokens without them.
+        logits: of the last step [T, vocab], float32; may be overwritten. If this loop samples, they may be those of an
+            earlier step: the int8 head finds greedy tokens without logits.
         logits_at: their address.
-        alone: tokens are chosen here, too.
+        samples: whether this loop also samples the tokens.
     """
 
     def __init__(
@@ -239,7 +236,7 @@ class NativeRun:
         reused = out is not None and out.shape == shape
         self.logits = out if out is not None and reused else torch.empty(shape, dtype=torch.float32)
         self.logits_at = self.logits.data_ptr()
-        self.alone = False
+        self.samples = False
         self._native, self._batch, self._parts, self._left = layers.native, batch, parts, steps
         self._normed = torch.empty_like(parts.hidden)
         self._full = np.zeros(steps * rows, np.int64)
@@ -253,13 +250,13 @@ class NativeRun:
             None if embedded is None else ctypes.pointer(embedded),
             parts.embedding.data_ptr() if isinstance(parts.embedding, Tensor) else None,
             parts.norm.data_ptr(), ctypes.pointer(head.structure), self._normed.data_ptr(), self.logits_at,
-            None if parts.sketch is None else ctypes.pointer(parts.sketch.structure),
+            None if parts.int8_head is None else ctypes.pointer(parts.int8_head.structure),
             full=self._full.ctypes.data, found=self._found.ctypes.data, over_ns=self._over_ns.ctypes.data,
         )  # fmt: skip
 
-    def choose_by(self, alone: Callable[[structures.GoOn], bool], ends: Collection[int]) -> None:
-        """Choose tokens in the same call, where a sampler lets it; and further ones, but behind one of `ends`."""
-        self.alone = alone(self._call)
+    def sample_by(self, attach: Callable[[structures.GoOn], bool], ends: Collection[int]) -> None:
+        """Sample tokens in the same call, if `attach` of a sampler allows it; stop after a token of `ends`."""
+        self.samples = attach(self._call)
         self._ends = np.array(list(ends), np.int32)
         self._call.ends, self._call.end_count = self._ends.ctypes.data, len(self._ends)
 
@@ -292,19 +289,19 @@ class NativeRun:
         return bool(self._call.failed)
 
 
-def native_run(
+def make_native_run(
     layers: NativeLayers, batch: PackedBatch, parts: RunInputs, blocks: int, steps: int, chosen: int, out: Tensor | None
 ) -> NativeRun | None:
-    """Return the rest of a run, or None where it has to go one operation at a time.
+    """Return the rest of a run, or None if Python has to run its steps.
 
     Args:
         layers: of the model, all of them.
-        batch: as `StageModel.going_on` has it.
+        batch: as `StageModel.native_run` has it.
         parts: of the stage.
         blocks: of the pool.
-        steps: as `StageModel.going_on` has it.
-        chosen: so, too.
-        out: so, too.
+        steps: as `StageModel.native_run` has it.
+        chosen: as `StageModel.native_run` has it.
+        out: as `StageModel.native_run` has it.
     """
     tables, context = batch.arrays["block_tables"], batch.arrays["context_lens"]
     if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:

@@ -23,7 +23,15 @@ from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.models.batch import PackedBatch
 from moonpool.models.layers import LayerWeights, Linear, RopeTable
-from moonpool.models.native_step import NativeRun, Progress, RunInputs, StepSignals, native_layers, native_run
+from moonpool.models.native_step import (
+    NativeRun,
+    Progress,
+    RunInputs,
+    StepInputs,
+    StepSignals,
+    make_native_run,
+    native_layers,
+)
 
 InferenceParameters = ParamSpec("InferenceParameters")
 
@@ -64,7 +72,7 @@ class StageModel:
         embedding: Tensor | PackedWeights | None,
         final_norm: Tensor | None,
         head: Linear | None,
-        sketch: Int8Head | None = None,
+        int8_head: Int8Head | None = None,
         deterministic: bool = False,
     ) -> None:
         self.config = config
@@ -74,7 +82,7 @@ class StageModel:
         self.embedding = embedding  # [vocab, hidden], first stage; the head's own panels where the two are tied
         self.final_norm = final_norm  # [hidden], last stage
         self.head = head  # hidden to vocab, last stage
-        self.sketch = sketch  # of the head
+        self.int8_head = int8_head
         first = self.layers[0].input_norm
         self.dtype = first.dtype
         self.device = first.device
@@ -103,12 +111,12 @@ class StageModel:
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of all weights, bytes, and of a sketch; a tied head counts beside an embedding that is held."""
+        """Memory of all weights, bytes, with the int8 head; a tied head counts beside an embedding that is held."""
         parts = [
             self.embedding if isinstance(self.embedding, Tensor) else None,
             self.final_norm,
             self.head,
-            self.sketch,
+            self.int8_head,
         ]
         for layer in self.layers:
             parts += [getattr(layer, name) for name in LayerWeights.__slots__]
@@ -137,8 +145,8 @@ class StageModel:
         last: int,
         *,
         scales: Tensor | None = None,
-        tails: Sequence[int] | None = None,
-        watch: StepSignals | None = None,
+        last_rows: Sequence[int] | None = None,
+        signals: StepSignals | None = None,
         progress: Progress | None = None,
     ) -> tuple[int, Tensor]:
         """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
@@ -147,25 +155,23 @@ class StageModel:
         [layers, blocks, kv_heads, 2, block_tokens, head_dim], and attends to what is there: of quantised KV, whose
         `scales` are [layers, blocks, kv_heads, 2, block_tokens] float32, to what the stored values stand for, also of
         the batch's own tokens. So it makes no difference which of them were there before. `hidden` may be
-        overwritten. Of layer `last` - 1, rows that `tails` leaves out (it has, for each sequence, how many of its last
-        rows are wanted) are undefined; their keys and values are written all the same. Another thread may follow
-        the layers by `progress`, which `self.progress` gave; several calls may be one step's.
+        overwritten. `last_rows`: number of each sequence's last rows that are needed of layer `last` - 1. The other
+        rows stay undefined; their keys and values are written all the same. Another thread may follow the layers by
+        `progress`, made by `self.progress`; several calls may belong to one step.
 
         Returns:
-            The layer that it came to, `last` unless `watch` stopped it before, and the hidden states there.
+            The layer that it came to, `last` unless `signals` stopped it before, and the hidden states there.
         """
         if self._native is not None:
             assert self.dtype == hidden.dtype
             assert scales is not None or kv.dtype == self.dtype
             assert hidden.is_contiguous()
-            step = self._native.step(
-                hidden, batch, self._angles(batch), self._plan(batch, kv[0]), kv, scales, first, last,
-                tails=tails, watch=watch, progress=progress,
-            )  # fmt: skip
-            return self._native.run(step), hidden
+            angles, plan = self._angles(batch), self._plan(batch, kv[0])
+            inputs = StepInputs(hidden, batch, angles, plan, kv, scales, last_rows, signals, progress)
+            return self._native.run(self._native.step(inputs, first, last)), hidden
         assert progress is None
         for index in range(first, last):
-            if watch is not None and watch.stopped(index):
+            if signals is not None and signals.stopped(index):
                 return index, hidden
             row = index - self.layer_begin
             hidden = self._layer(index, hidden, batch, kv[row], None if scales is None else scales[row])
@@ -186,7 +192,7 @@ class StageModel:
         return self.head(normed, deterministic=self.deterministic, wide=True, out=out)
 
     @in_inference_mode
-    def going_on(
+    def native_run(
         self,
         batch: PackedBatch,
         kv: Tensor,
@@ -195,7 +201,7 @@ class StageModel:
         *,
         scales: Tensor | None = None,
         out: Tensor | None = None,
-        watch: StepSignals | None = None,
+        signals: StepSignals | None = None,
     ) -> NativeRun | None:
         """Return what computes further steps of a run, each in one call; None where they go one operation at a time.
 
@@ -203,7 +209,7 @@ class StageModel:
             batch: Of the step before, with one token of each sequence; from now on it is changed in place.
             kv: As for `run`.
             scales: As for `run`.
-            watch: As for `run`.
+            signals: As for `run`.
             steps: That are taken at most.
             chosen: Address of each sequence's token in each step, int32.
             out: Logits of the step before, of which the memory may be used.
@@ -216,15 +222,13 @@ class StageModel:
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
         cos, sin, turns = self._rope.ahead(batch.positions, steps)
         angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
-        plan, layers = self._plan(batch, kv[0]), (self.layer_begin, self.layer_end)
-        step = self._native.step(
-            hidden, batch, (angles[0], angles[1]), plan, kv, scales, *layers,
-            tails=None, watch=watch,
-        )  # fmt: skip
+        plan = self._plan(batch, kv[0])
+        inputs = StepInputs(hidden, batch, (angles[0], angles[1]), plan, kv, scales, signals=signals)
+        step = self._native.step(inputs, self.layer_begin, self.layer_end)
         parts = RunInputs(
-            step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head, self.sketch
+            step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head, self.int8_head
         )
-        return native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
+        return make_native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
 
     def forward(
         self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None

@@ -3,33 +3,33 @@
 from collections.abc import Callable, Sequence
 
 from moonpool.kv.pool import PoolPart
-from moonpool.platforms.interface import DeviceEvent
+from moonpool.platforms.base import DeviceEvent
 from moonpool.platforms.kv_memory import OnDone, pool_slices, typed_kv
 from moonpool.scheduling.steps import Step, finished_blocks
 
 
 class _CompletedEvent:
-    """A mark of what is done already."""
+    """An event of work that is done already."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
 
 
 class CpuStream:
-    """The lane of a plain CPU: work is done when it is given."""
+    """The stream of a plain CPU: work is done when it is given."""
 
     _NOW = _CompletedEvent()
 
     def run(self, work: Callable[[], None]) -> None:
-        """Does it."""
+        """See `DeviceStream.run`."""
         work()
 
-    def mark(self) -> DeviceEvent:
-        """Has come already."""
+    def record(self) -> DeviceEvent:
+        """See `DeviceStream.record`."""
         return self._NOW
 
-    def after(self, mark: DeviceEvent) -> None:
-        """Is so."""
+    def wait_event(self, event: DeviceEvent) -> None:
+        """All work is done already."""
 
 
 class CpuKVMemory:
@@ -47,24 +47,24 @@ class CpuKVMemory:
             self._part.copy(source, block)
         self._finished = finished_blocks(step, self._part.layout.block_tokens)
 
-    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """See `KVMemory.go_on`."""
+    def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """See `KVMemory.advance`."""
         self._finished = [(block, self._part.layout.block_tokens) for block in full]
 
-    def need(self, layer: int) -> None:
-        """It is there."""
+    def prepare_layer(self, layer: int) -> None:
+        """The pool has it already."""
 
-    def leave(self, layer: int, then: OnDone | None) -> None:
-        """See `KVMemory.leave`."""
+    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+        """See `KVMemory.finish_layer`."""
         for block, valid_tokens in self._finished:
             self._part.seal(layer, block, valid_tokens)
         if then is not None:
             then()
 
-    def over(self, then: OnDone, *, aborted: bool) -> None:
-        """See `KVMemory.over`."""
+    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
+        """See `KVMemory.finish_step`."""
         then()
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
-        """It is there."""
+        """The pool has it already."""
         then()

@@ -1,4 +1,4 @@
-"""A GPU over CUDA streams and events. Never run on a GPU yet; what it shares with `staged` is tested there."""
+"""A GPU over CUDA streams and events. Experimental: never run on a GPU; tests cover what it shares with `staged`."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moonpool.errors import ConfigError
-from moonpool.platforms.interface import CapturedGraph, DeviceEvent
+from moonpool.platforms.base import CapturedGraph, DeviceEvent
 
 
 def check_free_memory(needed: int, beside: int, free: int) -> None:
@@ -22,40 +22,40 @@ def check_free_memory(needed: int, beside: int, free: int) -> None:
 
 
 class _CudaEvent:
-    """See `Mark`."""
+    """See `DeviceEvent`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(stream)
 
     def wait(self) -> None:
-        """See `Mark.wait`."""
+        """See `DeviceEvent.wait`."""
         self.event.synchronize()
 
 
 class CudaStream:
-    """See `Lane`."""
+    """See `DeviceStream`."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `Lane.run`."""
+        """See `DeviceStream.run`."""
         with torch.cuda.stream(self._stream):
             work()
 
-    def mark(self) -> DeviceEvent:
-        """See `Lane.mark`."""
+    def record(self) -> DeviceEvent:
+        """See `DeviceStream.record`."""
         return _CudaEvent(self._stream)
 
-    def after(self, mark: DeviceEvent) -> None:
-        """See `Lane.after`."""
-        assert isinstance(mark, _CudaEvent)
-        self._stream.wait_event(mark.event)
+    def wait_event(self, event: DeviceEvent) -> None:
+        """See `DeviceStream.wait_event`."""
+        assert isinstance(event, _CudaEvent)
+        self._stream.wait_event(event.event)
 
 
 class _CudaGraph:
-    """See `Graph`.
+    """See `CapturedGraph`.
 
     Args:
         graph: is empty so far.
@@ -75,7 +75,7 @@ class _CudaGraph:
         self.nbytes = max(0, torch.cuda.memory_reserved() - before)
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
+        """See `CapturedGraph.replay`."""
         self._graph.replay()
 
 
@@ -96,10 +96,10 @@ class CudaDevice:
             raise ConfigError("device", f"there is no GPU {number}, only {torch.cuda.device_count()}")
         self._device = torch.device("cuda", number)
         torch.cuda.set_device(self._device)
-        compute, up, down = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
+        compute, load, store = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
         # Weights and batches, which this thread brings, come in the order of the steps.
         torch.cuda.set_stream(compute)
-        self.compute, self.up, self.down = CudaStream(compute), CudaStream(up), CudaStream(down)
+        self.compute, self.load_stream, self.store_stream = CudaStream(compute), CudaStream(load), CudaStream(store)
         self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share
 
     @property

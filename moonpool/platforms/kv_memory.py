@@ -21,12 +21,12 @@ from kernels.attention import copy_blocks
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import PoolPart
 from moonpool.models.loader import torch_dtype
-from moonpool.platforms.interface import Device, DeviceEvent
+from moonpool.platforms.base import Device, DeviceEvent
 from moonpool.scheduling.steps import SequenceStep, Step, finished_blocks
 
 
 class BufferRing:
-    """Buffers, each used again when what used it last is done. For one thread.
+    """A ring of buffers, each reused after its last use is done. For one thread.
 
     Args:
         buffers: [count, bytes].
@@ -38,68 +38,68 @@ class BufferRing:
         self._busy: deque[tuple[int, DeviceEvent]] = deque()
 
     def take(self) -> tuple[int, Tensor]:
-        """A buffer that nothing uses, and its number; waits for the one that was taken first where all are in use."""
+        """Return an unused buffer and its number; if all are in use, wait for the one taken first."""
         if not self._free:
-            number, mark = self._busy.popleft()
-            mark.wait()
+            number, event = self._busy.popleft()
+            event.wait()
             self._free.append(number)
         number = self._free.popleft()
         return number, self._buffers[number]
 
-    def until(self, number: int, mark: DeviceEvent) -> None:
-        """A buffer is in use until then."""
-        self._busy.append((number, mark))
+    def until(self, number: int, event: DeviceEvent) -> None:
+        """Keep a buffer in use until an event."""
+        self._busy.append((number, event))
 
 
 @dataclass(slots=True, eq=False)
 class _Callback:
-    """Something to do. A `Mark`."""
+    """A call that a `CallbackThread` makes. A `DeviceEvent`."""
 
-    courier: "CallbackThread"
+    thread: "CallbackThread"
     work: Callable[[], None]
     over: threading.Event = field(default_factory=threading.Event)
 
     def wait(self) -> None:
-        """Waits until it is done.
+        """Wait until the call is made.
 
         Raises:
-            BaseException: what an errand has raised; those after it are not done.
+            BaseException: the error of an earlier call, or of this one. No further call is made.
         """
         self.over.wait()
-        if self.courier.failed is not None:
-            raise self.courier.failed
+        if self.thread.failed is not None:
+            raise self.thread.failed
 
 
 class CallbackThread:
-    """Does errands.
+    """A thread that makes calls, one after the other.
 
     Args:
-        on_failure: called, once, with what an errand has raised.
+        on_failure: called once, with the error of a call.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
-        self._errands: queue.SimpleQueue[_Callback | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Callback | None] = queue.SimpleQueue()
         self._on_failure = on_failure
         self.failed: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="callbacks", daemon=True)
         self._thread.start()
 
     def send(self, work: Callable[[], None]) -> _Callback:
-        """Does something after all that was sent before."""
-        errand = _Callback(self, work)
-        self._errands.put(errand)
-        return errand
+        """Call `work` after all that was sent before."""
+        call = _Callback(self, work)
+        self._calls.put(call)
+        return call
 
     def close(self) -> None:
-        """Ends the thread when all errands are done."""
-        self._errands.put(None)
+        """End the thread after all calls."""
+        self._calls.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (errand := self._errands.get()) is not None:
+        while (call := self._calls.get()) is not None:
             if self.failed is None:
-                self._do(errand.work)
-            errand.over.set()
+                self._do(call.work)
+            call.over.set()
 
     def _do(self, work: Callable[[], None]) -> None:
         try:
@@ -113,40 +113,40 @@ OnDone = Callable[[], None]
 
 
 class KVMemory(Protocol):
-    """KV that is computed with. One thread calls it, for one step after the other.
+    """KV that steps compute in. One thread calls its methods, for one step after the other.
 
-    Of a plain CPU's layers that are computed together, the place's courier calls `leave` meanwhile. What a step needs
-    of the pool is there for its work in the computing lane; what it makes ready to leave gets into the pool, with its
-    hash.
+    Exception: if a plain CPU computes layers together, the callback thread calls `finish_layer` meanwhile. A layer's
+    prefix is there for work that is given to the compute stream after `prepare_layer`. Blocks that a step finishes get
+    into the pool with their hashes.
     """
 
     kv: Tensor
-    """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]; belongs to the computing lane."""
+    """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]; belongs to the compute stream."""
     scales: Tensor | None
-    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32; belongs to the computing lane, too."""
+    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32; belongs to the compute stream."""
     host_bytes: int
-    """Memory of the host that KV takes, the pool included."""
+    """Host memory of KV, with the pool."""
 
     def begin(self, step: Step) -> None:
-        """A step begins: its blocks are copied as it says."""
+        """Begin a step: copy blocks as `step.copies` says."""
 
-    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """The next step of the same run begins: it writes a token's KV to each of some blocks; `full` ones then are."""
+    def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """Begin the run's next step, which writes one token to each block of `written` and fills those of `full`."""
 
-    def need(self, layer: int) -> None:
-        """What is given to the computing lane from now on finds this layer of the step's prefixes."""
+    def prepare_layer(self, layer: int) -> None:
+        """Make this layer of the step's prefixes available to work given to the compute stream from now on."""
 
-    def leave(self, layer: int, then: OnDone | None) -> None:
-        """The layer was given to the computing lane: when it is computed, and what is finished is in the pool, `then`.
+    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+        """Store the layer's finished blocks in the pool, once the compute stream has computed it, then call `then`.
 
         `then` may be called by another thread.
         """
 
-    def over(self, then: OnDone, *, aborted: bool) -> None:
-        """The step is over, and the computing lane has done it: `then` when nothing uses its blocks any more."""
+    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
+        """End the step, which the compute stream has done. Call `then` if nothing uses its blocks any more."""
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
-        """`then` when the pool has all that is known of some blocks, part-filled ones too. Between two steps."""
+        """Store blocks in the pool, part-filled ones too, then call `then`. Between two steps."""
 
 
 def pool_slices(part: PoolPart) -> Tensor:
@@ -179,32 +179,32 @@ class TieredKVMemory:
 
     Args:
         part: the host's pool.
-        device: has the other one.
-        courier: carries slices that leave; closed by others.
+        device: holds the other pool.
+        callbacks: stores slices in the host's pool; closed by its owner.
         buffers: slices under way in each direction.
-        beside: bytes that are left free on the device, for steps.
+        beside: bytes that stay free on the device, for steps.
     """
 
     def __init__(
         self,
         part: PoolPart,
         device: Device,
-        courier: CallbackThread,
+        callbacks: CallbackThread,
         buffers: int = STAGING_BUFFERS,
         beside: int = 0,
     ) -> None:
-        self._there = pool_slices(part)
-        self._here = device.memory(tuple(self._there.shape), beside)  # [layers, blocks, slice_bytes]
-        self.kv, self.scales = typed_kv(self._here, part.layout)
+        self._host_pool = pool_slices(part)
+        self._device_pool = device.memory(tuple(self._host_pool.shape), beside)  # [layers, blocks, slice_bytes]
+        self.kv, self.scales = typed_kv(self._device_pool, part.layout)
         self._part, self._device, self._size = part, device, part.layout.block_tokens
-        self._written = torch.frombuffer(part.written, dtype=torch.int64).view(self._there.shape[:2])
-        self._seen = torch.zeros_like(self._written)
-        self._only_here: set[int] = set()
-        self._coming = BufferRing(device.buffers(buffers, part.slice_bytes))
-        self._leaving = BufferRing(device.buffers(buffers, part.slice_bytes))
-        own = self._here.nbytes if self._here.device.type == "cpu" else 0
+        self._written = torch.frombuffer(part.written, dtype=torch.int64).view(self._host_pool.shape[:2])
+        self._loaded = torch.zeros_like(self._written)
+        self._unstored: set[int] = set()
+        self._loading = BufferRing(device.buffers(buffers, part.slice_bytes))
+        self._storing = BufferRing(device.buffers(buffers, part.slice_bytes))
+        own = self._device_pool.nbytes if self._device_pool.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own + staging_bytes(part, buffers)
-        self._courier = courier
+        self._callbacks = callbacks
         self._blocks = torch.empty(0, dtype=torch.int64)
         self._finished: list[tuple[int, int]] = []
 
@@ -214,45 +214,45 @@ class TieredKVMemory:
         spans = [(it, it.start + len(it.token_ids) // 4) for it in step.sequences]
         used = {block for it, end in spans for block in it.block_table[: -(-end // self._size)]}
         self._blocks = torch.tensor(sorted(used))
-        self._only_here.update(block for it, end in spans for block in self._written_by(it, end))
+        self._unstored.update(block for it, end in spans for block in self._written_by(it, end))
         self._finished = finished_blocks(step, self._size)
 
-    def go_on(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """See `KVMemory.go_on`."""
+    def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
+        """See `KVMemory.advance`."""
         used = self._blocks.tolist()
         if not set(written).issubset(used):
             self._blocks = torch.tensor(sorted({*used, *written}))
-        self._only_here.update(written)
+        self._unstored.update(written)
         self._finished = [(block, self._size) for block in full]
 
-    def need(self, layer: int) -> None:
-        """See `KVMemory.need`."""
-        self._bring(layer - self._part.layer_begin, self._blocks)
+    def prepare_layer(self, layer: int) -> None:
+        """See `KVMemory.prepare_layer`."""
+        self._load(layer - self._part.layer_begin, self._blocks)
 
-    def leave(self, layer: int, then: OnDone | None) -> None:
-        """See `KVMemory.leave`."""
+    def finish_layer(self, layer: int, then: OnDone | None) -> None:
+        """See `KVMemory.finish_layer`."""
         if not self._finished and then is None:
             return
-        mark = self._carry_out(layer, self._finished)
+        event = self._store(layer, self._finished)
         if then is not None:
-            self._courier.send(mark.wait)
-            self._courier.send(then)
+            self._callbacks.send(event.wait)
+            self._callbacks.send(then)
 
-    def over(self, then: OnDone, *, aborted: bool) -> None:
-        """See `KVMemory.over`."""
+    def finish_step(self, then: OnDone, *, aborted: bool) -> None:
+        """See `KVMemory.finish_step`."""
         if not aborted:
-            self._only_here.difference_update(block for block, _ in self._finished)
-        self._courier.send(then)
+            self._unstored.difference_update(block for block, _ in self._finished)
+        self._callbacks.send(then)
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """See `KVMemory.fetch`. A part-filled block gets no hash: nothing sends it anywhere."""
-        wanted = [block for block in dict.fromkeys(blocks) if block in self._only_here]
-        for row in range(len(self._here)) if wanted else ():
+        wanted = [block for block in dict.fromkeys(blocks) if block in self._unstored]
+        for row in range(len(self._device_pool)) if wanted else ():
             # What the device has not seen is newer in the pool: the block is another sequence's by now.
-            seen = [(block, 0) for block in wanted if bool(self._written[row, block] == self._seen[row, block])]
-            self._carry_out(self._part.layer_begin + row, seen)
-        self._only_here.difference_update(blocks)
-        self._courier.send(then)
+            seen = [(block, 0) for block in wanted if bool(self._written[row, block] == self._loaded[row, block])]
+            self._store(self._part.layer_begin + row, seen)
+        self._unstored.difference_update(blocks)
+        self._callbacks.send(then)
 
     def _written_by(self, sequence: SequenceStep, end: int) -> Sequence[int]:
         """Blocks that a sequence writes to."""
@@ -267,43 +267,43 @@ class TieredKVMemory:
         if not copies:
             return
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
-        for row in range(len(self._here)):
-            self._bring(row, sources)
-        self._device.compute.run(partial(_copy_blocks, self._here, sources, targets))
-        self._seen[:, targets] = self._written[:, targets]
+        for row in range(len(self._device_pool)):
+            self._load(row, sources)
+        self._device.compute.run(partial(_copy_blocks, self._device_pool, sources, targets))
+        self._loaded[:, targets] = self._written[:, targets]
 
-    def _bring(self, row: int, blocks: Tensor) -> None:
-        """Brings slices that the I/O process has written, since the device saw them last, for the computing lane."""
+    def _load(self, row: int, blocks: Tensor) -> None:
+        """Load slices that the I/O process wrote since the device last loaded them."""
         written = self._written[row, blocks]  # read before the bytes are: what is written meanwhile comes once more
-        stale = written != self._seen[row, blocks]
+        stale = written != self._loaded[row, blocks]
         if not bool(stale.any()):
             return
         for block in blocks[stale].tolist():
-            self._carry_in(row, block)
-        self._seen[row, blocks] = written
-        self._device.compute.after(self._device.up.mark())
+            self._load_slice(row, block)
+        self._loaded[row, blocks] = written
+        self._device.compute.wait_event(self._device.load_stream.record())
 
-    def _carry_in(self, row: int, block: int) -> None:
-        number, buffer = self._coming.take()
-        buffer.copy_(self._there[row, block])
-        self._device.up.run(partial(_copy_bytes, self._here[row, block], buffer))
-        self._coming.until(number, self._device.up.mark())
+    def _load_slice(self, row: int, block: int) -> None:
+        number, buffer = self._loading.take()
+        buffer.copy_(self._host_pool[row, block])
+        self._device.load_stream.run(partial(_copy_bytes, self._device_pool[row, block], buffer))
+        self._loading.until(number, self._device.load_stream.record())
 
-    def _carry_out(self, layer: int, blocks: Iterable[tuple[int, int]]) -> DeviceEvent:
-        """Brings a layer of some blocks to the pool, with a hash where they have valid tokens; the mark is behind."""
-        self._device.down.after(self._device.compute.mark())
+    def _store(self, layer: int, blocks: Iterable[tuple[int, int]]) -> DeviceEvent:
+        """Store a layer of some blocks, with a hash if they have valid tokens; return the event behind it."""
+        self._device.store_stream.wait_event(self._device.compute.record())
         row = layer - self._part.layer_begin
         for block, valid_tokens in blocks:
-            number, buffer = self._leaving.take()
-            self._device.down.run(partial(_copy_bytes, buffer, self._here[row, block]))
-            arrived = partial(self._arrived, self._device.down.mark(), buffer, layer, block, valid_tokens)
-            self._leaving.until(number, self._courier.send(arrived))
-        return self._device.down.mark()
+            number, buffer = self._storing.take()
+            self._device.store_stream.run(partial(_copy_bytes, buffer, self._device_pool[row, block]))
+            store = partial(self._store_slice, self._device.store_stream.record(), buffer, layer, block, valid_tokens)
+            self._storing.until(number, self._callbacks.send(store))
+        return self._device.store_stream.record()
 
-    def _arrived(self, mark: DeviceEvent, buffer: Tensor, layer: int, block: int, valid_tokens: int) -> None:
-        """The courier's errand."""
-        mark.wait()
-        self._there[layer - self._part.layer_begin, block].copy_(buffer)
+    def _store_slice(self, event: DeviceEvent, buffer: Tensor, layer: int, block: int, valid_tokens: int) -> None:
+        """Store a slice that has come to its buffer."""
+        event.wait()
+        self._host_pool[layer - self._part.layer_begin, block].copy_(buffer)
         if valid_tokens:
             self._part.seal(layer, block, valid_tokens)
 

@@ -1,17 +1,16 @@
-"""Opens a stage's device, with the KV memory its steps compute in."""
+"""Opens a stage's device, with the KV memory that its steps compute in."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 
 from moonpool.kv.pool import PoolPart
+from moonpool.platforms.base import Device, DeviceStream
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
-from moonpool.platforms.cuda import CudaDevice
-from moonpool.platforms.interface import Device, DeviceStream
 from moonpool.platforms.kv_memory import CallbackThread, KVMemory, TieredKVMemory
-from moonpool.platforms.names import DeviceName
-from moonpool.platforms.staged import StagedDevice
+from moonpool.platforms.registry import DeviceName
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,52 +19,54 @@ class StagePlatform:
 
     Attributes:
         torch_device: of weights and batches.
-        lane: of its steps.
+        stream: compute stream of its steps.
         memory: its KV.
-        courier: does what follows from its layers, while others are computed.
+        callbacks: thread that calls what follows from a layer, while other layers are computed.
         device: None on a plain CPU.
     """
 
     torch_device: torch.device
-    lane: DeviceStream
+    stream: DeviceStream
     memory: KVMemory
-    courier: CallbackThread
+    callbacks: CallbackThread
     device: Device | None = None
 
     def close(self) -> None:
-        """Waits for what is under way, and ends its threads."""
-        self.courier.close()
+        """Wait for the work under way, and end the threads."""
+        self.callbacks.close()
         if self.device is not None:
             self.device.close()
 
 
 def open_device(name: DeviceName) -> Device | None:
-    """The device; None for a plain CPU.
+    """Return the device; None for a platform that computes in the host's pool itself.
 
     Raises:
-        ConfigError: it is not here.
+        ConfigError: there is no such platform or device here; names the field `device`.
     """
-    if name.kind == "cpu":
+    if not name.platform.device:
         return None
-    return StagedDevice(name.number) if name.kind == "staged" else CudaDevice(name.number)
+    module, _, opener = name.platform.device.partition(":")
+    device: Device = getattr(import_module(module), opener)(name.number)
+    return device
 
 
 def stage_platform(
     device: Device | None, part: PoolPart, on_failure: Callable[[BaseException], None], beside: int = 0
 ) -> StagePlatform:
-    """The place of a stage on its device.
+    """Return the platform of a stage.
 
     Args:
-        device: None = a plain CPU.
-        part: its share of the pool.
-        on_failure: called, from another thread, when what follows from a layer cannot be done any more.
-        beside: bytes that are left free on the device, for steps.
+        device: None: a plain CPU.
+        part: the stage's part of the pool.
+        on_failure: called from another thread, once, if a callback of a layer has failed.
+        beside: bytes that stay free on the device, for steps.
 
     Raises:
         ConfigError: the device has no room for the KV.
     """
-    courier = CallbackThread(on_failure)
+    callbacks = CallbackThread(on_failure)
     if device is None:
-        return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), courier)
-    memory = TieredKVMemory(part, device, courier, beside=beside)
-    return StagePlatform(device.torch_device, device.compute, memory, courier, device)
+        return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), callbacks)
+    memory = TieredKVMemory(part, device, callbacks, beside=beside)
+    return StagePlatform(device.torch_device, device.compute, memory, callbacks, device)

@@ -16,38 +16,38 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moonpool.platforms.interface import CapturedGraph, DeviceEvent
+from moonpool.platforms.base import CapturedGraph, DeviceEvent
 
 _POISON = 0xFF
 
 
 _LAZINESS = (0.0, 0.0, 0.5, 1.0)
-"""How eager a lane is: the share of work that is done as soon as it may be."""
+"""Shares of a stream's work that are done as soon as possible."""
 
 
-_JUST_SO = 0.3
-"""Share of work that is done because another one is waited for."""
+_UNASKED = 0.3
+"""Share of rounds in which work that was not waited for is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class _StagedEvent:
-    """A place in a lane."""
+    """A place in a stream."""
 
-    lane: "StagedStream"
+    stream: "StagedStream"
     count: int
 
     @property
     def reached(self) -> bool:
-        return self.lane.done >= self.count
+        return self.stream.done >= self.count
 
     def wait(self) -> None:
-        """See `Mark.wait`."""
-        self.lane.device.wait(self)
+        """See `DeviceEvent.wait`."""
+        self.stream.device.wait(self)
 
 
 @dataclass(slots=True, eq=False)
 class StagedStream:
-    """See `Lane`. Its fields are guarded by the device's lock."""
+    """See `DeviceStream`. Its fields are guarded by the device's lock."""
 
     device: "StagedDevice"
     eager: float
@@ -55,17 +55,17 @@ class StagedStream:
     done: int = 0
 
     def run(self, work: Callable[[], None]) -> None:
-        """See `Lane.run`."""
+        """See `DeviceStream.run`."""
         self.device.give(self, work)
 
-    def mark(self) -> DeviceEvent:
-        """See `Lane.mark`."""
-        return self.device.mark(self)
+    def record(self) -> DeviceEvent:
+        """See `DeviceStream.record`."""
+        return self.device.record(self)
 
-    def after(self, mark: DeviceEvent) -> None:
-        """See `Lane.after`."""
-        assert isinstance(mark, _StagedEvent)
-        self.device.give(self, mark)
+    def wait_event(self, event: DeviceEvent) -> None:
+        """See `DeviceStream.wait_event`."""
+        assert isinstance(event, _StagedEvent)
+        self.device.give(self, event)
 
     @property
     def ready(self) -> bool:
@@ -75,14 +75,14 @@ class StagedStream:
 
 
 class _StagedGraph:
-    """See `Graph`. The work is done again; its result lies in the same memory each time. It holds nothing else."""
+    """See `CapturedGraph`. A replay does the work again; its result lies in the same memory each time."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self._work = work
         self.result, self.nbytes = torch.empty(0), 0
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
+        """See `CapturedGraph.replay`."""
         result = self._work()
         self.result = self.result.copy_(result) if self.result.numel() else result.clone()
 
@@ -101,8 +101,10 @@ class StagedDevice:
         self._eager: StagedStream | None = None
         self._failed: BaseException | None = None
         self._closed = False
-        self.compute, self.up, self.down = (StagedStream(self, self._random.choice(_LAZINESS)) for _ in range(3))
-        self._lanes = (self.compute, self.up, self.down)
+        self.compute, self.load_stream, self.store_stream = (
+            StagedStream(self, self._random.choice(_LAZINESS)) for _ in range(3)
+        )
+        self._streams = (self.compute, self.load_stream, self.store_stream)
         self._thread = threading.Thread(target=self._run, name="staged device", daemon=True)
         self._thread.start()
 
@@ -130,30 +132,30 @@ class StagedDevice:
             self._changed.notify_all()
         self._thread.join()
 
-    def give(self, lane: StagedStream, work: Callable[[], None] | _StagedEvent) -> None:
-        """More for a lane. Where the lane is eager, returns when it is done, as far as it may be."""
+    def give(self, stream: StagedStream, work: Callable[[], None] | _StagedEvent) -> None:
+        """Give a stream work. If the stream is eager, return when the work is done, as far as it may be."""
         with self._changed:
-            lane.waiting.append(work)
-            if self._random.random() < lane.eager:
-                self._eager = lane
+            stream.waiting.append(work)
+            if self._random.random() < stream.eager:
+                self._eager = stream
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._eager is not lane or self._closed)
+                self._changed.wait_for(lambda: self._eager is not stream or self._closed)
 
-    def mark(self, lane: StagedStream) -> _StagedEvent:
-        """The place behind all that a lane was given."""
+    def record(self, stream: StagedStream) -> _StagedEvent:
+        """Return the place behind all work of a stream."""
         with self._changed:
-            return _StagedEvent(lane, lane.done + len(lane.waiting))
+            return _StagedEvent(stream, stream.done + len(stream.waiting))
 
-    def wait(self, mark: _StagedEvent) -> None:
-        """Has done what a mark stands behind."""
+    def wait(self, event: _StagedEvent) -> None:
+        """Wait until the work before an event is done."""
         with self._changed:
-            self._demanded.append(mark)
+            self._demanded.append(event)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: mark.reached or self._failed is not None or self._closed)
-            self._demanded.remove(mark)
+            self._changed.wait_for(lambda: event.reached or self._failed is not None or self._closed)
+            self._demanded.remove(event)
             if self._failed is not None:
                 raise self._failed
-            assert mark.reached, "the device was closed"
+            assert event.reached, "the device was closed"
 
     # --- the device's thread ---------------------------------------------------------------------------------------
 
@@ -163,37 +165,37 @@ class StagedDevice:
                 self._changed.wait_for(lambda: self._closed or self._eager is not None or self._open())
                 if self._closed:
                     return
-                lane = self._next()
-                if lane is None:
+                stream = self._next()
+                if stream is None:
                     self._eager = None
                     self._changed.notify_all()
                 else:
-                    self._do(lane)
+                    self._do(stream)
 
     def _open(self) -> list[_StagedEvent]:
         """What threads wait for."""
-        return [] if self._failed is not None else [mark for mark in self._demanded if not mark.reached]
+        return [] if self._failed is not None else [event for event in self._demanded if not event.reached]
 
     def _next(self) -> StagedStream | None:
         """Whose next work is done: it is eager, or what is waited for needs it, or it is just drawn."""
         if self._eager is not None:
             return self._eager if self._eager.ready and self._failed is None else None
-        if self._random.random() < _JUST_SO:
-            return self._random.choice([lane for lane in self._lanes if lane.ready])
+        if self._random.random() < _UNASKED:
+            return self._random.choice([stream for stream in self._streams if stream.ready])
         return self._needed(self._random.choice(self._open()))
 
-    def _needed(self, mark: _StagedEvent) -> StagedStream:
-        """The lane whose next work leads to a mark."""
-        lane = mark.lane
-        while not lane.ready:
-            first = lane.waiting[0]
+    def _needed(self, event: _StagedEvent) -> StagedStream:
+        """Return the stream whose next work leads to an event."""
+        stream = event.stream
+        while not stream.ready:
+            first = stream.waiting[0]
             assert isinstance(first, _StagedEvent)
-            lane = first.lane
-        return lane
+            stream = first.stream
+        return stream
 
-    def _do(self, lane: StagedStream) -> None:
-        """Does the next work of a lane, without the lock."""
-        work = lane.waiting[0]
+    def _do(self, stream: StagedStream) -> None:
+        """Does the next work of a stream, without the lock."""
+        work = stream.waiting[0]
         if not isinstance(work, _StagedEvent):
             self._changed.release()
             failed: BaseException | None = None
@@ -204,6 +206,6 @@ class StagedDevice:
             finally:
                 self._changed.acquire()
             self._failed = failed
-        lane.waiting.popleft()
-        lane.done += 1
+        stream.waiting.popleft()
+        stream.done += 1
         self._changed.notify_all()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Self
+from collections.abc import Mapping, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ class _LeadingTokens:
         device: of the weights.
     """
 
-    keep: ClassVar[Callable[[Tensor, Tensor], None]]
-
     def __init__(self, goals: Mapping[int, float], rows: int, device: torch.device) -> None:
         self._rows = None if len(goals) == rows else send_to_device(torch.tensor(list(goals)), device)
         self._goals = send_to_device(torch.tensor(list(goals.values()), dtype=torch.float64), device)
@@ -31,17 +29,19 @@ class _LeadingTokens:
     def __call__(self, logits: Tensor, weights: Tensor) -> None:
         """See `WeightFilter`."""
         if self._rows is None:
-            self.keep(weights, self._goals)
+            self._keep(weights, self._goals)
             return
         part = weights[self._rows]
-        self.keep(part, self._goals)
+        self._keep(part, self._goals)
         weights.index_copy_(0, self._rows, part)
+
+    def _keep(self, weights: Tensor, goals: Tensor) -> None:
+        """Set all but the leading weights of each row to 0; `goals` [R] float64."""
+        raise NotImplementedError
 
 
 class TopK(_LeadingTokens):
     """Keeps the `top_k` tokens of highest weight; equal weights count in order of the token."""
-
-    keep = staticmethod(keep_top_k)
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
@@ -49,17 +49,21 @@ class TopK(_LeadingTokens):
         goals = {row: it.top_k for row, it in enumerate(params) if 0 < it.top_k < vocab}
         return cls(goals, len(params), device) if goals else None
 
+    def _keep(self, weights: Tensor, goals: Tensor) -> None:
+        keep_top_k(weights, goals)
+
 
 class TopP(_LeadingTokens):
     """Keeps tokens, in falling order of weight, before which less than `top_p` of the sum lies."""
-
-    keep = staticmethod(keep_top_p)
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
         """See `WeightFilter.of`."""
         goals = {row: it.top_p for row, it in enumerate(params) if it.top_p < 1}
         return cls(goals, len(params), device) if goals else None
+
+    def _keep(self, weights: Tensor, goals: Tensor) -> None:
+        keep_top_p(weights, goals)
 
 
 class MinP:

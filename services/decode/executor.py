@@ -162,7 +162,7 @@ class RunLoop:
 
     def cut(self, step: int, *, hurried: bool = False) -> None:
         """Ends the run with the step being computed; see `StopRun`."""
-        self._engine.cut(step, hurried=hurried)
+        self._engine.stop_run(step, urgent=hurried)
 
     def close(self) -> None:
         """Begins no more runs."""

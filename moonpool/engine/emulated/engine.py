@@ -197,7 +197,7 @@ class EmulatedEngine:
         """See `Engine.drop`."""
         self._flight(step_id).dropped.add(index)
 
-    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+    def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Each run ends with its first step."""
 
     def abort(self, step_id: int) -> None:

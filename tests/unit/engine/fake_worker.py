@@ -38,7 +38,7 @@ def run(step: Step, spec: StageSpec, gates: KVGates, channel: BlockingChannel) -
         if step.layer_events:
             channel.send(LayerDone(step.step_id, layer, 0, 1))
     ended = any(token in share.end_token_ids for token, share in zip(sums, step.sequences, strict=True))
-    over = aborted or ended or step.steps == 1 or gates.is_cut(step.step_id)
+    over = aborted or ended or step.steps == 1 or gates.is_stopped(step.step_id)
     following = None if over else replace(step, steps=step.steps - 1)
     if over:
         gates.done(step.step_id)

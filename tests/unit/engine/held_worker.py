@@ -1,4 +1,4 @@
-"""The real worker on a staged device one of whose copying lanes, `HELD_LANE` (up or down), stops in its first copy.
+"""The real worker on a staged device one of whose copying streams, `HELD_STREAM` (up or down), stops in its first copy.
 
 It says so with a byte to the FIFO `HELD_TOLD`, and goes no further.
 """
@@ -12,16 +12,16 @@ from unittest import mock
 
 from moonpool.engine import worker
 from moonpool.platforms import stage_platform
-from moonpool.platforms.names import DeviceName
+from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.staged import StagedDevice, StagedStream
 
 
 class Held(StagedDevice):
     """See above."""
 
-    def give(self, lane: StagedStream, work: Callable[[], None] | Any) -> None:
-        held = self.up if os.environ["HELD_LANE"] == "up" else self.down
-        super().give(lane, hold if lane is held and callable(work) else work)
+    def give(self, stream: StagedStream, work: Callable[[], None] | Any) -> None:
+        held = self.load_stream if os.environ["HELD_STREAM"] == "up" else self.store_stream
+        super().give(stream, hold if stream is held and callable(work) else work)
 
 
 def hold() -> None:

@@ -16,7 +16,7 @@ from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
 from moonpool.models.loader import load_stage
-from moonpool.platforms.interface import Device
+from moonpool.platforms.base import Device
 from moonpool.platforms.stage_platform import stage_platform
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
@@ -89,7 +89,7 @@ def stages(path: Path, count: int, device: Device | None = None) -> Iterator[Sta
     it = Stages(path, pool, device)
     yield it
     for runner in it.runners:
-        runner.place.close()
+        runner.platform.close()
     pool.close()
 
 

@@ -26,9 +26,9 @@ from moonpool.kv.pool import KVPool
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.stage import StageModel
+from moonpool.platforms.base import CapturedGraph, Device
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.platforms.cuda import CudaDevice
-from moonpool.platforms.interface import CapturedGraph, Device
 from moonpool.platforms.kv_memory import CallbackThread, TieredKVMemory
 from moonpool.platforms.stage_platform import StagePlatform
 from moonpool.platforms.staged import StagedDevice
@@ -149,11 +149,11 @@ def rig(
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
     [part] = pool.parts
-    courier = CallbackThread(nothing_fails)
-    place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), courier)
+    callbacks = CallbackThread(nothing_fails)
+    place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), callbacks)
     if device is not None:
-        memory = TieredKVMemory(part, device, courier, buffers)
-        place = StagePlatform(device.torch_device, device.compute, memory, courier, device)
+        memory = TieredKVMemory(part, device, callbacks, buffers)
+        place = StagePlatform(device.torch_device, device.compute, memory, callbacks, device)
     it = Rig(model, pool, place)
     if graphs and device is not None:
         it.runner.graphs = DecodeGraphs(device, model, place.memory, GraphCache(BLOCKS * SIZE), BLOCKS * SIZE)
@@ -328,8 +328,8 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
     layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
     pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
     later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
-    courier = CallbackThread(nothing_fails)
-    memory = TieredKVMemory(pool.parts[1], device, courier)
+    callbacks = CallbackThread(nothing_fails)
+    memory = TieredKVMemory(pool.parts[1], device, callbacks)
     graphs = DecodeGraphs(device, later, memory, GraphCache(SIZE), SIZE)
     shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
     batch = PackedBatch.build([(it.token_ids, it.start, it.block_table) for it in shares], SIZE)
@@ -340,13 +340,13 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
         eager, captured, replayed = [graphs.run(shape, batch, hidden.clone()) for _ in range(3)]
     assert torch.equal(captured, eager)
     assert torch.equal(replayed, eager)
-    courier.close()
+    callbacks.close()
     device.close()
     pool.close()
 
 
 class Interrupted(CpuStream):
-    """A lane during whose second work something else happens."""
+    """A stream during whose second work something else happens."""
 
     def __init__(self, happens: Callable[[], None]) -> None:
         self._happens = iter([lambda: None, happens])
@@ -361,7 +361,7 @@ class AtOnce:
 
     def __init__(self, happens: Callable[[], None]) -> None:
         self.torch_device = torch.device("cpu")
-        self.compute, self.up, self.down = CpuStream(), Interrupted(happens), CpuStream()
+        self.compute, self.load_stream, self.store_stream = CpuStream(), Interrupted(happens), CpuStream()
 
     def memory(self, shape: tuple[int, ...], beside: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8)
@@ -383,7 +383,7 @@ def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageMo
     wrong: Slices = [(bytes(len(data)), 0) for data, _ in right[0]]
 
     def held(it: Rig) -> bytes:
-        return it.runner.place.memory.kv[0, 4].numpy().tobytes()
+        return it.runner.platform.memory.kv[0, 4].numpy().tobytes()
 
     rigs: list[Rig] = []
     with rig(model, AtOnce(lambda: rigs[0].write(4, right[0]))) as it:

@@ -143,10 +143,10 @@ async def test_each_step_of_a_run_is_told_until_it_ends_or_is_cut() -> None:
         assert [it.sampled for it in (*told, result)] == [(WORK,)] * 3
 
         def cut(_: StepResult) -> None:
-            engine.cut(2)
+            engine.stop_run(2)
 
         assert (await engine.run(Step(2, (share,), steps=1 << 40), on_step=cut)).sampled == (WORK,)
-        engine.cut(2)  # too late: ignored
+        engine.stop_run(2)  # too late: ignored
         assert (await engine.run(step(3, WORK))).sampled == (WORK,)
 
 

@@ -52,7 +52,7 @@ def test_a_run_computes_what_its_steps_compute_one_by_one(checkpoint: Path) -> N
         ending = replace(share, end_token_ids=frozenset(tokens[3:4]))
         stop = tokens.index(tokens[3]) if tokens[3] in tokens[1:3] else 3
         assert [it.over for it in several.run(Step(3, (ending,), steps=5))[6:]] == [False] * (stop - 1) + [True]
-        several.gates[0].cut(4)
+        several.gates[0].stop_run(4)
         assert several.run(Step(4, (share,), steps=5))[-1].over
         assert not len(several.gates[0])
 
@@ -135,7 +135,7 @@ def test_a_grammar_is_waited_for_behind_the_layers_of_a_runs_first_step(checkpoi
     formed = SampleSpec(SamplingParams(temperature=0.0, response_format="regex", grammar="a"))
     with stages(checkpoint, 1) as one:
         one.run(whole())
-        block = one.runners[0].place.memory.kv[:, 6]
+        block = one.runners[0].platform.memory.kv[:, 6]
         block.zero_()
         with closing(Uncompiled(lambda: bool(block.any()))) as masks:
             one.runners[0].masks = masks
@@ -205,7 +205,7 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
         expected = [it.sampled for it in one.run(Step(2, shares, steps=2))[1:]]
         del one.events[:]
         assert one.runners[0].run(Step(3, shares, steps=6))
-        one.runners[0].place.memory.kv[:, 6] = torch.nan
+        one.runners[0].platform.memory.kv[:, 6] = torch.nan
         assert not one.runners[0].go_on()
         first, told = [it for it in one.events if isinstance(it, StageDone)]
         assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))
@@ -233,7 +233,7 @@ def test_steps_before_the_one_that_is_aborted_are_told_and_that_one_has_no_token
 ) -> None:
     with stages(checkpoint, 1) as one:
         [runner] = one.runners
-        monkeypatch.setattr(runner.model, "going_on", lambda *_, **__: Halted())
+        monkeypatch.setattr(runner.model, "native_run", lambda *_, **__: Halted())
         assert runner.run(Step(1, (SequenceStep(ids(7), 0, (4,), GREEDY),), patient=True, steps=6))
         assert not runner.go_on()
         [told] = [it for it in one.events if isinstance(it, StageDone)]

@@ -64,7 +64,9 @@ def test_plan(folder: Path) -> None:
     graphs = {how: engine_setup(config(folder, cuda_graphs=how), decode=True).spec.graphs for how in ("auto", "off")}
     assert graphs == {"auto": True, "off": False}
     sketches = {
-        (how, stages, decode): engine_setup(config(folder, head_sketch=how), stages=stages, decode=decode).spec.sketch
+        (how, stages, decode): engine_setup(
+            config(folder, head_sketch=how), stages=stages, decode=decode
+        ).spec.int8_head
         for how, stages, decode in (("auto", 1, True), ("off", 1, True), ("auto", 2, True), ("auto", 1, False))
     }
     assert [key for key, wanted in sketches.items() if wanted] == [("auto", 1, True)]

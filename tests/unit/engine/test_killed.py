@@ -102,12 +102,12 @@ async def hearing(path: Path) -> AsyncIterator[asyncio.Event]:
 
 
 @pytest.mark.parametrize("seed", [2, 10], ids=["lazy", "eager"])
-@pytest.mark.parametrize("lane", ["down", "up"])
+@pytest.mark.parametrize("stream", ["down", "up"])
 async def test_killed_in_a_copy(
-    checkpoint: Path, told: Path, monkeypatch: pytest.MonkeyPatch, lane: str, seed: int
+    checkpoint: Path, told: Path, monkeypatch: pytest.MonkeyPatch, stream: str, seed: int
 ) -> None:
-    """Out of the device in a swap, or into it in the step after one; an eager lane holds the computing thread, too."""
-    monkeypatch.setenv("HELD_LANE", lane)
+    """Out of the device in a swap, or into it in the step after one; an eager one holds the computing thread, too."""
+    monkeypatch.setenv("HELD_STREAM", stream)
     monkeypatch.setenv("HELD_TOLD", str(told))
     swapping = {"preemption": "swap", "preempt_every": 1, "device": f"staged:{seed}"}
     async with hearing(told) as held, living(checkpoint, **swapping) as life, conducting(life) as conductor:
@@ -120,8 +120,8 @@ async def test_killed_in_a_copy(
         async with asyncio.timeout(WAIT_S):
             await held.wait()
         core = service.core
-        assert core.count(RequestStatus.SWAPPING_OUT) == (lane == "down")
-        assert service.executor.step_in_flight == (lane == "up")
+        assert core.count(RequestStatus.SWAPPING_OUT) == (stream == "down")
+        assert service.executor.step_in_flight == (stream == "up")
         assert core.blocks.num_used == 1, "what is being copied is nobody else's"
         copies = [asyncio.ensure_future(engine.fetch((block,))) for block in range(MAX_FETCHES + 2)]
         await asyncio.sleep(0)

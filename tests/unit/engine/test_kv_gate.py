@@ -73,25 +73,25 @@ def test_waiting_ends_when_another_thread_opens_or_aborts() -> None:
 def test_a_watch_shows_what_happens_to_its_step_from_then_on() -> None:
     gates = KVGates()
     gates.open(1, 1)
-    watch = gates.watch(1, gated=True)
-    assert [watch.stopped(layer) for layer in (0, 1, 2)] == [False, False, True]
+    signals = gates.signals(1, gated=True)
+    assert [signals.stopped(layer) for layer in (0, 1, 2)] == [False, False, True]
     gates.open(1, 4)
     gates.open(1, 2)  # older news
-    assert [watch.stopped(layer) for layer in (2, 4, 5)] == [False, False, True]
+    assert [signals.stopped(layer) for layer in (2, 4, 5)] == [False, False, True]
     gates.open(2, 9)
     gates.abort(2)
-    assert [watch.stopped(layer) for layer in (4, 5)] == [False, True]
+    assert [signals.stopped(layer) for layer in (4, 5)] == [False, True]
     gates.abort(1)
-    assert watch.stopped(0)
+    assert signals.stopped(0)
 
 
 def test_without_gates_only_an_abort_stops_and_one_that_came_before_counts() -> None:
     gates = KVGates()
-    free = gates.watch(1, gated=False)
+    free = gates.signals(1, gated=False)
     assert not free.stopped(1000)
     assert not gates.wait(1, 0, 0)  # nobody opened it in time: given up
     assert free.stopped(0)
     gates.abort(2)
-    assert gates.watch(2, gated=False).stopped(0)
+    assert gates.signals(2, gated=False).stopped(0)
     gates.done(2)
-    assert not gates.watch(3, gated=False).stopped(0)
+    assert not gates.signals(3, gated=False).stopped(0)

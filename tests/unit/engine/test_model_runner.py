@@ -30,10 +30,10 @@ def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoin
         assert [(d.stage, d.aborted) for d in done] == [(0, False), (1, False)]
         assert done[0].sampled == ()
         assert done[1].sampled == (None, *expected.sampled)
-        got = torch.cat([runner.place.memory.kv for runner in two.runners])
-        torch.testing.assert_close(got[:, [4, 1]], one.runners[0].place.memory.kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
+        got = torch.cat([runner.platform.memory.kv for runner in two.runners])
+        torch.testing.assert_close(got[:, [4, 1]], one.runners[0].platform.memory.kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(
-            got[:, 6, :, :, :8], one.runners[0].place.memory.kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5
+            got[:, 6, :, :, :8], one.runners[0].platform.memory.kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5
         )
 
 
@@ -251,8 +251,8 @@ def test_who_gives_way_hears_that_somebody_waits_who_is_not_patient(checkpoint: 
         heard: list[bool] = []
 
         def give_way(urgent: Callable[[], bool]) -> None:
-            for hurried in (False, True):
-                one.gates[0].cut(1, hurried=hurried)
+            for end_now in (False, True):
+                one.gates[0].stop_run(1, urgent=end_now)
                 heard.append(urgent())
 
         one.runners[0].give_way = give_way

@@ -93,5 +93,5 @@ def test_answers_go_on_when_earlier_ones_have_used_up_a_grammars_states() -> Non
             assert made is not None
             assert made.now().failed == {}
             bits = int.from_bytes(made.now().masks[0], "little")
-            made = masks.go_on([random.choice([token for token in range(3, CONFIG.vocab_size) if bits >> token & 1])])
+            made = masks.advance([random.choice([token for token in range(3, CONFIG.vocab_size) if bits >> token & 1])])
     masks.close()

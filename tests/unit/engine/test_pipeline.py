@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.engine.pipeline import StageLinks, wire_of
+from moonpool.engine.pipeline import StageLinks, collectives_of
 from moonpool.errors import Internal, Unavailable
+from moonpool.platforms.registry import PLATFORMS
 
 FORK = multiprocessing.get_context("fork")
 WIDTH = 3
@@ -40,7 +41,8 @@ def second(links: StageLinks, end: Connection) -> None:
 
 
 def run(folder: Path, stage: int, does: Callable[[StageLinks, Connection], None], end: Connection) -> None:
-    does(StageLinks(folder, stage, 2, "gloo", hidden_size=WIDTH, dtype=torch.float32, timeout_s=20.0), end)
+    cpu = torch.device("cpu")
+    does(StageLinks(folder, stage, 2, "gloo", device=cpu, hidden_size=WIDTH, dtype=torch.float32, timeout_s=20.0), end)
 
 
 def test_hidden_states_go_through_and_a_stage_that_is_gone_is_named(tmp_path: Path) -> None:
@@ -61,5 +63,6 @@ def test_hidden_states_go_through_and_a_stage_that_is_gone_is_named(tmp_path: Pa
 
 
 def test_gpus_send_to_gpus() -> None:
-    assert wire_of("cuda", nccl=True) == "nccl"
-    assert [wire_of("cuda", nccl=False), wire_of("cpu", nccl=True), wire_of("staged", nccl=True)] == ["gloo"] * 3
+    assert collectives_of(PLATFORMS["cuda"], nccl=True) == "nccl"
+    assert collectives_of(PLATFORMS["cuda"], nccl=False) == "gloo"
+    assert [collectives_of(PLATFORMS[kind], nccl=True) for kind in ("cpu", "staged")] == ["gloo"] * 2

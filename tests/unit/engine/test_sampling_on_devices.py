@@ -9,7 +9,7 @@ import pytest
 
 from kernels.choice import VARIABLE
 from moonpool.engine.messages import StageDone
-from moonpool.platforms.interface import Device
+from moonpool.platforms.base import Device
 from moonpool.platforms.staged import StagedDevice
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceStep, Step

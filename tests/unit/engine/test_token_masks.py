@@ -126,13 +126,13 @@ def test_a_run_has_the_masks_of_its_steps_and_gives_its_parsers_back(masks: Mask
     assert length > STEPS_PER_MEMORY_CHECK
     assert begun(running, *specs(0)) == begun(masks, *specs(0))
     for at in range(1, length):
-        made = running.go_on([7, *(whole[at - 1] for whole in wholes)])
+        made = running.advance([7, *(whole[at - 1] for whole in wholes)])
         assert made is not None
         assert made.now().failed == {}
         assert {index: bytes(mask) for index, mask in made.now().masks.items()} == begun(masks, *specs(at))
     assert next(looks, None) is None
     assert begun(running, *specs(length)) == begun(masks, *specs(length))
-    wrong = running.go_on([7, 7, 7])
+    wrong = running.advance([7, 7, 7])
     assert wrong is not None
     assert sorted(wrong.now().failed) == [1, 2]
     running.close()
@@ -154,7 +154,7 @@ def test_masks_are_made_early_unless_a_grammar_has_to_be_waited_for() -> None:
     mask = made.now().masks[0]
     a, end = (TOKENIZER.encode(text, add_special=False)[0] for text in "a!")
     assert a in allowed(mask)
-    following = late.go_on([a])
+    following = late.advance([a])
     assert a in allowed(mask)
     assert following is not None
     following.early()
@@ -224,7 +224,7 @@ def test_what_cannot_be_followed_has_no_mask(masks: MaskBuilder) -> None:
     assert list(made.now().failed) == [0]
     assert 2 in made.now().masks
     assert masks.begin(MaskRequest.of(step_of(SampleSpec()))) is None
-    assert masks.go_on([5]) is None
+    assert masks.advance([5]) is None
     strange = SequenceSampling.of(SamplingParams(response_format="regex", grammar="x"), 1, CONFIG.eos_token_ids)
     assert refused(masks, strange.at(PROMPT))
 

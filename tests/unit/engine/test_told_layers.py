@@ -1,4 +1,4 @@
-"""Steps that tell their layers: all of them are one native call, and a courier tells each when it is computed."""
+"""Steps that tell their layers: all of them are one native call, and a callbacks tells each when it is computed."""
 
 import random
 import threading
@@ -28,7 +28,7 @@ BLOCKS = ((4, 16), (1, 16), (6, 8))
 
 
 class Counting(CpuStream):
-    """A lane that counts what it was given."""
+    """A stream that counts what it was given."""
 
     def __init__(self) -> None:
         self.given = 0
@@ -52,18 +52,18 @@ class Told:
     names: list[int | str] = field(default_factory=list)
     threads: list[threading.Thread] = field(default_factory=list)
     then: Callable[[int], None] = lambda layer: None
-    lane: Counting = field(default_factory=Counting)
+    stream: Counting = field(default_factory=Counting)
 
     def __post_init__(self) -> None:
         [runner] = self.engine.runners
         runner.emit, runner.gate_timeout_s = self._emit, 60.0
-        runner.place = replace(runner.place, lane=self.lane)
+        runner.platform = replace(runner.platform, stream=self.stream)
 
     def run(self, step_id: int = 1, *, gated: bool = False) -> list[int | str]:
         """What a step tells, in a pool that was emptied."""
         self.names.clear()
-        self.lane.given = 0
-        self.engine.runners[0].place.memory.kv.zero_()
+        self.stream.given = 0
+        self.engine.runners[0].platform.memory.kv.zero_()
         for layer in range(LAYERS):
             for block, _ in BLOCKS:
                 self.engine.pool.parts[0].set_hash(layer, block, 0)
@@ -103,7 +103,7 @@ def told(checkpoint: Path) -> Iterator[Told]:
 def test_layers_are_one_call_and_told_by_another_thread_before_the_step(checkpoint: Path) -> None:
     with told(checkpoint) as it:
         assert it.run() == [0, 1, 2, 3, "done"]
-        assert it.lane.given == 3, "embedding, layers, choice"
+        assert it.stream.given == 3, "embedding, layers, choice"
         me = threading.current_thread()
         assert [thread is me for thread in it.threads] == [False] * LAYERS + [True]
         assert it.run(2) == [0, 1, 2, 3, "done"]
@@ -113,7 +113,7 @@ def test_in_torch_this_thread_tells_them_layer_by_layer(checkpoint: Path, monkey
     monkeypatch.setenv(VARIABLE, "torch")
     with told(checkpoint) as it:
         assert it.run() == [0, 1, 2, 3, "done"]
-        assert it.lane.given == LAYERS + 2
+        assert it.stream.given == LAYERS + 2
         assert set(it.threads) == {threading.current_thread()}
 
 
@@ -168,7 +168,7 @@ def test_a_step_ends_when_all_its_layers_are_told_however_slow_that_is(checkpoin
                 computed.set()
 
     with stages(checkpoint, 1) as engine:
-        it = Told(engine, lane=Chosen())
+        it = Told(engine, stream=Chosen())
         it.then = lambda layer: waited.append(computed.wait(60))
         assert it.run() == [0, 1, 2, 3, "done"]
         assert waited == [True] * LAYERS
@@ -179,17 +179,17 @@ class Broken(CpuKVMemory):
 
     ERROR = OSError("no")
 
-    def leave(self, layer: int, then: OnDone | None) -> None:
+    def finish_layer(self, layer: int, then: OnDone | None) -> None:
         if layer == 1:
             raise self.ERROR
-        super().leave(layer, then)
+        super().finish_layer(layer, then)
 
 
 def test_a_layer_that_cannot_be_sealed_fails_the_step(checkpoint: Path) -> None:
     with stages(checkpoint, 1) as engine:
         it = Told(engine)
         [runner], [part] = engine.runners, engine.pool.parts
-        runner.place = replace(runner.place, memory=Broken(part))
+        runner.platform = replace(runner.platform, memory=Broken(part))
         with pytest.raises(OSError, match="no"):
             it.run()
         assert it.names == [0]

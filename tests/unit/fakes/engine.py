@@ -281,7 +281,7 @@ class FakeEngine:
     def drop(self, step_id: int, index: int) -> None:
         self.drops.append((step_id, index))
 
-    def cut(self, step_id: int, *, hurried: bool = False) -> None:
+    def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         self.cuts.append(step_id)
 
     def abort(self, step_id: int) -> None:

@@ -39,10 +39,10 @@ class Whole:
         starts: tuple[int, ...] = STARTS,
         tables: tuple[tuple[int, ...], ...] = TABLES,
         *,
-        sketched: bool = False,
+        int8_head: bool = False,
     ) -> None:
         self.config = config = load_config(path)
-        self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers, sketched=sketched)
+        self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers, int8_head=int8_head)
         blocks = 1 + max(map(max, tables))
         shape = (config.num_layers, blocks, config.num_kv_heads, 2, BLOCK, config.head_dim)
         self.pool = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
@@ -66,7 +66,7 @@ class Whole:
 @torch.inference_mode()
 def test_the_same_bits_as_one_by_one(family: str, checkpoint: Callable[[str], Path]) -> None:
     mine, other = Whole(checkpoint(family)), Whole(checkpoint(family))
-    run = mine.stage.going_on(mine.batch, mine.pool, 8, mine.chosen.buffer_info()[0])
+    run = mine.stage.native_run(mine.batch, mine.pool, 8, mine.chosen.buffer_info()[0])
     assert run is not None
     for _ in range(8):
         expected = other.one_by_one()
@@ -88,7 +88,7 @@ def test_behind_the_positions_whose_angles_are_kept(tmp_path: Path) -> None:
     path = create("tiny-llama", tmp_path / "long", overrides={"max_position_embeddings": 2 * TABLE})
     starts, tables = (TABLE - 2, 3), (tuple(range(TABLE // BLOCK + 1)), (TABLE // BLOCK + 1,))
     mine, other = Whole(path, starts, tables), Whole(path, starts, tables)
-    run = mine.stage.going_on(mine.batch, mine.pool, 4, mine.chosen.buffer_info()[0])
+    run = mine.stage.native_run(mine.batch, mine.pool, 4, mine.chosen.buffer_info()[0])
     assert run is not None
     for _ in range(4):
         assert not run.go_on().stopped
@@ -98,8 +98,8 @@ def test_behind_the_positions_whose_angles_are_kept(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_a_run_that_was_given_up_computes_no_further_step(checkpoint: Callable[[str], Path]) -> None:
     gates, whole = KVGates(), Whole(checkpoint("tiny-llama"))
-    watch = gates.watch(1, gated=False)
-    run = whole.stage.going_on(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], watch=watch)
+    signals = gates.signals(1, gated=False)
+    run = whole.stage.native_run(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], signals=signals)
     assert run is not None
     assert run.go_on().steps == 1
     gates.abort(1)
@@ -112,11 +112,11 @@ def test_a_run_that_was_given_up_computes_no_further_step(checkpoint: Callable[[
 def test_a_run_keeps_what_it_watches(checkpoint: Callable[[str], Path]) -> None:
     """Native code reads the watch's memory, also where its step is done and the gates have forgotten it."""
     gates, whole = KVGates(), Whole(checkpoint("tiny-llama"))
-    watch = gates.watch(1, gated=False)
-    alive = weakref.ref(watch)
-    run = whole.stage.going_on(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], watch=watch)
+    signals = gates.signals(1, gated=False)
+    alive = weakref.ref(signals)
+    run = whole.stage.native_run(whole.batch, whole.pool, 8, whole.chosen.buffer_info()[0], signals=signals)
     assert run is not None
-    del watch
+    del signals
     gates.done(1)
     assert alive() is not None
     assert run.go_on().steps == 1
@@ -127,7 +127,7 @@ def test_a_run_keeps_what_it_watches(checkpoint: Callable[[str], Path]) -> None:
 @torch.inference_mode()
 def test_tables_that_lead_out_of_the_pool_are_left_to_the_checks(checkpoint: Callable[[str], Path]) -> None:
     whole = Whole(checkpoint("tiny-llama"))
-    assert whole.stage.going_on(whole.batch, whole.pool[:, :15], 8, whole.chosen.buffer_info()[0]) is None
+    assert whole.stage.native_run(whole.batch, whole.pool[:, :15], 8, whole.chosen.buffer_info()[0]) is None
 
 
 def steps_until(ends: set[int], steps: list[list[int]]) -> int:
@@ -147,10 +147,12 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
     samplers = [Sampler(specs, mine.config.vocab_size, torch.device("cpu"), 9) for _ in range(2)]
     for sampler in samplers:
         sampler.sample(torch.randn(len(STARTS), mine.config.vocab_size, generator=torch.Generator().manual_seed(2)))
-    address = samplers[0].native.tokens_address
+    rows = samplers[0].native
+    assert rows is not None
+    address = rows.tokens_address
     assert address is not None
-    watch = gates.watch(1, gated=False)
-    run = mine.stage.going_on(mine.batch, mine.pool, 8, address, watch=watch)
+    signals = gates.signals(1, gated=False)
+    run = mine.stage.native_run(mine.batch, mine.pool, 8, address, signals=signals)
     assert run is not None
     ctypes.memmove(other.chosen.buffer_info()[0], address, 4 * len(STARTS))
     expected = []
@@ -159,12 +161,12 @@ def test_several_steps_of_one_call_choose_the_same_tokens(
         expected.append([token for [token] in samplers[1].sample(other.one_by_one()).tokens])
         other.chosen = array("i", expected[-1])
     ends = {expected[2][1]}
-    run.choose_by(samplers[0].native.attach, ends)
-    assert run.alone
+    run.sample_by(rows.attach, ends)
+    assert run.samples
     found: list[list[int]] = []
     for most, until_ns, cut in ((8, 2**62, False), (2, 2**62, False), (8, 0, False), (2, 2**62, True)):
         if cut:
-            gates.cut(1)
+            gates.stop_run(1)
         at_once = 1 if cut or not until_ns else most
         wanted = steps_until(ends, expected[len(found) :][:at_once])
         done = run.go_on(most, until_ns)
@@ -192,17 +194,19 @@ def test_greedy_tokens_by_a_sketch_of_the_head_are_the_same(how: str, checkpoint
     """Whatever else is wanted of a row takes all logits, and so do more rows."""
     specs, found = SPECS[how], {}
     for sketched in (False, True):
-        whole = Whole(checkpoint("tiny-llama"), STARTS[: len(specs)], TABLES[: len(specs)], sketched=sketched)
-        assert (whole.stage.sketch is not None) is sketched
+        whole = Whole(checkpoint("tiny-llama"), STARTS[: len(specs)], TABLES[: len(specs)], int8_head=sketched)
+        assert (whole.stage.int8_head is not None) is sketched
         sampler = Sampler(specs, whole.config.vocab_size, torch.device("cpu"), 9)
-        address = sampler.native.tokens_address
+        rows = sampler.native
+        assert rows is not None
+        address = rows.tokens_address
         assert address is not None
-        sampler.native.set_previous(whole.chosen.tolist())
-        run = whole.stage.going_on(whole.batch, whole.pool, 8, address)
+        rows.set_previous(whole.chosen.tolist())
+        run = whole.stage.native_run(whole.batch, whole.pool, 8, address)
         assert run is not None
-        run.choose_by(sampler.native.attach, ())
+        run.sample_by(rows.attach, ())
         if how == "masked":
-            sampler.native.set_masks({0: memoryview(bytearray(b"\x02" * (whole.config.vocab_size // 8)))})
+            rows.set_masks({0: memoryview(bytearray(b"\x02" * (whole.config.vocab_size // 8)))})
         run.logits.fill_(torch.nan)
         assert run.go_on(8, 2**62).steps == 8
         found[sketched] = run.tokens(8), bool(run.logits.isnan().all())

@@ -89,7 +89,7 @@ class Checked:
             if self.mode == "torch":
                 return [self._after(batch := batch.after(its), pool) for its in tokens]
             chosen = array("i", tokens[0])
-            run = self.stage.going_on(batch, pool, len(tokens), chosen.buffer_info()[0])
+            run = self.stage.native_run(batch, pool, len(tokens), chosen.buffer_info()[0])
             assert run is not None
             logits = []
             for its in tokens:
@@ -265,7 +265,7 @@ def test_rows_that_nobody_wants_are_left_out_of_the_last_layer(mode: str, checkp
     counts = batch.query_start.diff().tolist()
     _, whole, pool = checked.run(work.batch, prefixes)
     for tails in ([0] * 6, [1] * 6, counts, [counts[0], 1, 0, counts[3], 0, 1], [min(2, count) for count in counts]):
-        _, hidden, same_pool = checked.run(work.batch, prefixes, tails=tails)
+        _, hidden, same_pool = checked.run(work.batch, prefixes, last_rows=tails)
         torch.testing.assert_close(same_pool, pool, rtol=0, atol=0, equal_nan=True)
         ends = batch.query_start.tolist()[1:]
         wanted = [row for end, tail in zip(ends, tails, strict=True) for row in range(end - tail, end)]
@@ -290,17 +290,17 @@ def test_a_step_stops_at_a_shut_gate_and_goes_on_from_there(mode: str, checkpoin
     checked = Checked(checkpoint("tiny-llama"), torch.float32, mode)
     work, prefixes = draw(checked.config, chosen, 3, 20)
     _, whole, pool = checked.run(work.batch, prefixes)
-    watch = Words(0, 1)
-    came, hidden, part = checked.run(work.batch, prefixes, watch=watch)
+    signals = Words(0, 1)
+    came, hidden, part = checked.run(work.batch, prefixes, signals=signals)
     assert came == 2
     assert torch.equal(torch.isnan(part[2:]), torch.isnan(prefixes[2:]))
-    watch.words[1] = 3
-    came, hidden = checked.go_on(hidden, work.batch, part, 2, watch=watch)
+    signals.words[1] = 3
+    came, hidden = checked.go_on(hidden, work.batch, part, 2, signals=signals)
     assert came == 4
     assert torch.equal(hidden, whole)
     torch.testing.assert_close(part, pool, rtol=0, atol=0, equal_nan=True)
-    watch.words[0] = 1
-    assert checked.go_on(hidden, work.batch, part, 0, watch=watch)[0] == 0
+    signals.words[0] = 1
+    assert checked.go_on(hidden, work.batch, part, 0, signals=signals)[0] == 0
 
 
 @torch.inference_mode()

@@ -48,10 +48,10 @@ class Work:
         config = self.stage.config
         self._pool = torch.zeros(LAST - FIRST, 2, config.num_kv_heads, 2, BLOCK, config.head_dim)
 
-    def run(self, first: int, progress: Progress, watch: Shut | None = None) -> int:
+    def run(self, first: int, progress: Progress, signals: Shut | None = None) -> int:
         """Layers from one on; returns what it came to."""
         hidden = torch.ones(20, self.stage.config.hidden_size)
-        return self.stage.run(hidden, self.batch, self._pool, first, LAST, watch=watch, progress=progress)[0]
+        return self.stage.run(hidden, self.batch, self._pool, first, LAST, signals=signals, progress=progress)[0]
 
     def progress(self) -> Progress:
         progress = self.stage.progress()

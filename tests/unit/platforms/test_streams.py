@@ -1,4 +1,4 @@
-"""Couriers, the lanes of a CPU that behaves like a GPU, and names of devices."""
+"""Callback threads, the streams of a CPU that behaves like a GPU, and names of devices."""
 
 from functools import partial
 
@@ -6,44 +6,44 @@ import pytest
 
 from moonpool.errors import ConfigError
 from moonpool.platforms.kv_memory import CallbackThread
-from moonpool.platforms.names import DeviceName
+from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.stage_platform import open_device
 from moonpool.platforms.staged import StagedDevice
 
 
-def test_a_courier_that_fails_says_so_and_does_nothing_more() -> None:
+def test_a_callback_thread_that_fails_says_so_and_does_nothing_more() -> None:
     said: list[BaseException] = []
     done: list[int] = []
-    courier, error = CallbackThread(said.append), ValueError("no")
+    callbacks, error = CallbackThread(said.append), ValueError("no")
 
     def fail() -> None:
         raise error
 
-    errands = [courier.send(lambda: done.append(1)), courier.send(fail), courier.send(lambda: done.append(2))]
-    errands[0].over.wait()
-    for errand in errands[1:]:
+    calls = [callbacks.send(lambda: done.append(1)), callbacks.send(fail), callbacks.send(lambda: done.append(2))]
+    calls[0].over.wait()
+    for call in calls[1:]:
         with pytest.raises(ValueError, match="no"):
-            errand.wait()
-    courier.close()
+            call.wait()
+    callbacks.close()
     assert (said, done) == ([error], [1])
 
 
-def test_what_a_lane_raises_is_raised_to_who_waits() -> None:
+def test_what_a_stream_raises_is_raised_to_who_waits() -> None:
     device = StagedDevice(1)
     device.compute.run(lambda: dict[str, None]().pop("missing"))
     with pytest.raises(KeyError):
-        device.compute.mark().wait()
+        device.compute.record().wait()
     device.close()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_lanes_keep_their_own_order_and_what_marks_say(seed: int) -> None:
+def test_streams_keep_their_own_order_and_wait_for_events(seed: int) -> None:
     device, done = StagedDevice(seed), list[int]()
     for number in range(4):
         device.compute.run(partial(done.append, number))
-        device.up.after(device.compute.mark())
-        device.up.run(partial(done.append, 10 + number))
-    device.up.mark().wait()
+        device.load_stream.wait_event(device.compute.record())
+        device.load_stream.run(partial(done.append, 10 + number))
+    device.load_stream.record().wait()
     assert [it for it in done if it < 10] == [0, 1, 2, 3]
     assert [it for it in done if it >= 10] == [10, 11, 12, 13]
     assert all(done.index(number) < done.index(10 + number) for number in range(4))
@@ -51,13 +51,13 @@ def test_lanes_keep_their_own_order_and_what_marks_say(seed: int) -> None:
 
 
 def test_lazy_work_is_not_done_before_somebody_waits() -> None:
-    """Which seeds are lazy in which lane is the device's own; some are, and some are not."""
+    """Which seeds are lazy in which stream is the device's own; some are, and some are not."""
     early = set()
     for seed in range(20):
         device, done = StagedDevice(seed), list[int]()
-        device.up.run(partial(done.append, 1))
+        device.load_stream.run(partial(done.append, 1))
         early.add(len(done))
-        device.up.mark().wait()
+        device.load_stream.record().wait()
         assert done == [1]
         device.close()
     assert early == {0, 1}
@@ -71,4 +71,11 @@ def test_names() -> None:
     for wrong in ("", "gpu", "cpu:1", "cuda:", "cuda:a", "cuda:-1", "staged:1:2"):
         with pytest.raises(ConfigError) as caught:
             DeviceName.parse(wrong)
+        assert caught.value.field == "device"
+
+
+def test_a_kind_that_is_not_registered_is_refused() -> None:
+    for ask in (open_device, lambda name: name.platform):
+        with pytest.raises(ConfigError) as caught:
+            ask(DeviceName("tpu"))
         assert caught.value.field == "device"

@@ -61,8 +61,8 @@ def test_nothing_is_looked_at_between_logits_and_tokens(vocabulary: int) -> None
             rows.advance([1] * 40)
     assert pending.tokens.shape == (sum(spec.samples for spec in specs),)
     assert {pending.tokens.device, pending.highest.device} == {NOTHING}
-    assert pending.told is not None
-    assert {it.device for it in pending.told} == {NOTHING}
+    assert pending.logprobs is not None
+    assert {it.device for it in pending.logprobs} == {NOTHING}
 
 
 @pytest.mark.parametrize(

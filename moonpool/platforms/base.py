@@ -1,0 +1,85 @@
+"""The contract of a device: streams, events, memory and captured graphs. Platforms are listed in `registry`.
+
+Work is given to a stream and done later, in the stream's order. Only events order the work of two streams. Wait for
+an event before you read what the work before it has written, or overwrite what that work reads.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class DeviceEvent(Protocol):
+    """A place in a stream's work."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the stream has come here; raise the error of the work before it."""
+
+
+class DeviceStream(Protocol):
+    """Work in order. One thread gives work to a stream."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work` after all that was given before. On a GPU `work` launches kernels."""
+
+    def record(self) -> DeviceEvent:
+        """Return the place behind all work given so far."""
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Do all work given from now on after another stream has come to `event`."""
+
+
+class CapturedGraph(Protocol):
+    """Captured work. A replay reads the contents that its input tensors have then."""
+
+    result: Tensor
+    """Result of the work; each replay of a graph of this device overwrites it."""
+    nbytes: int
+    """Device memory of this graph, beyond that of graphs captured before."""
+
+    def replay(self) -> None:
+        """Do the work, within work of the stream in which it was captured."""
+
+
+class Device(Protocol):
+    """Memory of its own, and three streams: steps, KV on its way in, and KV on its way out."""
+
+    @property
+    def compute(self) -> DeviceStream:
+        """Stream of steps."""
+
+    @property
+    def load_stream(self) -> DeviceStream:
+        """Stream of KV on its way in."""
+
+    @property
+    def store_stream(self) -> DeviceStream:
+        """Stream of KV on its way out."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Torch device of its tensors."""
+
+    def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
+        """Return device memory, uint8 of this shape, with any contents; `beside` bytes stay free.
+
+        Raises:
+            ConfigError: there is not enough memory.
+        """
+
+    def buffers(self, count: int, nbytes: int) -> Tensor:
+        """Return host memory for copies, [count, nbytes] of uint8; pinned on a GPU."""
+
+    def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
+        """Capture `work`, within work of the compute stream; nothing is done before a replay.
+
+        The same work has run before, so that nothing is compiled. It does not read contents of tensors on the host.
+
+        Raises:
+            RuntimeError: the work cannot be captured, or there is no memory for the graph.
+        """
+
+    def close(self) -> None:
+        """End the threads. Work that was not waited for may not be done."""
