@@ -8,6 +8,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from moonpool.checkpoint.config import ModelConfig, TensorInfo, config_hash, kv_layout, resolve_dtype
+from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
 from moonpool.errors import CheckpointError, InvalidRequest
@@ -61,9 +62,6 @@ def weights_fingerprint(path: Path | str) -> bytes:
             raise CheckpointError(f"cannot read {file}: {error}") from error
         digest.update(content.digest())
     return digest.digest()
-
-
-_HEAD_TENSOR = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +121,5 @@ def inspect_checkpoint(
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:
     """Count the parameters; a tied output head is the embedding and counts once, stored or not."""
-    return sum(
-        info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == _HEAD_TENSOR)
-    )
+    head = FAMILIES[config.architecture].names.head
+    return sum(info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == head))

@@ -20,7 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from moonpool.checkpoint.config import DTYPES, JsonFields, ModelConfig, RopeScaling, TensorInfo, check_shape
-from moonpool.checkpoint.families import FAMILIES
+from moonpool.checkpoint.families import FAMILIES, gguf_family
+from moonpool.checkpoint.families.base import GgufNames, TensorNames
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 GGUF_SUFFIX = ".gguf"
@@ -280,9 +281,6 @@ def _product(shape: tuple[int, ...]) -> int:
     return product
 
 
-GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-
-
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -332,8 +330,7 @@ def gguf_config(path: Path) -> ModelConfig:
 def config_of(file: GgufFile) -> ModelConfig:
     """As `gguf_config`, of a file whose header has been read."""
     name = file.metadata.get("general.architecture")
-    if name not in GGUF_ARCHITECTURES:
-        raise UnsupportedModel("general.architecture", f"{name!r} is none of {', '.join(GGUF_ARCHITECTURES)}")
+    family = gguf_family(name)
     fields = JsonFields(file.metadata, file.path.name)
     hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
     head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
@@ -341,7 +338,7 @@ def config_of(file: GgufFile) -> ModelConfig:
     _refuse(fields, name, head_dim, positions)
     tokens = JsonFields(file.metadata, f"{file.path.name}: tokenizer")
     config = ModelConfig(
-        architecture=GGUF_ARCHITECTURES[name],
+        architecture=family.architecture,
         hidden_size=hidden,
         num_layers=fields.positive(f"{name}.block_count"),
         num_heads=heads,
@@ -357,7 +354,7 @@ def config_of(file: GgufFile) -> ModelConfig:
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         output_bias="blk.0.attn_output.bias" in file.tensors,
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm=FAMILIES[GGUF_ARCHITECTURES[name]].qk_norm,
+        qk_norm=family.qk_norm,
         dtype=_most_common_dtype(file),
         eos_token_ids=_end_tokens(file, tokens),
         bos_token_id=_token_id(tokens, "tokenizer.ggml.bos_token_id"),
@@ -448,24 +445,6 @@ def _end_ids(token: Any, kind: Any) -> bool:
     return kind == _CONTROL_TOKEN and token in _END_TEXTS
 
 
-_OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-
-
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
 
 
@@ -481,27 +460,29 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     """
     file = GgufFile.read(path)
     config = config_of(file)
-    # llama.cpp turns every second element of a head in RoPE, Hugging Face those half a head apart. Its converter
-    # reorders the rows of q and k of the llama architecture for that, and of no other.
-    paired = config.head_dim if config.architecture == "LlamaForCausalLM" else 0
+    family = FAMILIES[config.architecture]
+    assert family.gguf is not None
+    paired = config.head_dim if family.gguf.paired_rows else 0
     index = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_DIVISORS:
             continue
-        ours, leaf = _translated(name)
+        ours, leaf = _translate(name, family.names, family.gguf)
         head_rows = paired if leaf in _PAIRED else 0
         index[ours] = TensorInfo(tensor.file, tensor.type.name, tensor.shape, begin=tensor.begin, paired_rows=head_rows)
     return index
 
 
-def _translated(name: str) -> tuple[str, str]:
-    """Return the Hugging Face name of a tensor, and its part of GGUF's name that says what it does."""
+def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str]:
+    """Return the Hugging Face name of a tensor, and the part of GGUF's name that says what it is."""
     match = _TENSOR_NAME.fullmatch(name)
-    names = {} if match is None else _OUTER_NAMES if match["layer"] is None else _LAYER_NAMES
-    if match is None or match["leaf"] not in names:
+    known = {} if match is None else gguf.outer if match["layer"] is None else gguf.layer
+    if match is None or match["leaf"] not in known:
         raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
-    prefix = "" if match["layer"] is None else f"model.layers.{match['layer']}."
-    return f"{prefix}{names[match['leaf']]}.{match['kind']}", match["leaf"]
+    ours: str = getattr(names, known[match["leaf"]])
+    if match["layer"] is None:
+        return f"{ours.rpartition('.')[0]}.{match['kind']}", match["leaf"]
+    return f"{names.layer.format(index=match['layer'])}{ours}.{match['kind']}", match["leaf"]
 
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4

@@ -24,7 +24,8 @@ from moonpool.checkpoint.config import (
     check_shape,
     read_json,
 )
-from moonpool.checkpoint.families import FAMILIES, architecture_of, refuse_sliding_window, refuse_unsupported
+from moonpool.checkpoint.families import family_of
+from moonpool.checkpoint.families.base import refuse_unsupported
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
@@ -117,18 +118,17 @@ def folder_config(folder: Path) -> ModelConfig:
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
     fields = JsonFields(read_json(folder / "config.json"), "config.json")
-    architecture = architecture_of(fields)
-    family = FAMILIES[architecture]
+    family = family_of(fields)
     refuse_unsupported(fields)
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     layers = fields.positive("num_hidden_layers")
     positions = fields.positive("max_position_embeddings", family.max_positions)
-    refuse_sliding_window(fields, family, layers, positions)
+    family.refuse_sliding_window(fields, layers, positions)
     theta, scaling = _rope(fields, positions)
     generation = _generation_fields(folder)
     attention_bias = fields.flag("attention_bias", False)
     config = ModelConfig(
-        architecture=architecture,
+        architecture=family.architecture,
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,

@@ -22,6 +22,7 @@ from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, Arena, mapped
 from kernels.packed_weights import PackedWeights
 from moonpool.checkpoint.config import ModelConfig, TensorInfo
+from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, is_gguf
 from moonpool.errors import CheckpointError, UnsupportedModel
@@ -115,9 +116,6 @@ def _copy_rows(rows: Tensor, out: Tensor, paired_rows: int) -> None:
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's type for "float32", "bfloat16" or "float16".
 
@@ -155,25 +153,29 @@ def load_stage(
     with ExitStack() as stack, torch.inference_mode():
         reader = _TensorReader(Path(path), dtype, torch.device(device), stack)
         first, last = layer_begin == 0, layer_end == config.num_layers
-        tied = config.tie_word_embeddings
+        tied, names = config.tie_word_embeddings, FAMILIES[config.architecture].names
         outer: dict[str, tuple[int, ...]] = {}
         if first or (last and tied):
-            outer[_EMBEDDING] = (config.vocab_size, config.hidden_size)
+            outer[names.embedding] = (config.vocab_size, config.hidden_size)
         if last:
-            outer[_NORM] = (config.hidden_size,)
+            outer[names.norm] = (config.hidden_size,)
             if not tied:
-                outer[_HEAD] = (config.vocab_size, config.hidden_size)
+                outer[names.head] = (config.vocab_size, config.hidden_size)
         for name, shape in outer.items():
             reader.expect(name, shape)
         for index in range(layer_begin, layer_end):
             for name, shape in layer_shapes(config, index).items():
                 reader.expect(name, shape)
         arena = Arena()
-        norm = reader.read([_NORM]) if last else None
-        embedding: Tensor | PackedWeights | None = reader.read([_EMBEDDING]) if _EMBEDDING in outer else None
+        norm = reader.read([names.norm]) if last else None
+        embedding: Tensor | PackedWeights | None = None
+        if names.embedding in outer:
+            embedding = reader.read([names.embedding])
         head = None
         if last:
-            head = Linear(embedding if isinstance(embedding, Tensor) and tied else reader.read([_HEAD]), arena=arena)
+            head = Linear(
+                embedding if isinstance(embedding, Tensor) and tied else reader.read([names.head]), arena=arena
+            )
             if tied and head.panels is not None:
                 embedding = head.panels  # held once: the arrangement gives rows back
         layers = []
@@ -196,51 +198,53 @@ def load_stage(
 
 def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the tensors of layer `index` in a checkpoint."""
+    names = FAMILIES[config.architecture].names
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     q_out, kv_out = config.num_heads * head, config.num_kv_heads * head
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (q_out, hidden),
-        "self_attn.k_proj.weight": (kv_out, hidden),
-        "self_attn.v_proj.weight": (kv_out, hidden),
-        "self_attn.o_proj.weight": (hidden, q_out),
-        "post_attention_layernorm.weight": (hidden,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
+    weights: dict[str, tuple[int, ...]] = {
+        names.input_norm: (hidden,),
+        names.q: (q_out, hidden),
+        names.k: (kv_out, hidden),
+        names.v: (kv_out, hidden),
+        names.output: (hidden, q_out),
+        names.post_norm: (hidden,),
+        names.gate: (inner, hidden),
+        names.up: (inner, hidden),
+        names.down: (hidden, inner),
     }
-    if config.qkv_bias:
-        shapes |= {"self_attn.q_proj.bias": (q_out,), "self_attn.k_proj.bias": (kv_out,)}
-        shapes |= {"self_attn.v_proj.bias": (kv_out,)}
-    if config.output_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if config.mlp_bias:
-        shapes |= {"mlp.gate_proj.bias": (inner,), "mlp.up_proj.bias": (inner,), "mlp.down_proj.bias": (hidden,)}
+    biases = (
+        (config.qkv_bias, (names.q, names.k, names.v)),
+        (config.output_bias, (names.output,)),
+        (config.mlp_bias, (names.gate, names.up, names.down)),
+    )
+    shapes = {f"{name}.weight": shape for name, shape in weights.items()}
+    shapes |= {f"{name}.bias": weights[name][:1] for there, biased in biases if there for name in biased}
     if config.qk_norm:
-        shapes |= {"self_attn.q_norm.weight": (head,), "self_attn.k_norm.weight": (head,)}
-    return {f"model.layers.{index}.{name}": shape for name, shape in shapes.items()}
+        shapes |= {f"{names.q_norm}.weight": (head,), f"{names.k_norm}.weight": (head,)}
+    prefix = names.layer.format(index=index)
+    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
 
 
 def _read_layer(reader: _TensorReader, config: ModelConfig, index: int, arena: Arena) -> LayerWeights:
     """Read and fuse the tensors of one layer."""
+    names = FAMILIES[config.architecture].names
+    prefix = names.layer.format(index=index)
 
-    def read(*names: str) -> Tensor:
-        return reader.read([f"model.layers.{index}.{name}" for name in names])
+    def read(*tensors: str, kind: str = "weight") -> Tensor:
+        return reader.read([f"{prefix}{name}.{kind}" for name in tensors])
 
-    def linear(bias: bool, *names: str, gated: bool = False) -> Linear:
-        weight = read(*(f"{name}.weight" for name in names))
-        added = read(*(f"{name}.bias" for name in names)) if bias else None
-        return Linear(weight, added, gated=gated, arena=arena)
+    def linear(bias: bool, *tensors: str, gated: bool = False) -> Linear:
+        return Linear(read(*tensors), read(*tensors, kind="bias") if bias else None, gated=gated, arena=arena)
 
     return LayerWeights(
-        input_norm=read("input_layernorm.weight"),
-        qkv=linear(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        q_norm=read("self_attn.q_norm.weight") if config.qk_norm else None,
-        k_norm=read("self_attn.k_norm.weight") if config.qk_norm else None,
-        output=linear(config.output_bias, "self_attn.o_proj"),
-        post_norm=read("post_attention_layernorm.weight"),
-        gate_up=linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj", gated=True),
-        down=linear(config.mlp_bias, "mlp.down_proj"),
+        input_norm=read(names.input_norm),
+        qkv=linear(config.qkv_bias, names.q, names.k, names.v),
+        q_norm=read(names.q_norm) if config.qk_norm else None,
+        k_norm=read(names.k_norm) if config.qk_norm else None,
+        output=linear(config.output_bias, names.output),
+        post_norm=read(names.post_norm),
+        gate_up=linear(config.mlp_bias, names.gate, names.up, gated=True),
+        down=linear(config.mlp_bias, names.down),
     )
 
 

@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from moonpool.checkpoint.config import ModelConfig
+from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.formats import load_config
 from moonpool.errors import ConfigError
 from moonpool.models.loader import layer_shapes, torch_dtype
@@ -237,12 +238,13 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
 
 def _tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return all tensors of the checkpoint."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    names = FAMILIES[config.architecture].names
+    shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         shapes |= layer_shapes(config, index)
-    shapes["model.norm.weight"] = (config.hidden_size,)
+    shapes[names.norm] = (config.hidden_size,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        shapes[names.head] = (config.vocab_size, config.hidden_size)
     return shapes
 
 
