@@ -5,7 +5,7 @@
 #pragma once
 #include <algorithm>
 
-#include "weights.h"
+#include "token_weights.h"
 
 struct Cut { float at; int64_t dropped; };  // kept are all weights from `at` on, but the last `dropped` of those that are `at`
 

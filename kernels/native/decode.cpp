@@ -1,8 +1,19 @@
 // Decode attention straight out of the paged pool: one query row per sequence, split over the KV length.
 //
-// A task is (sequence, 512 tokens of context at absolute positions, some key/value heads). It walks its tokens in tiles
-// of 64 with a running softmax (Milakov and Gimelshein 2018; split and reduction as in Dao et al., "Flash-Decoding",
-// 2023). How a sequence is divided depends on nothing but its length, so its result does not depend on the batch.
+// A task is a split of one sequence: 512 tokens of context at absolute positions, some key/value heads. It attends to its
+// tokens in tiles of 64 with a running softmax (Milakov and Gimelshein 2018; split and reduction as in Dao et al.,
+// "Flash-Decoding", 2023). How a sequence is divided depends only on its length, so its result does not depend on the batch.
+//
+//              blocks of the pool (e.g. 16 tokens each, anywhere in memory)
+//            | b7 | b2 | b9 | b4 | b1 | b8 | ...            | b3 |
+//            |<---- tile: 64 ---->|<-- tile -->| ...             |
+//   head 0   |   step 0           |  step 2    |                 |
+//   head 1   |   step 1           |  step 3    |                 |   steps of a split with heads [0, 2)
+//   head 2   |                                                   |
+//   head 3   |              another task                         |
+//            |<-------------- split: 512 tokens ---------------->|<- next split ...
+//
+// Splits of a sequence leave unfinished rows (maximum, sum of weights, weighted values), which `joined` adds up in order.
 #include "bytes.h"
 #include "parallel.h"
 #include "pool.h"
@@ -68,16 +79,16 @@ INLINE void find(Scales& t, const Attention& a, const int32_t* table, int head, 
     for (int k = end - begin; k % W; k++) t.k[k] = 1, t.v[k] = 0;
 }
 
-// Tokens [begin, end) of one sequence for heads [head0, head1): one split. Its steps are a tile of one head each, all
+// Tokens [begin, end) of one sequence for heads [head0, head1). Its steps are a tile of one head each, all
 // heads of a tile before the next.
-struct Part {
+struct Split {
     const int32_t* item; const int32_t* table;
     int begin, end, head0, head1;
     int heads() const { return head1 - head0; }
     int steps() const { return (end - begin + TILE - 1) / TILE * heads(); }
     int first(int step) const { return begin + step / heads() * TILE; }
     int last(int step) const { return first(step) + TILE < end ? first(step) + TILE : end; }
-    // The rows of a step's tile, of the part's first head.
+    // The rows of a step's tile, of the split's first head.
     void locate(Rows& rows, const Attention& a, int step) const { find(rows, a, table, head0, first(step), last(step)); }
     void locate(Scales& scales, const Attention& a, int step) const {
         find(scales, a, table, head0 + step % heads(), first(step), last(step));
@@ -126,51 +137,51 @@ INLINE float query(int type, const char* from, fixed* to, int D, float sign) {
 }
 #endif
 
-// A part's queries in C, and nothing known of its rows yet.
-template <class C> INLINE void start(const Attention& a, const Part& part, const Running& all, C* queries) {
-    int G = a.heads / a.kv_heads, D = a.head_dim, bytes = type_bytes[a.q_type], rows = part.heads() * G, stride = query_width(queries, D);
-    const char* q = a.q + (part.item[0] * a.q_stride + (int64_t)part.head0 * G * D) * bytes;
+// A split's queries in C; its rows start empty.
+template <class C> INLINE void start(const Attention& a, const Split& split, const Running& all, C* queries) {
+    int G = a.heads / a.kv_heads, D = a.head_dim, bytes = type_bytes[a.q_type], rows = split.heads() * G, stride = query_width(queries, D);
+    const char* q = a.q + (split.item[0] * a.q_stride + (int64_t)split.head0 * G * D) * bytes;
     for (int r = 0; r < rows; r++) {
-        all.unit[r] = query(a.q_type, q + (int64_t)r * D * bytes, queries + r * stride, D, a.scale < 0 ? -1.0f : 1.0f);
+        all.q_scale[r] = query(a.q_type, q + (int64_t)r * D * bytes, queries + r * stride, D, a.scale < 0 ? -1.0f : 1.0f);
         all.top[r] = -__builtin_inff();
         store(all.sums + r * W, (vf){});
     }
     memset(all.o, 0, sizeof(float) * rows * all.width);
 }
 
-// Computes one part, and meanwhile fetches the first tile of what the same thread does after it, unless that is null.
+// Computes one split. Meanwhile fetches the first tile of `following`, which the same thread computes next; null: none.
 template <class C>
-static void walk(const Attention& a, const Part& part, const Part* then, const Running& all, C* queries) {
-    int begin = part.begin, end = part.end, G = a.heads / a.kv_heads;
-    start(a, part, all, queries);
+static void attend_split(const Attention& a, const Split& split, const Split* following, const Running& all, C* queries) {
+    int begin = split.begin, end = split.end, G = a.heads / a.kv_heads;
+    start(a, split, all, queries);
     Rows found[2];  // of the tile that is worked on, and of the next
     Scales scales;
     Tile<C> t;
     t.row_bytes = a.head_dim * type_bytes[a.kv_type];
     t.scales = a.scales ? &scales : nullptr;
-    int heads = part.heads(), steps = part.steps();
+    int heads = split.heads(), steps = split.steps();
     int block_bytes = a.block_tokens * heads * 2 * t.row_bytes, touched = begin;
     int span = block_bytes < TOUCH ? TOUCH / block_bytes * a.block_tokens : a.block_tokens;
-    part.locate(found[0], a, 0);
+    split.locate(found[0], a, 0);
     t.next = {&found[0], 0};
     for (int step = 0; step < steps; step++) {
         for (int last = begin + (step / heads + 2) * TILE; touched < last && touched < end; touched += span)
-            part.touch(a, touched, touched + span);
+            split.touch(a, touched, touched + span);
         (Place&)t = t.next;
         t.n = t.rows->n;
         Rows* other = &found[t.rows == &found[0]];
         if (step + 1 < steps) {
-            if ((step + 1) % heads == 0) part.locate(*other, a, step + 1);
-            t.next = {(step + 1) % heads ? t.rows : other, part.shift(a, step + 1)};
-        } else if (then) {
-            then->touch(a, then->begin, then->begin + span);
-            then->locate(*other, a, 0);
+            if ((step + 1) % heads == 0) split.locate(*other, a, step + 1);
+            t.next = {(step + 1) % heads ? t.rows : other, split.shift(a, step + 1)};
+        } else if (following) {
+            following->touch(a, following->begin, following->begin + span);
+            following->locate(*other, a, 0);
             t.next = {other, 0};
         }
         if (a.scales) {
-            part.locate(scales, a, step);
-            if (step + 2 < steps) part.fetch_scales(a, step + 2);
-            else if (then && step + 2 - steps < then->steps()) then->fetch_scales(a, step + 2 - steps);
+            split.locate(scales, a, step);
+            if (step + 2 < steps) split.fetch_scales(a, step + 2);
+            else if (following && step + 2 - steps < following->steps()) following->fetch_scales(a, step + 2 - steps);
             weigh(t);
         }
         Place next = t.next;
@@ -186,11 +197,11 @@ static void walk(const Attention& a, const Part& part, const Part* then, const R
 
 // One row of o, by its sum, to the result.
 template <class C> INLINE void finish(const Attention& a, const int32_t* item, int head, float l, const float* o) {
-    float inverse = 1.0f / l, part[16];
+    float inverse = 1.0f / l, values[16];
     int64_t to = item[0] * a.out_stride + (int64_t)head * a.head_dim;
     for (int d = 0; d < a.head_dim; d += 16) {
-        unpad((const C*)nullptr, o, d, part);
-        for (int i = 0; i < 16; i += W) put(a.q_type, a.out, to + d + i, load(part + i) * inverse);
+        unpad((const C*)nullptr, o, d, values);
+        for (int i = 0; i < 16; i += W) put(a.q_type, a.out, to + d + i, load(values + i) * inverse);
     }
 }
 
@@ -220,11 +231,11 @@ template <class C> static int decode(const Attention& a, int threads) {
     while (share > 1 && splits * ((a.kv_heads + share - 1) / share) < 8 * threads) share = (share + 1) / 2;
     int shares = (a.kv_heads + share - 1) / share;
     static thread_local Memory memory;
-    int64_t H = a.heads, part = Running::floats(H, width);  // of one split's unfinished result
-    int64_t* first = (int64_t*)memory.get((a.n + 1 + splits) * 8 + splits * part * 4 + 64);
+    int64_t H = a.heads, row_floats = Running::floats(H, width);  // of one split's unfinished result
+    int64_t* first = (int64_t*)memory.get((a.n + 1 + splits) * 8 + splits * row_floats * 4 + 64);
     if (!first) return 1;
     int64_t* owner = first + a.n + 1;
-    float* parts = (float*)(((uintptr_t)(owner + splits) + 63) & ~(uintptr_t)63);
+    float* unfinished = (float*)(((uintptr_t)(owner + splits) + 63) & ~(uintptr_t)63);
     first[0] = 0;
     for (int64_t i = 0, at = 0; i < a.n; i++) {
         first[i + 1] = first[i] + (a.items[4 * i + 3] + SPLIT - 1) / SPLIT;
@@ -232,33 +243,34 @@ template <class C> static int decode(const Attention& a, int threads) {
     }
     std::atomic<int> failed{0};
     // Each thread claims its next task before it computes one: the first tile is fetched by then.
-    auto part_of = [&](int64_t task) {
+    auto split_of = [&](int64_t task) {
         int64_t split = task / shares, i = owner[split];
         const int32_t* item = a.items + 4 * i;
         int head0 = (int)(task % shares) * share, begin = (int)(split - first[i]) * SPLIT;
-        return Part{item, a.tables + item[2] * a.table_stride, begin, begin + SPLIT < item[3] ? begin + SPLIT : item[3],
-                    head0, head0 + share < a.kv_heads ? head0 + share : a.kv_heads};
+        return Split{item, a.tables + item[2] * a.table_stride, begin, begin + SPLIT < item[3] ? begin + SPLIT : item[3],
+                     head0, head0 + share < a.kv_heads ? head0 + share : a.kv_heads};
     };
     parallel_ahead(splits * shares, threads, [&](int64_t task, int64_t after) {
         bool more = after < splits * shares;
-        Part now = part_of(task), then = part_of(more ? after : task);
+        Split current = split_of(task);
+        Split following = split_of(more ? after : task);
         int64_t split = task / shares, i = owner[split];
-        int head0 = now.head0, head1 = now.head1;
-        static thread_local Memory mine;
-        C* queries = (C*)mine.get((int64_t)(head1 - head0) * G * query_width((C*)nullptr, a.head_dim) * sizeof(C));
+        int head0 = current.head0, head1 = current.head1;
+        static thread_local Memory query_memory;
+        C* queries = (C*)query_memory.get((int64_t)(head1 - head0) * G * query_width((C*)nullptr, a.head_dim) * sizeof(C));
         if (!queries) { failed = 1; return; }
-        Running all = Running::in(parts + split * part, H, width).from(head0 * G);
-        walk<C>(a, now, more ? &then : nullptr, all, queries);
+        Running rows = Running::in(unfinished + split * row_floats, H, width).from(head0 * G);
+        attend_split<C>(a, current, more ? &following : nullptr, rows, queries);
         if (first[i + 1] - first[i] > 1) return;
         for (int r = 0; r < (head1 - head0) * G; r++)
-            finish<C>(a, now.item, head0 * G + r, sum(load(all.sums + r * W)), all.o + r * width);
+            finish<C>(a, current.item, head0 * G + r, sum(load(rows.sums + r * W)), rows.o + r * width);
     });
     if (failed) return 1;
     if (splits > a.n) parallel(a.n, threads, [&](int64_t i) {
         int64_t count = first[i + 1] - first[i];
         if (count > 1) for (int64_t r = 0; r < H; r++) {
-            Running row = Running::in(parts + first[i] * part, H, width).from(r);
-            float l = joined(row, count, part);
+            Running row = Running::in(unfinished + first[i] * row_floats, H, width).from(r);
+            float l = joined(row, count, row_floats);
             finish<C>(a, a.items + 4 * i, (int)r, l, row.o);
         }
     });

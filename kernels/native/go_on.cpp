@@ -3,6 +3,7 @@
 // One call from chosen tokens to the logits of the next ones and, where nothing has to be looked at in between, the choice
 // and the steps after it. What lies between two calls is Python behind a step, whose caches are cold: there each small
 // operation takes its tens of microseconds.
+#include "cpu_sharing.h"
 #include "go_on.h"
 
 #include <time.h>

@@ -1,4 +1,5 @@
 // What the loader asks for: which instructions were compiled in; for tests and benchmarks the team and the ceilings.
+#include "cpu_sharing.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -39,7 +40,7 @@ extern "C" int mp_exp(float* p, int64_t n, int64_t times, int exact, int threads
 }
 extern "C" int mp_threads_used(int threads) {  // for tests: how many work on a job at the same time
     if (threads > team_most()) threads = team_most();
-    struct Meeting { std::atomic<int> arrived; int threads, lent; } meeting{{0}, threads, lent_cores(threads)};
+    struct Meeting { std::atomic<int> arrived; int threads, lent; } meeting{{0}, threads, lent_cores(threads, team_most())};
     auto meet = [](void* p) {  // those that may come are waited for, those that must not a little
         Meeting* m = (Meeting*)p;
         m->arrived++;

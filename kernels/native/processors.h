@@ -3,7 +3,7 @@
 // The torch implementation is the reference: moonpool/sampling/processors.py (logits), moonpool/sampling/filters.py
 // (weights). Both give the same bits.
 #pragma once
-#include "weights.h"
+#include "token_weights.h"
 
 // Options that are one number, by their names in SamplingParams. Python packs each row's values in this order.
 #define SAMPLING_OPTIONS(X) X(repetition_penalty) X(frequency_penalty) X(presence_penalty) X(min_p)

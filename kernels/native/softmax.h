@@ -4,10 +4,10 @@
 
 // What is known of some rows (heads of a token) so far. A vector may be read from the last row's maximum on.
 struct Running {
-    float *top, *unit;  // maxima of scores; what 1 of a query stands for
+    float *top, *q_scale;  // maxima of scores; what 1 of a query stands for
     float *sums, *o;    // of weights, W of a row; of weighted values, `width` of a row
     int width;
-    Running from(int row) const { return {top + row, unit + row, sums + (int64_t)row * W, o + (int64_t)row * width, width}; }
+    Running from(int row) const { return {top + row, q_scale + row, sums + (int64_t)row * W, o + (int64_t)row * width, width}; }
     static int64_t floats(int64_t rows, int width) { return (rows * (2 + W + width) + 31) / 16 * 16; }
     static Running in(float* p, int64_t rows, int width) { return {p + rows * (W + width), p + rows * (W + width + 1), p, p + rows * W, width}; }
 };
@@ -24,7 +24,7 @@ INLINE void softmax(float* s, const Tile<C>& t, float scale, const Running& r, f
     constexpr int DEGREE = sizeof(C) == 2 ? 4 : 6, VECTORS = TILE / W;
     vf tops[HB];
     for (int h = 0; h < HB; h++) {
-        vf times = splat(scale * r.unit[h]);
+        vf times = splat(scale * r.q_scale[h]);
         tops[h] = splat(-__builtin_inff());
         for (int i = 0; i < VECTORS; i++) {
             vf x = load(s + h * ROW + i * W) * times;

@@ -7,6 +7,7 @@
 // All is in one word: the round, whether it is open, and how many threads are inside. Threads enter an open round by
 // counting themselves in, so the caller who closes it waits only for those who did. A round of few threads is for the
 // first ones; the others go on sleeping.
+#include "cpu_sharing.h"
 #include "team.h"
 
 #include <atomic>
@@ -121,7 +122,7 @@ int team_most() {
 
 void run_team(void (*work)(void*), void* job, int threads) {
     if (threads > team_most()) threads = team_most();
-    threads = lent_cores(threads);
+    threads = lent_cores(threads, team_most());
     // One caller at a time has the team; another, or a region inside a region, does its work alone.
     if (threads <= 1 || team.busy.exchange(true)) return work(job);
     team.work = work, team.job = job;

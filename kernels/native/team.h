@@ -7,12 +7,3 @@
 void run_team(void (*work)(void*), void* job, int threads);
 // Processors that this process may run on; no team is larger.
 int team_most();
-// From now on a team has as many threads as `lent_cores` says; see there.
-extern "C" int mp_lend(void* slots, int count, int own);
-// Which share of the cores that its regions wanted this process had since it was asked before, as a mean over time; 1
-// where it is lent none.
-extern "C" double mp_had();
-// Of `threads` those that this process may use now, at least one.
-int lent_cores(int threads);
-// Whether another process that shares our cores computes; no where none are lent.
-extern "C" int mp_others_compute();

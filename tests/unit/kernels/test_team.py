@@ -88,7 +88,7 @@ def test_more_threads_than_processors_under_the_sanitizer(tmp_path: Path) -> Non
     text = (build.SOURCES / "team.cpp").read_text()
     assert limit in text
     team.write_text(text.replace(limit, ""))
-    run_under_the_sanitizer(tmp_path, "team_stress.cpp", team, build.SOURCES / "lending.cpp")
+    run_under_the_sanitizer(tmp_path, "team_stress.cpp", team, build.SOURCES / "cpu_sharing.cpp")
 
 
 @pytest.mark.timeout(300)

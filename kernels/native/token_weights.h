@@ -1,5 +1,5 @@
-// A token's weight and sums of weights, to the bit as moonpool/sampling/random_sampler.py defines them: no product is fused with a
-// sum, and sums go in one order on every machine.
+// Weights of tokens and their sums, to the bit as moonpool/sampling/random_sampler.py defines them: no product is fused
+// with a sum, and sums go in one order on every machine.
 #pragma once
 #include <math.h>
 

@@ -1,7 +1,8 @@
 // Cores that the processes of a host lend each other, by a page that all of them map (moonpool/engine/cpu_sharing.py).
-#include "team.h"
+#include "cpu_sharing.h"
 
 #include <atomic>
+#include <stdint.h>
 #include <time.h>
 
 // One process. It is busy until BUSY_NS after its last region: one that has died frees its cores by that alone.
@@ -58,7 +59,7 @@ extern "C" int mp_others_compute() {
     return 0;
 }
 
-static int lent(int threads, int64_t now) {
+static int lent(int threads, int most, int64_t now) {
     Slot& own = slots[own_slot];
     own.beat_ns.store(now, std::memory_order_relaxed);
     if (threads <= 1) return threads;
@@ -69,14 +70,14 @@ static int lent(int threads, int64_t now) {
         if (i == own_slot || other.beat_ns.load(std::memory_order_relaxed) < now - BUSY_NS) continue;
         if (other.cores.load(std::memory_order_relaxed) == cores) all += other.share.load(std::memory_order_relaxed);
     }
-    if (share <= 0 || all <= 0) return left(team_most(), threads);
-    return left((int)(team_most() * share / all), threads);
+    if (share <= 0 || all <= 0) return left(most, threads);
+    return left((int)(most * share / all), threads);
 }
 
-int lent_cores(int threads) {
-    if (!slots) return left(team_most(), threads);
+int lent_cores(int threads, int most) {
+    if (!slots) return left(most, threads);
     int64_t now = now_ns();
-    int had = lent(threads, now);
+    int had = lent(threads, most, now);
     note(now, had, threads);
     return had;
 }
