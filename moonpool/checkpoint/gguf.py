@@ -329,8 +329,9 @@ def gguf_config(path: Path) -> ModelConfig:
 
 def config_of(file: GgufFile) -> ModelConfig:
     """As `gguf_config`, of a file whose header has been read."""
-    name = file.metadata.get("general.architecture")
-    family = gguf_family(name)
+    family = gguf_family(file.metadata.get("general.architecture"))
+    assert family.gguf is not None
+    name = family.gguf.architecture
     fields = JsonFields(file.metadata, file.path.name)
     hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
     head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
