@@ -25,7 +25,7 @@ from moonpool.checkpoint.config import (
     read_json,
 )
 from moonpool.checkpoint.families import family_of
-from moonpool.checkpoint.families.base import refuse_unsupported
+from moonpool.checkpoint.families.base import ModelFamily
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
@@ -118,12 +118,12 @@ def folder_config(folder: Path) -> ModelConfig:
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
     fields = JsonFields(read_json(folder / "config.json"), "config.json")
-    family = family_of(fields)
-    refuse_unsupported(fields)
+    family = family_of(fields.get("architectures"), fields.get("model_type"))
+    _refuse_unsupported(fields)
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     layers = fields.positive("num_hidden_layers")
     positions = fields.positive("max_position_embeddings", family.max_positions)
-    family.refuse_sliding_window(fields, layers, positions)
+    _refuse_sliding_window(fields, family, layers, positions)
     theta, scaling = _rope(fields, positions)
     generation = _generation_fields(folder)
     attention_bias = fields.flag("attention_bias", False)
@@ -152,6 +152,47 @@ def folder_config(folder: Path) -> ModelConfig:
     )
     check_shape(config, "config.json")
     return config
+
+
+def _refuse_unsupported(fields: JsonFields) -> None:
+    """Refuse options that would change the result and are not implemented.
+
+    Raises:
+        UnsupportedModel: names the key.
+    """
+    for name in ("quantization_config", "compression_config"):
+        if fields.get(name):
+            method = fields.get(name)
+            label = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method
+            raise UnsupportedModel(name, f"quantised weights ({label}) are not supported")
+    activation = fields.get("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise UnsupportedModel("hidden_act", f"activation {activation!r} is not supported, only silu")
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedModel("partial_rotary_factor", "RoPE on a part of each head is not supported")
+
+
+def _refuse_sliding_window(fields: JsonFields, family: ModelFamily, layers: int, positions: int) -> None:
+    """Refuse a sliding window that a layer would use.
+
+    A window that no sequence can outgrow (`>= max_position_embeddings`) changes nothing and is accepted.
+
+    Raises:
+        UnsupportedModel: names the key.
+    """
+    kinds = fields.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        other = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else kinds
+        raise UnsupportedModel("layer_types", f"{other} are not supported, only full_attention")
+    if family.window == "none" or (family.window == "flag" and not fields.flag("use_sliding_window", False)):
+        return
+    # transformers: the class default of an absent key is 4096, null switches the window off.
+    window = fields.get("sliding_window", 4096)
+    if window is None or fields.positive("sliding_window", 4096) >= positions:
+        return
+    if family.window == "flag" and (kinds is not None or fields.number("max_window_layers", 28) >= layers):
+        return
+    raise UnsupportedModel("sliding_window", f"attention to the last {window} tokens only is not supported")
 
 
 def folder_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, str | None, Mapping[str, str]]:

@@ -2,7 +2,7 @@
 
 All engine processes of a user, or of a stack with a page of its own, map one small file. Each has a slot in it: its
 process, its share, a number for the cores it may run on, and when it last computed. Native kernels read the page
-before each parallel region (`kernels/native/cpu_sharing.cpp`). The cores of a dead process are free within a tenth of a second.
+before each parallel region (`kernels/native/cpu_sharing.cpp`). The cores of a dead process are free within 0.1 s.
 """
 
 import contextlib

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from moonpool.checkpoint.config import JsonFields
 from moonpool.checkpoint.families.base import ModelFamily
 from moonpool.checkpoint.families.llama import LLAMA
 from moonpool.checkpoint.families.mistral import MISTRAL
@@ -17,18 +16,16 @@ _BY_MODEL_TYPE = {it.model_type: it for it in FAMILIES.values()}
 _BY_GGUF = {it.gguf.architecture: it for it in FAMILIES.values() if it.gguf is not None}
 
 
-def family_of(fields: JsonFields) -> ModelFamily:
-    """Return the family that config.json names in `architectures`, or else in `model_type`.
+def family_of(declared: object, model_type: object) -> ModelFamily:
+    """Return the family that config.json names in `architectures`, or else (None) in `model_type`.
 
     Raises:
         UnsupportedModel: the family is not known; names the key.
     """
-    declared = fields.get("architectures")
     if declared is None:
-        kind = fields.get("model_type")
-        if kind not in _BY_MODEL_TYPE:
-            raise UnsupportedModel("model_type", f"{kind!r} is none of {', '.join(_BY_MODEL_TYPE)}")
-        return _BY_MODEL_TYPE[kind]
+        if not isinstance(model_type, str) or model_type not in _BY_MODEL_TYPE:
+            raise UnsupportedModel("model_type", f"{model_type!r} is none of {', '.join(_BY_MODEL_TYPE)}")
+        return _BY_MODEL_TYPE[model_type]
     names = declared if isinstance(declared, list) else [declared]
     if len(names) != 1 or names[0] not in FAMILIES:
         raise UnsupportedModel("architectures", f"{declared!r} is none of {', '.join(FAMILIES)}")

@@ -11,9 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moonpool.checkpoint.config import JsonFields
-from moonpool.errors import UnsupportedModel
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorNames:
@@ -94,45 +91,3 @@ class ModelFamily:
     names: TensorNames = TensorNames()
     gguf: GgufNames | None = None
     """None: no GGUF file is of this family."""
-
-    def refuse_sliding_window(self, fields: JsonFields, layers: int, positions: int) -> None:
-        """Refuse a sliding window that a layer would use.
-
-        A window that no sequence can outgrow (`>= max_position_embeddings`) changes nothing and is accepted.
-
-        Raises:
-            UnsupportedModel: names the key.
-        """
-        kinds = fields.get("layer_types")
-        if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-            other = (
-                sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else kinds
-            )
-            raise UnsupportedModel("layer_types", f"{other} are not supported, only full_attention")
-        if self.window == "none" or (self.window == "flag" and not fields.flag("use_sliding_window", False)):
-            return
-        # transformers: the class default of an absent key is 4096, null switches the window off.
-        window = fields.get("sliding_window", 4096)
-        if window is None or fields.positive("sliding_window", 4096) >= positions:
-            return
-        if self.window == "flag" and (kinds is not None or fields.number("max_window_layers", 28) >= layers):
-            return
-        raise UnsupportedModel("sliding_window", f"attention to the last {window} tokens only is not supported")
-
-
-def refuse_unsupported(fields: JsonFields) -> None:
-    """Refuse options that would change the result and are not implemented.
-
-    Raises:
-        UnsupportedModel: names the key.
-    """
-    for name in ("quantization_config", "compression_config"):
-        if fields.get(name):
-            method = fields.get(name)
-            label = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method
-            raise UnsupportedModel(name, f"quantised weights ({label}) are not supported")
-    activation = fields.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel("hidden_act", f"activation {activation!r} is not supported, only silu")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor", "RoPE on a part of each head is not supported")
