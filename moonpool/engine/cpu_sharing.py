@@ -121,18 +121,18 @@ class CpuSlot:
 
 @dataclass(slots=True)
 class StepTurns:
-    """Steps of an engine that others may go before, while they compute.
+    """Lets patient steps of an engine wait while other processes compute on the same cores.
 
-    A step of a small batch takes almost as long as one of a large one. So where nobody waits for single tokens, prompts
-    of the same host are computed first: the batch grows sooner, and each token is had for less. A step adds `PATIENCE`
-    times what it took to what may be waited, and some of it is kept (`longest_wait_s`): so the prompts of a burst come
-    first, and of a longer time decode keeps its part.
+    A step of a small batch takes almost as long as one of a large batch. So if no client waits for single tokens,
+    prompts of the same host go first: the batch grows sooner, and each token costs less. A step may wait
+    `MAX_WAIT_STEPS` times its duration, and may save some of that time for later (`longest_wait_s`). So the prompts of
+    a burst go first, and decode keeps its share over time.
 
     Attributes:
         others_compute: whether another process computes on our cores.
-        had: which share of the cores that it wanted this process had since it was asked before.
+        had: returns the fraction of the requested CPU time that this process got since the last call.
         clock: seconds.
-        nap: lets time pass, so many seconds.
+        nap: sleeps for so many seconds.
     """
 
     others_compute: Callable[[], bool]
@@ -143,20 +143,20 @@ class StepTurns:
     _began: float = 0.0
 
     def give_way(self, urgent: Callable[[], bool]) -> None:
-        """Returns when nobody else computes, at the latest when all that may be waited is used up.
+        """Wait until no other process computes, at most for the time that this step may wait.
 
         Args:
-            urgent: whether the step that is to begin is wanted no more, or at once; then nothing is waited for.
+            urgent: whether the next step was aborted or must begin at once; then it does not wait.
         """
         arrived = now = self.clock()
         while not urgent() and self.others_compute() and now < arrived + self._saved_s:
             self.nap(POLL_S)
             now = self.clock()
         self._saved_s = max(0.0, self._saved_s - (now - arrived))
-        self._began = 0.0 if urgent() else now  # what an aborted step takes says nothing of others
+        self._began = 0.0 if urgent() else now  # an aborted step's duration is no measure
 
-    def share(self, steps: int = 1) -> float:
-        """Which share of the cores that they wanted some steps had, which end now; since the first did not wait."""
+    def cpu_share(self, steps: int = 1) -> float:
+        """Return the fraction of the requested CPU time of the last `steps` steps, without the wait before them."""
         if self._began:
             took_s, self._began = self.clock() - self._began, 0.0
             self._saved_s = min(self._saved_s + MAX_WAIT_STEPS * took_s, longest_wait_s(took_s / steps))
@@ -169,7 +169,7 @@ def _read_slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:
 
 
 def process_epoch(process: int) -> int:
-    """A number for this life of a process number, which others get again later: with its start; 0 = it has ended."""
+    """Return a number for a process and its start time, as process numbers are reused; 0: it has ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

@@ -52,7 +52,7 @@ log = get_logger(__name__)
 
 
 OnLoading = Callable[[int, int, int], None]
-"""Is told a stage, how many layers it has loaded, and how many it will have."""
+"""Called with a stage, its number of loaded layers, and its number of layers."""
 
 
 RUN_STEPS = 64
@@ -79,7 +79,7 @@ class WorkerProcess:
 
 @dataclass(slots=True, eq=False)
 class _StepInFlight:
-    """A step that some stage is not done with."""
+    """A step that is under way in some stage."""
 
     future: "asyncio.Future[StepResult]"
     on_layer: Callable[[LayerDone], None] | None
@@ -88,8 +88,8 @@ class _StepInFlight:
     done: list[StageDone] = field(default_factory=list)
     error: Exception | None = None
 
-    def tell(self, event: LayerDone | StageDone) -> None:
-        """A layer is done, or some of the run's steps but the last."""
+    def report(self, event: LayerDone | StageDone) -> None:
+        """Report a finished layer, or finished steps of a run that goes on."""
         try:
             if isinstance(event, LayerDone) and self.on_layer is not None and self.error is None:
                 self.on_layer(event)
@@ -105,15 +105,15 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
     start_ns = min(done.start_ns for done in stages)
     end_ns = max(done.end_ns for done in stages)
     sampled = () if aborted else last.sampled
-    told = last.several, last.logprobs, last.scores, last.failed
+    rest = last.several, last.logprobs, last.scores, last.failed
     share = sum(done.share for done in stages) / len(stages)
     earlier = tuple(_step_result([done]) for done in last.earlier)
-    return StepResult(sampled, aborted, start_ns, end_ns, *told, share, max(done.waited_ns for done in stages), earlier)
+    return StepResult(sampled, aborted, start_ns, end_ns, *rest, share, max(done.waited_ns for done in stages), earlier)
 
 
 @dataclass(slots=True, eq=False)
 class _PendingFetch:
-    """A fetch that some stages have not answered."""
+    """A fetch without the answers of some stages."""
 
     future: "asyncio.Future[None]"
     missing: set[int]
@@ -247,7 +247,7 @@ class ProcessEngine:
         """Waits until every stage has loaded.
 
         Args:
-            on_loading: is told of each layer that a stage has loaded.
+            on_loading: called after each layer that a stage has loaded.
 
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
@@ -305,11 +305,11 @@ class ProcessEngine:
         if flight is None:
             return
         if isinstance(message, LayerDone):
-            flight.tell(message)
+            flight.report(message)
         elif not message.over:
             flight.deadline.cancel()
             flight.deadline = self._deadline(message.step_id)
-            flight.tell(message)
+            flight.report(message)
         else:
             flight.done.append(message)
             if len(flight.done) == self.stages:
@@ -515,7 +515,7 @@ def start_engine(
 ) -> AbstractAsyncContextManager[Engine]:
     """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
 
-    `on_loading` is told of each layer that a stage has loaded.
+    `on_loading` is called after each layer that a stage has loaded.
 
     Raises:
         ConfigError: A value of `spec` is refused (stages, blocks, device, memory).

@@ -1,4 +1,4 @@
-"""What an engine process holds in memory: told at start, and a bound from then on. Torch-free.
+"""Memory of an engine process: reported at start, and an upper bound from then on. Torch-free.
 
 Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. It is worked
 out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at

@@ -89,7 +89,7 @@ class Engine(Protocol):
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Ends a run with the step that is being computed, or the one after it; late calls are ignored.
 
-        `urgent`: somebody waits who is not patient, so the step lets nothing else go before.
+        `urgent`: a client waits for single tokens, so the step must not wait for others.
         """
 
     def abort(self, step_id: int) -> None:

@@ -36,11 +36,11 @@ from moonpool.v1 import kv_pb2
 
 
 class PoolCalls:
-    """Asks the core.
+    """Calls of the KV service to the core.
 
     Args:
-        ask: has it handle what a peer wants, before it returns; raises what that meets.
-        tell: the same for what nobody waits for: raises nothing.
+        ask: has the core handle an event before it returns; raises the core's errors.
+        tell: the same for an event without an answer; raises nothing.
     """
 
     def __init__(self, ask: Callable[[DeleteKV | LendBlocks], None], tell: Callable[[ReturnBlocks], None]) -> None:
@@ -271,12 +271,12 @@ WRITE_BACK_TIMEOUT_S = 30.0
 
 
 MAX_DELETIONS = 1 << 16
-"""Deletions that are known to have been carried out; conductors repeat those of the last month only."""
+"""Largest number of deletions in the log; conductors repeat those of the last month only."""
 
 
 DEMANDED_S = 3600.0
-"""For so long others must have carried out a deletion, too, if KV is to be taken from them: far longer than older KV is
-on its way, minutes as a rule; far shorter than conductors repeat deletions to those who join."""
+"""Seconds in which KV is only taken from instances that carried out the same deletion. Far longer than older KV is on
+its way (minutes), far shorter than conductors repeat deletions to instances that join (a month)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,10 +288,10 @@ class _PendingDeletion:
 
 
 class DeletionLog:
-    """The deletions that an engine instance has carried out. Those of the longest ago are forgotten.
+    """The deletions that an engine instance has carried out; the oldest are dropped at last.
 
-    What it says of itself, that it has carried them out, is true for good. What it demands of others is so for a while
-    only: one who has come since may never have been told of an old deletion, and has nothing that is older.
+    The log vouches for this instance for good. It demands a deletion of other instances for `DEMANDED_S` only: an
+    instance that joined later may not know an old deletion, and has no KV older than that.
 
     Args:
         namespace: of its KV.
@@ -309,7 +309,7 @@ class DeletionLog:
         return isinstance(name, str) and name in self._deletions
 
     def add(self, name: str, selection: KVSelection) -> None:
-        """The pool has nothing of it any more."""
+        """Add a deletion that the pool has carried out."""
         self._deletions.add(name, selection)
         self._drop_old()
         self._demanded.add(name, selection)
@@ -318,11 +318,11 @@ class DeletionLog:
             self._deletions.remove(next(iter(self._deletions)))
 
     def concerning(self, keys: Iterable[bytes], tenant: str) -> list[str]:
-        """Those of such blocks: what is given to others is younger."""
+        """Return the names of deletions that such blocks came after."""
         return self._deletions.concerning(keys, tenant, self.namespace)
 
     def demanded(self, keys: Iterable[bytes], tenant: str) -> list[str]:
-        """Those of such blocks that somebody must have carried out, too, of whom they are taken."""
+        """Return the names of deletions that a source of such blocks must have carried out."""
         self._drop_old()
         return self._demanded.concerning(keys, tenant, self.namespace)
 
@@ -337,8 +337,8 @@ class KVDeletion:
     Args:
         block_bytes: of a block.
         write_back: of the instance.
-        carry_out: tells the core, and gives the number of blocks.
-        carried_out: what others are told of, who give or take KV; deletions are added here.
+        carry_out: deletes from the pool; returns the number of blocks.
+        carried_out: log of deletions, which peers read; each deletion is added here.
     """
 
     def __init__(
@@ -357,9 +357,9 @@ class KVDeletion:
         self._ending: dict[str, _PendingDeletion] = {}
 
     async def forget(self, request: kv_pb2.ForgetRequest) -> kv_pb2.ForgetResponse:
-        """Deletes; returns when no write of such KV is on its way to a kvstore any more.
+        """Delete KV; return after all writes of such KV to kvstores have ended.
 
-        Who orders again what is being carried out waits for the same end, and is told the same blocks.
+        A repeated order waits for the same end, and gets the same number of blocks.
 
         Raises:
             InvalidRequest: a selection or a time is wrong.
@@ -379,9 +379,9 @@ class KVDeletion:
         return kv_pb2.ForgetResponse(blocks=blocks, bytes=blocks * self._block_bytes)
 
     def _begin(self, new: Mapping[str, KVSelection]) -> None:
-        """From here on the pool has nothing of it, and what is written to kvstores is younger.
+        """Delete from the pool, and from queued writes to kvstores.
 
-        The pool is looked through once. The blocks count as the first one's.
+        The pool is searched once for all deletions. The blocks count for the first one.
         """
         if not new:
             return

@@ -18,7 +18,7 @@ from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import SampledCandidates
 
 STEP_TOKENS = 512
-"""Tokens of the largest step, unless told otherwise."""
+"""Tokens of the largest step, by default."""
 
 
 MAX_FETCHES = 64
@@ -71,7 +71,7 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageDone:
-    """One stage is done with a step and touches its blocks no more."""
+    """One stage is done with a step and no longer uses its blocks."""
 
     step_id: int
     stage: int
@@ -91,7 +91,7 @@ class StageDone:
     share: float = 1.0
     waited_ns: int = 0
     earlier: "tuple[StageDone, ...]" = ()
-    """Steps of the same run that were over before and not told, the first one first; they have none themselves."""
+    """Earlier steps of the run that were not reported yet, oldest first; they have none themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class OpenKVGate:
 
 @dataclass(frozen=True, slots=True)
 class DropSequence:
-    """One sequence's share of the step counts for nothing; gates may open without its prefix from now on."""
+    """Drop one sequence from the step; gates may open without its prefix from now on."""
 
     step_id: int
     index: int
@@ -113,25 +113,25 @@ class DropSequence:
 
 @dataclass(frozen=True, slots=True)
 class AbortStageStep:
-    """Give the step up before its next layer."""
+    """Abort the step before its next layer."""
 
     step_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class StopRun:
-    """End the run with the step that is being computed."""
+    """End the run with the step under way."""
 
     step_id: int
     urgent: bool = False
-    """That step lets nothing else go before any more."""
+    """That step must not wait for others any longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class FetchBlocks:
-    """The pool is to have all that the stage knows of some blocks.
+    """Store all KV of some blocks in the host's pool. No step that was sent writes to these blocks.
 
-    Where steps compute elsewhere, part-filled ones are there alone. No step that has been sent writes to them.
+    A device keeps part-filled blocks in its own memory until then.
     """
 
     number: int
@@ -140,7 +140,7 @@ class FetchBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFetched:
-    """A stage's answer to `Fetch`."""
+    """A stage's answer to `FetchBlocks`."""
 
     number: int
     stage: int
@@ -148,7 +148,7 @@ class BlocksFetched:
 
 @dataclass(frozen=True, slots=True)
 class StageSpec:
-    """First message to a worker: which stage of what it is."""
+    """First message to a worker: the engine, and which stage of the pipeline the worker is."""
 
     engine: EngineSpec
     stage: int
@@ -160,7 +160,7 @@ class StageSpec:
 
 @dataclass(frozen=True, slots=True)
 class LayersLoaded:
-    """A stage has loaded so many of its layers; told layer by layer."""
+    """A stage has loaded one more layer: `layers` of `all_layers`."""
 
     layers: int
     all_layers: int
@@ -187,11 +187,11 @@ class DeviceFootprint:
 
     @property
     def bound(self) -> int:
-        """What is never exceeded once the engine is ready, beside what the device's driver takes for itself."""
+        """Upper bound of the memory once the engine is ready, without that of the device's driver."""
         return self.weights + self.pool + self.work + self.graphs
 
     def mebibytes(self) -> dict[str, int]:
-        """For a line of the log."""
+        """Return the sizes in MiB, for a log line."""
         return {f"device_{name}_mib": size >> 20 for name, size in (asdict(self) | {"bound": self.bound}).items()}
 
 
@@ -218,11 +218,11 @@ class Footprint:
 
     @property
     def bound(self) -> int:
-        """What is never exceeded once the engine is ready."""
+        """Upper bound of the memory once the engine is ready."""
         return self.libraries + self.weights + self.pool + self.work + self.formats
 
     def mebibytes(self) -> dict[str, int]:
-        """For a line of the log."""
+        """Return the sizes in MiB, for a log line."""
         names = ("libraries", "weights", "pool", "work", "formats", "bound")
         sizes = {f"{name}_mib": getattr(self, name) >> 20 for name in names}
         return sizes if self.device is None else sizes | self.device.mebibytes()
@@ -233,24 +233,24 @@ class WorkerReady:
     """The stage has loaded its layers and is linked to its neighbours."""
 
     load_s: float
-    """Seconds it took."""
+    """Seconds of loading."""
     peak_bytes: int
-    """The most memory that the process held until then, libraries and mapped files included."""
+    """Peak memory of the process until then, with libraries and mapped files."""
     footprint: Footprint
-    """What it holds from now on, at most."""
+    """Upper bound of its memory from now on."""
     computing: str
     """What computes its steps, for people: kernels, whether layers run in one native call or why not, and graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker cannot go on; it exits after this message."""
+    """The worker has failed; it exits after this message."""
 
     message: str
     kind: str = ""
-    """Class name in moonpool.errors that says it best, for example "CheckpointError"; empty = Internal."""
+    """Class name in moonpool.errors, for example "CheckpointError"; empty = Internal."""
     field: str = ""
-    """The field at fault, where the error names one."""
+    """The field at fault, if the error names one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,4 +259,4 @@ class Shutdown:
 
 
 WRITE_BACK_SHARE = 4
-"""Write-back holds this part of the pool at most, unless told otherwise."""
+"""Write-back holds at most one in so many blocks of the pool, by default."""

@@ -562,8 +562,8 @@ class StageRunner:
             platform.stream.run(partial(self._compute_layers, layer, last, run, signals, progress))
             came = last if signals is None else run.layer
             for its in range(layer, came) if progress is None else ():
-                told = partial(self._layer_done, step.step_id, its, start_ns) if step.layer_events else None
-                platform.memory.finish_layer(its, told)
+                report = partial(self._layer_done, step.step_id, its, start_ns) if step.layer_events else None
+                platform.memory.finish_layer(its, report)
             layer = came
         return True
 

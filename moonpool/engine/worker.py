@@ -273,7 +273,7 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     if kernels is not None:
         kernels.lend(cores.address, SLOTS, cores.own)
         its = StepTurns(kernels.others_compute, kernels.had)
-        runner.give_way, runner.cpu_share = its.give_way, its.share
+        runner.give_way, runner.cpu_share = its.give_way, its.cpu_share
         return cores.computing
 
     def split() -> AbstractContextManager[None]:

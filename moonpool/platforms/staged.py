@@ -1,6 +1,6 @@
 """A CPU that behaves like a GPU, to find wrong order: memory of its own, and streams in a hostile order.
 
-A GPU does what it was told at some later time, and its streams overtake each other. A plain CPU hides both. Here a
+A GPU does its work at some later time, and its streams overtake each other. A plain CPU hides both. Here a
 stream is lazy or eager, by the seed. Lazy work is done only when a thread waits for an event, and then only the work
 that the event stands behind, and what that work was told to wait for. So anything nobody waits for has not happened.
 Eager work is done as soon as possible, ahead of what other streams were given before. With each wait, further work is

@@ -194,15 +194,15 @@ def test_patient_steps_give_way_to_others_but_not_for_long() -> None:
     turns = StepTurns(lambda: now < busy_until, lambda: 0.5, lambda: now, nap)
     assert waited() == 0.0, "it is not known yet how long a step takes"
     now += 0.01
-    assert turns.share() == 0.5
+    assert turns.cpu_share() == 0.5
     assert MAX_WAIT_STEPS * 0.01 <= waited() < MAX_WAIT_STEPS * 0.01 + 2 * POLL_S
     now += 0.03
-    assert turns.share(3) == 0.5
+    assert turns.cpu_share(3) == 0.5
     assert MAX_WAIT_STEPS * 0.03 <= waited() < MAX_WAIT_STEPS * 0.03 + 2 * POLL_S, (
         "what it waited before is not what it took"
     )
     now += 0.01
-    assert [turns.share(), turns.share()] == [0.5, 0.5]  # the second is that of a step that is not patient
+    assert [turns.cpu_share(), turns.cpu_share()] == [0.5, 0.5]  # the second is that of a step that is not patient
     busy_until = now + 2 * POLL_S
     assert waited() == pytest.approx(2 * POLL_S, abs=POLL_S)
 
@@ -219,7 +219,7 @@ def test_what_patient_steps_did_not_wait_the_next_ones_may_but_not_all_of_it() -
         arrived = now
         turns.give_way(wanted)
         began, now = now, now + 0.01
-        turns.share()
+        turns.cpu_share()
         return began - arrived
 
     turns = StepTurns(lambda: now < busy_until, lambda: 1.0, lambda: now, nap)
@@ -253,11 +253,11 @@ def test_a_step_that_is_aborted_waits_no_longer_and_teaches_nothing() -> None:
     turns = StepTurns(lambda: True, lambda: 1.0, lambda: now, nap)
     turns.give_way(wanted)
     now += 0.01
-    turns.share()
+    turns.cpu_share()
     aborted_at = now + 2 * POLL_S
     turns.give_way(lambda: now >= aborted_at)
     assert now == pytest.approx(aborted_at, abs=POLL_S)
-    turns.share()
+    turns.cpu_share()
     arrived = now
     turns.give_way(wanted)
     assert now - arrived >= MAX_WAIT_STEPS * 0.01 - 3 * POLL_S, "the aborted one is not taken for a quick one"
