@@ -8,8 +8,8 @@
 
 enum Failure { FINE = 0, NOTHING_LEFT = 1, NOT_FINITE = 2 };
 
-// Memory of one row.
-struct Desk {
+// Scratch memory of one row.
+struct Scratch {
     float *weights, *spare[2], *copy, *best, *best_before, *crests;
     double* sums;
     int32_t *live, *first;
@@ -24,21 +24,21 @@ struct Desk {
     }
 };
 
-struct Work {
+struct RowSampler {
     const Sampling& s;
     const Row& row;
     int64_t r, runs;
     float* logits;
-    Desk& desk;
-    int64_t alive = 0;    // runs that may be drawn from, in desk.live; their weights lie one after the other
+    Scratch& scratch;
+    int64_t alive = 0;    // runs that may be drawn from, in scratch.live; their weights lie one after the other
     float* weights = nullptr;
     float least = 0;      // lower weights do not count,
     int64_t strict = 0;   // nor equal ones in the runs from this one on
     float greatest = 0;
 
-    Work(const Sampling& sampling, int64_t index, Desk& its)
+    RowSampler(const Sampling& sampling, int64_t index, Scratch& memory)
         : s(sampling), row(sampling.row[index]), r(index), runs((sampling.vocab + RUN - 1) / RUN),
-          logits(sampling.logits + index * sampling.vocab), desk(its) {}
+          logits(sampling.logits + index * sampling.vocab), scratch(memory) {}
     const float* run(const float* from, int64_t index, float* room) const { return run_of(from, s.vocab, index, room); }
     float best_of_run(int64_t index) const {
         float room[RUN];
@@ -57,15 +57,15 @@ struct Work {
         for (int i = 0; i < W; i++) any |= odd[i];
         return any ? NAN : max_of(most);
     }
-    void survey() {
-        for (int64_t i = 0; i < runs; i++) desk.best[i] = best_of_run(i);
+    void find_run_maxima() {
+        for (int64_t i = 0; i < runs; i++) scratch.best[i] = best_of_run(i);
     }
     // The highest of all; NaN where there is one.
     float highest() const {
         float most = -INFINITY;
         for (int64_t i = 0; i < runs; i++) {
-            if (desk.best[i] != desk.best[i]) return NAN;
-            if (desk.best[i] > most) most = desk.best[i];
+            if (scratch.best[i] != scratch.best[i]) return NAN;
+            if (scratch.best[i] > most) most = scratch.best[i];
         }
         return most;
     }
@@ -76,23 +76,23 @@ struct Work {
     void mask();
     float mask_run(int64_t run, const uint32_t* words);
     int32_t lowest_of_highest() const;
-    void look_for_live();
+    void find_live_runs();
     void weigh_all();
     void keep(Cut cut);
     void cut(float least_kept);
     void kept(int64_t run, float* to) const;
-    float border(int64_t run) const;
+    float threshold(int64_t run) const;
     int64_t drop_last(int64_t run, int64_t most);
-    void settle();
+    void compact();
     double add_up();
     void draw();
-    void tell(const float* untouched, double normaliser);
+    void write_logprobs(const float* untouched, double normaliser);
     double most_likely();
     int choose();
 };
 
 // In the order and with the roundings of moonpool/sampling/processors.py.
-void Work::adjust() {
+void RowSampler::adjust() {
     const int32_t* biased = tokens(row.bias);
     const float* values = (const float*)(biased + row.bias_count);
     for (int i = 0; i < row.bias_count; i++) if (known(biased[i])) logits[biased[i]] += values[i];
@@ -100,7 +100,7 @@ void Work::adjust() {
     for (int i = 0; i < row.banned_count; i++) if (known(banned[i])) logits[banned[i]] = -INFINITY;
     // Counts lie where weights will.
     if (row.history_count)
-        penalise(row.options, logits, s.vocab, tokens(row.history), row.history_count, row.prompt_tokens, (int32_t*)desk.weights);
+        penalise(row.options, logits, s.vocab, tokens(row.history), row.history_count, row.prompt_tokens, (int32_t*)scratch.weights);
 }
 
 // Logits of tokens whose bit is set, the lowest for the first, and minus infinity for the others.
@@ -116,7 +116,7 @@ INLINE vf permitted(vf v, uint32_t bits) {
 #endif
 }
 // Minus infinity where words of 32 tokens each say so; the highest of the others, NaN where one of them is.
-float Work::mask_run(int64_t index, const uint32_t* words) {
+float RowSampler::mask_run(int64_t index, const uint32_t* words) {
     float* to = logits + index * RUN;
     int64_t left = s.vocab - index * RUN;
     if (left < RUN) {
@@ -133,7 +133,7 @@ float Work::mask_run(int64_t index, const uint32_t* words) {
     }
     return best(most, odd);
 }
-void Work::mask() {
+void RowSampler::mask() {
     int64_t size = (s.vocab + 7) / 8;
     if (row.mask_bytes < size) size = row.mask_bytes;
     for (int64_t i = 0; i < runs; i++) {
@@ -143,57 +143,57 @@ void Work::mask() {
         else if (left > 0) memcpy(words, row.mask + i * (RUN / 8), left);
         uint32_t any = 0, all = ~0u;
         for (uint32_t word : words) any |= word, all &= word;
-        desk.best[i] = !any ? -INFINITY : all == ~0u ? best_of_run(i) : mask_run(i, words);
+        scratch.best[i] = !any ? -INFINITY : all == ~0u ? best_of_run(i) : mask_run(i, words);
     }
 }
 
-int32_t Work::lowest_of_highest() const {
+int32_t RowSampler::lowest_of_highest() const {
     int64_t i = 0;
-    while (desk.best[i] != greatest) i++;
+    while (scratch.best[i] != greatest) i++;
     int64_t token = i * RUN;
     while (logits[token] != greatest) token++;
     return (int32_t)token;
 }
 
 // Runs that have a weight which is not 0.
-void Work::look_for_live() {
+void RowSampler::find_live_runs() {
     alive = 0;
     for (int64_t i = 0; i < runs; i++)
-        if ((desk.best[i] - greatest) * row.scale >= -126.0f) desk.live[alive++] = (int32_t)i;
+        if ((scratch.best[i] - greatest) * row.scale >= -126.0f) scratch.live[alive++] = (int32_t)i;
 }
-// Their weights and sums. Weights take the place of the logits where nobody needs those any more: what a row takes then
-// stays in the second cache from pass to pass.
-void Work::weigh_all() {
-    bool over = logits == desk.copy || (row.top < 0 && s.vocab % RUN == 0);
-    weights = over ? logits : desk.weights;
+// Their weights and sums. Weights replace the logits if these are no longer needed: a row's memory then stays in the
+// second-level cache from pass to pass.
+void RowSampler::weigh_all() {
+    bool over = logits == scratch.copy || (row.top < 0 && s.vocab % RUN == 0);
+    weights = over ? logits : scratch.weights;
     vf most = splat(greatest), scale = splat(row.scale);
     for (int64_t i = 0; i < alive; i++) {
         float room[RUN];
-        const float* from = run(logits, desk.live[i], room);
+        const float* from = run(logits, scratch.live[i], room);
         float* to = weights + i * RUN;
-        desk.sums[i] = sum_of_run([&](int j, vf* some) {
+        scratch.sums[i] = sum_of_run([&](int j, vf* some) {
             weigh<TOGETHER>(from + j * W, most, scale, some);
             for (int k = 0; k < TOGETHER; k++) store(to + (j + k) * W, some[k]);
         });
     }
 }
 // The least weight that counts in a run.
-float Work::border(int64_t index) const { return index < strict ? least : beside(least, 1); }
+float RowSampler::threshold(int64_t index) const { return index < strict ? least : beside(least, 1); }
 // Sums up the weights that are kept; the others are left where they are, and count no more.
-void Work::keep(Cut cut) {
+void RowSampler::keep(Cut cut) {
     least = cut.at, strict = alive;
     for (int64_t i = alive - 1; cut.dropped > 0; i--) cut.dropped -= drop_last(i, cut.dropped);
     for (int64_t i = 0; i < alive; i++) {
         const float* w = weights + i * RUN;
-        vf from = splat(border(i));
-        desk.sums[i] = sum_of_run([&](int j, vf* some) {
+        vf from = splat(threshold(i));
+        scratch.sums[i] = sum_of_run([&](int j, vf* some) {
             for (int k = 0; k < TOGETHER; k++) some[k] = load(w + (j + k) * W), some[k] = only(some[k], ~over(from, some[k]));
         });
     }
 }
 // Of a run's weights that are `least`, the last ones, at most so many, count no more; returns how many. Logits that were
 // rounded to bfloat16 have many equal ones: where these are all of the run's, nothing is written.
-int64_t Work::drop_last(int64_t index, int64_t most) {
+int64_t RowSampler::drop_last(int64_t index, int64_t most) {
     float* w = weights + index * RUN;
     vi same = {};
     for (int i = 0; i < RUN; i += W) same -= load(w + i) == splat(least);
@@ -205,64 +205,64 @@ int64_t Work::drop_last(int64_t index, int64_t most) {
     return dropped;
 }
 // Before another cut: leaves out runs of which nothing is kept, and sets to 0 what is not kept of the others.
-void Work::settle() {
+void RowSampler::compact() {
     int64_t count = 0;
     for (int64_t i = 0; i < alive; i++) {
-        if (!(desk.sums[i] > 0)) continue;
-        vf from = splat(border(i));
+        if (!(scratch.sums[i] > 0)) continue;
+        vf from = splat(threshold(i));
         for (int j = 0; j < RUN; j += W) {
             vf v = load(weights + i * RUN + j);
             store(weights + count * RUN + j, (vf)((vi)v & (v >= from)));
         }
-        desk.sums[count] = desk.sums[i], desk.live[count++] = desk.live[i];
+        scratch.sums[count] = scratch.sums[i], scratch.live[count++] = scratch.live[i];
     }
     alive = strict = count;
 }
 // Sums of runs become those up to and with each run; returns the whole.
-double Work::add_up() {
+double RowSampler::add_up() {
     double all = 0;
-    for (int64_t i = 0; i < alive; i++) desk.sums[i] = all += desk.sums[i];
+    for (int64_t i = 0; i < alive; i++) scratch.sums[i] = all += scratch.sums[i];
     return all;
 }
-void Work::cut(float least_kept) {
-    float** spare = desk.spare;
+void RowSampler::cut(float least_kept) {
+    float** spare = scratch.spare;
     if (row.top_k > 0 && row.top_k < alive * RUN) {
         double n = (double)(alive * RUN);
         Cut cut = Cutting<true>{(double)row.top_k, 0, n, weights, alive * RUN, {spare[0], spare[1]}}.find();
-        if (cut.at > 0) keep(cut), settle();
+        if (cut.at > 0) keep(cut), compact();
     }
     Cut cut{0, 0};
     if (row.top_p < 1) {
         double all = 0;
-        for (int64_t i = 0; i < alive; i++) all += desk.sums[i];
+        for (int64_t i = 0; i < alive; i++) all += scratch.sums[i];
         cut = Cutting<false>{row.top_p * all, 0, all, weights, alive * RUN, {spare[0], spare[1]}}.find();
     }
     if (least_kept > cut.at) cut = {least_kept, 0};
     if (cut.at > 0) keep(cut);
 }
 // The weights of a run that count, and 0 for the others.
-void Work::kept(int64_t index, float* to) const {
-    vf from = splat(least > 0 ? border(index) : 0);
+void RowSampler::kept(int64_t index, float* to) const {
+    vf from = splat(least > 0 ? threshold(index) : 0);
     for (int j = 0; j < RUN; j += W) {
         vf v = load(weights + index * RUN + j);
         store(to + j, only(v, ~over(from, v)));
     }
 }
-void Work::draw() {
-    look_for_live();
-    Nucleus nucleus{logits,      s.vocab,   greatest,     row.scale,  desk.live, alive, desk.best,
-                    desk.crests, desk.sums, desk.weights, desk.first, {desk.spare[0], desk.spare[1]}};
+void RowSampler::draw() {
+    find_live_runs();
+    Nucleus nucleus{logits,      s.vocab,   greatest,     row.scale,  scratch.live, alive, scratch.best,
+                    scratch.crests, scratch.sums, scratch.weights, scratch.first, {scratch.spare[0], scratch.spare[1]}};
     float least_kept = least_weight({row.options, logits, s.vocab, greatest, row.scale});  // before weights replace logits
-    bool found_all = row.top_p < 1 && !row.top_k && !least_kept && nucleus.find(row.top_p);
-    if (!found_all) weigh_all(), cut(least_kept);
+    bool by_nucleus = row.top_p < 1 && !row.top_k && !least_kept && nucleus.find(row.top_p);
+    if (!by_nucleus) weigh_all(), cut(least_kept);
     double whole = add_up(), most = nextafter(whole, 0.0);
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         double goal = s.numbers[d] * whole;
         if (goal > most) goal = most;
-        int64_t found = std::upper_bound(desk.sums, desk.sums + alive, goal) - desk.sums;
-        double before_ = found ? desk.sums[found - 1] : 0, sum_ = 0;
+        int64_t found = std::upper_bound(scratch.sums, scratch.sums + alive, goal) - scratch.sums;
+        double before_ = found ? scratch.sums[found - 1] : 0, sum_ = 0;
         float w[RUN];
-        if (found_all) nucleus.kept(found, w);
+        if (by_nucleus) nucleus.kept(found, w);
         else kept(found, w);
         int at = 0, last = 0;
         for (; at < RUN; at++) {
@@ -270,12 +270,12 @@ void Work::draw() {
             last = at;
             if ((sum_ += w[at]) + before_ > goal) break;
         }
-        s.tokens[d] = desk.live[found] * RUN + (at < RUN ? at : last);  // rounding may lead past the last
+        s.tokens[d] = scratch.live[found] * RUN + (at < RUN ? at : last);  // rounding may lead past the last
     }
 }
 
 // Writes the most likely tokens' logits; returns the logarithm of the sum of all exponentials.
-double Work::most_likely() {
+double RowSampler::most_likely() {
     float greatest_ = highest(), least = -INFINITY;
     float* values = s.top_logprobs + r * s.most;
     int32_t* ids = s.top_tokens + r * s.most;
@@ -286,7 +286,7 @@ double Work::most_likely() {
         float room[RUN];
         const float* from = run(logits, i, room);
         all += sum_of_run([&](int j, vf* some) { weigh<TOGETHER>(from + j * W, most, scale, some); });
-        if (!row.top || (count == row.top && !(desk.best[i] > least))) continue;
+        if (!row.top || (count == row.top && !(scratch.best[i] > least))) continue;
         for (int64_t j = 0; j < RUN && i * RUN + j < s.vocab; j++) {
             if (count == row.top && !(from[j] > least)) continue;
             int at = count < row.top ? count++ : count - 1;
@@ -297,13 +297,13 @@ double Work::most_likely() {
     }
     return greatest_ + log(all);
 }
-void Work::tell(const float* untouched, double normaliser) {
+void RowSampler::write_logprobs(const float* untouched, double normaliser) {
     for (int d = row.draw; d < row.draw + row.draws; d++) {
         float value = untouched[s.tokens[d]];
         int64_t higher = 0;
         vi number = {};
         for (int64_t at = 0; at < runs; at++) {
-            if (!(desk.best_before[at] > value)) continue;
+            if (!(scratch.best_before[at] > value)) continue;
             float room[RUN];
             const float* from = run(untouched, at, room);
             for (int j = 0; j < RUN; j += W) number -= load(from + j) > splat(value);
@@ -314,19 +314,19 @@ void Work::tell(const float* untouched, double normaliser) {
     for (int i = 0; i < row.top; i++) s.top_logprobs[r * s.most + i] -= (float)normaliser;
 }
 
-int Work::choose() {
+int RowSampler::choose() {
     const float* untouched = logits;
     double normaliser = 0;
-    bool changed = row.adjusted(), told = row.top >= 0;
-    if (told || !(changed || row.mask)) survey();
-    if (told) {
+    bool changed = row.adjusted(), scored = row.top >= 0;
+    if (scored || !(changed || row.mask)) find_run_maxima();
+    if (scored) {
         normaliser = most_likely();
-        memcpy(desk.best_before, desk.best, runs * sizeof(float));
-        if (changed || row.mask) logits = (float*)memcpy(desk.copy, logits, s.vocab * sizeof(float));
+        memcpy(scratch.best_before, scratch.best, runs * sizeof(float));
+        if (changed || row.mask) logits = (float*)memcpy(scratch.copy, logits, s.vocab * sizeof(float));
     }
     if (changed) adjust();
     if (row.mask) mask();
-    else if (changed) survey();
+    else if (changed) find_run_maxima();
     greatest = highest();
     if (greatest == -INFINITY) return NOTHING_LEFT;
     if (!isfinite(greatest)) return NOT_FINITE;
@@ -336,7 +336,7 @@ int Work::choose() {
     } else {
         draw();
     }
-    if (told) tell(untouched, normaliser);
+    if (scored) write_logprobs(untouched, normaliser);
     return FINE;
 }
 
@@ -349,9 +349,9 @@ extern "C" int mp_sample(const Sampling* s, int threads) {
     std::atomic<int> odd{0}, failed{0};
     parallel(s->rows, worth(s->rows * s->vocab, threads), [&](int64_t r) {
         static thread_local Memory memory;
-        Desk desk;
-        if (!desk.take(memory, s->vocab)) { odd = 1; return; }
-        if ((s->failed[r] = Work(*s, r, desk).choose())) failed++;
+        Scratch scratch;
+        if (!scratch.take(memory, s->vocab)) { odd = 1; return; }
+        if ((s->failed[r] = RowSampler(*s, r, scratch).choose())) failed++;
     });
     return odd ? -1 : (int)failed;
 }
