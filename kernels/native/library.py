@@ -239,7 +239,7 @@ class Library:
         return bool(self._c.mp_follow(progress, layer))
 
     def over(self, progress: Progress) -> None:
-        """Let who follows know that no further layer is computed."""
+        """Tell the following thread that no further layer is computed."""
         self._c.mp_over(progress)
 
     def go_on(self, further: GoOn) -> int:

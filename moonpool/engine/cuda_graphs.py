@@ -94,8 +94,8 @@ class GraphCache:
         shape = GraphShape(found_rows, found_context)
         return shape if not self.stopped or shape in self._held else None
 
-    def way(self, shape: GraphShape) -> GraphMode:
-        """How the next step of a shape is computed; told once for each step."""
+    def mode(self, shape: GraphShape) -> GraphMode:
+        """Return how the next step of a shape runs; call once for each step."""
         if shape in self._held:
             return GraphMode.REPLAY
         if self.stopped:
@@ -177,7 +177,7 @@ class DecodeGraphs:
         """
         self._fill(shape, batch, hidden)
         work = partial(self._layers, shape)
-        way = self._captures.way(shape)
+        way = self._captures.mode(shape)
         if way is GraphMode.CAPTURE:
             self._capture(shape, work)
         graph = self._graphs.get(shape)

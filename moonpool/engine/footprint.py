@@ -166,7 +166,7 @@ def release_memory() -> None:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """What a process holds in memory now, shared parts included; 0 where the system does not tell."""
+    """What a process holds in memory now, shared parts included; 0 if the system does not say."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmRSS:"):

@@ -65,7 +65,7 @@ class InstanceContext:
         link: limits the rate of KV that leaves this process.
         instance: this instance; its address is filled in once the server listens.
         spans: where spans are recorded.
-        notify: call it when keys or load have changed, so that the conductor is told soon.
+        notify: call it when keys or load have changed, to report to the conductor soon.
         dialer: opens lanes to other instances.
         lanes: offers lanes to them.
         beside: threads for what would keep the event loop from dispatching steps.
@@ -158,9 +158,9 @@ async def run_instance(
     step_tokens: int = 0,
     start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
 ) -> None:
-    """Runs one engine instance until it is told to stop; `start` starts its engine.
+    """Run one engine instance until it is stopped; `start` starts its engine.
 
-    The conductor is told of `stages`, and of `step_tokens`, which one prefill step computes at most (0 = no limit).
+    The conductor gets `stages`, and `step_tokens`: the most tokens of one prefill step (0 = no limit).
 
     Raises:
         ConfigError: a setting is refused.

@@ -150,14 +150,14 @@ class PoolReads:
         return PoolReadLease(number, keys[: len(blocks)], blocks)
 
     def take_back(self, lease: "PoolReadLease") -> None:
-        """A lease is over."""
+        """Return a lease."""
         self.sessions -= 1
         self._calls.take_back(ReturnBlocks(lease.number))
 
     def suspect(self, key: BlockKey) -> None:
-        """A reader got a block whose bytes do not match their hash: if they do not here, nobody finds it any more.
+        """Handle a block whose bytes did not match their hash at a reader: delete it if they do not match here.
 
-        It is not lent for that, which may be impossible just now: nothing is evicted before this returns.
+        The block need not be lent for that: nothing is evicted before this returns.
         """
         layers = range(self.pool.layout.layers)
         if not all(self._is_intact(layer, block) for block in self._manager.match([key]) for layer in layers):

@@ -20,7 +20,7 @@ from moonpool.errors import Internal, Unavailable
 from moonpool.platforms.registry import Collectives, Platform
 
 _ABORTED = -1  # in place of the number of rows
-_GREETING = -(1 << 62)  # a step that nobody has
+_GREETING = -(1 << 62)  # id of no step
 
 
 def collectives_of(platform: Platform, *, nccl: bool | None = None) -> Collectives:
@@ -175,10 +175,10 @@ class StageLinks:
                 work.wait()
 
     @contextlib.contextmanager
-    def _heard(self, who: str, step_id: int | None = None) -> Iterator[None]:
-        """What torch raises when a neighbour is gone or silent, by its name."""
+    def _heard(self, neighbour: str, step_id: int | None = None) -> Iterator[None]:
+        """Turn torch's errors of a lost or silent neighbour into `Unavailable`, with its name."""
         try:
             yield
         except RuntimeError as error:  # as `torch.distributed.DistBackendError` is
             when = "" if step_id is None or step_id == _GREETING else f" in step {step_id}"
-            raise Unavailable(f"{who} was lost{when}: {error}") from error
+            raise Unavailable(f"{neighbour} was lost{when}: {error}") from error

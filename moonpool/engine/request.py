@@ -137,19 +137,19 @@ MAX_PENDING_READS = 1024
 
 @dataclass(slots=True, eq=False)
 class _PendingRead:
-    """A request that is being read in a thread, and who has asked."""
+    """A request that a thread reads, and its caller."""
 
     request_id: str
-    who: str
+    caller: str
     cancelled: bool = False
 
 
 class RequestReader:
-    """Requests that have come and are not known to the core yet.
+    """Reads requests before the core knows them.
 
     Args:
         read: checks a request, in any thread.
-        beside: where long ones are read.
+        beside: threads for long requests.
     """
 
     def __init__(self, read: Callable[[kv_pb2.SequenceSpec], IncomingRequest], beside: ThreadOffload) -> None:
@@ -157,31 +157,31 @@ class RequestReader:
         self._beside = beside
         self._reading: set[_PendingRead] = set()
 
-    async def read(self, spec: kv_pb2.SequenceSpec, who: str = "") -> IncomingRequest:
-        """Checks a request of `who`. Others may come and go meanwhile: what was true before may not be so afterwards.
+    async def read(self, spec: kv_pb2.SequenceSpec, caller: str = "") -> IncomingRequest:
+        """Check a request of `caller`. State may change meanwhile: check it again afterwards.
 
         Raises:
             InvalidRequest: naming the field at fault.
-            Overloaded: too many are being read.
-            Unavailable: it was cancelled meanwhile.
+            Overloaded: too many requests are being read.
+            Unavailable: the request was cancelled meanwhile.
         """
         if len(spec.token_ids) < TOKEN_BYTES * self._beside.least_tokens:
             return self._read(spec)
         if len(self._reading) >= MAX_PENDING_READS:
             raise Overloaded(f"{MAX_PENDING_READS} requests are being read", reason="queue_full", retry_after_s=1.0)
-        reading = _PendingRead(spec.request_id, who)
+        reading = _PendingRead(spec.request_id, caller)
         self._reading.add(reading)
         try:
             incoming = await asyncio.get_running_loop().run_in_executor(self._beside.executor, self._read, spec)
         finally:
             self._reading.discard(reading)
         if reading.cancelled:
-            raise Unavailable("it was cancelled while it was read")
+            raise Unavailable("request cancelled during validation")
         return incoming
 
-    def cancel(self, request_id: str, who: str = "") -> bool:
-        """Cancels what is being read under this id for `who`; whether there was anything."""
-        found = [it for it in self._reading if (it.request_id, it.who) == (request_id, who)]
+    def cancel(self, request_id: str, caller: str = "") -> bool:
+        """Cancel reads under this id for `caller`; return whether there were any."""
+        found = [it for it in self._reading if (it.request_id, it.caller) == (request_id, caller)]
         for reading in found:
             reading.cancelled = True
         return bool(found)

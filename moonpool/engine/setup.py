@@ -34,7 +34,7 @@ from moonpool.transport.config import TransportConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 DEFAULT_KV_BYTES = 256 << 20
-"""Bytes of the KV pool, unless told otherwise."""
+"""Bytes of the KV pool, by default."""
 
 
 class EngineConfig(CoreServiceConfig, TransportConfig):
@@ -68,13 +68,13 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         ge=0.0,
         lt=1.0,
         description="largest share by which this emulated instance is slower or quicker than its profile, drawn once; "
-        "the conductor is not told",
+        "the conductor does not know",
     )
     emulated_slowdown: float = Field(
         0.0,
         ge=0.0,
         description="factor by which emulated steps take longer between the signals SIGUSR1 and SIGUSR2; the "
-        "conductor is not told. 0 = these signals are not handled",
+        "conductor does not know. 0 = these signals are not handled",
     )
     emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
     profile: str = Field(
@@ -168,8 +168,8 @@ class EngineSetup:
     """What an instance serves, known before anything is allocated.
 
     Attributes:
-        spec: what the engine processes are told.
-        model: what the conductor is told; carries the namespace.
+        spec: sent to the engine processes.
+        model: sent to the conductor; carries the namespace.
         vocab_size: tokens the model knows.
         max_tokens: longest sequence, tokens.
         link_rate: bytes of KV sent per second at most; None = unlimited.
@@ -252,7 +252,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
 
 
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
-    """The fingerprint of what KV is computed by: weights, and their type where the layout does not tell it."""
+    """The fingerprint of what KV is computed by: weights, and their type if the layout does not say it."""
     if not spec.layout.scale_bytes:
         return fingerprint
     return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()
@@ -306,7 +306,7 @@ def _emulated_setup(
         max_tokens=min(config.max_model_len or profile.max_tokens, profile.max_tokens),
         emulated=emulated,
     )
-    # Never the fingerprint of real weights; the same for all who emulate the same, whatever their time scale.
+    # Never the fingerprint of real weights; the same for all instances that emulate the same, at any time scale.
     return _instance_setup(config, model, spec, blake3(b"moonpool emulated kv v1\0" + profile.name.encode()).digest())
 
 

@@ -120,11 +120,11 @@ class ParserCache:
         return self._begun(grammar, answer)
 
     def keep(self, grammar: Grammar, answer: bytes, parser: LLMatcher) -> None:
-        """Keeps a parser for those who go on with its answer."""
+        """Keep a parser for sequences that continue its answer."""
         _keep_newest(self._parsers, (grammar, answer), parser, MAX_PARSERS)
 
     def make_room(self) -> bool:
-        """Gives all up where the process holds too much: what is needed is made anew. Returns whether it did."""
+        """Drop all if the process is near its memory limit; what is needed is made again. Return whether it did."""
         if not self._full():
             return False
         self._parsers.clear()
@@ -137,7 +137,7 @@ class ParserCache:
         self._thread.shutdown(cancel_futures=True)
 
     def _begun(self, grammar: Grammar, answer: bytes) -> LLMatcher:
-        """A copy of the compiled one that has read an answer."""
+        """Return a copy of the compiled parser that has read an answer."""
         parser = self._awaited(grammar).deep_copy()
         if answer:
             parser.consume_tokens(tokens_from_bytes(answer).tolist())
@@ -148,7 +148,7 @@ class ParserCache:
         try:
             return compiled.result()
         except Exception:
-            del self._grammars[grammar]  # tried again for who asks next
+            del self._grammars[grammar]  # the next request tries again
             raise
         finally:
             self.waited_ns += world.monotonic_ns() - began_ns

@@ -264,7 +264,7 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     try:
         cores = CpuSlot.claim(Path(engine.core_page), engine.core_share)
     except ConfigError as error:
-        if Path(engine.core_page) != default_core_page():  # somebody asked for it
+        if Path(engine.core_page) != default_core_page():  # a flag names it
             raise
         sys.stderr.write(f"cores are not lent: {error}\n")
         torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
@@ -320,7 +320,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # Draining is the I/O process's decision; a signal to the whole group must not take the engine away from it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may stop who writes to it from another process group
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may stop a writer of another process group
     parser = argparse.ArgumentParser(prog="moonpool.engine.worker")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the I/O process")
     parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")

@@ -101,7 +101,7 @@ class TorchRows:
             hot, peaks = logits, highest
             if not self._drawn.whole:
                 hot, peaks = logits[self._drawn.rows], highest[self._drawn.rows]
-            hot.masked_fill_(~torch.isfinite(peaks)[:, None], 0)  # nobody reads what is drawn there
+            hot.masked_fill_(~torch.isfinite(peaks)[:, None], 0)  # draws of these rows are not used
             tokens.index_copy_(0, self._drawn.draws, self._random(hot, numbers))
         logprobs = None
         if self._scored is not None and untouched is not None:

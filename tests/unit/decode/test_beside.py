@@ -67,7 +67,7 @@ async def test_a_conductor_cancels_by_its_name_what_is_being_read_for_it() -> No
         await conductor.cancel("a", nothing)
         await conductor.until(lambda: conductor.outcomes == {"a": kv_pb2.CANCEL_OUTCOME_BEFORE_START})
         threads.release()
-        with pytest.raises(MoonpoolError, match="cancelled while it was read"):
+        with pytest.raises(MoonpoolError, match="cancelled during validation"):
             await asked[0]
         assert await asked[1]
         assert [live.promised_to for live in it.service.executor] == ["another/0"]

@@ -28,10 +28,10 @@ def test_no_shape_is_longer_than_the_longest_sequence(longest: int) -> None:
 
 def test_the_second_step_of_a_shape_is_captured_and_further_ones_are_replayed() -> None:
     captures = GraphCache(1024)
-    assert [captures.way(ONE), captures.way(ONE)] == [GraphMode.EAGER, GraphMode.CAPTURE]
+    assert [captures.mode(ONE), captures.mode(ONE)] == [GraphMode.EAGER, GraphMode.CAPTURE]
     assert captures.captured(ONE, 100)
-    assert captures.way(ONE) is GraphMode.REPLAY
-    assert captures.way(GraphShape(2, 1024)) is GraphMode.EAGER
+    assert captures.mode(ONE) is GraphMode.REPLAY
+    assert captures.mode(GraphShape(2, 1024)) is GraphMode.EAGER
     assert captures.nbytes == 100
 
 
@@ -42,18 +42,18 @@ def test_captures_are_bounded_and_what_is_there_is_replayed(most_graphs: int, mo
     captures = GraphCache(1024, most_graphs=most_graphs, most_bytes=most_bytes)
     for rows in (1, 2, 4, 8):
         shape = captures.shape(rows, 1)
-        if shape is not None and [captures.way(shape), captures.way(shape)] == [GraphMode.EAGER, GraphMode.CAPTURE]:
+        if shape is not None and [captures.mode(shape), captures.mode(shape)] == [GraphMode.EAGER, GraphMode.CAPTURE]:
             captures.captured(shape, 100)
     assert captures.nbytes == sum(kept)
     assert captures.stopped
     held = [captures.shape(rows, 1) for rows in (1, 2, 4, 8)]
     assert [shape is not None for shape in held] == [True] * len(kept) + [False] * (4 - len(kept))
-    assert all(captures.way(shape) is GraphMode.REPLAY for shape in held if shape)
-    assert captures.way(GraphShape(8, 1024)) is GraphMode.EAGER
+    assert all(captures.mode(shape) is GraphMode.REPLAY for shape in held if shape)
+    assert captures.mode(GraphShape(8, 1024)) is GraphMode.EAGER
 
 
 def test_after_a_failure_nothing_more_is_captured() -> None:
     captures = GraphCache(1024)
-    captures.way(ONE)
+    captures.mode(ONE)
     captures.failed("no memory")
-    assert (captures.way(ONE), captures.shape(1, 1), captures.stopped) == (GraphMode.EAGER, None, "no memory")
+    assert (captures.mode(ONE), captures.shape(1, 1), captures.stopped) == (GraphMode.EAGER, None, "no memory")
