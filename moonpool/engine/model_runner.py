@@ -45,7 +45,7 @@ from moonpool.scheduling.steps import (
 )
 
 _NO_MASKS: dict[int, memoryview] = {}
-"""Always the same: the sampler looks at masks only where they are others than before."""
+"""One object for all steps: the sampler reads masks again only if the object has changed."""
 
 
 @dataclass(slots=True)
@@ -93,8 +93,8 @@ class StepSampler:
         `masks`: tokens that may follow; None: all.
         """
         output = StepOutput([None] * self._count)
-        for part in self._groups:
-            self.logits = part.choose(hidden, batch, masks, output, self.logits)
+        for group in self._groups:
+            self.logits = group.choose(hidden, batch, masks, output, self.logits)
         for index, tokens, scored in self._scored:
             last = int(batch.last_rows[index])
             output.scores[index] = _score_tokens(self._model, hidden[last + 1 - tokens : last + 1], scored)
@@ -132,8 +132,8 @@ class StepSampler:
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Go to the run's next step, after sequence i got `tokens[i]`."""
-        for part in self._groups:
-            part.advance(tokens)
+        for group in self._groups:
+            group.advance(tokens)
 
 
 class _RowGroup:
@@ -396,7 +396,7 @@ class StageRunner:
     """The run that goes on, with its next tokens."""
 
     def close(self) -> None:
-        """Waits until everything sent has been received, and ends the stage's threads."""
+        """Wait until everything sent has been received, and end the stage's threads."""
         self.links.flush()
         self.platform.close()
         if self.masks is not None:
@@ -408,7 +408,7 @@ class StageRunner:
 
     @in_inference_mode
     def run(self, step: Step) -> bool:
-        """Runs one step to its end, done or aborted; emits its events, `StepDone` last.
+        """Run one step to its end, done or aborted; emit its events, `StageDone` last.
 
         Returns:
             Whether its run goes on. Then `go_on` runs its next step.
@@ -421,7 +421,7 @@ class StageRunner:
         return self._step(run, times)
 
     def go_on(self) -> bool:
-        """As `run`, for the next step of the run."""
+        """Run the next step of the run; see `run`."""
         assert self._next is not None
         run, tokens = self._next
         times = self._begin(run.step)
@@ -433,11 +433,14 @@ class StageRunner:
             self.platform.memory.advance(run.packed.block_ids.tolist(), run.packed.filled())
         return self._step(run, times)
 
-    @in_inference_mode
     def _step(self, run: StepRun, times: _StepTimes) -> bool:
         """Run one step in the run's mode; return whether the run goes on."""
-        if run.mode is StepMode.NATIVE:
-            return self._run_native(run, times)
+        # Native calls need no inference mode, and entering it takes time.
+        return self._run_native(run, times) if run.mode is StepMode.NATIVE else self._run_on_stream(run, times)
+
+    @in_inference_mode
+    def _run_on_stream(self, run: StepRun, times: _StepTimes) -> bool:
+        """Run one step on the compute stream, as layers or as a graph; return whether the run goes on."""
         done = self._receive(run) and (self._replay_graph(run) if run.mode is StepMode.GRAPH else self._run_layers(run))
         if done and self.model.is_last:
             self.platform.stream.run(partial(self._choose, run))
