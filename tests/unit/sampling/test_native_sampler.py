@@ -4,7 +4,7 @@ import math
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -218,3 +218,11 @@ def test_a_sequence_that_is_interrupted_goes_on_with_the_same_tokens(both: Both)
         specs = [samplings[at].at(prompts[at]) for at in (0, 2)]
         assert both.run(mode, table, specs, [prompts[0][-1], prompts[2][-1]]) == [first, third]
     assert not {1, 2} & set(whole[1][:12])
+
+
+def test_options_of_a_row_are_parameters_by_name() -> None:
+    """`SAMPLING_OPTIONS` of processors.h is all that packs them."""
+    native = Library(build.build())
+    assert set(native.sampling_options) <= {it.name for it in fields(SamplingParams)}
+    assert native.sampling_row.names is not None
+    assert set(native.sampling_options) <= set(native.sampling_row.names)
