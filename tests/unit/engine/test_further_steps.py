@@ -106,9 +106,9 @@ class Ambiguous(MaskBuilder):
 
     def begin(self, wanted: Sequence[MaskRequest]) -> PendingMasks:
         assert [it.index for it in wanted] == [0]
-        return self.go_on(())
+        return self.advance(())
 
-    def go_on(self, tokens: Sequence[int]) -> PendingMasks:
+    def advance(self, tokens: Sequence[int]) -> PendingMasks:
         self._steps_made += 1
         self._bits[:] = (1 << 7 + self._steps_made).to_bytes(64, "little")
         failed = {0: "too ambiguous"} if self._steps_made == 3 else {}
@@ -215,9 +215,9 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
 class Halted:
     """The rest of a run whose next call does two steps and is given up in the third."""
 
-    alone, failed = True, False
+    samples, failed = True, False
 
-    def choose_by(self, alone: object, ends: object) -> None: ...
+    def sample_by(self, attach: object, ends: object) -> None: ...
 
     def go_on(self, most: int, until_ns: int) -> RunResult:
         assert most > 2
