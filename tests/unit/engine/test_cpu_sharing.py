@@ -28,9 +28,9 @@ import sys
 from pathlib import Path
 import torch
 from kernels.native import library
-from moonpool.engine.cpu_sharing import SLOTS, Cores
+from moonpool.engine.cpu_sharing import SLOTS, CpuSlot
 native = library.get()
-cores = Cores.claim(Path(sys.argv[1]), 1)
+cores = CpuSlot.claim(Path(sys.argv[1]), 1)
 native.lend(cores.address, SLOTS, cores.own)
 numbers = -torch.rand(int(sys.argv[2]), 4096)
 print(native.threads_used(len(numbers)), flush=True)
