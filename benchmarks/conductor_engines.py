@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.bundled import model_dir
-from moonpool.cluster import HeldKeys, JoinAgent
-from moonpool.kv.blocks import KeyChanges
+from moonpool.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import Service, serving
@@ -114,7 +113,7 @@ async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: 
     )
     hello = conductor_pb2.JoinHello(instance=instance, model=model, total_blocks=BLOCKS)
     load = conductor_pb2.LoadReport(free_blocks=BLOCKS, drain_s=0.0)
-    agent = JoinAgent(channels, conductor, hello, lambda: load, KeyChanges, HeldKeys(1, lambda _: ()))
+    agent = JoinAgent(channels, conductor, InstanceReport(hello, lambda: load, HeldKeys(1, lambda _: ())))
     task = asyncio.create_task(agent.run(asyncio.Event()))
     stack.callback(task.cancel)
     return agent

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from benchmarks.kv_shape import SHAPES, VOCAB_SIZE, Shape
-from moonpool.engine.instance import BESIDE_THREADS, InstanceContext, open_transports
+from moonpool.engine.instance import BESIDE_THREADS, InstanceContext, open_dialer_and_listener
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineSetup
 from moonpool.errors import Unavailable
@@ -81,7 +81,7 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     )
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
-        dialer, lanes = open_transports(config, engine, instance)
+        dialer, lanes = open_dialer_and_listener(config, engine, instance)
         kv = EgressLink(), instance, context.spans, quiet, dialer, lanes
         shared = InstanceContext(setup, engine, channels, *kv, ThreadOffload(ThreadPoolExecutor(BESIDE_THREADS)))
         decode = DecodeInstance(shared, config)

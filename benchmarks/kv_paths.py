@@ -20,9 +20,11 @@ from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
-from moonpool.transport.config import GRPC_NAME, TRANSPORT_KINDS, TransportConfig, TransportSettings
+from moonpool.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.shared_memory import SharedRegion
+from moonpool.transport.regions import SharedRegion
+from moonpool.transport.registry import open_transports
+from moonpool.transport.sessions import StreamOptions
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
@@ -63,10 +65,10 @@ def dialers(pool: KVPool) -> dict[str, TransportDialer]:
     """A client's end of each lane; peers may read the pool."""
 
     def dialer(name: str) -> TransportDialer:
-        settings = TransportSettings.of(TransportConfig(kv_lanes=name))
-        return TransportDialer(settings, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
+        transports = open_transports(TransportConfig(kv_lanes=name))
+        return TransportDialer(transports, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
 
-    return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORT_KINDS)}
+    return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORTS)}
 
 
 class _Sessions:
@@ -110,7 +112,7 @@ class DecodePath(_Sessions):
             shape.layout,
             frame_bytes=frame_bytes,
             send_timeout_s=TIMEOUT_S,
-            lanes=dialer,
+            options=StreamOptions(dialer),
         )
         self._pool = pool
         self._steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] | None = None
@@ -121,7 +123,7 @@ class DecodePath(_Sessions):
 
     @property
     def lane(self) -> str:
-        return self._sender.lane
+        return self._sender.transport
 
     @property
     def sent_bytes(self) -> int:
@@ -202,13 +204,18 @@ class PutPath(_Sessions):
         self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: TransportDialer | None = None
     ) -> None:
         self._writer = StoreWriter(
-            channels, address, SMALL.hello("bench"), SMALL.layout, frame_bytes=frame_bytes, lanes=dialer
+            channels,
+            address,
+            SMALL.hello("bench"),
+            SMALL.layout,
+            frame_bytes=frame_bytes,
+            options=StreamOptions(dialer),
         )
         self._pool = pool
 
     @property
     def lane(self) -> str:
-        return self._writer.lane
+        return self._writer.transport
 
     async def session(self) -> list[BlockKey]:
         """One put; the blocks' keys."""
@@ -229,13 +236,13 @@ class GetPath(_Sessions):
 
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: TransportDialer) -> None:
         self._put = PutPath(channels, address, pool, 1 << 20, dialer)
-        self._reader = BlockReader(channels, address, SMALL.hello("bench"), SMALL.layout, lanes=dialer)
+        self._reader = BlockReader(channels, address, SMALL.hello("bench"), SMALL.layout, options=StreamOptions(dialer))
         self._keys: list[BlockKey] = []
         self._into = KVPool.create(SMALL.layout, SMALL.blocks, [(0, SMALL.layout.layers)])
 
     @property
     def lane(self) -> str:
-        return self._reader.lane
+        return self._reader.transport
 
     async def send(self, nbytes: int) -> None:
         if not self._keys:

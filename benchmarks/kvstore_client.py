@@ -12,8 +12,10 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
-from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.config import TransportConfig
 from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.registry import open_transports
+from moonpool.transport.sessions import StreamOptions
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -118,10 +120,10 @@ async def connected(
 ) -> AsyncIterator[StoreClient]:
     """A client of the store at `address`, over a lane; default: the one that MOONPOOL_KV_LANES names, or local."""
     config = TransportConfig() if lane is None else TransportConfig(kv_lanes=lane)
-    lanes = TransportDialer(TransportSettings.of(config), memory.shared)
+    lanes = TransportDialer(open_transports(config), memory.shared)
     async with Channels() as channels:
-        writer = StoreWriter(channels, address, hello(layout), layout, lanes=lanes)
-        reader = BlockReader(channels, address, hello(layout), layout, lanes=lanes)
+        writer = StoreWriter(channels, address, hello(layout), layout, options=StreamOptions(lanes))
+        reader = BlockReader(channels, address, hello(layout), layout, options=StreamOptions(lanes))
         try:
             yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
         finally:

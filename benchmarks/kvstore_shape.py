@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
-from moonpool.transport.shared_memory import SharedRegion
+from moonpool.transport.regions import SharedRegion
 from moonpool.v1 import kv_pb2
 
 SLICE_BYTES = 64 << 10

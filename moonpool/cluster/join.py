@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from moonpool.cluster.kv_events import KEYS_PER_MESSAGE, HeldKeys, KVEventLog, snapshot_messages
@@ -113,55 +114,59 @@ class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinRespon
         return error
 
 
-class JoinAgent:
-    """Keeps one instance joined to one conductor.
+@dataclass(frozen=True, slots=True)
+class InstanceReport:
+    """What an instance reports to conductors, and how it carries out their orders.
 
     All callbacks are called on the event loop and must not block.
+
+    Attributes:
+        hello: who joins; its address must already be served: the conductor probes it.
+        load: gives the load now.
+        held: gives every key, for snapshots.
+        take_events: takes the net changes of keys since the last call.
+        on_drain: called when the conductor orders to drain (may be called more than once).
+        on_replicate: called when the conductor wants blocks to be copied here.
+        on_role: called when the conductor orders to change the role.
     """
+
+    hello: conductor_pb2.JoinHello
+    load: Callable[[], conductor_pb2.LoadReport]
+    held: HeldKeys
+    take_events: Callable[[], KeyChanges] = KeyChanges
+    on_drain: Callable[[], None] = lambda: None
+    on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None
+    on_role: RoleTaker = keep_role
+
+
+class JoinAgent:
+    """Keeps one instance joined to one conductor."""
 
     def __init__(
         self,
         channels: Channels,
         conductor_address: str,
-        hello: conductor_pb2.JoinHello,
-        load: Callable[[], conductor_pb2.LoadReport],
-        take_events: Callable[[], KeyChanges],
-        held: HeldKeys,
-        on_drain: Callable[[], None] = lambda: None,
-        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
-        on_role: RoleTaker = keep_role,
+        report: InstanceReport,
         *,
         wake: AgentWake | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
         keys_per_message: int = KEYS_PER_MESSAGE,
     ) -> None:
-        """Wire the agent; nothing happens before `run`.
+        """Nothing happens before `run`.
 
         Args:
             channels: where the channel to the conductor comes from.
             conductor_address: "host:port".
-            hello: who joins; its address must already be served, the conductor probes it.
-            load: tells the load now.
-            take_events: takes the net changes since the last call.
-            held: every key, for snapshots.
-            on_drain: called when the conductor orders to drain (may be called more than once).
-            on_replicate: called when the conductor wants blocks to be copied here.
-            on_role: called when the conductor orders to change the role.
-            wake: rung when load or keys have changed, where others than the agent's caller notice it.
+            report: what the instance reports.
+            wake: rung when load or keys have changed, if other code than the agent's caller notices the change.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
             keys_per_message: keys in one message at most.
         """
         self._channels = channels
         self._address = conductor_address
-        self._hello = hello
-        self._load = load
-        self._take_events = take_events
-        self._held = held
-        self._on_drain = on_drain
-        self._on_replicate = on_replicate
-        self._on_role = on_role
+        self._report = report
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
@@ -172,7 +177,7 @@ class JoinAgent:
         self.joined = asyncio.Event()
         """Set while the conductor has this instance."""
         self.follows = False
-        """Whether a snapshot was begun on this stream: from then on no change may be lost."""
+        """Whether a snapshot was started on this stream: from then on no change may be lost."""
 
     def notify(self, *, soon: bool = False) -> None:
         """Say that load or keys have changed; cheap, coalesced, callable at any time on the event loop."""
@@ -207,8 +212,10 @@ class JoinAgent:
 
     async def _stay(self, stop: asyncio.Task[Literal[True]]) -> None:
         """One stream, from hello to its end."""
-        call = _JoinCall(self._channels, self._address, self._hello, self._call_timeout_s, self._obey, self.notify)
-        life = asyncio.ensure_future(self._live(call))
+        call = _JoinCall(
+            self._channels, self._address, self._report.hello, self._call_timeout_s, self._obey, self.notify
+        )
+        life = asyncio.ensure_future(self._report_changes(call))
         try:
             await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
             if life.done():
@@ -219,8 +226,8 @@ class JoinAgent:
             await asyncio.gather(life, return_exceptions=True)
             await call.aclose()
 
-    async def _live(self, call: _JoinCall) -> None:
-        """Connects, then tells everything that changes; raises what breaks the stream."""
+    async def _report_changes(self, call: _JoinCall) -> None:
+        """Connects, then reports all changes; raises what breaks the stream."""
         await call.start()
         assert call.welcome is not None, "a stream that started has its welcome"
         self._heartbeat_s = call.welcome.heartbeat_s or 1.0
@@ -237,31 +244,31 @@ class JoinAgent:
                 self._resync = True
                 self.notify()
             case "drain":
-                self._on_drain()
+                self._report.on_drain()
                 self.notify()
             case "replicate":
-                self._on_replicate(answer.replicate)
+                self._report.on_replicate(answer.replicate)
             case "role":
-                self._on_role(answer.role.kind)
+                self._report.on_role(answer.role.kind)
             case other:
                 log.warning("unknown order from the conductor ignored", order=other)
 
     async def _write(self, call: _JoinCall) -> None:
         """Send changes soon, loads regularly."""
         loop = asyncio.get_running_loop()
-        last_load = float("-inf")
+        load_allowed_at = float("-inf")
         while call.error is None:
             self._wake.clear()
             if self._resync:
                 self._resync = False
-                await self._tell_all(call)
-            await self._tell_changes(call)
-            if loop.time() - last_load >= MIN_LOAD_INTERVAL_S or not self.joined.is_set():
-                await self._send(call, conductor_pb2.JoinRequest(load=self._load()))
-                last_load = loop.time()
-                due = last_load + self._heartbeat_s / REPORTS
+                await self._send_snapshot(call)
+            await self._send_changes(call)
+            if loop.time() >= load_allowed_at or not self.joined.is_set():
+                await self._send(call, conductor_pb2.JoinRequest(load=self._report.load()))
+                now = loop.time()
+                load_allowed_at, due = now + MIN_LOAD_INTERVAL_S, now + self._heartbeat_s / REPORTS
             else:
-                due = last_load + MIN_LOAD_INTERVAL_S
+                due = load_allowed_at
             self.joined.set()
             await self._pause(due - loop.time())
         raise call.error
@@ -275,30 +282,30 @@ class JoinAgent:
             return
         await wait_within(self._flush_s, self._wake.soon)  # a distance between messages, unless changes are wanted soon
 
-    async def _tell_all(self, call: _JoinCall) -> None:
+    async def _send_snapshot(self, call: _JoinCall) -> None:
         """Send a snapshot, and between its steps what changes meanwhile."""
         self.follows = True
-        self._note_events()
+        self._take_events()
         self._events.forget()
-        for step in snapshot_messages(self._held, self._keys_per_message):
+        for step in snapshot_messages(self._report.held, self._keys_per_message):
             for message in self._events.numbered(step):
                 await self._send(call, conductor_pb2.JoinRequest(events=message))
-            await self._tell_changes(call)
+            await self._send_changes(call)
 
-    async def _tell_changes(self, call: _JoinCall) -> None:
-        self._note_events()
+    async def _send_changes(self, call: _JoinCall) -> None:
+        self._take_events()
         while (message := self._events.next_message(self._keys_per_message)) is not None:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
 
-    def _note_events(self) -> None:
-        self._events.note(*self._take_events())
+    def _take_events(self) -> None:
+        self._events.note(*self._report.take_events())
 
     async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
         """Sends a message and waits until it is being written, so that a snapshot does not pile up."""
-        call.outbox.post(message)
+        call.send_queue.post(message)
         try:
             async with asyncio.timeout(self._call_timeout_s):
-                await call.outbox.at_most(0)
+                await call.send_queue.at_most(0)
         except TimeoutError:
             raise DeadlineExceeded(f"the conductor did not read for {self._call_timeout_s} s") from None
 
@@ -357,35 +364,23 @@ class ClusterMembership:
     """Keeps one instance joined to all conductors of a list."""
 
     def __init__(
-        self,
-        channels: Channels,
-        conductors: Sequence[str],
-        hello: conductor_pb2.JoinHello,
-        load: Callable[[], conductor_pb2.LoadReport],
-        take_events: Callable[[], KeyChanges] | None,
-        held: HeldKeys,
-        on_drain: Callable[[], None] = lambda: None,
-        on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None,
-        on_role: RoleTaker = keep_role,
-        *,
-        bell: ChangeBell | None = None,
+        self, channels: Channels, conductors: Sequence[str], report: InstanceReport, *, bell: ChangeBell | None = None
     ) -> None:
-        """Wire it; nothing happens before `run`. See `JoinAgent`; `bell` rings when load or keys have changed.
+        """Nothing happens before `run`. `bell` rings when load or keys have changed.
 
-        Without `take_events`, `changed` is told of all changes.
+        If `report` takes no events, call `changed` for each change of keys.
         """
         self._bell = bell or ChangeBell()
-        self._news = KeyChangeFeed(take_events or KeyChanges)
+        self._changes = KeyChangeFeed(report.take_events)
         self._agents: list[JoinAgent] = []
         for number, address in enumerate(conductors):
-            take = self._news.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
-            orders = on_drain, on_replicate, on_role
-            agent = JoinAgent(channels, address, hello, load, take, held, *orders, wake=self._bell.add())
+            take = self._changes.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
+            agent = JoinAgent(channels, address, replace(report, take_events=take), wake=self._bell.add())
             self._agents.append(agent)
 
     def changed(self, news: KeyChanges) -> None:
         """Keys have changed; cheap, callable at any time on the event loop."""
-        self._news.changed(news)
+        self._changes.changed(news)
         self._bell.ring()
 
     def notify(self, *, soon: bool = False) -> None:

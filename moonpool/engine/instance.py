@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from moonpool import world
-from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, Notify
+from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport, Notify
 from moonpool.cluster.join import keep_role
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
@@ -30,10 +30,11 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.transport.async_utils import ThreadOffload
-from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.config import TransportConfig
 from moonpool.transport.flow_control import EgressLink
 from moonpool.transport.handshake import TransportDialer, TransportListener
-from moonpool.transport.shared_memory import SharedRegion
+from moonpool.transport.regions import SharedRegion
+from moonpool.transport.registry import open_transports
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
@@ -183,7 +184,7 @@ async def run_instance(
         bell = ChangeBell()
         instance = context.instance(kind, config.id, "")
         link = EgressLink(setup.link_rate)
-        dialer, lanes = open_transports(config, engine, instance)
+        dialer, lanes = open_dialer_and_listener(config, engine, instance)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
         kv = link, instance, context.spans, bell.ring, dialer, lanes
         shared = InstanceContext(setup, engine, channels, *kv, beside)
@@ -194,9 +195,7 @@ async def run_instance(
         await stack.enter_async_context(lanes.running(config))
         server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
         instance.address = config.advertised(server.port)
-        agent = ClusterMembership(
-            channels,
-            config.conductor,
+        report = InstanceReport(
             conductor_pb2.JoinHello(
                 instance=instance,
                 model=setup.model,
@@ -207,13 +206,13 @@ async def run_instance(
                 either_role=config.either_role,
             ),
             service.load,
-            service.manager.take_events,
             HeldKeys(1, lambda _: service.manager.keys()),
+            service.manager.take_events,
             service.drain,
             service.replicate,
             (lambda wanted: _change_role(context, kind, wanted)) if config.either_role else keep_role,
-            bell=bell,
         )
+        agent = ClusterMembership(channels, config.conductor, report, bell=bell)
         lifecycle = _Lifecycle(service, agent, engine, server, config.drain_s)
         await lifecycle.run(context.stopping, lambda: context.announce(instance.address))
 
@@ -228,7 +227,7 @@ def _change_role(
         context.stopping.set()
 
 
-def open_transports(
+def open_dialer_and_listener(
     config: TransportConfig, engine: Engine, instance: kv_pb2.Instance
 ) -> tuple[TransportDialer, TransportListener]:
     """Both ends of an instance's lanes; peers may read its pool.
@@ -236,12 +235,12 @@ def open_transports(
     Raises:
         ConfigError: a setting cannot be used.
     """
-    settings = TransportSettings.of(config)
+    transports = open_transports(config)
 
     def shared() -> list[SharedRegion]:
         return [SharedRegion(fd, data) for fd, data in engine.pool.shared()]
 
-    return TransportDialer(settings, shared), TransportListener(settings, instance.incarnation)
+    return TransportDialer(transports, shared), TransportListener(transports, instance.incarnation)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -213,7 +213,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     def __init__(self, reads: PoolReads) -> None:
         super().__init__(
             reads.closing,
-            lanes=reads.lanes,
+            listener=reads.lanes,
             response=kv_pb2.ReadKVResponse,
             carried_out=reads.carried_out,
             suspect=reads.suspect,
@@ -227,10 +227,10 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
         self.writes(
             FrameWriter(
-                self.outbox, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
+                self.send_queue, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
             )
         )
-        welcome = kv_pb2.StreamWelcome(receiver=reads.instance, lane=self.offer_lane(message))
+        welcome = kv_pb2.StreamWelcome(receiver=reads.instance, lane=self.offer_transport(message))
         self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
@@ -317,14 +317,14 @@ class DeletionLog:
         while len(self._deletions) > MAX_DELETIONS:
             self._deletions.remove(next(iter(self._deletions)))
 
-    def concerning(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+    def matching(self, keys: Iterable[bytes], tenant: str) -> list[str]:
         """Return the names of deletions that such blocks came after."""
-        return self._deletions.concerning(keys, tenant, self.namespace)
+        return self._deletions.matching(keys, tenant, self.namespace)
 
     def demanded(self, keys: Iterable[bytes], tenant: str) -> list[str]:
         """Return the names of deletions that a source of such blocks must have carried out."""
         self._drop_old()
-        return self._demanded.concerning(keys, tenant, self.namespace)
+        return self._demanded.matching(keys, tenant, self.namespace)
 
     def _drop_old(self) -> None:
         while self._until and self._until[0][0] <= self._clock():

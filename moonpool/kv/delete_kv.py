@@ -1,4 +1,9 @@
-"""Which KV is to be deleted (by key, tenant, namespace or age), and the deletions that concern some blocks."""
+"""Deletion of KV: which blocks (by key, tenant, namespace or age), and an index of the deletions that match blocks.
+
+A client deletes at a conductor, which keeps the deletion as a record and sends the deletion to every instance. Each
+service deletes what matches, and refuses blocks whose sender does not know of a matching deletion: such blocks may be
+older than the deletion.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey
 
 EVERY_TENANT = "*"
-"""In a table of times to live: each tenant that is not named."""
+"""In a table of times to live: every tenant without an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +29,12 @@ class KVSelection:
     namespaces: frozenset[bytes] = frozenset()
 
     def __len__(self) -> int:
-        """How many keys and names there are; nothing is chosen without one."""
+        """Number of keys and names; an empty selection names no block."""
         return len(self.keys) + len(self.tenants) + len(self.namespaces)
 
     @classmethod
     def union(cls, selections: Iterable[KVSelection]) -> KVSelection:
-        """All that one of them names."""
+        """The blocks that any of the selections names."""
         every = list(selections)
         return cls(
             frozenset[BlockKey]().union(*(one.keys for one in every)),
@@ -37,8 +42,8 @@ class KVSelection:
             frozenset[bytes]().union(*(one.namespaces for one in every)),
         )
 
-    def takes(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
-        """Whether a block is chosen."""
+    def matches(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
+        """Whether the selection names a block."""
         return tenant in self.tenants or key in self.keys or namespace in self.namespaces
 
 
@@ -55,7 +60,7 @@ def check_ttls(ttl_s: Mapping[str, float], field: str = "ttl_s") -> dict[str, fl
 
 
 def ttl_of(ttl_s: Mapping[str, float], tenant: str) -> float:
-    """How long a tenant's KV may live in one place, seconds; infinite when nothing is said."""
+    """Seconds that a tenant's KV may stay in one place; infinite if the table has no entry."""
     return ttl_s.get(tenant, ttl_s.get(EVERY_TENANT, math.inf))
 
 
@@ -86,21 +91,21 @@ class DeletionIndex:
         return self._selections[deletion]
 
     def add(self, deletion: str, selection: KVSelection) -> None:
-        """Takes one; another one of its id is replaced."""
+        """Adds a deletion; replaces another deletion of the same id."""
         self.remove(deletion)
         self._selections[deletion] = selection
         for table, names in self._tables(selection):
             _add(table, names, deletion)
 
     def remove(self, deletion: str) -> None:
-        """Forgets one; unknown ids are fine."""
+        """Removes a deletion; unknown ids are ignored."""
         selection = self._selections.pop(deletion, None)
         if selection is not None:
             for table, names in self._tables(selection):
                 _remove(table, names, deletion)
 
-    def concerning(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
-        """Ids of those that name the tenant, the namespace or one of the keys; sorted."""
+    def matching(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
+        """Ids of deletions that name the tenant, the namespace or one of the keys; sorted."""
         if not self._selections:
             return []
         named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
@@ -109,9 +114,9 @@ class DeletionIndex:
         return sorted({id_ for one in named if one for id_ in ((one,) if isinstance(one, str) else one)})
 
     def with_ending(self, ending: bytes, portion: int) -> Generator[None, None, list[str]]:
-        """Ids of those, of all that are known now, that name a key which ends so; in the order in which they came.
+        """Ids of deletions that name a key with this ending, oldest first.
 
-        Each key may be looked at: after `portion` of them others have a turn. Deletions may come and go meanwhile.
+        Yields after each `portion` of keys, so that other work has a turn. Deletions may come and go meanwhile.
         """
         found, looked_at = list[str](), 0
         for deletion, selection in list(self._selections.items()):

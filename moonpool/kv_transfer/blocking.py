@@ -27,7 +27,7 @@ from moonpool.transport.framing import (
     PayloadExtent,
     trailing_hashes,
 )
-from moonpool.transport.shared_memory import SharedMemory
+from moonpool.transport.regions import SharedMemory
 from moonpool.v1 import kvstore_pb2
 
 Into = Callable[[int, int], memoryview | None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
@@ -25,13 +26,11 @@ from moonpool.kv.frames import (
 from moonpool.kv.keys import bind, key_bindings, layer_binding, pack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.receiver import SliceBitmap
-from moonpool.rpc.channels import Channels, Metadata
+from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import OneTimeEvent, ThreadOffload
 from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
-from moonpool.transport.streams import CONNECT_TIMEOUT_S
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamOptions, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
@@ -64,56 +63,61 @@ class _WholeRead(NamedTuple):
     bindings: list[int]
 
 
-class PrefixRead:
-    """One reading session: hands slices out as they come, layers in order. Arguments as for `BlockReader.read`."""
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """What a read asks for, and who takes it: the arguments of `BlockReader.read`.
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        keys: Sequence[bytes],
-        layers: range,
-        heads: range,
-        on_slice: OnSlice,
-        on_layer: Callable[[int], None],
-        forgotten: Sequence[str] = (),
-        into: Into | None = None,
-        beside: ThreadOffload | None = None,
-    ) -> None:
+    `forgotten` are the deletions that a source must have carried out.
+    """
+
+    keys: Sequence[bytes]
+    layers: range
+    heads: range
+    on_slice: OnSlice
+    on_layer: Callable[[int], None]
+    into: Into | None = None
+    forgotten: Sequence[str] = ()
+
+
+class PrefixRead:
+    """One reading session: hands slices out as they come, layers in order."""
+
+    def __init__(self, layout: KVLayout, plan: ReadPlan, offload: ThreadOffload | None = None) -> None:
         self.finished = OneTimeEvent()
-        self.blocks = len(keys)
+        self.blocks = len(plan.keys)
         self.damaged_key = b""
-        self._keys = keys
+        self._keys = plan.keys
         self._layout = layout
-        self._layers = layers
-        self._heads = heads
-        self._on_slice = on_slice
-        self._on_layer = on_layer
-        self.forgotten = forgotten
-        self._into = into if len(heads) == layout.kv_heads else None
-        self._beside = beside
+        self._layers = plan.layers
+        self._heads = plan.heads
+        self._on_slice = plan.on_slice
+        self._on_layer = plan.on_layer
+        self._into = plan.into if len(plan.heads) == layout.kv_heads else None
+        self._offload = offload
         self._quiet = asyncio.Event()  # no thread writes to the reader's memory
         self._quiet.set()
         self._left = False
-        self._began = False  # `place` has taken the opening that `on_message` will get
+        self._began = False  # `receive_into` has taken the opening that `on_message` will get
         self._expected_all: _WholeRead | None = None
-        self._ledger: SliceBitmap | None = None
-        self._next_layer = layers.start
+        self._received: SliceBitmap | None = None
+        self._deletions = plan.forgotten
+        self._next_layer = plan.layers.start
 
-    def place(self, message: ReadResponse, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: ReadResponse, nbytes: int) -> ReceiveBuffer | None:
         """Where a frame of whole slices lands; None for one that must be opened."""
         kind = message.WhichOneof("message")
         if self._into is None or kind not in ("opened", "frame"):
             return None
         header = message.opened.frame if kind == "opened" else message.frame
-        if kind == "opened" and (landing := self._all(message.opened, nbytes)) is not None:
-            return landing
+        if kind == "opened" and (buffer := self._all(message.opened, nbytes)) is not None:
+            return buffer
         runs = whole_runs(header, nbytes, self._layout)
         if runs is None or any(run.valid_tokens != self._layout.block_tokens for run, _ in runs):
             return None
         if kind == "opened" and not self._began:
             self._opened(message.opened)
             self._began = True
-        return self._landing(runs)
+        return self._receive_buffer(runs)
 
     def expect(self) -> None:
         """To be called when the source has been asked: does beforehand what all of a small read in one frame needs."""
@@ -133,7 +137,7 @@ class PrefixRead:
     def _all(self, opened: kv_pb2.ReadOpened, nbytes: int) -> ReceiveBuffer | None:
         """Where all of the read lands; None when this is not all of it, in the usual order."""
         into, blocks, layout = self._into, opened.blocks, self._layout
-        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._ledger is not None or into is None:
+        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._received is not None or into is None:
             return None
         shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
         if shape is None:
@@ -147,7 +151,7 @@ class PrefixRead:
         _, targets, bindings = expected
         hashes = bind_all(opened.frame.slice_hashes, bindings)
 
-        def landed(intact: int, error: Exception | None) -> None:
+        def on_filled(intact: int, error: Exception | None) -> None:
             _check_arguments(error)
             if intact < len(targets):
                 self._damaged(*shape.cells[intact])
@@ -158,7 +162,7 @@ class PrefixRead:
                 self._on_layer(layer)
             self.finished.done()
 
-        return ReceiveBuffer(targets, hashes, lambda: not self._left, landed, self._beside, self._writing)
+        return ReceiveBuffer(targets, hashes, lambda: not self._left, on_filled, self._offload, self._on_writing)
 
     def leave(self) -> None:
         """The reader has gone: nothing is written to its memory any more, once it is `quiet`."""
@@ -175,14 +179,14 @@ class PrefixRead:
         if cancelled is not None:
             raise cancelled
 
-    def _writing(self, writing: bool) -> None:
+    def _on_writing(self, writing: bool) -> None:
         (self._quiet.clear if writing else self._quiet.set)()
 
     def on_message(self, message: ReadResponse, payload: ReceivedPayload) -> None:
         match message.WhichOneof("message"):
             case "opened" if isinstance(payload, FilledBuffer):
                 self._began = False
-                payload.tell()
+                payload.report()
                 self._check_finished()
             case "opened":
                 if not self._began:
@@ -207,16 +211,16 @@ class PrefixRead:
 
     def _check_opened(self, message: kv_pb2.ReadOpened) -> None:
         blocks = message.blocks
-        if blocks and self.forgotten and not set(self.forgotten).issubset(message.forgotten):
+        if blocks and self._deletions and not set(self._deletions).issubset(message.forgotten):
             raise TransferFailed("the source may have blocks that are older than their deletion")
-        if self._ledger is not None or self.finished.is_done or blocks > self.blocks:
+        if self._received is not None or self.finished.is_done or blocks > self.blocks:
             raise FrameError(f"the source opened a read of {self.blocks} blocks with {blocks}, or twice")
 
     def _opened(self, message: kv_pb2.ReadOpened) -> None:
         self._check_opened(message)
         blocks = message.blocks
         self.blocks = blocks
-        self._ledger = SliceBitmap(self._layers, blocks, self._heads)
+        self._received = SliceBitmap(self._layers, blocks, self._heads)
         if not blocks:
             self.finished.done()
 
@@ -229,11 +233,11 @@ class PrefixRead:
         return key_bindings(self._keys)
 
     def _expected(self) -> SliceBitmap:
-        if self._ledger is None:
+        if self._received is None:
             raise FrameError("a frame came before its session was opened")
-        return self._ledger
+        return self._received
 
-    def _landing(self, runs: Sequence[tuple[SliceRun, Sequence[int]]]) -> ReceiveBuffer | None:
+    def _receive_buffer(self, runs: Sequence[tuple[SliceRun, Sequence[int]]]) -> ReceiveBuffer | None:
         ledger, into = self._expected(), self._into
         assert into is not None, "nothing lands nowhere"
         targets: list[memoryview] = []
@@ -248,7 +252,7 @@ class PrefixRead:
                 targets.append(target)
                 hashes.append(value ^ of_layer ^ self._of_keys[index])
 
-        def landed(intact: int, error: Exception | None) -> None:
+        def on_filled(intact: int, error: Exception | None) -> None:
             _check_arguments(error)
             slices = iter(zip(targets, hashes, strict=True))
             for run, _ in runs:
@@ -260,7 +264,7 @@ class PrefixRead:
                     self._on_slice(run.layer, index, *next(slices))
             self._advance(ledger)
 
-        return ReceiveBuffer(targets, hashes, lambda: not self._left, landed, self._beside, self._writing)
+        return ReceiveBuffer(targets, hashes, lambda: not self._left, on_filled, self._offload, self._on_writing)
 
     def _damaged(self, layer: int, block: int) -> None:
         self.damaged_key = self._keys[block]
@@ -269,7 +273,7 @@ class PrefixRead:
     def _frame(self, header: kv_pb2.FrameHeader, payload: ReceivedPayload) -> None:
         ledger = self._expected()
         if isinstance(payload, FilledBuffer):
-            payload.tell()
+            payload.report()
             return
         assert isinstance(payload, memoryview), "nothing is lent to a reader"
         try:
@@ -286,18 +290,18 @@ class PrefixRead:
         self._advance(ledger)
 
     def _missing(self, block: int) -> None:
-        if self._ledger is None:
+        if self._received is None:
             raise FrameError("a block went missing before its session was opened")
         if block >= self.blocks:
             return
         self.blocks = block
-        self._ledger.truncate(block)
+        self._received.truncate(block)
         if self._next_layer > self._layers.start:
             raise PrefixLost(block)
         if not block:
             self.finished.done()
         else:
-            self._advance(self._ledger)
+            self._advance(self._received)
 
     def _advance(self, ledger: SliceBitmap) -> None:
         while self._next_layer < self._layers.stop and ledger.layer_complete(self._next_layer):
@@ -307,7 +311,7 @@ class PrefixRead:
             self.finished.done()
 
     def _missing_slices(self) -> int:
-        return self._ledger.missing() if self._ledger is not None else self.blocks * len(self._layers)
+        return self._received.missing() if self._received is not None else self.blocks * len(self._layers)
 
 
 def _check_arguments(error: Exception | None) -> None:
@@ -364,14 +368,12 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
-        method: ReadMethod = FROM_STORE,
+        options: StreamOptions = DEFAULT_OPTIONS,
         *,
+        method: ReadMethod = FROM_STORE,
         window_bytes: int = READ_WINDOW_BYTES,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        lanes: TransportDialer | None = None,
-        metadata: Metadata = (),
         forgotten: Callable[[Sequence[bytes], str], Sequence[str]] = lambda keys, tenant: (),
-        beside: ThreadOffload | None = None,
+        offload: ThreadOffload | None = None,
     ) -> None:
         """Connects when the first read begins.
 
@@ -380,21 +382,19 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             address: "host:port" of the instance.
             hello: This side, and the KV it speaks of.
             layout: Arrangement of that KV.
-            method: How its kind is read.
+            options: How the stream opens.
+            method: How this kind of instance is read.
             window_bytes: Payload bytes the source may be ahead.
-            connect_timeout_s: Longest wait for the source's welcome.
-            lanes: Opens lanes beside gRPC; None to stay on gRPC.
-            metadata: Of the call, such as an API key.
             forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side:
                 nothing is taken from who has not carried out all of them.
-            beside: Where slices land that land `into` memory; None: on the loop.
+            offload: Copies slices `into` memory on threads; None: the loop copies.
         """
         self._layout = layout
         self._forgotten = forgotten
-        self._beside = beside
+        self._offload = offload
         self._asked = method.asked
         self._ids = count(1)
-        stream: MuxStream[ReadRequest, ReadResponse] = MuxStream(
+        spec: StreamSpec[ReadRequest, ReadResponse] = StreamSpec(
             f"KV from {address}",
             lambda: payload_stream(
                 channels.get(address),
@@ -402,16 +402,15 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
                 method.method,
                 method.asked,
                 method.answer,
-            )(metadata=metadata),
+            )(metadata=options.metadata),
             method.asked(hello=hello),
             _get_session,
             method.answer,
-            lanes=lanes,
             window_bytes=window_bytes,
             credit=lambda credit: method.asked(credit=credit),
-            connect_timeout_s=connect_timeout_s,
+            options=options,
         )
-        super().__init__(stream)
+        super().__init__(MuxStream(spec))
 
     async def read(
         self,
@@ -455,13 +454,13 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         if not keys or not layers or not heads:
             return 0
         self._check_heads(heads)
-        forgotten = self._forgotten(keys, tenant)
-        read = PrefixRead(self._layout, keys, layers, heads, on_slice, on_layer, forgotten, into, self._beside)
+        plan = ReadPlan(keys, layers, heads, on_slice, on_layer, into, self._forgotten(keys, tenant))
+        read = PrefixRead(self._layout, plan, self._offload)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
         try:
             with self._stream.deadlines.within(timeout_s):
-                await self._read(number, read, keys, layers, heads)
+                await self._read(number, read, plan)
         except TimeoutError:
             self._stream.suspect(began)
             raise TransferFailed(f"{self._stream.name}: a read of {len(keys)} blocks took {timeout_s:g} s") from None
@@ -475,19 +474,19 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         if self._layout.scale_bytes and heads != whole:
             raise InvalidRequest("heads", "slices with scales travel whole")
 
-    async def _read(self, number: int, read: PrefixRead, keys: Sequence[bytes], layers: range, heads: range) -> None:
-        session = await self._stream.open(number, read, read.place)
+    async def _read(self, number: int, read: PrefixRead, plan: ReadPlan) -> None:
+        session = await self._stream.open(number, read, read.receive_into)
         finished = False
         try:
             opening = kv_pb2.ReadOpen(
                 session=number,
-                keys=pack_keys(keys),
-                layer_begin=layers.start,
-                layer_end=layers.stop,
-                head_begin=heads.start,
-                head_end=heads.stop,
+                keys=pack_keys(plan.keys),
+                layer_begin=plan.layers.start,
+                layer_end=plan.layers.stop,
+                head_begin=plan.heads.start,
+                head_end=plan.heads.stop,
                 takes_frame=True,
-                forgotten=read.forgotten,
+                forgotten=plan.forgotten,
             )
             session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
             read.expect()
@@ -497,10 +496,10 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             read.leave()
             session.close()
             if not finished:
-                self._tell_closed(session, number, read.damaged_key)
+                self._report_closed(session, number, read.damaged_key)
             await read.quiet()
 
-    def _tell_closed(self, session: MuxSession[ReadRequest, ReadResponse], number: int, damaged_key: bytes) -> None:
+    def _report_closed(self, session: MuxSession[ReadRequest, ReadResponse], number: int, damaged_key: bytes) -> None:
         close = kv_pb2.ReadClose(session=number, damaged_key=damaged_key)
         try:
             session.post(self._asked(close=close))

@@ -17,8 +17,8 @@ from moonpool.rpc.messages import payload_bytes
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.transport.flow_control import TO_DECODE, ByteCredits, CreditReturn, EgressLink, StreamTraffic
-from moonpool.transport.grpc import SendQueue
 from moonpool.transport.handshake import TransportListener
+from moonpool.transport.send_queue import SendQueue
 from moonpool.transport.streams import ServerStream
 from moonpool.v1 import kv_pb2
 
@@ -86,7 +86,7 @@ class FrameWriter:
 
     def __init__(
         self,
-        outbox: SendQueue,
+        send_queue: SendQueue,
         layout: KVLayout,
         wrap: Callable[[kv_pb2.FrameHeader], Message],
         *,
@@ -94,8 +94,8 @@ class FrameWriter:
         priority: int = TO_DECODE,
         target_bytes: int = FRAME_BYTES,
     ) -> None:
-        """Frames leave through `outbox`, each header wrapped into the stream's own message by `wrap`."""
-        self._outbox = outbox
+        """Frames leave through `send_queue`, each header wrapped into the stream's own message by `wrap`."""
+        self._send_queue = send_queue
         self._layout = layout
         self._wrap = wrap
         self._link = link
@@ -134,7 +134,7 @@ class FrameWriter:
                     raise TransferFailed(f"no slot on the link within {timeout_s:g} s") from None
                 raise
             unsent = functools.partial(self.credits.grant, nbytes)
-            await self._outbox.put(self._wrap(header), pieces, timeout_s=timeout_s, unsent=unsent)
+            await self._send_queue.put(self._wrap(header), pieces, timeout_s=timeout_s, unsent=unsent)
             sent += nbytes
         return sent
 
@@ -155,7 +155,7 @@ class FrameWriter:
         unused = nbytes
         try:
             header, pieces = frame_to_send((header, pieces))
-            sent = self._outbox.offer(wrap(header), pieces)
+            sent = self._send_queue.offer(wrap(header), pieces)
             if sent:
                 unused -= payload_bytes(pieces)  # what the reader will hand back: a damaged frame may be shorter
             return sent
@@ -181,7 +181,7 @@ class ReadSessions(ServerStream[Req]):
         self,
         closing: asyncio.Event,
         *,
-        lanes: TransportListener | None,
+        listener: TransportListener | None,
         response: Callable[..., Message],
         carried_out: Container[str],
         suspect: Callable[[BlockKey], None],
@@ -191,13 +191,13 @@ class ReadSessions(ServerStream[Req]):
 
         Args:
             closing: set when the service ends its streams.
-            lanes: offers lanes beside the call.
+            listener: offers transports beside the call.
             response: the stream's answers.
             carried_out: names of deletions that were carried out here.
             suspect: told of blocks that a reader got damaged.
             max_keys: of one session.
         """
-        super().__init__(closing, lanes=lanes)
+        super().__init__(closing, listener=listener)
         self.frames: FrameWriter
         self._response = response
         self._carried_out = carried_out
@@ -209,7 +209,7 @@ class ReadSessions(ServerStream[Req]):
     @property
     def traffic(self) -> StreamTraffic:
         """What is under way."""
-        return StreamTraffic(unsent=len(self.outbox), credits_out=self._credits.out)
+        return StreamTraffic(unsent=len(self.send_queue), credits_out=self._credits.out)
 
     def writes(self, frames: FrameWriter) -> None:
         """The frames of all sessions leave through `frames`; the reader gives the credits."""

@@ -13,11 +13,9 @@ from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.messages import payload_bytes
 from moonpool.transport.fault_injection import frames_to_send
-from moonpool.transport.flow_control import TO_DECODE, EgressLink
+from moonpool.transport.flow_control import TO_DECODE
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
-from moonpool.transport.streams import CONNECT_TIMEOUT_S
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamOptions, StreamSpec
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
@@ -52,11 +50,9 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
-        link: EgressLink | None = None,
+        options: StreamOptions = DEFAULT_OPTIONS,
         *,
         send_timeout_s: float = SEND_TIMEOUT_S,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        lanes: TransportDialer | None = None,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:
         """Connects when the first transfer opens.
@@ -66,16 +62,14 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
             address: "host:port" of the decode instance.
             hello: This side, and the KV it speaks of.
             layout: Arrangement of that KV.
-            link: This process' way out.
+            options: How the stream opens.
             send_timeout_s: Longest wait for credits, and for the link, per frame.
-            connect_timeout_s: Longest wait for the peer's welcome.
-            lanes: Opens lanes beside gRPC; None to stay on gRPC.
             frame_bytes: Payload size aimed at.
         """
         self._layout = layout
         self._send_timeout_s = send_timeout_s
         self._frame_bytes = frame_bytes
-        stream: MuxStream[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse] = MuxStream(
+        spec: StreamSpec[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse] = StreamSpec(
             f"KV to {address}",
             lambda: payload_stream(
                 channels.get(address),
@@ -83,16 +77,14 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
                 "ReceiveKV",
                 decode_pb2.ReceiveKVRequest,
                 decode_pb2.ReceiveKVResponse,
-            )(),
+            )(metadata=options.metadata),
             decode_pb2.ReceiveKVRequest(hello=hello),
             _session_of,
             decode_pb2.ReceiveKVResponse,
-            lanes=lanes,
-            link=link,
             priority=TO_DECODE,
-            connect_timeout_s=connect_timeout_s,
+            options=options,
         )
-        super().__init__(stream)
+        super().__init__(MuxStream(spec))
 
     async def open(self, target: kv_pb2.TransferTarget, forgotten: Sequence[str] = ()) -> OutboundTransfer:
         """Tells decode that the transfer's prefill begins.

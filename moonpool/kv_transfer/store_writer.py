@@ -12,15 +12,13 @@ from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloade
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice, bind_all, frame_shape
 from moonpool.kv.keys import key_bindings, layer_binding, pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels, Metadata
+from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import OneTimeEvent
 from moonpool.transport.base import PendingPayload
 from moonpool.transport.fault_injection import frame_to_send, frames_to_send
-from moonpool.transport.flow_control import TO_STORE, EgressLink
+from moonpool.transport.flow_control import TO_STORE
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
-from moonpool.transport.streams import CONNECT_TIMEOUT_S
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamOptions, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadSlice = Callable[[int, int], tuple[memoryview, int]]
@@ -115,18 +113,15 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
-        link: EgressLink | None = None,
+        options: StreamOptions = DEFAULT_OPTIONS,
         *,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        lanes: TransportDialer | None = None,
         frame_bytes: int = FRAME_BYTES,
-        metadata: Metadata = (),
     ) -> None:
-        """Connects when the first put begins. Arguments as for TransferSender; `metadata` of the call: an API key."""
+        """Connects when the first put begins. Arguments as for TransferSender."""
         self._layout = layout
         self._frame_bytes = frame_bytes
         self._ids = count(1)
-        stream: MuxStream[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse] = MuxStream(
+        spec: StreamSpec[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse] = StreamSpec(
             f"KV to store {address}",
             lambda: payload_stream(
                 channels.get(address),
@@ -134,16 +129,14 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
                 "Put",
                 kvstore_pb2.PutRequest,
                 kvstore_pb2.PutResponse,
-            )(metadata=metadata),
+            )(metadata=options.metadata),
             kvstore_pb2.PutRequest(hello=hello),
             _put_session,
             kvstore_pb2.PutResponse,
-            lanes=lanes,
-            link=link,
             priority=TO_STORE,
-            connect_timeout_s=connect_timeout_s,
+            options=options,
         )
-        super().__init__(stream)
+        super().__init__(MuxStream(spec))
 
     async def put(
         self,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc
 import grpc.aio
@@ -15,19 +15,15 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from moonpool import world
-from moonpool.errors import Unavailable
+from moonpool.errors import DeadlineExceeded, MoonpoolError, Unavailable
 from moonpool.rpc import messages
-from moonpool.rpc.messages import MESSAGE_BYTES
+from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.messages import END_OF_STREAM
 from moonpool.rpc.tls import CHANNEL_OPTIONS, Tls
-from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
+from moonpool.rpc.tuning import CONNECTION_OPTIONS
 
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    # A peer that vanished without closing its connection is noticed within 40 s even when nothing is being sent.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *CONNECTION_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
     # A restarted peer is found again quickly, and a dropped channel takes its connection with it.
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -36,7 +32,6 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.use_local_subchannel_pool", 1),
     # Instances talk to each other directly whatever the environment says about proxies.
     ("grpc.enable_http_proxy", 0),
-    *LARGE_MESSAGE_OPTIONS,
 ]
 
 
@@ -56,7 +51,7 @@ def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
 
 
 class CheckedChannel(grpc.aio.Channel):
-    """A channel on which generated stubs, too, refuse answers that would cost too much to parse (limits.py)."""
+    """A channel on which generated stubs, too, refuse answers that would cost too much to parse."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -80,16 +75,97 @@ class CheckedChannel(grpc.aio.Channel):
         await self._channel.channel_ready()
 
     def unary_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.unary_unary(*args, **_checked(kwargs))
+        return _client_calls(self._channel.unary_unary(*args, **_checked(kwargs)))
 
     def unary_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.unary_stream(*args, **_checked(kwargs))
+        return _client_calls(self._channel.unary_stream(*args, **_checked(kwargs)))
 
     def stream_unary(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.stream_unary(*args, **_checked(kwargs))
+        return _client_calls(self._channel.stream_unary(*args, **_checked(kwargs)))
 
     def stream_stream(self, *args: Any, **kwargs: Any) -> Any:
-        return self._channel.stream_stream(*args, **_checked(kwargs))
+        return _client_calls(self._channel.stream_stream(*args, **_checked(kwargs)))
+
+
+class StreamCall(Protocol):
+    """What both a `ClientCall` and the call of a generated stub have: the two directions of a stream."""
+
+    async def read(self) -> Any:
+        """As `ClientCall.read`."""
+        ...
+
+    async def write(self, message: Any, /) -> None:
+        """As `ClientCall.write`."""
+        ...
+
+    async def done_writing(self) -> None:
+        """As `ClientCall.done_writing`."""
+        ...
+
+    def cancel(self) -> bool:
+        """As `ClientCall.cancel`."""
+        ...
+
+
+class ClientCall:
+    """A call, with Moonpool's errors in place of gRPC's.
+
+    Awaiting the call gives the answer of a unary call. A stream is read by `read` or by iteration. All of them raise
+    MoonpoolError when the call fails.
+    """
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._answer().__await__()
+
+    async def _answer(self) -> Any:
+        try:
+            return await self._call
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        message = await self.read()
+        if message is END_OF_STREAM:
+            raise StopAsyncIteration
+        return message
+
+    async def read(self) -> Any:
+        """Returns the next message; END_OF_STREAM after the last; None if the message could not be decoded."""
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        return END_OF_STREAM if message is grpc.aio.EOF else message
+
+    async def write(self, message: Any) -> None:
+        """Sends a message; returns when gRPC has taken it.
+
+        Raises:
+            MoonpoolError: The call has failed.
+            asyncio.InvalidStateError: The call has ended; `read` says why.
+        """
+        try:
+            await self._call.write(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def done_writing(self) -> None:
+        """Ends this side of the stream."""
+        await self._call.done_writing()
+
+    def cancel(self) -> bool:
+        """Cancels the call; returns False if the call has ended already."""
+        return bool(self._call.cancel())
+
+
+def _client_calls(make: Callable[..., Any]) -> Callable[..., ClientCall]:
+    return lambda *args, **kwargs: ClientCall(make(*args, **kwargs))
 
 
 def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -184,8 +260,8 @@ async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         answer = await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        raise Unavailable(f"{address} does not answer: {error.details() or error.code().name}") from error
+    except MoonpoolError as error:
+        raise Unavailable(f"{address} does not answer: {error}") from error
     finally:
         await channel.close()
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
@@ -302,7 +378,8 @@ async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
     )
     try:
-        await check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            raise TimeoutError from None
+        await ClientCall(check(health_pb2.HealthCheckRequest(), timeout=timeout_s))
+    except DeadlineExceeded:
+        raise TimeoutError from None
+    except MoonpoolError:
+        return

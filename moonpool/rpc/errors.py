@@ -29,7 +29,6 @@ from moonpool.errors import (
     Unavailable,
     Unsupported,
 )
-from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 DETAIL_KEY = "moonpool-error-bin"
@@ -44,9 +43,6 @@ _OVERSIZE = ("CLIENT: Sent message larger than max", "SERVER: Received message l
 
 
 _HIDDEN = "internal error; the service's log tells more"
-
-
-log = get_logger(__name__)
 
 
 _TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueType]] = {

@@ -21,6 +21,18 @@ from google.protobuf.message import DecodeError, Message
 
 from moonpool.errors import FrameError, InvalidRequest
 
+
+class _EndOfStream:
+    """The type of `END_OF_STREAM`."""
+
+    def __repr__(self) -> str:
+        return "END_OF_STREAM"
+
+
+END_OF_STREAM = _EndOfStream()
+"""What reading a stream gives after the last message."""
+
+
 MESSAGE_BYTES = 8 << 20
 """Largest message that is received at all. The largest of ours has a frame near 1 MiB, or a million token ids."""
 
@@ -100,7 +112,7 @@ def check_message(cls: type[Message], data: bytes) -> None:
         return
     left = _MessageBudget(cls.DESCRIPTOR.full_name)
     try:
-        _scan(data, 0, len(data), _field_table(cls.DESCRIPTOR), left)
+        _check_fields(data, 0, len(data), _checked_fields(cls.DESCRIPTOR), left)
     except IndexError:
         raise DecodeError("truncated message") from None
 
@@ -128,7 +140,7 @@ def skip_value(data: bytes, position: int, kind: int) -> int | None:
     return position + 4 if kind == _FIXED32 else None
 
 
-def _scan(data: bytes, position: int, end: int, table: dict[int, _KnownField], left: _MessageBudget) -> None:
+def _check_fields(data: bytes, position: int, end: int, table: dict[int, _KnownField], left: _MessageBudget) -> None:
     while position < end:
         left.fields -= 1
         if left.fields < 0:
@@ -140,7 +152,7 @@ def _scan(data: bytes, position: int, end: int, table: dict[int, _KnownField], l
                 raise DecodeError("truncated field")
             known = table.get(tag)
             if known is not None:
-                _scan_inside(data, position, position + length, known, left)
+                _check_value(data, position, position + length, known, left)
             position += length
         else:
             after = skip_value(data, position, tag & 7)
@@ -151,9 +163,9 @@ def _scan(data: bytes, position: int, end: int, table: dict[int, _KnownField], l
         raise DecodeError("truncated field")
 
 
-def _scan_inside(data: bytes, begin: int, end: int, known: _KnownField, left: _MessageBudget) -> None:
+def _check_value(data: bytes, begin: int, end: int, known: _KnownField, left: _MessageBudget) -> None:
     if known.message is not None:
-        _scan(data, begin, end, known.message, left)
+        _check_fields(data, begin, end, known.message, left)
     elif known.text:
         left.text_bytes -= end - begin
         if left.text_bytes < 0:
@@ -165,12 +177,12 @@ def _scan_inside(data: bytes, begin: int, end: int, known: _KnownField, left: _M
 
 
 @cache
-def _field_table(descriptor: Descriptor) -> dict[int, _KnownField]:
+def _checked_fields(descriptor: Descriptor) -> dict[int, _KnownField]:
     """The length-delimited fields that the scan must look into, by tag."""
     table = {}
     for field in descriptor.fields:
         if field.message_type is not None:
-            table[field.number << 3 | _LENGTH_DELIMITED] = _KnownField(message=_field_table(field.message_type))
+            table[field.number << 3 | _LENGTH_DELIMITED] = _KnownField(message=_checked_fields(field.message_type))
         elif field.type == FieldDescriptor.TYPE_STRING:
             table[field.number << 3 | _LENGTH_DELIMITED] = _KnownField(text=True)
         elif field.is_repeated and field.cpp_type in _NUMBERS:
@@ -184,16 +196,13 @@ M = TypeVar("M", bound=Message)
 Payload = memoryview | bytes | Sequence[memoryview]
 
 
-PAYLOAD_FIELD = 15
+PAYLOAD_FIELD_NUMBER = 15
 
 
-_PAYLOAD_TAG = (PAYLOAD_FIELD << 3) | 2
+_PAYLOAD_TAG = (PAYLOAD_FIELD_NUMBER << 3) | _LENGTH_DELIMITED
 
 
 _TAG_BYTE = bytes([_PAYLOAD_TAG])
-
-
-_LENGTH_WIRE_TYPE = 2
 
 
 _NBYTES = operator.attrgetter("nbytes")
@@ -238,7 +247,7 @@ def serialize_payload(value: PayloadMessage[M] | bytes) -> bytes:
 def payload_deserializer(cls: type[M]) -> Callable[[bytes], PayloadMessage[M]]:
     """A function that decodes messages of class `cls`; the payload is a view of the bytes it was given.
 
-    The function raises FrameError on malformed input, and on what would cost too much to parse (limits.py).
+    The function raises FrameError on malformed input, and on what would cost too much to parse.
     """
 
     def deserialize(data: bytes) -> PayloadMessage[M]:
@@ -277,7 +286,7 @@ def _find_payload(data: bytes) -> tuple[int, int, int] | None:
     for _ in range(MAX_TOP_FIELDS):
         start = position
         tag, position = read_varint(data, position)
-        if tag & 7 == _LENGTH_WIRE_TYPE:
+        if tag & 7 == _LENGTH_DELIMITED:
             length, position = read_varint(data, position)
             if tag == _PAYLOAD_TAG:
                 if found is not None:
@@ -301,9 +310,6 @@ def _varint(value: int) -> bytes:
         value >>= 7
     out.append(value)
     return bytes(out)
-
-
-PAYLOAD_FIELD_NUMBER = 15
 
 
 _CARRIES: dict[type[Message], bool] = {}
@@ -331,7 +337,7 @@ def serializer(cls: type[Message]) -> Callable[[Any], bytes]:
 
 
 def deserializer(cls: type[Message]) -> Callable[[bytes], Any]:
-    """The inverse of `serializer`. What would cost too much to parse is refused (limits.py)."""
+    """The inverse of `serializer`. What would cost too much to parse is refused."""
     return payload_deserializer(cls) if has_payload(cls) else plain_deserializer(cls)
 
 

@@ -28,10 +28,10 @@ from moonpool.errors import ConfigError, InvalidRequest, NotFound, Overloaded, U
 from moonpool.rpc import messages
 from moonpool.rpc.auth import RoleGate
 from moonpool.rpc.errors import DETAIL_KEY, to_status
-from moonpool.rpc.messages import MESSAGE_BYTES
+from moonpool.rpc.messages import END_OF_STREAM
 from moonpool.rpc.stream_writes import write_whole
 from moonpool.rpc.tls import Security
-from moonpool.rpc.tuning import LARGE_MESSAGE_OPTIONS
+from moonpool.rpc.tuning import CONNECTION_OPTIONS
 from moonpool.telemetry.logs import get_logger
 
 RETRY_AFTER_S = 1.0
@@ -100,18 +100,12 @@ log = get_logger(__name__)
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
-# Both sides ping an idle connection, so that a peer that vanished without closing it is noticed; see channels.py. The
-# server must not take the clients' pings for abuse.
 _OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    *CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    # The server must not take the clients' pings for abuse.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
-    *LARGE_MESSAGE_OPTIONS,
 ]
 
 
@@ -325,7 +319,7 @@ class _StreamContext:
 
     async def read(self) -> Any:
         data = await self._context.read()
-        return data if data is grpc.aio.EOF else self._decode(data)
+        return END_OF_STREAM if data is grpc.aio.EOF else self._decode(data)
 
     async def write(self, message: Any) -> None:
         await write_whole(self._context.write, message)

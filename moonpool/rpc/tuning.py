@@ -12,6 +12,8 @@ import os
 import resource
 from typing import Any
 
+from moonpool.rpc.messages import MESSAGE_BYTES
+
 GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _EXPERIMENTS = (
     # Reading is done by the thread that polls for completions: with the event engine each piece that arrives wakes a
@@ -32,7 +34,18 @@ LARGE_MESSAGE_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
 ]
-"""Options of channels and servers."""
+"""gRPC options without which large messages are slow."""
+
+CONNECTION_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    # Both sides ping an idle connection: a peer that vanished without closing the connection is noticed within 40 s.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    *LARGE_MESSAGE_OPTIONS,
+]
+"""gRPC options that channels and servers share."""
 
 GC_OBJECTS = 20_000
 """New objects that cause a look at the young ones."""

@@ -303,7 +303,7 @@ def delete_kv(
     chosen, ttl_s = event.selection, dict(event.ttl_s)
 
     def takes(key: BlockKey, tenant: str, age_s: float) -> bool:
-        return event.everything or chosen.takes(key, tenant, b"") or age_s > ttl_of(ttl_s, tenant)
+        return event.everything or chosen.matches(key, tenant, b"") or age_s > ttl_of(ttl_s, tenant)
 
     for owner, keys in requests:
         if event.everything or owner.tenant in chosen.tenants or not chosen.keys.isdisjoint(keys):

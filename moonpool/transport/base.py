@@ -1,20 +1,33 @@
-"""What all transports share: payload buffers that avoid copies, and what a connection sends and receives."""
+"""The contract of a KV transport, and of its connections: buffers, messages, regions.
+
+`Transport` finds a peer; `Connection` carries the messages of one stream. Credits, sessions, reconnection and the
+choice of a transport stand above both, once for all transports.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from google.protobuf.message import Message
 
+from moonpool.config import ServiceConfig
+from moonpool.errors import FrameError, MoonpoolError
 from moonpool.kv.native_copy import copy_verified, count_verified
 from moonpool.kv.pool import BytesLike
 from moonpool.rpc.messages import Payload, payload_bytes
 from moonpool.transport.async_utils import ThreadOffload
+from moonpool.transport.config import TransportConfig
+from moonpool.transport.framed_socket import FramedSocket
 from moonpool.transport.framing import OneShotAnswer, OneShotMessage
+from moonpool.transport.regions import ExportedRegions, Mailbox, MappedRegion, SharedRegion
+from moonpool.v1 import kv_pb2
 
 
 class PendingPayload:
@@ -22,13 +35,13 @@ class PendingPayload:
 
     Attributes:
         parts: the payload.
-        unsent: called when it is withdrawn.
-        begun: the writer has it.
-        withdrawn: it is not to be written any more.
+        unsent: called when it is cancelled.
+        started: the writer has it.
+        cancelled: it is not to be written any more.
         done: set when the memory is the sender's again.
     """
 
-    __slots__ = ("begun", "done", "message", "nbytes", "parts", "unsent", "withdrawn")
+    __slots__ = ("cancelled", "done", "message", "nbytes", "parts", "started", "unsent")
 
     def __init__(self, message: Message, payload: Payload, unsent: Callable[[], None] = lambda: None) -> None:
         self.message = message
@@ -36,7 +49,7 @@ class PendingPayload:
         pieces = (payload,) if isinstance(payload, bytes | memoryview) else payload
         self.parts = [memoryview(piece) for piece in pieces]
         self.nbytes = payload_bytes(payload)
-        self.begun = self.withdrawn = False
+        self.started = self.cancelled = False
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def finish(self) -> None:
@@ -51,126 +64,131 @@ class PendingPayload:
             self.done.exception()  # retrieved here: the sender may have left
 
 
-def _ignore_writing(writing: bool) -> None:
-    """Nothing lands beside the loop."""
+def _ignore(_: bool) -> None:
+    """No thread writes to the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveBuffer:
-    """Memory that takes a payload as it comes.
+    """Memory into which a payload is received.
 
     Attributes:
-        targets: the payload's slices go there, in order; together as long as it is.
-        hashes: of each.
-        live: asked before each write: whether the memory may still be written. What comes later is dropped.
-        landed: to be called when all of the payload has come, whatever has become of it, with the number of leading
-            targets that have their hash, and the defect that it has met, if any.
-        beside: where it may land beside the loop; None: it lands on the loop.
-        writing: told True before a thread begins to use the memory, and False once it does not any more, whatever has
-            become of the stream meanwhile. The memory must stay as it is in between. What has landed is told later, and
-            only while the stream lives.
+        targets: where the payload's slices go, in order; together as long as the payload.
+        hashes: of each slice.
+        is_live: called before each write: whether the memory may still be written. Later bytes are dropped.
+        on_filled: called when all of the payload has come, with the number of leading targets that have their hash, and
+            the defect if there is one.
+        offload: copies on threads; None: the event loop copies.
+        on_writing: called with True before a thread begins to use the memory, and with False once the thread has ended,
+            even if the stream has ended meanwhile. The memory must stay in between. `on_filled` comes later, and only
+            while the stream lives.
     """
 
     targets: list[memoryview]
     hashes: Sequence[int]
-    live: Callable[[], bool]
-    landed: Callable[[int, Exception | None], None]
-    beside: ThreadOffload | None = None
-    writing: Callable[[bool], None] = _ignore_writing
+    is_live: Callable[[], bool]
+    on_filled: Callable[[int, Exception | None], None]
+    offload: ThreadOffload | None = None
+    on_writing: Callable[[bool], None] = _ignore
 
     @property
     def nbytes(self) -> int:
-        """Of the payload."""
+        """Size of the payload."""
         return sum([target.nbytes for target in self.targets])
 
     def take(self, data: BytesLike | None, done: Callable[[FilledBuffer], None]) -> bool:
-        """Copies a payload to where it belongs and verifies it there; None: it lies there, and is only verified.
+        """Copies a payload to its targets and verifies the copies; None: the targets hold the payload already.
 
         Returns:
-            Whether `done` was called, which gets what has landed. If not it is called later, by the loop.
+            Whether `done` was called, with the result. If not, the event loop calls `done` later.
         """
-        if self.beside is None or self.nbytes < self.beside.least_bytes:
-            found = (
+        if self.offload is None or self.nbytes < self.offload.least_bytes:
+            intact = (
                 copy_verified(self.targets, data, self.hashes)
                 if data is not None
                 else count_verified(self.targets, self.hashes)
             )
-            done(FilledBuffer(self, found))
+            done(FilledBuffer(self, intact))
             return True
         loop = asyncio.get_running_loop()
         work = copy_verified.later(self.targets, data, self.hashes)
 
         def over(future: Future[int]) -> None:
-            self.writing(False)
+            self.on_writing(False)
             error = future.exception()
             done(FilledBuffer(self, 0, error) if isinstance(error, Exception) else FilledBuffer(self, future.result()))
 
-        self.writing(True)
+        self.on_writing(True)
         try:
-            future = self.beside.executor.submit(work)
+            future = self.offload.executor.submit(work)
         except BaseException:
-            self.writing(False)
+            self.on_writing(False)
             raise
         future.add_done_callback(lambda future: loop.call_soon_threadsafe(over, future))
         return False
 
-    async def taken(self, data: BytesLike) -> FilledBuffer:
-        """As `take`; returns what has landed."""
-        found: asyncio.Future[FilledBuffer] = asyncio.get_running_loop().create_future()
-        self.take(data, lambda landed: None if found.done() else found.set_result(landed))
-        return await found
+    async def receive(self, data: BytesLike) -> FilledBuffer:
+        """As `take`; returns the result."""
+        result: asyncio.Future[FilledBuffer] = asyncio.get_running_loop().create_future()
+        self.take(data, lambda filled: None if result.done() else result.set_result(filled))
+        return await result
 
 
 class FilledBuffer(NamedTuple):
-    """A payload that has landed: where, how many leading targets have their hash, and the defect that it has met."""
+    """A buffer that has received its payload: how many leading targets have their hash, and the defect, if any."""
 
-    landing: ReceiveBuffer
+    buffer: ReceiveBuffer
     intact: int
     error: Exception | None = None
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
-        return self.landing.nbytes
+        """Size of the payload."""
+        return self.buffer.nbytes
 
-    def tell(self) -> None:
-        """Tells whoever gave the memory."""
-        self.landing.landed(self.intact, self.error)
+    def report(self) -> None:
+        """Calls the buffer's `on_filled`."""
+        self.buffer.on_filled(self.intact, self.error)
 
 
 class BorrowedBuffer(NamedTuple):
-    """A payload in memory that its sender can still write, until `give_back`.
+    """A payload in memory that its sender can still write, until `return_buffer`.
 
-    Whoever uses it copies it to memory of its own first, and then verifies the copy.
+    The user copies the payload to memory of its own first, and then verifies the copy.
     """
 
     data: BytesLike
-    give_back: Callable[[], None]
+    return_buffer: Callable[[], None]
 
 
 ReceivedPayload = memoryview | FilledBuffer | BorrowedBuffer
 
 
+def own_memory(message: Any, nbytes: int) -> ReceiveBuffer | None:
+    """Payloads get memory of their own."""
+    return None
+
+
 class ReceiveCallbacks(NamedTuple):
-    """Who takes what comes.
+    """Functions that take what a connection receives.
 
     Attributes:
-        take: gets each message with its payload, which is nobody else's; or what says where the payload has landed.
-            What it raises ends the reading.
-        place: says where the payload of a message, of so many bytes, is to land; None for memory of its own.
-        lend: payloads that lie in regions and land nowhere are lent.
-        brief: gets brief messages, each with its payload, which is lent until it returns; tells how many bytes it has
-            answered with. None where there are none.
+        take: gets each message with its payload: memory of its own, a filled buffer or a borrowed one. Must not wait.
+            An error ends the reading.
+        receive_into: gives the buffer for the payload of a message, of so many bytes; None for memory of its own.
+        borrow: whether payloads that lie in regions are borrowed if `receive_into` gives no buffer.
+        on_one_shot: gets one-shot messages, each with its payload, borrowed until the call returns; returns the bytes
+            of the answers. None if the stream takes no one-shot messages.
     """
 
     take: Callable[[Any, ReceivedPayload], None]
-    place: Callable[[Any, int], ReceiveBuffer | None] = lambda message, nbytes: None
-    lend: bool = False
-    brief: Callable[[OneShotMessage, BytesLike], int] | None = None
+    receive_into: Callable[[Any, int], ReceiveBuffer | None] = own_memory
+    borrow: bool = False
+    on_one_shot: Callable[[OneShotMessage, BytesLike], int] | None = None
 
 
 OutgoingItem = Message | bytes | PendingPayload | OneShotAnswer
-"""What an outbox gives: a message, an encoded message, one whose payload is held, or a brief one."""
+"""What an send_queue gives: a message, an encoded message, one whose payload is held, or a brief one."""
 
 
 class UnsentRest(NamedTuple):
@@ -179,7 +197,7 @@ class UnsentRest(NamedTuple):
     Attributes:
         parts: bytes that must go out next, in order.
         held: whose payload is among them, and free when they have gone.
-        error: what broke the lane.
+        error: what broke the connection.
     """
 
     parts: list[memoryview]
@@ -189,3 +207,218 @@ class UnsentRest(NamedTuple):
     def kept(self) -> UnsentRest:
         """The same with bytes of its own, for who does not wait until they have gone."""
         return self._replace(parts=[memoryview(b"".join(self.parts))])
+
+
+M = TypeVar("M", bound=Message)
+
+
+class Connection(ABC, Generic[M]):
+    """An open connection: the messages of one stream, in order, each with a payload or without.
+
+    Attributes:
+        name: Name of the transport.
+    """
+
+    name: str
+
+    @property
+    @abstractmethod
+    def closed(self) -> bool:
+        """True once the connection has ended."""
+
+    @abstractmethod
+    async def run(self, callbacks: ReceiveCallbacks) -> Exception:
+        """Hands over what comes, in order, until the connection ends; returns why it ended.
+
+        To be called once at a time.
+
+        Raises:
+            Exception: What a callback raised.
+        """
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Hands over nothing until `resume`: what comes stays with the system, and the peer is slowed down."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+
+    @abstractmethod
+    async def write(self, item: OutgoingItem | UnsentRest) -> None:
+        """Sends all of an item of the send queue. Not to be cancelled.
+
+        Raises:
+            MoonpoolError: The connection has ended.
+        """
+
+    @abstractmethod
+    def close(self, error: Exception) -> None:
+        """Ends the connection with `error`. Idempotent."""
+
+
+class ZeroCopyConnection(Connection[M]):
+    """A connection that sends payloads from where they lie.
+
+    A payload (`PendingPayload`) stays in the sender's memory until the connection calls its `finish` or `fail`.
+    """
+
+    @abstractmethod
+    def start(self, item: OutgoingItem) -> UnsentRest | None:
+        """Sends an item of the send queue as far as the system takes it at once, without waiting.
+
+        Returns None if all is sent, else the rest, which must be given to `write` before anything else.
+        """
+
+
+class TransportUnavailableError(MoonpoolError):
+    """This machine lacks what a transport needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListenOptions:
+    """Where and how a transport listens.
+
+    Attributes:
+        config: Of the service; says at which host it listens, and which address it advertises.
+        incarnation: Of this process.
+        backlog: Connections that may wait to be accepted.
+    """
+
+    config: ServiceConfig
+    incarnation: int
+    backlog: int
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedRegions:
+    """Memory that a client shows to its peer when a connection opens.
+
+    Attributes:
+        shared: The peer may read these regions.
+        mailbox: The peer may write payloads here; None if the peer sends none.
+    """
+
+    shared: Sequence[SharedRegion] = ()
+    mailbox: Mailbox | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEnd:
+    """One end of a connection whose handshake is over.
+
+    Attributes:
+        transport: Carries the connection.
+        sock: Connected; the handshake ran here.
+        own: Regions of this process that the peer may read.
+        readable: Regions of the peer that this process may read, by number; and the mailbox, if there is one.
+        mailbox: Number of the region among `readable` that this process lends to the peer.
+        borrowed: Number and memory of the region that the peer lends to this process.
+    """
+
+    transport: Transport
+    sock: FramedSocket
+    own: ExportedRegions = field(default_factory=lambda: ExportedRegions(()))
+    readable: dict[int, MappedRegion] = field(default_factory=dict)
+    mailbox: int | None = None
+    borrowed: tuple[int, MappedRegion] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the transport."""
+        return self.transport.name
+
+    def open(self, cls: type[M], acknowledge: Callable[[Message], None]) -> ZeroCopyConnection[M]:
+        """As `Transport.open_connection`."""
+        return self.transport.open_connection(self, cls, acknowledge)
+
+
+class Transport(ABC):
+    """A way to move KV between two processes beside gRPC; one object per process.
+
+    A server listens, and offers an address in the welcome of a stream. The client connects and shows the token of the
+    offer (handshake.py). Then both sides open their `Connection`, and all further messages of the stream go there.
+
+    Attributes:
+        name: As flags, logs and gauges name the transport.
+        kind: As messages name the transport: a number of LaneKind, or a free number from 100 on.
+        scope: Only processes with the same scope can use the transport together; "" for all. The scope travels in
+            `StreamHello.lane_place`: at most one transport of a process has a scope.
+        takes_one_shot: Connections carry one-shot messages (framing.py), also from a blocking client.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[int]
+    scope: str = ""
+    takes_one_shot: ClassVar[bool] = False
+
+    @classmethod
+    @abstractmethod
+    def create(cls, config: TransportConfig) -> Self:
+        """The transport as the flags say.
+
+        Raises:
+            ConfigError: A flag asks for what this machine lacks.
+            TransportUnavailableError: This machine cannot use the transport, and no flag insists.
+        """
+
+    @abstractmethod
+    def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
+        """A listening stream socket, and the address to which clients connect; `stack` closes what is opened.
+
+        Raises:
+            ConfigError: The transport cannot listen.
+        """
+
+    @abstractmethod
+    async def connect(self, address: str) -> socket.socket:
+        """A non-blocking socket, connected to an address that `listen` gave in another process.
+
+        Raises:
+            OSError: Nobody listens there.
+        """
+
+    @abstractmethod
+    def check_peer(self, sock: socket.socket) -> None:
+        """Looks at a new connection, on both sides, and sets its socket up.
+
+        Raises:
+            PermissionDenied: This peer must not use the transport.
+        """
+
+    def can_use(self, hello: kv_pb2.StreamHello) -> bool:
+        """Whether the sender of a hello and this process can use the transport together."""
+        return not self.scope or hello.lane_place == self.scope
+
+    def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
+        """What a client shows to its peer; nothing unless a subclass does.
+
+        Args:
+            share: Memory of this process that the peer may read, where payloads go to the peer.
+            mailbox_bytes: Payload bytes that the peer may be ahead in sending; 0 if payloads go to the peer.
+        """
+        return OfferedRegions()
+
+    def map_regions(
+        self, fds: Sequence[int], regions: Sequence[kv_pb2.Region]
+    ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
+        """What a server maps of the regions that a client shows: `readable` and `borrowed` of its `ConnectionEnd`.
+
+        Raises:
+            FrameError: The regions are not what the client says, or the transport has none.
+        """
+        if fds or regions:
+            raise FrameError(f"{len(fds)} descriptors came for {len(regions)} regions, {self.name} has none")
+        return {}, None
+
+    @abstractmethod
+    def open_connection(
+        self, end: ConnectionEnd, cls: type[M], acknowledge: Callable[[Message], None]
+    ) -> ZeroCopyConnection[M]:
+        """The connection of one end.
+
+        Args:
+            end: What the handshake agreed on.
+            cls: Class of the messages that come.
+            acknowledge: Sends a message to the peer, in its turn.
+        """

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
-import grpc.aio
-
 from moonpool.errors import FrameError, MoonpoolError, StreamBroken, TransferFailed
 from moonpool.kv.pool import BytesLike, Iovec
+from moonpool.rpc.channels import StreamCall
 from moonpool.telemetry.logs import get_logger
-from moonpool.transport.config import transport_name
+from moonpool.transport.base import ConnectionEnd
+from moonpool.transport.framed_socket import BUFFER_BYTES, MAX_PARTS, remaining_parts
 from moonpool.transport.framing import (
     LENGTH_PREFIX,
     ONE_SHOT_BYTES,
@@ -32,10 +32,10 @@ from moonpool.transport.framing import (
     PayloadExtent,
     decode_one_shot,
 )
-from moonpool.transport.handshake import DialedConnection, TransportDialer
-from moonpool.transport.shared_memory import SharedRegion
+from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.regions import SharedRegion
+from moonpool.transport.registry import transport_name
 from moonpool.transport.streams import ClientStream, Req, Res
-from moonpool.transport.tcp import BUFFER_BYTES, MAX_PARTS, remaining_parts
 from moonpool.v1 import kv_pb2
 
 SPIN_S = 200e-6
@@ -60,7 +60,7 @@ class BlockingConnection:
         error: why it has ended.
     """
 
-    def __init__(self, end: DialedConnection, *, spin_s: float | None = None) -> None:
+    def __init__(self, end: ConnectionEnd, *, spin_s: float | None = None) -> None:
         """Takes over a lane on which nothing but the handshake has been said."""
         self.name = end.name
         self.own = end.own
@@ -276,11 +276,11 @@ class BlockingStream(ClientStream[Req, Res]):
     def __init__(
         self,
         name: str,
-        connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+        connect: Callable[[], StreamCall],
         hello: Req,
-        lanes: TransportDialer,
+        dialer: TransportDialer,
         *,
-        lend_bytes: int = 0,
+        mailbox_bytes: int = 0,
         share: Sequence[SharedRegion] = (),
     ) -> None:
         """Starts nothing yet.
@@ -289,14 +289,14 @@ class BlockingStream(ClientStream[Req, Res]):
             name: Who is at the other end and what for.
             connect: Starts the call.
             hello: First message sent; says which lanes this side can use.
-            lanes: Opens the lane.
-            lend_bytes: Of memory to which the store may write what it sends; 0 on a stream of puts.
-            share: Memory besides that of `lanes` that the store may read.
+            dialer: Opens the connection.
+            mailbox_bytes: Of memory to which the store may write what it sends; 0 on a stream of puts.
+            share: Memory besides that of `dialer` that the store may read.
         """
         super().__init__(name, connect, hello)
         self.direct: BlockingConnection | None = None
-        self._lanes = lanes
-        self._lend_bytes = lend_bytes
+        self._dialer = dialer
+        self._mailbox_bytes = mailbox_bytes
         self._share = share
         self._welcome: kv_pb2.StreamWelcome | None = None
 
@@ -322,12 +322,14 @@ class BlockingStream(ClientStream[Req, Res]):
         welcome = self._welcome
         assert welcome is not None, "the handshake is over"
         incarnation, loop = welcome.receiver.incarnation, asyncio.get_running_loop()
-        if not welcome.lane.brief or loop.time() < self._lanes.retry_at(incarnation):
+        if not welcome.lane.brief or loop.time() < self._dialer.retry_at(incarnation):
             return None
         try:
-            return BlockingConnection(await self._lanes.join(welcome.lane, incarnation, self._lend_bytes, self._share))
+            return BlockingConnection(
+                await self._dialer.join(welcome.lane, incarnation, self._mailbox_bytes, self._share)
+            )
         except (MoonpoolError, OSError, TimeoutError) as error:
-            self._lanes.failed(self.name, transport_name(welcome.lane.kind), incarnation, error)
+            self._dialer.failed(self.name, transport_name(welcome.lane.kind), incarnation, error)
             return None
 
     def on_message(self, message: Res, payload: Any) -> None:

@@ -1,301 +1,85 @@
-"""The gRPC transport: messages of many tasks, in order, on one stream.
+"""gRPC as a connection: the messages of one call.
 
-A gRPC stream takes one write at a time, and cancelling a task within a write cancels the whole call. So tasks only
-queue here, and one task writes. On a faster transport a message is sent at once if no other waits. After `put`
-nothing refers to the memory of the caller, who may free its blocks at once even when cancelled. On gRPC payloads are
-encoded when they are queued; on a faster transport they stay where they are, and `put` waits until the connection is
-done with them.
+Every stream begins on gRPC, and stays there if no other transport can be used.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.rpc import messages
-from moonpool.rpc.messages import Payload, PayloadMessage, has_payload, payload_bytes, serialize_payload
-from moonpool.rpc.stream_writes import CANCEL_GRACE_S, write_each
-from moonpool.transport.base import OutgoingItem, PendingPayload, UnsentRest
-from moonpool.transport.flow_control import ByteCredits, CreditReturn
-from moonpool.transport.framing import OneShotAnswer
+from moonpool.rpc.channels import StreamCall
+from moonpool.rpc.messages import END_OF_STREAM, PayloadMessage
+from moonpool.transport.base import Connection, M, OutgoingItem, ReceiveCallbacks, UnsentRest
+from moonpool.transport.config import GRPC_NAME
 
-QUEUE_BYTES = 4 << 20
-
-
-BURST_BYTES = 256 << 10
-"""A task that puts so many bytes lets the writer go on before it puts more."""
+_NO_PAYLOAD = memoryview(b"")
 
 
-TURN_BYTES = 4 << 20
-"""After so many bytes that went out at once, others get a turn of the event loop."""
+class GrpcConnection(Connection[M]):
+    """The client's side of a call as a connection; owns the call.
 
-
-MAX_MESSAGES = 4096
-
-
-STALL_S = 30.0
-
-
-class SendQueue:
-    """Bounded queue of messages for one stream, written in order by `drain`.
-
-    What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/messages.py): messages of
-    classes without a payload as they are, others encoded; after `hold` also `Held` and `Unsent`.
+    Payloads come in memory of their own, or are copied into the receive buffer on arrival. Nothing is borrowed.
     """
 
-    def __init__(self, *, room_bytes: int = QUEUE_BYTES, max_messages: int = MAX_MESSAGES) -> None:
-        self._room = ByteCredits(room_bytes)
-        self._freed = CreditReturn(room_bytes)  # in batches, so that a sender is not woken for every small frame
-        self._max_messages = max_messages
-        self._queue: deque[tuple[OutgoingItem | UnsentRest, int]] = deque()
-        self._stuck: Callable[[Exception], None] | None = None
-        self._start: Callable[[OutgoingItem], UnsentRest | None] | None = None
-        self._writing = False  # the writer has a message that it has not written
-        self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
-        self._ahead = 0  # bytes put since the writer had a turn
-        self._wake = asyncio.Event()
-        self._taken = asyncio.Event()
-        self._finished = False
-        self._closed: Exception | None = None
+    name = GRPC_NAME
 
-    def __len__(self) -> int:
-        """Messages that wait."""
-        return len(self._queue)
-
-    def post(self, message: Message) -> None:
-        """Queues a small message without waiting. The message must not be changed afterwards.
-
-        Raises:
-            StreamBroken: The outbox is closed, or the peer reads nothing and too many messages wait.
-        """
-        self._append(serialize_payload(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
-
-    def answer(self, item: OneShotAnswer) -> None:
-        """Queues a lane's brief message without waiting; its payload is seen until it has left. Raises as `post`."""
-        self._append(item, 0)
-
-    def hold(self, stuck: Callable[[Exception], None], start: Callable[[OutgoingItem], UnsentRest | None]) -> None:
-        """From now on payloads are held.
-
-        Args:
-            stuck: Ends the stream when one is not done with in time.
-            start: Sends something as far as that goes at once; the stream's write gets what it has left.
-        """
-        self._stuck, self._start = stuck, start
-
-    async def put(
-        self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
-    ) -> None:
-        """As `begin` and `done_with`: when it returns or raises, nothing refers to the payload's memory."""
-        held = await self.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
-        if held is not None:
-            await self.done_with(held, timeout_s)
-
-    async def begin(
-        self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
-    ) -> PendingPayload | None:
-        """Queues a message with a payload once there is room.
-
-        Returns None when the payload's memory is free; on a lane what must be `done_with`, or given to `abandon`,
-        before it is. `unsent` is called when nothing of the message has left or will: this raises, or those do.
-
-        Raises:
-            StreamBroken: The outbox is or becomes closed.
-            TransferFailed: There was no room for `timeout_s`.
-        """
-        size = payload_bytes(payload)
-        try:
-            self._ahead += size
-            if self._ahead >= (BURST_BYTES if self._queue else TURN_BYTES):
-                self._ahead = 0
-                await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
-            await self._room.acquire(size, timeout_s=timeout_s)
-            return self._put(message, payload, size, unsent)
-        except BaseException:
-            unsent()
-            raise
-
-    def offer(self, message: Message, payload: Payload) -> bool:
-        """Queues a message with a payload if the outbox is open and there is room at once; whether it was done.
-
-        Raises:
-            StreamBroken: The peer reads nothing and too many messages wait.
-        """
-        size = payload_bytes(payload)
-        if not self._room.take(size):
-            return False
-        clear = self.is_clear
-        if self._stuck is not None and not clear and not isinstance(payload, bytes | memoryview):
-            payload = b"".join(payload)  # nobody waits until the lane is done with it
-        self._put(message, payload, size)
-        if clear and self._queue and isinstance(unsent := self._queue[0][0], UnsentRest):
-            self._queue[0] = unsent.kept(), size
-        return True
-
-    def _put(
-        self, message: Message, payload: Payload, size: int, unsent: Callable[[], None] = lambda: None
-    ) -> PendingPayload | None:
-        try:
-            if self._stuck is None:
-                self._append(serialize_payload(PayloadMessage(message, payload)), size)
-                return None
-            held = PendingPayload(message, payload, unsent)
-            self._append(held, size)
-            return held
-        except BaseException:
-            self._room.grant(size)
-            raise
-
-    async def done_with(self, held: PendingPayload, timeout_s: float) -> None:
-        """Waits until the lane is done with a payload; cancelled, or too late, it lets the lane end what it began.
-
-        Raises:
-            StreamBroken: The outbox becomes closed.
-            TransferFailed: The lane was not done with it for `timeout_s`.
-        """
-        if held.done.done():
-            held.done.result()
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(held.done)
-        except BaseException as error:
-            await self.abandon([held])
-            if isinstance(error, TimeoutError):
-                raise TransferFailed(f"a payload was not taken within {timeout_s:g} s") from None
-            raise
-
-    async def abandon(self, items: Iterable[PendingPayload]) -> None:
-        """Withdraws payloads that the lane has not begun, and lets it end the others; their memory is free then."""
-        begun = []
-        for held in items:
-            if held.done.done() or held.withdrawn:
-                continue
-            if held.begun:
-                begun.append(held.done)
-                continue
-            held.withdrawn = True
-            self._room.grant(held.nbytes)
-            held.unsent()
-        if begun:
-            await self._let_end(begun)
-
-    async def _let_end(self, begun: Sequence[asyncio.Future[None]]) -> None:
-        try:
-            await asyncio.wait(begun, timeout=CANCEL_GRACE_S)
-        finally:
-            if not all(done.done() for done in begun) and self._stuck is not None:
-                self._stuck(StreamBroken("the peer does not take what it was sent"))
-
-    async def at_most(self, messages: int) -> None:
-        """Waits until no more than so many messages wait. The caller sets the deadline, or knows that `drain` does.
-
-        Raises:
-            Exception: The error given to `close`.
-        """
-        while len(self._queue) > messages and self._closed is None:
-            self._taken.clear()
-            await self._taken.wait()
-        if self._closed is not None:
-            raise self._closed
-
-    def finish(self) -> None:
-        """Lets `drain` return when everything queued has been written."""
-        self._finished = True
-        self._wake.set()
-
-    def close(self, error: Exception) -> None:
-        """Drops everything queued; present and later senders get `error`. Idempotent."""
-        if self._closed is None:
-            self._closed = error
-            for item, _ in self._queue:
-                held = item.held if isinstance(item, UnsentRest) else item
-                if isinstance(held, PendingPayload):
-                    held.fail(error)
-            self._queue.clear()
-            self._room.close(error)
-            self._wake.set()
-            self._taken.set()
-
-    async def drain(self, write: Callable[[Any], Awaitable[None]], *, stall_s: float = STALL_S) -> None:
-        """Writes what is queued, in order, until `finish` or `close`. To be run by one task per stream.
-
-        Args:
-            write: The stream's write.
-            stall_s: Longest time one write may take.
-
-        Raises:
-            StreamBroken: A write took longer than `stall_s`.
-            Exception: Whatever `write` raises.
-
-        Cancelled, it lets the write that is under way finish first (for a short time at most).
-        """
-        try:
-            await write_each(write, self._take, stall_s)
-        except TimeoutError:
-            error = StreamBroken(f"the peer took nothing for {stall_s:g} s")
-            self.close(error)
-            raise error from None
-        except BaseException as failure:
-            self.close(StreamBroken(f"writing ended: {failure!r}"))
-            raise
-
-    async def _take(self) -> OutgoingItem | UnsentRest | None:
-        """The next message, once there is one; the one before has been written. None after the last."""
-        self._writing = False
-        if self._written:
-            self._room.grant(self._freed.consumed(self._written, idle=not self._queue))
-            self._written = 0
-        while True:
-            while not self._queue:
-                if self._closed is not None or self._finished:
-                    return None
-                self._wake.clear()
-                await self._wake.wait()
-            data, size = self._queue.popleft()
-            self._taken.set()
-            if not isinstance(data, PendingPayload):
-                break
-            if not data.withdrawn:
-                data.begun = True
-                break
-        self._written = size
-        self._writing = True
-        return data
+    def __init__(self, call: StreamCall) -> None:
+        self._call = call
+        self._error: Exception | None = None
+        self._resumed = asyncio.Event()
+        self._resumed.set()
 
     @property
-    def is_clear(self) -> bool:
-        """Nothing is to go out before what comes now."""
-        return not self._queue and not self._writing
+    def closed(self) -> bool:
+        return self._error is not None
 
-    def _append(self, data: OutgoingItem, size: int) -> None:
-        if self._closed is not None:
-            raise self._closed
-        if self._start is not None and self.is_clear:
-            if isinstance(data, PendingPayload):
-                data.begun = True
-            unsent = self._start(data)
-            if unsent is None:
-                if size:
-                    self._room.grant(size)
+    async def run(self, callbacks: ReceiveCallbacks) -> Exception:
+        while True:
+            try:
+                received = await self._call.read()
+            except MoonpoolError as error:
+                return error
+            if received is END_OF_STREAM:
+                return StreamBroken("ended by the peer")
+            if received is None:  # gRPC logs what a deserialiser raises, and goes on with None
+                return StreamBroken("a message could not be decoded")
+            if not self._resumed.is_set():
+                await self._resumed.wait()
+            if isinstance(received, PayloadMessage):
+                await self._deliver(received, callbacks)
             else:
-                self._queue.append((unsent, size))
-                self._wake.set()
-            return
-        if len(self._queue) >= self._max_messages:
-            raise StreamBroken(f"{len(self._queue)} messages wait and the peer takes none")
-        self._queue.append((data, size))
-        self._wake.set()
+                callbacks.take(received, _NO_PAYLOAD)
+
+    async def _deliver(self, received: PayloadMessage[Any], callbacks: ReceiveCallbacks) -> None:
+        """A call of its own: what it holds of the reader's memory must not stay until the next message."""
+        message, payload = received.message, received.payload
+        assert isinstance(payload, memoryview), "received payloads are views"
+        buffer = callbacks.receive_into(message, payload.nbytes)
+        callbacks.take(message, await buffer.receive(payload) if buffer else payload)
+
+    def pause(self) -> None:
+        self._resumed.clear()
+
+    def resume(self) -> None:
+        self._resumed.set()
+
+    async def write(self, item: OutgoingItem | UnsentRest) -> None:
+        await self._call.write(item)
+
+    def close(self, error: Exception) -> None:
+        if self._error is None:
+            self._error = error
+            self._call.cancel()
 
 
-StreamOpener = Callable[..., "grpc.aio.StreamStreamCall[Any, Any]"]
+StreamOpener = Callable[..., StreamCall]
 
 
 def payload_stream(
@@ -311,8 +95,9 @@ def payload_stream(
     the server's side (see codec.py). For example `payload_stream(channel, "moonpool.v1.DecodeService", "ReceiveKV",
     ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
     """
-    return channel.stream_stream(
+    open_stream: StreamOpener = channel.stream_stream(
         f"/{service}/{method}",
         request_serializer=messages.serializer(request_cls),
         response_deserializer=messages.deserializer(response_cls),
     )
+    return open_stream

@@ -14,19 +14,29 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, cast
 
 from google.protobuf.message import Message
 
 from moonpool import world
-from moonpool.config import ServiceConfig, format_address, is_loopback, parse_address
-from moonpool.errors import ConfigError, FrameError, MoonpoolError, PermissionDenied, StreamBroken
+from moonpool.config import ServiceConfig
+from moonpool.errors import FrameError, MoonpoolError, PermissionDenied, StreamBroken
 from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
-from moonpool.transport.config import TransportSettings, remove_stale, socket_path, transport_name
-from moonpool.transport.connection import TransportConnection
-from moonpool.transport.shared_memory import ExportedRegions, Mailbox, MappedRegion, SharedRegion, map_regions, peer_uid
-from moonpool.transport.tcp import FramedSocket, PeerLeftSilently, tune_tcp
+from moonpool.transport.base import (
+    Connection,
+    ConnectionEnd,
+    ListenOptions,
+    M,
+    OfferedRegions,
+    Transport,
+    ZeroCopyConnection,
+)
+from moonpool.transport.config import TRANSPORTS
+from moonpool.transport.framed_socket import FramedSocket, PeerLeftSilently
+from moonpool.transport.regions import ExportedRegions, MappedRegion, SharedRegion
+from moonpool.transport.registry import transport_name
 from moonpool.v1 import kv_pb2
 
 OFFER_S = 10.0
@@ -49,44 +59,25 @@ log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptedConnection:
-    """A connection that showed an offer's token.
-
-    Attributes:
-        name: of the lane's kind.
-        readable: the client's regions, by number.
-        lent: number and memory of the region that the client lends.
-    """
-
-    name: str
-    sock: FramedSocket
-    readable: dict[int, MappedRegion]
-    lent: tuple[int, MappedRegion] | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Offer:
-    name: str
-    attach: Callable[[AcceptedConnection], None]
+    transport: Transport
+    attach: Callable[[ConnectionEnd], None]
     timer: asyncio.TimerHandle
 
 
 class TransportListener:
-    """Where a service's lanes begin; use `running`.
+    """Accepts the connections of a service's transports; use `running`.
 
     Attributes:
-        addresses: where each kind of lane is reached, by name.
-        opened: lanes that were opened so far, by name.
-        refused: connections that were not taken.
+        addresses: where each transport is reached, by name.
+        opened: connections that were opened so far, by name of the transport.
+        refused: connections that were not accepted.
     """
 
-    def __init__(
-        self, settings: TransportSettings, incarnation: int, *, uid: int | None = None, handshake_s: float = HANDSHAKE_S
-    ) -> None:
-        """Listens nowhere yet. `uid`: of those who may use local lanes; this process' own unless given."""
-        self._settings = settings
+    def __init__(self, transports: Sequence[Transport], incarnation: int, *, handshake_s: float = HANDSHAKE_S) -> None:
+        """Listens nowhere yet."""
+        self._transports = {transport.kind: transport for transport in transports}
         self._incarnation = incarnation
-        self._uid = os.getuid() if uid is None else uid
         self._handshake_s = handshake_s
         self.addresses: dict[str, str] = {}
         self._offers: dict[bytes, _Offer] = {}
@@ -97,8 +88,7 @@ class TransportListener:
     def gauges(self) -> list[Entry]:
         """For a service's gauges."""
         return [
-            ("lanes_local_opened", lambda: self.opened["local"], None),
-            ("lanes_tcp_opened", lambda: self.opened["tcp"], None),
+            *((f"lanes_{name}_opened", partial(self.opened.__getitem__, name), None) for name in TRANSPORTS),
             ("lanes_refused", lambda: self.refused, None),
             ("lane_offers", lambda: len(self._offers), 0),
         ]
@@ -112,9 +102,10 @@ class TransportListener:
         """
         try:
             with contextlib.ExitStack() as stack:
-                for name in self._settings.names:
-                    listener = self._listen_locally(stack) if name == "local" else self._listen_tcp(stack, config)
-                    self._spawn(self._accept(listener, name))
+                for transport in self._transports.values():
+                    options = ListenOptions(config, self._incarnation, MAX_HANDSHAKES)
+                    listener, self.addresses[transport.name] = transport.listen(stack, options)
+                    self._spawn(self._accept(listener, transport))
                 yield
         finally:
             self.addresses.clear()
@@ -125,87 +116,59 @@ class TransportListener:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _listen_locally(self, stack: contextlib.ExitStack) -> socket.socket:
-        folder = self._settings.folder
-        assert folder is not None, "local lanes have a folder"
-        remove_stale(folder)
-        path = socket_path(folder, self._incarnation)
-        try:
-            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            listener.bind(os.fspath(path))
-            stack.callback(path.unlink, missing_ok=True)
-            listener.listen(MAX_HANDSHAKES)
-        except OSError as error:
-            raise ConfigError("kv_lanes_dir", f"cannot listen at {path}: {error.strerror}") from error
-        self.addresses["local"] = os.fspath(path)
-        return listener
-
-    def _listen_tcp(self, stack: contextlib.ExitStack, config: ServiceConfig) -> socket.socket:
-        """At a free port of where the service listens."""
-        host, _ = parse_address(config.listen)
-        try:
-            listener = stack.enter_context(socket.create_server((host, 0), family=_family(host)))
-        except OSError as error:
-            raise ConfigError("kv_lanes", f"cannot listen at {host} for tcp: {error.strerror}") from error
-        told = host if is_loopback(host) else parse_address(config.advertised(1))[0]
-        self.addresses["tcp"] = format_address(told, listener.getsockname()[1])
-        return listener
-
-    async def _accept(self, listener: socket.socket, name: str) -> None:
+    async def _accept(self, listener: socket.socket, transport: Transport) -> None:
         listener.setblocking(False)
         loop = asyncio.get_running_loop()
         while True:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                log.warning("a connection for a lane could not be accepted", lane=name, error=str(error))
+                log.warning("a connection could not be accepted", transport=transport.name, error=str(error))
                 await asyncio.sleep(PAUSE_S)
                 continue
             if len(self._tasks) > MAX_HANDSHAKES:
                 sock.close()
             else:
-                self._spawn(self._handshake(sock, name))
+                self._spawn(self._handshake(sock, transport))
 
-    async def _handshake(self, raw: socket.socket, name: str) -> None:
+    async def _handshake(self, raw: socket.socket, transport: Transport) -> None:
         """Hands a connection to the stream whose token it shows, or closes it."""
         sock = FramedSocket(raw)
         error: Exception = StreamBroken("refused")
         taken = False
         try:
             async with asyncio.timeout(self._handshake_s):
-                offer, opened = await self._opening(raw, sock, name)
+                offer, end = await self._opening(raw, sock, transport)
             sock.send_message(kv_pb2.LaneOpened())
-            offer.attach(opened)
+            offer.attach(end)
             taken = True
-            self.opened[name] += 1
+            self.opened[transport.name] += 1
         except PeerLeftSilently:
             pass  # a neighbour that looked whether somebody listens here (`remove_stale`)
         except (MoonpoolError, OSError, TimeoutError) as failure:
             error = failure
             self.refused += 1
             # at level debug: whoever can connect must not fill the log; the client tells of it, and a gauge
-            log.debug("lane refused", lane=name, reason=str(failure) or "nothing came")
+            log.debug("connection refused", transport=transport.name, reason=str(failure) or "nothing came")
             with contextlib.suppress(StreamBroken):
                 sock.send_message(kv_pb2.LaneOpened(refused=str(failure) or "nothing came"))
         finally:
             if not taken:
                 sock.close(error)
 
-    async def _opening(self, raw: socket.socket, sock: FramedSocket, name: str) -> tuple[_Offer, AcceptedConnection]:
-        if name == "local":
-            if peer_uid(raw) != self._uid:
-                raise PermissionDenied("it is another user's")
-        else:
-            tune_tcp(raw)
+    async def _opening(
+        self, raw: socket.socket, sock: FramedSocket, transport: Transport
+    ) -> tuple[_Offer, ConnectionEnd]:
+        transport.check_peer(raw)
         fds: list[int] = []
         try:
             opening = await sock.receive_opening(fds)
             offer = self._offers.get(opening.token)
-            if offer is None or offer.name != name or opening.incarnation != self._incarnation:
+            if offer is None or offer.transport is not transport or opening.incarnation != self._incarnation:
                 raise PermissionDenied("there is no such offer")
             self.withdraw(opening.token)
-            readable, lent = map_regions(fds, opening.regions)
-            return offer, AcceptedConnection(name, sock, readable, lent)
+            readable, borrowed = transport.map_regions(fds, opening.regions)
+            return offer, ConnectionEnd(transport, sock, readable=readable, borrowed=borrowed)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -215,16 +178,25 @@ class TransportListener:
         self._tasks[task] = None
         task.add_done_callback(self._tasks.pop)
 
-    def offer(self, hello: kv_pb2.StreamHello, attach: Callable[[AcceptedConnection], None]) -> kv_pb2.Lane | None:
-        """Offers the first lane of a hello that can be; `attach` gets its connection. None when there is none."""
+    def offer(
+        self, hello: kv_pb2.StreamHello, attach: Callable[[ConnectionEnd], None], *, one_shot: bool = False
+    ) -> kv_pb2.Lane | None:
+        """Offers the first transport of a hello that both sides can use; None if there is none.
+
+        Args:
+            hello: The client's.
+            attach: Gets this side's end of the connection.
+            one_shot: Whether the stream takes one-shot messages.
+        """
         for kind in hello.lanes:
-            name = transport_name(kind)
-            if name not in self.addresses or (name == "local" and hello.lane_place != self._settings.place):
+            transport = self._transports.get(kind)
+            if transport is None or transport.name not in self.addresses or not transport.can_use(hello):
                 continue
             token = world.random_bytes(TOKEN_BYTES)
             timer = asyncio.get_running_loop().call_later(OFFER_S, self.withdraw, token)
-            self._offers[token] = _Offer(name, attach, timer)
-            return kv_pb2.Lane(kind=kind, address=self.addresses[name], token=token)
+            self._offers[token] = _Offer(transport, attach, timer)
+            brief = one_shot and transport.takes_one_shot
+            return kv_pb2.Lane(kind=kind, address=self.addresses[transport.name], token=token, brief=brief)
         return None
 
     def withdraw(self, token: bytes) -> None:
@@ -232,10 +204,6 @@ class TransportListener:
         offer = self._offers.pop(token, None)
         if offer is not None:
             offer.timer.cancel()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 DIAL_S = 2.0
@@ -248,29 +216,16 @@ RETRY_S = 10.0
 MAX_FAILURES = 1024
 
 
-M = TypeVar("M", bound=Message)
-
-
-class DialedConnection(NamedTuple):
-    """A lane that is open at the client: its name, its socket, regions of both ways, and the number of the mailbox."""
-
-    name: str
-    sock: FramedSocket
-    own: ExportedRegions
-    readable: dict[int, MappedRegion]
-    mailbox: int | None
-
-
 class TransportDialer:
-    """One per process: everything that its streams to others need to use lanes.
+    """Opens connections of transports for the streams of a process to others; one per process.
 
     Attributes:
-        failures: lanes that could not be opened, or broke, so far.
+        failures: connections that could not be opened, or broke, so far.
     """
 
     def __init__(
         self,
-        settings: TransportSettings,
+        transports: Sequence[Transport] = (),
         share: Callable[[], Sequence[SharedRegion]] = tuple,
         *,
         retry_s: float = RETRY_S,
@@ -279,139 +234,113 @@ class TransportDialer:
         """Opens nothing yet.
 
         Args:
-            settings: What this process can use.
-            share: Gives the memory that peers may read: this process' KV pool. Asked when a local lane is opened.
-            retry_s: How long a peer's lanes are left alone after a failure.
-            dial_s: Longest time to open a lane.
+            transports: What this process can use, best first.
+            share: Gives the memory that peers may read: this process' KV pool. Called when a connection opens.
+            retry_s: How long a peer's transports are left alone after a failure.
+            dial_s: Longest time to open a connection.
         """
-        self._settings = settings
+        self._transports = {transport.kind: transport for transport in transports}
         self._share = share
         self._retry_s = retry_s
         self._dial_s = dial_s
         self._failed: dict[int, float] = {}  # when, by the peer's incarnation
-        self._lanes: list[TransportConnection[Any]] = []
+        self._connections: list[Connection[Any]] = []
         self.failures = 0
 
     def gauges(self) -> list[Entry]:
         """For a service's gauges."""
         return [
-            ("lanes_local", lambda: self._open("local"), None),
-            ("lanes_tcp", lambda: self._open("tcp"), None),
+            *((f"lanes_{name}", partial(self._count_open, name), None) for name in TRANSPORTS),
             ("lane_failures", lambda: self.failures, None),
         ]
 
     def fill(self, hello: kv_pb2.StreamHello) -> None:
         """Says in a hello what this side can use."""
-        hello.lanes.extend(self._settings.kinds)
-        hello.lane_place = self._settings.place
+        for transport in self._transports.values():
+            hello.lanes.append(cast("Any", transport.kind))
+            hello.lane_place = hello.lane_place or transport.scope
 
     def retry_at(self, incarnation: int) -> float:
-        """From when on the lanes of an incarnation may be tried, on the event loop's clock."""
+        """From when on the transports of an incarnation may be tried, on the event loop's clock."""
         failed_at = self._failed.get(incarnation)
         return 0.0 if failed_at is None else failed_at + self._retry_s
 
-    def failed(self, name: str, lane: str, incarnation: int, error: Exception) -> None:
-        """A lane of a peer could not be opened, or broke: what comes next goes over gRPC for a while."""
+    def failed(self, name: str, transport: str, incarnation: int, error: Exception) -> None:
+        """A connection to a peer could not be opened, or broke: streams to the peer stay on gRPC for a while."""
         self.failures += 1
         self._failed[incarnation] = asyncio.get_running_loop().time()
         if len(self._failed) > MAX_FAILURES:
             del self._failed[min(self._failed, key=self._failed.__getitem__)]
-        log.warning("lane failed; gRPC takes its place", stream=name, lane=lane, error=str(error))
+        log.warning("lane failed; gRPC takes its place", stream=name, lane=transport, error=str(error))
 
     async def dial(
         self,
         offer: kv_pb2.Lane,
         incarnation: int,
         cls: type[M],
-        lend_bytes: int,
+        mailbox_bytes: int,
         acknowledge: Callable[[Message], None],
-    ) -> TransportConnection[M]:
-        """Opens the lane that a peer offers.
+    ) -> ZeroCopyConnection[M]:
+        """Opens the connection that a peer offers.
 
         Args:
-            offer: Of its welcome.
+            offer: Of the peer's welcome.
             incarnation: Of the peer.
             cls: Messages that come.
-            lend_bytes: Payloads that the peer may be ahead in sending; 0 when this side sends them.
+            mailbox_bytes: Payload bytes that the peer may be ahead in sending; 0 if this side sends payloads.
             acknowledge: Sends a message to the peer, in its turn.
 
         Raises:
-            MoonpoolError: it is refused, or the answer is not proper.
-            OSError: nobody is there.
-            TimeoutError: it took too long.
+            MoonpoolError: The peer refuses, or its answer is malformed.
+            OSError: Nobody listens there.
+            TimeoutError: Opening took too long.
         """
-        end = await self.join(offer, incarnation, lend_bytes)
-        own, readable, mailbox = end.own, end.readable, end.mailbox
-        lane = TransportConnection(
-            end.name, end.sock, cls, own=own, readable=readable, mailbox=mailbox, acknowledge=acknowledge
-        )
-        self._lanes = [each for each in self._lanes if not each.closed]
-        self._lanes.append(lane)
-        return lane
+        connection = (await self.join(offer, incarnation, mailbox_bytes)).open(cls, acknowledge)
+        self._connections = [each for each in self._connections if not each.closed]
+        self._connections.append(connection)
+        return connection
 
     async def join(
-        self, offer: kv_pb2.Lane, incarnation: int, lend_bytes: int, share: Sequence[SharedRegion] = ()
-    ) -> DialedConnection:
-        """As `dial`, but nobody uses it yet; `share` is more memory that the peer may read, where it may read any."""
-        name = transport_name(offer.kind)
-        if name not in self._settings.names:
-            raise FrameError(f"{name} was not asked for")
+        self, offer: kv_pb2.Lane, incarnation: int, mailbox_bytes: int, share: Sequence[SharedRegion] = ()
+    ) -> ConnectionEnd:
+        """As `dial`, without a `Connection`; `share` is more memory that the peer may read, if it may read any."""
+        transport = self._transports.get(offer.kind)
+        if transport is None:
+            raise FrameError(f"{transport_name(offer.kind)} was not asked for")
         async with asyncio.timeout(self._dial_s):
-            sock = FramedSocket(await _connected(name, offer.address))
+            raw = await transport.connect(offer.address)
+            sock = FramedSocket(raw)
             try:
-                return await self._open_with(sock, offer, incarnation, lend_bytes, share)
+                transport.check_peer(raw)
+                regions = transport.offer_regions([*self._share(), *share], mailbox_bytes)
+                opening = kv_pb2.LaneOpen(token=offer.token, incarnation=incarnation)
+                return await _shake_hands(transport, sock, opening, regions)
             except BaseException as error:
                 sock.close(error if isinstance(error, Exception) else StreamBroken("given up"))
                 raise
 
-    async def _open_with(
-        self, sock: FramedSocket, offer: kv_pb2.Lane, incarnation: int, lend_bytes: int, share: Sequence[SharedRegion]
-    ) -> DialedConnection:
-        """Shows the token and the regions, and waits for the answer."""
-        local = offer.kind == kv_pb2.LANE_KIND_LOCAL
-        shared = [*self._share(), *share] if local and not lend_bytes else []  # payloads go one way on a stream
-        mailbox = Mailbox(lend_bytes) if local and lend_bytes else None
-        opening = kv_pb2.LaneOpen(token=offer.token, incarnation=incarnation)
-        opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
-        fds = [each.fd for each in shared]
-        readable = {}
-        try:
-            if mailbox is not None:
-                opening.regions.add(bytes=lend_bytes, lent=True)
-                fds.append(mailbox.fd)
-                readable[len(fds)] = mailbox.region
-            sock.send_message(opening, fds)
-        finally:
-            if mailbox is not None:
-                mailbox.close()
-        answer = await sock.receive_message(kv_pb2.LaneOpened)
-        if answer.refused:
-            raise MoonpoolError(f"refused: {answer.refused}")
-        return DialedConnection(
-            transport_name(offer.kind), sock, ExportedRegions(shared), readable, next(iter(readable), None)
-        )
-
-    def _open(self, name: str) -> int:
-        return sum(lane.name == name and not lane.closed for lane in self._lanes)
+    def _count_open(self, name: str) -> int:
+        return sum(each.name == name and not each.closed for each in self._connections)
 
 
-async def _connected(name: str, address: str) -> socket.socket:
-    """A connection to where a lane is offered."""
-    loop = asyncio.get_running_loop()
-    family = socket.AF_UNIX
-    where: Any = address
-    if name != "local":
-        host, port = parse_address(address)
-        family, _, _, _, where = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-    sock = socket.socket(family, socket.SOCK_STREAM)
+async def _shake_hands(
+    transport: Transport, sock: FramedSocket, opening: kv_pb2.LaneOpen, regions: OfferedRegions
+) -> ConnectionEnd:
+    """Shows the token and the regions, and waits for the answer."""
+    shared, mailbox = regions.shared, regions.mailbox
+    opening.regions.extend(kv_pb2.Region(bytes=os.fstat(each.fd).st_size) for each in shared)
+    fds = [each.fd for each in shared]
+    readable: dict[int, MappedRegion] = {}
     try:
-        sock.setblocking(False)
-        await loop.sock_connect(sock, where)
-        if name != "local":
-            tune_tcp(sock)
-        elif peer_uid(sock) != os.getuid():
-            raise PermissionDenied("another user listens there")
-    except BaseException:
-        sock.close()
-        raise
-    return sock
+        if mailbox is not None:
+            opening.regions.add(bytes=mailbox.region.nbytes, lent=True)
+            fds.append(mailbox.fd)
+            readable[len(fds)] = mailbox.region
+        sock.send_message(opening, fds)
+    finally:
+        if mailbox is not None:
+            mailbox.close()
+    answer = await sock.receive_message(kv_pb2.LaneOpened)
+    if answer.refused:
+        raise MoonpoolError(f"refused: {answer.refused}")
+    return ConnectionEnd(transport, sock, ExportedRegions(shared), readable, next(iter(readable), None))

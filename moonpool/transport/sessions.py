@@ -14,18 +14,18 @@ from collections.abc import Callable, Coroutine, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
-import grpc.aio
 from google.protobuf.message import Message
 
 from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
+from moonpool.rpc.channels import Metadata, StreamCall
 from moonpool.rpc.messages import Payload, payload_bytes
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.async_utils import Deadlines
-from moonpool.transport.base import BorrowedBuffer, PendingPayload, ReceiveBuffer, ReceivedPayload
-from moonpool.transport.config import GRPC_NAME, transport_name
+from moonpool.transport.base import BorrowedBuffer, PendingPayload, ReceiveBuffer, ReceivedPayload, own_memory
 from moonpool.transport.flow_control import TO_DECODE, ByteCredits, CreditReturn, EgressLink, StreamTraffic
-from moonpool.transport.grpc import STALL_S
 from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.registry import transport_name
+from moonpool.transport.send_queue import STALL_S
 from moonpool.transport.streams import CONNECT_TIMEOUT_S, ClientStream, Req, Res, Spawn
 from moonpool.v1 import kv_pb2
 
@@ -38,18 +38,45 @@ ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 ResAny = TypeVar("ResAny", bound=Message)
 
 
-PlacePayload = Callable[[ResAny, int], ReceiveBuffer | None]
+ReceiveInto = Callable[[ResAny, int], ReceiveBuffer | None]
 
 
 IN_FLIGHT_BYTES = 4 << 20
-"""Payloads of one session that a lane may have at once."""
+"""Payloads of one session that a connection may hold at once."""
 
 
 LINGER_S = 0.005
 """How long the last credits to be handed back wait for a message to travel with."""
 
 
-@dataclass(slots=True)
+SILENCE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOptions:
+    """How a process opens its streams to others: what all clients of KV streams take.
+
+    Attributes:
+        dialer: Opens the connection that the peer offers; None to stay on gRPC.
+        link: The process' way out; frames wait for their slots on the link. None for no waiting.
+        connect_timeout_s: Longest time from the start of the call to the peer's welcome.
+        stall_s: Longest time one write may take before the stream counts as broken.
+        silence_s: The peer is suspect if nothing was heard for so long while something was expected.
+        metadata: Of the call, such as an API key.
+    """
+
+    dialer: TransportDialer | None = None
+    link: EgressLink | None = None
+    connect_timeout_s: float = CONNECT_TIMEOUT_S
+    stall_s: float = STALL_S
+    silence_s: float = SILENCE_S
+    metadata: Metadata = ()
+
+
+DEFAULT_OPTIONS = StreamOptions()
+
+
+@dataclass(frozen=True, slots=True)
 class StreamSpec(Generic[Req, Res]):
     """What makes a stream this stream.
 
@@ -58,34 +85,22 @@ class StreamSpec(Generic[Req, Res]):
         connect: Starts the call.
         hello: First message sent.
         session_of: Key of the session a message belongs to; None for none.
-        link: The process' way out; frames wait for their slots on it.
-        priority: Of frames on the link.
+        answers: Class of the peer's messages.
         window_bytes: Payload bytes the peer may be ahead in sending; 0 when the peer sends no payloads.
         credit: Wraps a Credit for the peer; needed with a window.
-        connect_timeout_s: Longest time from the start of the call to the peer's welcome.
-        stall_s: Longest time one write may take before the stream counts as broken.
-        silence_s: The peer is suspect when nothing was heard of it for so long while something was expected.
-        lanes: Opens the lanes that the peer offers; None to stay on gRPC.
-        answers: Class of the peer's messages, for lanes.
+        priority: Of frames on the link.
+        options: How the stream opens.
     """
 
     name: str
-    connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]]
+    connect: Callable[[], StreamCall]
     hello: Req
     session_of: Callable[[Res], Hashable]
-    link: EgressLink | None
-    priority: int
-    window_bytes: int
-    credit: Callable[[kv_pb2.Credit], Req] | None
-    connect_timeout_s: float
-    stall_s: float
-    silence_s: float
-    lanes: TransportDialer | None
     answers: type[Res]
-
-
-def own_memory(message: Message, nbytes: int) -> None:
-    """Payloads get memory of their own."""
+    window_bytes: int = 0
+    credit: Callable[[kv_pb2.Credit], Req] | None = None
+    priority: int = TO_DECODE
+    options: StreamOptions = DEFAULT_OPTIONS
 
 
 class SessionHandler(Protocol[ResIn]):
@@ -105,13 +120,17 @@ class MuxSession(Generic[Req, Res]):
     """One session on a stream; ended by `close`, by its handler's failure, or with the stream."""
 
     def __init__(
-        self, connection: MuxConnection[Req, Res], key: Hashable, handler: SessionHandler[Res], place: PlacePayload[Res]
+        self,
+        connection: MuxConnection[Req, Res],
+        key: Hashable,
+        handler: SessionHandler[Res],
+        receive_into: ReceiveInto[Res],
     ) -> None:
         self.key = key
         self.error: Exception | None = None
         self._connection = connection
         self._handler = handler
-        self._place = place
+        self._receive_into = receive_into
 
     @property
     def welcome(self) -> kv_pb2.StreamWelcome:
@@ -125,7 +144,7 @@ class MuxSession(Generic[Req, Res]):
         Raises:
             StreamBroken: The stream has ended.
         """
-        self._connection.outbox.post(message)
+        self._connection.send_queue.post(message)
 
     async def send(self, frames: Iterable[tuple[Req, Payload]], *, timeout_s: float) -> None:
         """Sends frames in their order: waits for credits, for the link, for room, and queues their bytes.
@@ -142,7 +161,7 @@ class MuxSession(Generic[Req, Res]):
             TransferFailed: A wait took too long.
             Exception: The session has ended; whatever ended it. Or whatever `frames` raises.
         """
-        outbox, under_way, ahead = self._connection.outbox, deque[PendingPayload](), 0
+        send_queue, under_way, ahead = self._connection.send_queue, deque[PendingPayload](), 0
         try:
             for message, payload in frames:
                 held = await self.begin(message, payload, timeout_s)
@@ -153,11 +172,11 @@ class MuxSession(Generic[Req, Res]):
                 while under_way and (ahead >= IN_FLIGHT_BYTES or under_way[0].done.done()):
                     first = under_way.popleft()
                     ahead -= first.nbytes
-                    await outbox.done_with(first, timeout_s)
+                    await send_queue.done_with(first, timeout_s)
             while under_way:
-                await outbox.done_with(under_way.popleft(), timeout_s)
+                await send_queue.done_with(under_way.popleft(), timeout_s)
         finally:
-            await outbox.abandon(under_way)
+            await send_queue.abandon(under_way)
 
     async def begin(self, message: Req, payload: Payload, timeout_s: float) -> PendingPayload | None:
         """As `send` of one frame, but its memory is free only after `done_with`, or `abandon`, of what it returns."""
@@ -167,24 +186,24 @@ class MuxSession(Generic[Req, Res]):
         if not connection.credits.take(size):
             await connection.credits.acquire(size, timeout_s=timeout_s)
         try:
-            if connection.has_link:
-                await connection.link_slot(size, timeout_s)
+            if connection.has_egress:
+                await connection.egress_slot(size, timeout_s)
             self.check()
         except BaseException:
             connection.credits.grant(size)
             raise
         unsent = functools.partial(connection.credits.grant, size)
-        return await connection.outbox.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
+        return await connection.send_queue.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
 
     async def done_with(self, held: PendingPayload | None, timeout_s: float) -> None:
         """Waits until what `begin` returned is done with; raises as `send`."""
         if held is not None:
-            await self._connection.outbox.done_with(held, timeout_s)
+            await self._connection.send_queue.done_with(held, timeout_s)
 
     async def abandon(self, held: PendingPayload | None) -> None:
         """Gives up what `begin` returned, if it is not done with; its memory is free then."""
         if held is not None and not held.done.done():
-            await self._connection.outbox.abandon([held])
+            await self._connection.send_queue.abandon([held])
 
     def take_credit(self) -> int:
         """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
@@ -205,10 +224,10 @@ class MuxSession(Generic[Req, Res]):
         if self.error is None:
             self.error = StreamBroken("the session is closed")
 
-    def place(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
         """Where a payload is to land; for the connection."""
         try:
-            return self._place(message, nbytes)
+            return self._receive_into(message, nbytes)
         except Exception as error:  # as in `deliver`
             self.fail(error)
             return None
@@ -237,8 +256,8 @@ class MuxConnection(ClientStream[Req, Res]):
             spec.name,
             spec.connect,
             _hello(spec),
-            connect_timeout_s=spec.connect_timeout_s,
-            stall_s=spec.stall_s,
+            connect_timeout_s=spec.options.connect_timeout_s,
+            stall_s=spec.options.stall_s,
             spawn=spawn,
         )
         self.sessions: dict[Hashable, MuxSession[Req, Res]] = {}
@@ -252,60 +271,62 @@ class MuxConnection(ClientStream[Req, Res]):
     async def start(self) -> None:
         """Starts the call, shakes hands, and opens the lane that the peer offers."""
         await super().start()
-        await self._open_lane()
+        await self._open_connection()
         self._give_back(self._spec.window_bytes)
 
     @property
     def outgrown(self) -> bool:
         """It did without a lane that could be tried again by now, and is not in use."""
         spec, welcome = self._spec, self.welcome
-        if not self._passed_over or self.sessions or welcome is None or spec.lanes is None:
+        if not self._passed_over or self.sessions or welcome is None or spec.options.dialer is None:
             return False
-        return asyncio.get_running_loop().time() >= spec.lanes.retry_at(welcome.receiver.incarnation)
+        return asyncio.get_running_loop().time() >= spec.options.dialer.retry_at(welcome.receiver.incarnation)
 
-    async def _open_lane(self) -> None:
+    async def _open_connection(self) -> None:
         spec, welcome = self._spec, self.welcome
         assert welcome is not None, "the handshake is over"
-        if spec.lanes is None or not welcome.HasField("lane"):
+        if spec.options.dialer is None or not welcome.HasField("lane"):
             return
         incarnation = welcome.receiver.incarnation
-        self._passed_over = asyncio.get_running_loop().time() < spec.lanes.retry_at(incarnation)
+        self._passed_over = asyncio.get_running_loop().time() < spec.options.dialer.retry_at(incarnation)
         if self._passed_over:
             return
         try:
-            lane = await spec.lanes.dial(welcome.lane, incarnation, spec.answers, spec.window_bytes, self.outbox.post)
+            connection = await spec.options.dialer.dial(
+                welcome.lane, incarnation, spec.answers, spec.window_bytes, self.send_queue.post
+            )
         except (MoonpoolError, OSError, TimeoutError) as error:
             self._passed_over = True
-            spec.lanes.failed(spec.name, transport_name(welcome.lane.kind), incarnation, error)
+            spec.options.dialer.failed(spec.name, transport_name(welcome.lane.kind), incarnation, error)
             return
-        log.info("lane opened", stream=spec.name, lane=lane.name)
-        self.use_lane(lane)
+        log.info("lane opened", stream=spec.name, lane=connection.name)
+        self.use_connection(connection)
 
     @property
     def traffic(self) -> StreamTraffic:
         """What is under way."""
-        return StreamTraffic(self.credits.out, self._returns.pending, len(self.outbox))
+        return StreamTraffic(self.credits.out, self._returns.pending, len(self.send_queue))
 
     @property
-    def has_link(self) -> bool:
+    def has_egress(self) -> bool:
         """Frames wait for slots."""
-        return self._spec.link is not None
+        return self._spec.options.link is not None
 
-    async def link_slot(self, size: int, timeout_s: float) -> None:
+    async def egress_slot(self, size: int, timeout_s: float) -> None:
         """Waits for a slot on the link, if there is one."""
         spec = self._spec
-        if spec.link is None:
+        if spec.options.link is None:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                await spec.link.slot(size, spec.priority)
+                await spec.options.link.slot(size, spec.priority)
         except TimeoutError:
             raise TransferFailed(f"{spec.name}: no slot on the link within {timeout_s:g} s") from None
 
     def give_up_if_silent(self, since: float) -> None:
         """Breaks when nothing was heard of the peer for long; only the time after `since` counts."""
         silent_s = asyncio.get_running_loop().time() - max(self.heard_at, since)
-        if silent_s >= self._spec.silence_s:
+        if silent_s >= self._spec.options.silence_s:
             self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
 
     def forget(self, session: MuxSession[Req, Res]) -> None:
@@ -324,10 +345,10 @@ class MuxConnection(ClientStream[Req, Res]):
         """It stands, and another one would not be better."""
         return self.error is None and not self.ending and not (self._passed_over and self.outgrown)
 
-    def place(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
         """Where its session wants a payload."""
         session = self.sessions.get(self._spec.session_of(message))
-        return session.place(message, nbytes) if session is not None else None
+        return session.receive_into(message, nbytes) if session is not None else None
 
     def on_message(self, message: Res, payload: ReceivedPayload) -> None:
         """Hands a message to its session, and credits back to the peer."""
@@ -355,8 +376,8 @@ class MuxConnection(ClientStream[Req, Res]):
     def on_broken(self, error: Exception) -> None:
         """Fails every session."""
         spec, welcome = self._spec, self.welcome
-        if self.lane_error is not None and self.lane is not None and spec.lanes is not None and welcome is not None:
-            spec.lanes.failed(spec.name, self.lane.name, welcome.receiver.incarnation, self.lane_error)
+        if self.connection_error is not None and spec.options.dialer is not None and welcome is not None:
+            spec.options.dialer.failed(spec.name, self.transport, welcome.receiver.incarnation, self.connection_error)
         self.credits.close(error)
         if self._lingering is not None:
             self._lingering.cancel()
@@ -371,26 +392,20 @@ class MuxConnection(ClientStream[Req, Res]):
 
     def _give_back(self, nbytes: int) -> None:
         if nbytes and self._spec.credit is not None:
-            self.outbox.post(self._spec.credit(kv_pb2.Credit(bytes=nbytes)))
+            self.send_queue.post(self._spec.credit(kv_pb2.Credit(bytes=nbytes)))
 
 
 def _hello(spec: StreamSpec[Req, Res]) -> Req:
     """The hello with the lanes that this side can use now."""
-    if spec.lanes is None:
+    if spec.options.dialer is None:
         return spec.hello
     message: Any = type(spec.hello)()
     message.CopyFrom(spec.hello)
-    spec.lanes.fill(message.hello)
+    spec.options.dialer.fill(message.hello)
     return cast("Req", message)
 
 
-__all__ = ["CONNECT_TIMEOUT_S", "MuxSession", "MuxStream", "SessionHandler", "StreamClient"]
-
-
 T = TypeVar("T")
-
-
-SILENCE_S = 10.0
 
 
 class MuxStream(Generic[Req, Res]):
@@ -400,40 +415,10 @@ class MuxStream(Generic[Req, Res]):
         deadlines: of what uses it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
-        hello: Req,
-        session_of: Callable[[Res], Hashable],
-        answers: type[Res],
-        *,
-        lanes: TransportDialer | None = None,
-        link: EgressLink | None = None,
-        priority: int = TO_DECODE,
-        window_bytes: int = 0,
-        credit: Callable[[kv_pb2.Credit], Req] | None = None,
-        connect_timeout_s: float = CONNECT_TIMEOUT_S,
-        stall_s: float = STALL_S,
-        silence_s: float = SILENCE_S,
-    ) -> None:
-        """Connects nothing yet. Arguments as for StreamSpec."""
-        assert (credit is None) == (window_bytes == 0), "a window needs messages that give it"
-        self.spec = StreamSpec(
-            name,
-            connect,
-            hello,
-            session_of,
-            link,
-            priority,
-            window_bytes,
-            credit,
-            connect_timeout_s,
-            stall_s,
-            silence_s,
-            lanes,
-            answers,
-        )
+    def __init__(self, spec: StreamSpec[Req, Res]) -> None:
+        """Connects nothing yet."""
+        assert (spec.credit is None) == (spec.window_bytes == 0), "a window needs messages that give it"
+        self.spec = spec
         self.deadlines = Deadlines()
         self._connection: MuxConnection[Req, Res] | None = None
         self._attempt: asyncio.Task[MuxConnection[Req, Res]] | None = None
@@ -461,11 +446,9 @@ class MuxStream(Generic[Req, Res]):
         return self._connection is not None and self._connection.error is None
 
     @property
-    def lane(self) -> str:
-        """How the standing connection carries messages: a lane's name, or "grpc"; "" without a connection."""
-        if self._connection is None or not self.connected:
-            return ""
-        return GRPC_NAME if self._connection.lane is None else self._connection.lane.name
+    def transport(self) -> str:
+        """Name of the transport that carries the messages, "grpc" included; "" without a connection."""
+        return self._connection.transport if self._connection is not None and self.connected else ""
 
     @property
     def credits(self) -> ByteCredits | None:
@@ -478,14 +461,14 @@ class MuxStream(Generic[Req, Res]):
         return self._connection.traffic if self._connection is not None and self.connected else StreamTraffic()
 
     async def open(
-        self, key: Hashable, handler: SessionHandler[Res], place: PlacePayload[Res] = own_memory
+        self, key: Hashable, handler: SessionHandler[Res], receive_into: ReceiveInto[Res] = own_memory
     ) -> MuxSession[Req, Res]:
         """Opens a session on this side, connecting first where necessary. The caller tells the peer of it.
 
         Args:
             key: The session's.
             handler: Gets its messages.
-            place: Says where the payload of one of them, of so many bytes, is to land when it comes on a lane.
+            receive_into: Says where the payload of one of them, of so many bytes, is to land when it comes on a lane.
 
         Raises:
             Mismatch: The peer does not take what the hello offers.
@@ -497,7 +480,7 @@ class MuxStream(Generic[Req, Res]):
             connection = await self._connected()
         if key in connection.sessions:
             raise TransferFailed(f"{self.spec.name}: session {key} is open already")
-        session = MuxSession(connection, key, handler, place)
+        session = MuxSession(connection, key, handler, receive_into)
         connection.sessions[key] = session
         return session
 
@@ -582,9 +565,9 @@ class StreamClient(Generic[Req, Res]):
         return self._stream.sessions
 
     @property
-    def lane(self) -> str:
-        """How messages travel: the name of a lane, or "grpc"; "" without a connection."""
-        return self._stream.lane
+    def transport(self) -> str:
+        """Name of the transport that carries the messages, "grpc" included; "" without a connection."""
+        return self._stream.transport
 
     @property
     def traffic(self) -> StreamTraffic:

@@ -1,201 +1,138 @@
 """The shared-memory transport ("local").
 
-Regions that two processes map, mailboxes, and unix sockets that pass them.
+Both processes map the regions of the other. A unix socket passes the descriptors, and carries the messages.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import ctypes
-import fcntl
-import mmap
+import errno
+import hashlib
 import os
 import socket
+import stat
 import struct
-import threading
-import weakref
+import sys
+import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from moonpool.errors import FrameError
-from moonpool.kv.pool import F_SEAL_FUTURE_WRITE
+from moonpool.errors import ConfigError, PermissionDenied
+from moonpool.transport.base import ListenOptions, OfferedRegions, TransportUnavailableError
+from moonpool.transport.config import TransportConfig
+from moonpool.transport.connection import SocketTransport, connect_socket
+from moonpool.transport.regions import Mailbox, MappedRegion, SharedRegion, map_regions
 from moonpool.v1 import kv_pb2
 
-MAX_REGION_BYTES = 1 << 46
+MAX_PATH_BYTES = 107
+"""Longest path of a unix socket, without the zero byte at its end."""
 
 
-def address_of(data: memoryview) -> int:
-    """Where writable bytes lie."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+STALE_S = 60.0
+"""An older socket without a listener was left by a process that ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedRegion:
-    """Memory of this process that a peer may read: a descriptor, which stays its owner's, and the mapped bytes."""
-
-    fd: int
-    data: memoryview
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-class SharedMemory:
-    """Zeroed memory of this process that peers may read, as `shared`. It goes with the last reference to it."""
+class SharedMemoryTransport(SocketTransport):
+    """Shared memory between processes of one user on one machine.
 
-    def __init__(self, nbytes: int) -> None:
-        """Takes address space; memory as it is touched. Raises OSError where the system has no such memory."""
-        fd = os.memfd_create("moonpool-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        weakref.finalize(self, os.close, fd)
-        os.truncate(fd, nbytes)
-        data = memoryview(mmap.mmap(fd, nbytes))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        self.shared = SharedRegion(fd, data)
-
-
-class ExportedRegions:
-    """What this process shows to a peer: finds where in it bytes lie."""
-
-    def __init__(self, shared: Sequence[SharedRegion]) -> None:
-        """The regions get numbers from 1, in order."""
-        self._spans = [
-            (begin := address_of(each.data), begin + each.data.nbytes, number) for number, each in enumerate(shared, 1)
-        ]
-
-    def find(self, data: memoryview) -> tuple[int, int]:
-        """(Number of the region, first byte); (0, 0) for bytes that lie in none."""
-        if not self._spans or data.readonly or not data.nbytes:
-            return 0, 0
-        begin = address_of(data)
-        for first, end, number in self._spans:
-            if first <= begin and begin + data.nbytes <= end:
-                return number, begin - first
-        return 0, 0
-
-
-class Mailbox:
-    """Memory that this process lends to a peer, who writes payloads there. It is never used for anything else.
-
-    So a peer that goes on writing when the lane has ended harms nobody.
+    Attributes:
+        scope: names machine, user and socket folder.
+        folder: holds the sockets.
     """
 
-    def __init__(self, nbytes: int) -> None:
-        self.fd = os.memfd_create("moonpool-mailbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    name = "local"
+    kind = kv_pb2.LANE_KIND_LOCAL
+
+    def __init__(self, folder: Path, uid: int | None = None) -> None:
+        """Uses sockets in `folder`; peers must belong to the user `uid`, by default this process' own."""
+        self.folder = folder
+        self.scope = machine_id(folder)
+        self._uid = os.getuid() if uid is None else uid
+
+    @classmethod
+    def create(cls, config: TransportConfig) -> Self:
+        """Makes the socket folder if there is none."""
         try:
-            os.truncate(self.fd, nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-            self.region = MappedRegion(self.fd, nbytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
+            return cls(_socket_folder(config.kv_lanes_dir))
+        except (OSError, ValueError) as error:
+            if config.kv_lanes_dir is not None:
+                raise ConfigError("kv_lanes_dir", f"{config.kv_lanes_dir}: {error}") from error
+            raise TransportUnavailableError(str(error)) from error
 
-    def close(self) -> None:
-        """Closes the descriptor; what is mapped stays until it is closed too."""
-        os.close(self.fd)
-
-
-class MappedRegion:
-    """A region as it is mapped here."""
-
-    def __init__(self, fd: int, nbytes: int, *, writable: bool = False) -> None:
-        """Maps all of it; the descriptor can be closed afterwards.
-
-        Raises:
-            FrameError: It has another size, or may change its size.
-            OSError: It cannot be mapped.
-        """
-        if not 0 < nbytes <= MAX_REGION_BYTES or os.fstat(fd).st_size != nbytes:
-            raise FrameError(f"a region has {os.fstat(fd).st_size} bytes, not {nbytes}")
-        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise FrameError("a region may become shorter")
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
-        self._data = memoryview(self._map)
-
-    @property
-    def nbytes(self) -> int:
-        """Its size."""
-        return self._data.nbytes
-
-    def part(self, offset: int, length: int) -> memoryview:
-        """Some of its bytes.
-
-        Raises:
-            FrameError: They are not all in it.
-        """
-        if offset + length > self._data.nbytes:
-            raise FrameError(f"bytes {offset} to {offset + length} of a region of {self._data.nbytes}")
-        return self._data[offset : offset + length]
-
-    def close(self) -> None:
-        """Unmaps it. Idempotent."""
-        with contextlib.suppress(BufferError):  # something still refers to it: it goes with that
-            self._data.release()
-            self._map.close()
-
-
-def unmap_regions(regions: Sequence[MappedRegion]) -> None:
-    """Unmaps regions, on a thread of its own; returns at once.
-
-    Who unmaps a region whose other owners have gone gives its memory back to the system: 0.3 s of each GB of a killed
-    instance's pool, for which an event loop would stand still.
-    """
-
-    def close() -> None:
-        for each in regions:
-            each.close()
-
-    if regions:
+    def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
+        """Listens at a socket in the folder, named after the process' incarnation."""
+        remove_stale(self.folder)
+        path = socket_path(self.folder, options.incarnation)
         try:
-            threading.Thread(target=close, name="unmap").start()
-        except RuntimeError:  # there are too many threads, or the process ends
-            close()
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            listener.bind(os.fspath(path))
+            stack.callback(path.unlink, missing_ok=True)
+            listener.listen(options.backlog)
+        except OSError as error:
+            raise ConfigError("kv_lanes_dir", f"cannot listen at {path}: {error.strerror}") from error
+        return listener, os.fspath(path)
+
+    async def connect(self, address: str) -> socket.socket:
+        """Connects to a socket in the folder."""
+        return await connect_socket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), address)
+
+    def check_peer(self, sock: socket.socket) -> None:
+        """Accepts processes of the same user."""
+        if peer_uid(sock) != self._uid:
+            raise PermissionDenied("the peer is another user's")
+
+    def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
+        """Shows `share`, or a mailbox: payloads go one way on a stream."""
+        return OfferedRegions(mailbox=Mailbox(mailbox_bytes)) if mailbox_bytes else OfferedRegions(share)
+
+    def map_regions(
+        self, fds: Sequence[int], regions: Sequence[kv_pb2.Region]
+    ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
+        """Maps all of them."""
+        return map_regions(fds, regions)
 
 
-def map_regions(
-    fds: Sequence[int], told: Sequence[kv_pb2.Region]
-) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-    """A peer's regions: those to be read, by number, and number and memory of the one that is lent, if any.
-
-    Raises:
-        FrameError: They are not what was told.
-        OSError: One cannot be mapped.
-    """
-    if len(fds) != len(told) or sum(each.lent for each in told) > 1:
-        raise FrameError(f"{len(fds)} descriptors came for {len(told)} regions")
-    readable: dict[int, MappedRegion] = {}
-    lent = None
-    for number, (fd, each) in enumerate(zip(fds, told, strict=True), 1):
-        if each.lent:
-            lent = number, MappedRegion(fd, each.bytes, writable=True)
-        else:
-            readable[number] = MappedRegion(fd, each.bytes)
-    return readable, lent
+def machine_id(folder: Path) -> str:
+    """Names this machine (until it is started anew), user and folder; processes with the same one share memory."""
+    found = folder.stat()
+    text = f"{_BOOT.read_text().strip()}:{os.getuid()}:{found.st_dev}:{found.st_ino}"
+    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
 
 
-class MailboxRing:
-    """Who writes to a mailbox keeps account here: pieces are taken one behind the other and freed in that order."""
+def _socket_folder(folder: Path | None) -> Path:
+    """The folder, made if need be, and only this user's; raises OSError or ValueError where there is none."""
+    if not sys.platform.startswith("linux"):
+        raise ValueError("only Linux has what they need")
+    if folder is None:
+        folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"moonpool-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.lstat()  # not where a link leads that somebody else has put there
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise ValueError("must be a folder of this user, and others must not write there")
+    if len(os.fsencode(socket_path(folder, (1 << 63) - 1))) > MAX_PATH_BYTES:
+        raise ValueError("its path is too long for a unix socket")
+    return folder
 
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._taken: collections.deque[tuple[int, int]] = collections.deque()
 
-    def take(self, nbytes: int) -> int | None:
-        """The first of so many free bytes; None while there are not so many in a row."""
-        if not self._taken:
-            begin, free = 0, self._nbytes
-        else:
-            (tail, _), (last, size) = self._taken[0], self._taken[-1]
-            begin = last + size
-            free = (self._nbytes if begin > tail else tail) - begin
-            if begin > tail and free < nbytes:
-                begin, free = 0, tail
-        if nbytes > free:
-            return None
-        self._taken.append((begin, nbytes))
-        return begin
+def socket_path(folder: Path, incarnation: int) -> Path:
+    """Where the instance of an incarnation listens."""
+    return folder / f"{incarnation:016x}.sock"
 
-    def free(self) -> None:
-        """The oldest piece is free again."""
-        self._taken.popleft()
+
+def remove_stale(folder: Path) -> None:
+    """Blocking, but short. Removes sockets that processes left which were killed."""
+    for path in folder.glob("*.sock"):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            if time.time() - path.stat().st_mtime < STALE_S:
+                continue
+            probe.setblocking(False)
+            if probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED:
+                path.unlink()
 
 
 _CREDENTIALS = struct.Struct("3i")

@@ -7,8 +7,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import contextmanager
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
 
-import grpc
-import grpc.aio
 from google.protobuf.message import Message
 
 from moonpool.errors import (
@@ -21,15 +19,24 @@ from moonpool.errors import (
     Unavailable,
 )
 from moonpool.kv.pool import BytesLike
-from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.channels import StreamCall
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.telemetry.logs import get_logger
-from moonpool.transport.base import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceivedPayload
-from moonpool.transport.connection import TransportConnection
+from moonpool.transport.base import (
+    BorrowedBuffer,
+    Connection,
+    ConnectionEnd,
+    FilledBuffer,
+    ReceiveBuffer,
+    ReceiveCallbacks,
+    ReceivedPayload,
+    ZeroCopyConnection,
+)
 from moonpool.transport.flow_control import StreamTraffic
 from moonpool.transport.framing import OneShotAnswer, OneShotMessage, open_session_answer
-from moonpool.transport.grpc import MAX_MESSAGES, STALL_S, SendQueue
-from moonpool.transport.handshake import AcceptedConnection, TransportListener
+from moonpool.transport.grpc import GrpcConnection
+from moonpool.transport.handshake import TransportListener
+from moonpool.transport.send_queue import MAX_MESSAGES, STALL_S, SendQueue
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
@@ -48,7 +55,7 @@ CONNECT_TIMEOUT_S = 5.0
 
 
 CONNECTION_GRACE_S = 0.2
-"""When a lane ends, its call is given so long to tell why, before the lane alone counts as broken."""
+"""When a connection ends, its call gets so long to say why, before the connection alone counts as broken."""
 
 
 _NO_PAYLOAD = memoryview(b"")
@@ -57,21 +64,21 @@ _NO_PAYLOAD = memoryview(b"")
 class ClientStream(Generic[Req, Res]):
     """One call. Subclasses say what messages mean. However it ends, it is broken then, and everything on it has failed.
 
-    After `use_lane` messages go over the lane and come from there; the call stays open beside it.
+    After `use_connection` messages go over another connection and come from there; the call stays open beside it.
 
     Attributes:
         name: Who is at the other end and what for; begins error messages.
-        outbox: Messages on their way to the peer.
+        send_queue: Messages on their way to the peer.
         error: What broke the stream.
         heard_at: When the last message came, on the event loop's clock.
-        lane: What is used beside the call.
-        lane_error: What broke the lane, when the call had no other reason to end.
+        connection: Carries the messages: the call, or what `use_connection` has put in its place.
+        connection_error: What broke the connection beside the call, if the call had no other reason to end.
     """
 
     def __init__(
         self,
         name: str,
-        connect: Callable[[], grpc.aio.StreamStreamCall[Any, Any]],
+        connect: Callable[[], StreamCall],
         hello: Req,
         *,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
@@ -91,12 +98,12 @@ class ClientStream(Generic[Req, Res]):
             spawn: Starts tasks; their owner waits for them in the end.
         """
         self.name = name
-        self.outbox = SendQueue(max_messages=max_messages)
+        self.send_queue = SendQueue(max_messages=max_messages)
         self.error: Exception | None = None
         self.heard_at = 0.0
-        self.lane: TransportConnection[Res] | None = None
+        self.connection: Connection[Res] | None = None
+        self.connection_error: Exception | None = None
         self._ending = False
-        self.lane_error: Exception | None = None
         self._connect = connect
         self._hello = hello
         self._connect_timeout_s = connect_timeout_s
@@ -105,16 +112,16 @@ class ClientStream(Generic[Req, Res]):
         self._ready = asyncio.Event()
         self._broken = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._call: grpc.aio.StreamStreamCall[Any, Any] | None = None
+        self._call: GrpcConnection[Res] | None = None
 
     def on_message(self, message: Res, payload: Any) -> None:
         """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one.
 
-        Its payload is a memoryview, or `Landed` where `place` has said so.
+        Its payload is a memoryview, or `Landed` where `receive_into` has said so.
         """
         raise NotImplementedError
 
-    def place(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
         """Where a payload of so many bytes is to land; None: it comes with its message."""
         return None
 
@@ -129,25 +136,33 @@ class ClientStream(Generic[Req, Res]):
 
     def begin(self) -> None:
         """Starts the call, its reader and its writer; the hello goes first."""
-        call = self._call = self._connect()
-        self.outbox.post(self._hello)
+        call = self._call = self.connection = GrpcConnection(self._connect())
+        self.send_queue.post(self._hello)
         self._tasks = [
             self._spawn(self._guard(lambda: self._read(call))),
-            self._spawn(self._guard(lambda: self.outbox.drain(self._write, stall_s=self._stall_s))),
+            self._spawn(self._guard(lambda: self.send_queue.drain(self._write, stall_s=self._stall_s))),
         ]
 
-    def use_lane(self, lane: TransportConnection[Res]) -> None:
-        """Sends and receives over a lane from now on, which the stream owns. Only the hello may have been sent."""
-        self.lane = lane
-        self.outbox.hold(self.break_, lane.start)
-        self._tasks.append(self._spawn(self._guard(lambda: self._read_lane(lane))))
+    def use_connection(self, connection: ZeroCopyConnection[Res]) -> None:
+        """Sends and receives over a connection from now on, which the stream owns. Only the hello may have been sent.
+
+        The call stays open: when one of them ends, the stream breaks.
+        """
+        self.connection = connection
+        self.send_queue.hold(self.break_, connection.start)
+        self._tasks.append(self._spawn(self._guard(lambda: self._read(connection))))
         if self.error is not None:
-            lane.close(self.error)
+            connection.close(self.error)
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport that carries the messages; "" before the call begins."""
+        return "" if self.connection is None else self.connection.name
 
     @property
     def ending(self) -> bool:
-        """The lane has ended, so that the stream is about to break."""
-        return self._ending or (self.lane is not None and self.lane.closed)
+        """The connection has ended, so that the stream is about to break."""
+        return self._ending or (self.connection is not None and self.connection.closed)
 
     def ready(self) -> None:
         """The welcome has come; to be called by `on_message`."""
@@ -184,14 +199,13 @@ class ClientStream(Generic[Req, Res]):
         if self.error is not None:
             return
         self.error = error
-        self.outbox.close(error)
+        self.send_queue.close(error)
         self.on_broken(error)
         self._ready.set()
         self._broken.set()
-        if self.lane is not None:
-            self.lane.close(error)
-        if self._call is not None:
-            self._call.cancel()
+        for connection in (self.connection, self._call):
+            if connection is not None:
+                connection.close(error)
         current = asyncio.current_task()
         for task in self._tasks:
             if task is not current:
@@ -211,8 +225,6 @@ class ClientStream(Generic[Req, Res]):
         except asyncio.CancelledError:
             # Ours, after a break; or gRPC's, which raises it when the peer ended the call with CANCELLED.
             self.break_(StreamBroken(f"{name}: cancelled by the peer"))
-        except grpc.aio.AioRpcError as failure:
-            self.break_(self.failure(from_rpc_error(failure)))
         except asyncio.InvalidStateError:
             return  # gRPC's answer to a write on a call that has ended; the reader says why it has
         except Exception as failure:
@@ -220,51 +232,31 @@ class ClientStream(Generic[Req, Res]):
                 log.exception("stream failed", stream=name)
             self.break_(StreamBroken(f"{name}: {failure!s}" if str(failure) else f"{name}: {failure!r}"))
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            received = await call.read()
-            self.heard_at = loop.time()
-            if received is grpc.aio.EOF:
-                raise StreamBroken("ended by the peer")
-            if received is None:  # gRPC logs what a deserialiser raises, and goes on with None
-                raise StreamBroken("a message could not be decoded")
-            if isinstance(received, PayloadMessage):
-                await self._take(cast("Res", received.message), received.payload)
-            else:
-                self.on_message(cast("Res", received), _NO_PAYLOAD)
-
-    async def _take(self, message: Res, payload: Any) -> None:
-        """A call of its own: what it holds of the reader's memory must not stay until the next message."""
-        assert isinstance(payload, memoryview), "received payloads are views"
-        landing = self.place(message, payload.nbytes)
-        self.on_message(message, await landing.taken(payload) if landing else payload)
-
-    async def _write(self, message: Any) -> None:
-        lane = self.lane
-        if lane is None:
-            assert self._call is not None, "nothing is written before the call has begun"
-            await self._call.write(message)
-            return
-        try:
-            await lane.write(message)
-        except MoonpoolError as error:
-            await self._lane_ended(error)
-
-    async def _read_lane(self, lane: TransportConnection[Res]) -> None:
+    async def _read(self, connection: Connection[Res]) -> None:
         loop = asyncio.get_running_loop()
 
         def take(message: Res, payload: ReceivedPayload) -> None:
             self.heard_at = loop.time()
             self.on_message(message, payload)
 
-        await self._lane_ended(await lane.run(take, self.place))
+        await self._connection_ended(connection, await connection.run(ReceiveCallbacks(take, self.receive_into)))
 
-    async def _lane_ended(self, error: Exception) -> NoReturn:
-        self._ending = True
-        await asyncio.sleep(CONNECTION_GRACE_S)  # the call may end too and say more; then this task is cancelled
-        self.lane_error = error
-        raise StreamBroken(f"its lane ended: {error}") from error
+    async def _write(self, message: Any) -> None:
+        connection = self.connection
+        assert connection is not None, "nothing is written before the call has begun"
+        try:
+            await connection.write(message)
+        except MoonpoolError as error:
+            await self._connection_ended(connection, error)
+
+    async def _connection_ended(self, connection: Connection[Res], error: Exception) -> NoReturn:
+        if connection is self._call:
+            self.break_(self.failure(error if isinstance(error, MoonpoolError) else StreamBroken(repr(error))))
+        else:
+            self._ending = True
+            await asyncio.sleep(CONNECTION_GRACE_S)  # the call may end too and say more; then this task is cancelled
+            self.connection_error = error
+        raise StreamBroken(f"its connection ended: {error}") from error
 
 
 HELLO_TIMEOUT_S = 10.0
@@ -294,15 +286,16 @@ class ServerStream(Generic[Req]):
     Messages have a `oneof message` with `hello`, which comes first and only once. Payloads come beside them.
 
     Attributes:
-        outbox: answers on their way to the peer.
+        send_queue: answers on their way to the peer.
         silent: whether the stream ended because nothing came for `silence_s`.
-        borrows: payloads that lie in a region of the peer are lent: `on_message` copies what it needs of them before
-            it verifies that, and keeps nothing else (`lent`, `give_back`).
-        brief_kind: brief messages of this kind are taken on lanes, any other ends the stream; None: none are.
+        borrows: payloads that lie in a region of the peer are borrowed: `on_message` copies what it needs before it
+            verifies the copy, and keeps nothing else (`borrowed`, `return_buffer`).
+        one_shot_kind: kind of the one-shot messages that the stream takes; another kind ends the stream. None: the
+            stream takes no one-shot messages.
     """
 
     borrows = False
-    brief_kind: int | None = None
+    one_shot_kind: int | None = None
 
     def __init__(
         self,
@@ -312,7 +305,7 @@ class ServerStream(Generic[Req]):
         silence_s: float | None = None,
         quiet_s: float | None = None,
         max_unsent: int = MAX_UNSENT,
-        lanes: TransportListener | None = None,
+        listener: TransportListener | None = None,
     ) -> None:
         """Starts nothing yet.
 
@@ -322,11 +315,11 @@ class ServerStream(Generic[Req]):
             silence_s: Longest wait between messages; None for any.
             quiet_s: After so long without a message `is_there` is asked; None for never.
             max_unsent: Answers that may wait for the peer before nothing more is taken from it.
-            lanes: Offers lanes beside the call; None to stay on gRPC.
+            listener: Offers transports beside the call; None to stay on gRPC.
         """
-        self.outbox = SendQueue()
+        self.send_queue = SendQueue()
         self.silent = False
-        self._lent: BorrowedBuffer | None = None
+        self._borrowed: BorrowedBuffer | None = None
         self._closing = closing
         self._hello_timeout_s = hello_timeout_s
         self._silence_s = silence_s
@@ -336,25 +329,23 @@ class ServerStream(Generic[Req]):
         self._group: asyncio.TaskGroup
         self._tasks = 0
         self._finishing = False
-        self._lanes = lanes
+        self._listener = listener
         self._offered: kv_pb2.Lane | None = None
-        self._lane: TransportConnection[Req] | None = None
+        self._connection: ZeroCopyConnection[Req] | None = None
 
     async def on_hello(self, message: Req) -> None:
         """Checks the first message and posts the answer; what it raises refuses the stream."""
         raise NotImplementedError
 
-    def offer_lane(self, message: Req) -> kv_pb2.Lane | None:
-        """The lane to be offered in the welcome, on which the peer may go on; None for none.
+    def offer_transport(self, message: Req) -> kv_pb2.Lane | None:
+        """The offer for the welcome, of a connection on which the peer may go on; None for none.
 
         Args:
             message: With the peer's hello.
         """
-        if self._lanes is not None:
-            hello = cast("Any", message).hello
-            self._offered = self._lanes.offer(hello, lambda opened: self._attach(opened, type(message)))
-            if self._offered is not None:
-                self._offered.brief = self.brief_kind is not None
+        if self._listener is not None:
+            one_shot, hello = self.one_shot_kind is not None, cast("Any", message).hello
+            self._offered = self._listener.offer(hello, lambda end: self._attach(end, type(message)), one_shot=one_shot)
         return self._offered
 
     def on_message(self, message: Req, payload: Any) -> None:
@@ -366,14 +357,14 @@ class ServerStream(Generic[Req]):
         """
         raise NotImplementedError
 
-    def on_brief(self, message: OneShotMessage, payload: BytesLike) -> Iterable[OneShotAnswer]:
-        """Answers a brief message; nothing, or a MoonpoolError before the first answer, where that takes a session.
+    def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterable[OneShotAnswer]:
+        """Answers a one-shot message; nothing, or a MoonpoolError before the first answer, if that takes a session.
 
-        Its payload is lent. What it raises that is no MoonpoolError ends the stream.
+        The payload is borrowed. An error that is no MoonpoolError ends the stream.
         """
         return ()
 
-    def place(self, message: Req, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: Req, nbytes: int) -> ReceiveBuffer | None:
         """Where a payload of so many bytes is to land; None: it comes with its message."""
         return None
 
@@ -390,21 +381,21 @@ class ServerStream(Generic[Req]):
 
     async def room(self) -> None:
         """Waits while too many answers were not taken: a peer that does not read is not read either."""
-        if len(self.outbox) > self._max_unsent:
-            await self.outbox.at_most(self._max_unsent // 2)
+        if len(self.send_queue) > self._max_unsent:
+            await self.send_queue.at_most(self._max_unsent // 2)
 
     async def write_answers(self, write: Write) -> None:
         """Writes answers until there are none after `finish`."""
-        await self.outbox.drain(write)
+        await self.send_queue.drain(write)
 
     def finish(self) -> None:
         """Lets `write_answers` return when everything that waits has been written."""
-        self.outbox.finish()
+        self.send_queue.finish()
 
     @property
     def traffic(self) -> StreamTraffic:
         """What is under way."""
-        return StreamTraffic(unsent=len(self.outbox))
+        return StreamTraffic(unsent=len(self.send_queue))
 
     @property
     def tasks(self) -> int:
@@ -428,9 +419,9 @@ class ServerStream(Generic[Req]):
     def post(self, message: Message) -> None:
         """Sends a small message; a peer that reads none of them ends its stream."""
         try:
-            self.outbox.post(message)
+            self.send_queue.post(message)
         except StreamBroken as error:
-            self.outbox.close(error)
+            self.send_queue.close(error)
 
     async def run(self, requests: AsyncIterator[Req] | AsyncIterator[PayloadMessage[Req]], context: object) -> None:
         """The whole life of the stream.
@@ -468,11 +459,11 @@ class ServerStream(Generic[Req]):
         finally:
             ended = StreamBroken("the stream has ended")
             self.end()
-            self.outbox.close(ended)
-            if self._lanes is not None and self._offered is not None:
-                self._lanes.withdraw(self._offered.token)
-            if self._lane is not None:
-                self._lane.close(ended)
+            self.send_queue.close(ended)
+            if self._listener is not None and self._offered is not None:
+                self._listener.withdraw(self._offered.token)
+            if self._connection is not None:
+                self._connection.close(ended)
 
     async def _receive(self, requests: AsyncIterator[Any]) -> None:
         if self._silence_s is None:
@@ -488,11 +479,11 @@ class ServerStream(Generic[Req]):
             await self._handle(*_parts(item))
 
     async def _handle(self, message: Req, payload: memoryview) -> None:
-        landing = self.place(message, payload.nbytes) if payload.nbytes else None
-        if landing is None:
+        buffer = self.receive_into(message, payload.nbytes) if payload.nbytes else None
+        if buffer is None:
             self.on_message(message, payload)
         else:
-            (await landing.taken(payload)).tell()
+            (await buffer.receive(payload)).report()
 
     async def _next(self, requests: AsyncIterator[Any], timeout_s: float, what: str) -> Any:
         """The next message, None when there are no more."""
@@ -504,109 +495,103 @@ class ServerStream(Generic[Req]):
             raise DeadlineExceeded(f"{what} for {timeout_s:g} s") from None
 
     async def _write(self, context: ServerContext) -> None:
-        await self.write_answers(context.bare_write if self._lanes is None else self._writing(context.bare_write))
+        await self.write_answers(context.bare_write if self._listener is None else self._writing(context.bare_write))
         if self._closing.is_set():
             raise Unavailable("the service is shutting down")
         if not self._finishing:
             raise StreamBroken("the peer does not read its answers")
 
     def _writing(self, bare_write: Write) -> Write:
-        """The lane's write once there is a lane; before that the call's."""
+        """The write of the connection that the peer has taken; before that the call's."""
 
         async def write(message: Any) -> None:
-            if self._lane is None:
+            if self._connection is None:
                 await bare_write(message)
                 return
             try:
-                await self._lane.write(message)
+                await self._connection.write(message)
             except MoonpoolError as error:
-                await self._lane_ended(error)
+                await self._connection_ended(error)
 
         return write
 
-    def _attach(self, opened: AcceptedConnection, cls: type[Req]) -> None:
-        """The peer has taken the offer: everything goes over the lane from now on."""
-        lane = self._lane = TransportConnection(
-            opened.name,
-            opened.sock,
-            cls,
-            readable=opened.readable,
-            lent=opened.lent,
-            acknowledge=self.post,
-        )
-        self.outbox.hold(lane.close, lane.start)
-        receiving = self._receive_on(lane)
+    def _attach(self, end: ConnectionEnd, cls: type[Req]) -> None:
+        """The peer has taken the offer: everything goes over the connection from now on."""
+        connection = self._connection = end.open(cls, self.post)
+        self.send_queue.hold(connection.close, connection.start)
+        receiving = self._receive_on(connection)
         try:
             self._group.create_task(receiving)
         except RuntimeError:  # the stream is ending already
             receiving.close()
             raise StreamBroken("the stream has ended") from None
 
-    async def _receive_on(self, lane: TransportConnection[Req]) -> None:
+    async def _receive_on(self, connection: Connection[Req]) -> None:
         def take(message: Req, payload: ReceivedPayload) -> None:
             if isinstance(payload, FilledBuffer):
-                payload.tell()
+                payload.report()
             elif isinstance(payload, BorrowedBuffer):
                 self._borrow(message, payload)
             else:
                 self.on_message(message, payload)
-            self._check_unsent(lane)
+            self._check_unsent(connection)
 
-        def brief(message: OneShotMessage, payload: BytesLike) -> int:
-            if message.kind != self.brief_kind:
-                raise FrameError(f"a brief message of kind {message.kind} has no place on this stream")
+        def on_one_shot(message: OneShotMessage, payload: BytesLike) -> int:
+            if message.kind != self.one_shot_kind:
+                raise FrameError(f"a one-shot message of kind {message.kind} has no place on this stream")
             nbytes = self._answer(message, payload)
-            self._check_unsent(lane)
+            self._check_unsent(connection)
             return nbytes
 
-        taken = lane.run(take, self.place, lend=self.borrows, brief=None if self.brief_kind is None else brief)
-        await self._lane_ended(await taken)
+        takes_one_shot = self.one_shot_kind is not None
+        callbacks = ReceiveCallbacks(take, self.receive_into, self.borrows, on_one_shot if takes_one_shot else None)
+        await self._connection_ended(await connection.run(callbacks))
 
     def _answer(self, message: OneShotMessage, payload: BytesLike) -> int:
         """Returns how many bytes the answers have."""
         answered, nbytes = False, 0
         try:
-            for answer in self.on_brief(message, payload):
-                self.outbox.answer(answer)
+            for answer in self.on_one_shot(message, payload):
+                self.send_queue.answer(answer)
                 answered = True
                 nbytes += sum([piece.nbytes for piece in answer.pieces])
         except MoonpoolError as error:
             if answered:
-                self.outbox.close(error)
+                self.send_queue.close(error)
         if not answered:
-            self.outbox.answer(open_session_answer(message.number))
+            self.send_queue.answer(open_session_answer(message.number))
         return nbytes
 
-    def _check_unsent(self, lane: TransportConnection[Req]) -> None:
-        if len(self.outbox) > self._max_unsent:
-            lane.pause()
-            self._group.create_task(self._resume(lane))
+    def _check_unsent(self, connection: Connection[Req]) -> None:
+        if len(self.send_queue) > self._max_unsent:
+            connection.pause()
+            self._group.create_task(self._resume(connection))
 
-    async def _resume(self, lane: TransportConnection[Req]) -> None:
+    async def _resume(self, connection: Connection[Req]) -> None:
         await self.room()
-        lane.resume()
+        connection.resume()
 
     def _borrow(self, message: Req, payload: BorrowedBuffer) -> None:
-        self._lent = payload
+        self._borrowed = payload
         try:
             self.on_message(message, payload.data)
         finally:
-            self.give_back()
+            self.return_buffer()
 
     @property
-    def lent(self) -> bool:
-        """The payload of the message that is being handled is lent."""
-        return self._lent is not None
+    def borrowed(self) -> bool:
+        """The payload of the message that is being handled is borrowed."""
+        return self._borrowed is not None
 
-    def give_back(self) -> None:
-        """What was lent is needed no more: the peer hears so with the next answer. Idempotent."""
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            lent.give_back()
+    def return_buffer(self) -> None:
+        """The borrowed payload is needed no more: the peer is told with the next answer. Idempotent."""
+        borrowed, self._borrowed = self._borrowed, None
+        if borrowed is not None:
+            borrowed.return_buffer()
 
-    async def _lane_ended(self, error: Exception) -> NoReturn:
+    async def _connection_ended(self, error: Exception) -> NoReturn:
         await asyncio.sleep(CONNECTION_GRACE_S)  # a peer that has left ends its call too, and this task with it
-        raise StreamBroken(f"the lane ended: {error}") from error
+        raise StreamBroken(f"the connection ended: {error}") from error
 
     async def _watch_closing(self) -> None:
         await self._closing.wait()

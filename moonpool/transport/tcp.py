@@ -1,4 +1,4 @@
-"""Framed messages over a non-blocking stream socket: TCP, or the unix socket of the shared-memory transport."""
+"""The TCP transport ("tcp"): plain TCP at a port of its own; payloads follow their messages."""
 
 from __future__ import annotations
 
@@ -6,286 +6,52 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Self
 
-from google.protobuf.message import DecodeError, Message
-
-from moonpool.errors import FrameError, StreamBroken
-from moonpool.kv.pool import new_bytes
-from moonpool.rpc.messages import MESSAGE_BYTES
-from moonpool.transport.framing import LENGTH_PREFIX
+from moonpool.config import format_address, is_loopback, parse_address
+from moonpool.errors import ConfigError
+from moonpool.transport.base import ListenOptions
+from moonpool.transport.config import TransportConfig
+from moonpool.transport.connection import SocketTransport, connect_socket
 from moonpool.v1 import kv_pb2
 
-M = TypeVar("M", bound=Message)
 
+class TcpTransport(SocketTransport):
+    """Plain TCP: no encryption, no authentication besides the offer's token."""
 
-MAX_DESCRIPTORS = 64
+    name = "tcp"
+    kind = kv_pb2.LANE_KIND_TCP
 
+    @classmethod
+    def create(cls, config: TransportConfig) -> Self:
+        """Needs nothing."""
+        return cls()
 
-MAX_OPEN_BYTES = 4096
-
-
-BUFFER_BYTES = 64 << 10
-"""What is shorter is received together with what comes behind it."""
-
-
-MAX_PARTS = 512
-
-
-class PeerLeftSilently(StreamBroken):
-    """The peer has left without a word."""
-
-
-class FramedSocket:
-    """A connected stream socket with one reader and one writer. Owns it.
-
-    Until `watch` it is read by the coroutines that shake hands; from then on by `peek`, `skip` and `fill`, which take
-    what is there and never wait.
-
-    Attributes:
-        error: what it was closed with.
-        received_bytes: so far.
-    """
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self._fd = sock.fileno()
-        self._loop = asyncio.get_running_loop()
-        self._buffer = memoryview(bytearray(BUFFER_BYTES))
-        self._begin = self._end = 0
-        self._drained = False  # nothing was left when it was looked at last
-        self._watcher: Callable[[], None] | None = None
-        self._waits: dict[asyncio.Future[None], None] = {}
-        self.error: Exception | None = None
-        self.received_bytes = 0
-
-    @property
-    def has_more(self) -> bool:
-        """Something has been received that nobody has asked for yet."""
-        return self._begin < self._end
-
-    def watch(self, readable: Callable[[], None]) -> None:
-        """Calls `readable` whenever there is something to be received, until `unwatch`."""
-        if self.error is None and self._watcher is None:
-            self._watcher = readable
-            self._loop.add_reader(self._fd, self._ready)
-
-    def unwatch(self) -> None:
-        """The opposite of `watch`. Idempotent."""
-        if self._watcher is not None:
-            self._watcher = None
-            if self.error is None:
-                self._loop.remove_reader(self._fd)
-
-    def peek(self, nbytes: int) -> memoryview | None:
-        """The next bytes, at most `BUFFER_BYTES`, which stay the next ones until `skip`; None: they are not there yet.
-
-        Raises:
-            StreamBroken: The peer has closed its end, or the connection broke.
-            Exception: The error given to `close`.
-        """
-        while self._end - self._begin < nbytes:
-            if (self._drained and self.error is None) or not self._more():
-                return None
-        return self._buffer[self._begin : self._begin + nbytes]
-
-    def skip(self, nbytes: int) -> None:
-        """Passes over bytes that were peeked at."""
-        self._begin += nbytes
-
-    def fill(self, targets: list[memoryview]) -> list[memoryview] | None:
-        """Receives next bytes into targets, one after the other; returns what is left of them.
-
-        None: nothing is there, and what comes calls the watcher. Raises as `peek`.
-        """
-        if self._begin == self._end and len(targets) == 1 and targets[0].nbytes < BUFFER_BYTES:
-            self._more()
-        if self._begin < self._end:
-            return remaining_parts(targets, self._from_buffer(targets[0]))
-        count = self._received(self._sock.recvmsg_into, targets[:MAX_PARTS])
-        return remaining_parts(targets, count) if count else None
-
-    def send_now(self, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
-        """Sends what the system takes at once; returns what it did not. Raises as `send`."""
-        if self.error is not None:
-            raise self.error
-        if len(parts) == 1 and (whole := self._sent_whole(parts[0])) is not None:
-            return whole
-        left = [view for part in parts if (view := memoryview(part)).nbytes]
-        nbytes = sum([view.nbytes for view in left])
-        while nbytes:
-            try:
-                sent = self._sock.sendmsg(left if len(left) <= MAX_PARTS else left[:MAX_PARTS])
-            except (BlockingIOError, InterruptedError):
-                return left
-            except OSError as error:
-                raise self._failure(error) from error
-            nbytes -= sent
-            left = remaining_parts(left, sent) if nbytes else []
-        return left
-
-    def _sent_whole(self, data: memoryview | bytes) -> list[memoryview] | None:
-        """Sends one part, the usual case; what the system did not take of it, None where it took nothing."""
+    def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
+        """Listens at a free port of the host where the service listens."""
+        config = options.config
+        host, _ = parse_address(config.listen)
         try:
-            sent = self._sock.send(data)
-        except OSError:  # whoever tries again hears what it is
-            return None
-        return [] if sent == len(data) else [memoryview(data)[sent:]]
-
-    async def send(self, parts: Sequence[memoryview | bytes]) -> None:
-        """Returns when the system has taken all parts: their memory is free then. To be called by one task at a time.
-
-        Raises:
-            StreamBroken: The connection broke.
-            Exception: The error given to `close`.
-        """
-        left = self.send_now(parts)
-        while left:
-            await self._wait(self._loop.add_writer, self._loop.remove_writer)
-            left = self.send_now(left)
-
-    async def receive_message(self, cls: type[M], most: int = MESSAGE_BYTES) -> M:
-        """The next message, of at most so many bytes, without a payload.
-
-        Raises:
-            FrameError: It is not one.
-            StreamBroken: As `peek`.
-        """
-        return _parse_message(cls, await self._after(await self._receive(LENGTH_PREFIX.size), most))
-
-    async def receive_opening(self, fds: list[int]) -> kv_pb2.LaneOpen:
-        """A connection's first message; the descriptors that came with it go to `fds`. Raises as `receive_message`."""
-        await self._wait(self._loop.add_reader, self._loop.remove_reader)
-        try:
-            data, found, _, _ = socket.recv_fds(self._sock, LENGTH_PREFIX.size, MAX_DESCRIPTORS)
+            listener = stack.enter_context(socket.create_server((host, 0), family=_family(host)))
         except OSError as error:
-            raise self._failure(error) from error
-        fds += found
-        if not data:
-            raise PeerLeftSilently("the peer has closed its end")
-        if len(data) < LENGTH_PREFIX.size:
-            raise StreamBroken("the peer has closed its end")
-        return _parse_message(kv_pb2.LaneOpen, await self._after(data, MAX_OPEN_BYTES))
+            raise ConfigError("kv_lanes", f"cannot listen at {host} for tcp: {error.strerror}") from error
+        shown = host if is_loopback(host) else parse_address(config.advertised(1))[0]
+        return listener, format_address(shown, listener.getsockname()[1])
 
-    async def _after(self, lengths: bytes, most: int) -> bytes:
-        size, follow = LENGTH_PREFIX.unpack(lengths)
-        if size > most or follow:
-            raise FrameError(f"a message of {size} bytes with {follow} bytes of payload")
-        return await self._receive(size)
+    async def connect(self, address: str) -> socket.socket:
+        """Connects to "host:port"."""
+        loop = asyncio.get_running_loop()
+        host, port = parse_address(address)
+        family, _, _, _, target = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+        return await connect_socket(socket.socket(family, socket.SOCK_STREAM), target)
 
-    async def _receive(self, nbytes: int) -> bytes:
-        """The next bytes; while hands are shaken."""
-        data = new_bytes(nbytes)
-        left: list[memoryview] = [data] if nbytes else []
-        while left:
-            if (found := self.fill(left)) is None:
-                await self._wait(self._loop.add_reader, self._loop.remove_reader)
-                self._drained = False
-            else:
-                left = found
-        return bytes(data)
+    def check_peer(self, sock: socket.socket) -> None:
+        """Accepts every peer, and sets up the socket."""
+        tune_tcp(sock)
 
-    def send_message(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a first, short message with descriptors; raises StreamBroken if it is not taken at once."""
-        text = message.SerializeToString()
-        data = LENGTH_PREFIX.pack(len(text), 0) + text
-        try:
-            sent = socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
-        except OSError as error:
-            raise self._failure(error) from error
-        if sent != len(data):
-            raise StreamBroken("a short message was not taken at once")
 
-    def taken_over(self) -> socket.socket:
-        """Hands the socket to who uses it from now on, and closes it in the end; this must not be used any more.
-
-        Raises:
-            FrameError: something has come that nobody asked for; this closes it then.
-        """
-        if self.has_more:
-            error = FrameError("the peer speaks without being asked")
-            self.close(error)
-            raise error
-        return self._sock
-
-    def close(self, error: Exception) -> None:
-        """Closes it; who waits gets `error`. Idempotent."""
-        if self.error is not None:
-            return
-        self.error = error
-        watcher, self._watcher = self._watcher, None
-        if watcher is not None:
-            self._loop.call_soon(watcher)  # it meets the error
-        with contextlib.suppress(OSError, ValueError):
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
-        for future in self._waits:
-            if not future.done():
-                future.set_exception(error)
-        self._sock.close()
-
-    def _ready(self) -> None:
-        self._drained = False
-        if self._watcher is not None:
-            self._watcher()
-
-    def _from_buffer(self, data: memoryview) -> int:
-        """Moves what has been received already; returns the number of bytes."""
-        count = min(self._end - self._begin, data.nbytes)
-        data[:count] = self._buffer[self._begin : self._begin + count]
-        self._begin += count
-        return count
-
-    def _more(self) -> bool:
-        """Receives something into the buffer; False when nothing is there."""
-        kept = self._end - self._begin
-        if self._begin:
-            if kept:
-                self._buffer[:kept] = self._buffer[self._begin : self._end]
-            self._begin, self._end = 0, kept
-        room = self._buffer[kept:] if kept else self._buffer
-        count = self._received(self._sock.recv_into, room)
-        self._end += count
-        self._drained = count < room.nbytes  # there was no more
-        return count > 0
-
-    def _received(self, receive: Callable[[Any], Any], where: Any) -> int:
-        """How many bytes `receive` has received, 0 when nothing is there."""
-        if self.error is not None:
-            raise self.error
-        if self._drained:
-            return 0
-        try:
-            answer = receive(where)
-        except (BlockingIOError, InterruptedError):
-            self._drained = True
-            return 0
-        except OSError as error:
-            raise self._failure(error) from error
-        count: int = answer if isinstance(answer, int) else answer[0]
-        if not count:
-            raise StreamBroken("the peer has closed its end")
-        self.received_bytes += count
-        return count
-
-    async def _wait(self, add: Callable[..., object], remove: Callable[[int], object]) -> None:
-        """Until the socket can be read or written."""
-        if self.error is not None:
-            raise self.error
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._waits[future] = None
-        add(self._fd, _wake, future)
-        try:
-            await future
-        finally:
-            self._waits.pop(future, None)
-            if self.error is None:
-                remove(self._fd)
-
-    def _failure(self, error: OSError) -> Exception:
-        return self.error or StreamBroken(error.strerror or repr(error))
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def tune_tcp(sock: socket.socket) -> None:
@@ -299,24 +65,3 @@ def tune_tcp(sock: socket.socket) -> None:
     if sys.platform.startswith("linux") and sock.getpeername()[0] == sock.getsockname()[0]:
         with contextlib.suppress(OSError):  # it may be forbidden here after all
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-
-
-def _wake(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-def remaining_parts(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of parts after their first bytes."""
-    for index, part in enumerate(parts):
-        if sent < part.nbytes:
-            return [part[sent:], *parts[index + 1 :]]
-        sent -= part.nbytes
-    return []
-
-
-def _parse_message(cls: type[M], data: bytes) -> M:
-    try:
-        return cls.FromString(data)
-    except DecodeError as error:
-        raise FrameError(f"malformed {cls.__name__}: {error}") from error

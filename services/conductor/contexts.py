@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import grpc.aio
-
 from moonpool import world
 from moonpool.cluster.records import ReplicatedRecords
 from moonpool.errors import InvalidRequest, MoonpoolError, NotFound, Overloaded, Unavailable
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey, pack_keys, unpack_keys
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -489,8 +486,8 @@ class ContextPins:
                 await KVStoreServiceStub(self._services.channels.get(store.address)).Unpin(
                     request, timeout=CALL_TIMEOUT_S
                 )
-            except grpc.aio.AioRpcError as error:
-                log.warning("a context's pin was not ended", context=context.id, error=str(from_rpc_error(error)))
+            except MoonpoolError as error:
+                log.warning("a context's pin was not ended", context=context.id, error=str(error))
 
     async def _pin(self, key: _ContextKey, after_s: float) -> None:
         try:
@@ -544,8 +541,8 @@ class ContextPins:
         try:
             stub = KVStoreServiceStub(self._services.channels.get(store.address))
             pinned: kvstore_pb2.PinResponse = await stub.Pin(request, timeout=CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            return kvstore_pb2.PinResponse(), f"not pinned: {from_rpc_error(error)}"
+        except MoonpoolError as error:
+            return kvstore_pb2.PinResponse(), f"not pinned: {error}"
         limit = kvstore_pb2.PinLimit.Name(pinned.limit).removeprefix("PIN_LIMIT_").lower()
         return pinned, "" if pinned.blocks == len(keys) else f"not all of it is pinned: {limit}"
 

@@ -136,7 +136,7 @@ class StepsStream:
     @property
     def unsent(self) -> int:
         """Orders that wait to be written; 0 for a broken stream."""
-        return len(self._call.outbox) if self._call is not None else 0
+        return len(self._call.send_queue) if self._call is not None else 0
 
     def subscribe(self, sequence_id: str, subscriber: SequenceSubscriber) -> None:
         """Send a sequence's tokens to `subscriber`, until the sequence's end."""
@@ -230,7 +230,7 @@ class StepsStream:
 
     def _send(self, message: decode_pb2.StepsRequest) -> None:
         try:
-            self._connected().outbox.post(message)
+            self._connected().send_queue.post(message)
         except StreamBroken:
             self.fail(StreamBroken(f"{self.decode.id} does not read its Steps stream"))
 

@@ -6,14 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
-import grpc.aio
-
 from moonpool import world
 from moonpool.cluster.proto_conversion import DELETION, deletion_from_record, selection_to_proto
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable, Unsupported
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
@@ -210,11 +207,8 @@ class KVDeletions:
         ttl_s = dict(self._ttl_s)
         for part in record_batches(missing) if missing or not ttl_s else [[]]:
             deletions = [kv_pb2.Deletion.FromString(record.value) for record in part]
-            try:
-                request = kv_pb2.ForgetRequest(deletions=deletions, ttl_s=ttl_s)
-                answer: kv_pb2.ForgetResponse = await stub.Forget(request, timeout=timeout_s)
-            except grpc.aio.AioRpcError as error:
-                raise from_rpc_error(error) from None
+            request = kv_pb2.ForgetRequest(deletions=deletions, ttl_s=ttl_s)
+            answer: kv_pb2.ForgetResponse = await stub.Forget(request, timeout=timeout_s)
             self._done.setdefault((member.id, member.incarnation), set()).update(record.id for record in part)
             total.blocks += answer.blocks
             total.bytes += answer.bytes

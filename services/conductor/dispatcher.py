@@ -12,16 +12,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-import grpc
-import grpc.aio
-
 from moonpool import world
 from moonpool.cluster.proto_conversion import finite_or_zero
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import KEY_BYTES, tokens_digest
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
@@ -551,8 +547,6 @@ class InstanceCalls:
 async def _result_of(work: Callable[[], Coroutine[Any, Any, CallResult]]) -> CallResult:
     try:
         return await work()
-    except grpc.aio.AioRpcError as error:
-        return failure_of(from_rpc_error(error))
     except MoonpoolError as error:
         return failure_of(error)
     except Exception as defect:

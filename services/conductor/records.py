@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 
-import grpc.aio
-
 from moonpool import world
 from moonpool.cluster.records import MESSAGE_BYTES, ReplicatedRecords
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
@@ -200,10 +197,7 @@ class RecordSync:
             more = True
             while more:
                 request = kvstore_pb2.SyncRecordsRequest(records=part, after=self._seen.get(key, 0))
-                try:
-                    answer = await stub.SyncRecords(request, timeout=CALL_TIMEOUT_S)
-                except grpc.aio.AioRpcError as error:
-                    raise from_rpc_error(error) from None
+                answer = await stub.SyncRecords(request, timeout=CALL_TIMEOUT_S)
                 self.merge(answer.records)
                 self._seen[key], more, part = answer.sequence, answer.more, []
 

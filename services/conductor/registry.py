@@ -438,10 +438,10 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         require_role(kv_pb2.InstanceKind.Name(hello.instance.kind).removeprefix("INSTANCE_KIND_").lower())
         await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
         await self._admit(hello.instance)
-        self._member = self._cluster.join(hello, self.outbox.post)
+        self._member = self._cluster.join(hello, self.send_queue.post)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
-        self.outbox.post(conductor_pb2.JoinResponse(welcome=self._welcome))
+        self.send_queue.post(conductor_pb2.JoinResponse(welcome=self._welcome))
 
     def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:
         """A load report, or KV events."""

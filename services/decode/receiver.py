@@ -12,7 +12,7 @@ from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.base import ReceiveBuffer
-from moonpool.transport.grpc import SendQueue
+from moonpool.transport.send_queue import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.executor import DecodeExecutor
 from services.decode.live_requests import LiveRequest
@@ -41,7 +41,7 @@ class TransferReceiver:
         forgotten: Callable[[Sequence[BlockKey], str], Sequence[str]],
         beside: ThreadOffload,
     ) -> None:
-        self.outbox = SendQueue()
+        self.send_queue = SendQueue()
         self.received_bytes = 0
         self.stray_frames = 0
         self._sender = sender
@@ -61,7 +61,7 @@ class TransferReceiver:
 
     def welcome(self, lane: kv_pb2.Lane | None) -> None:
         """Answers the hello, offering a lane if there is one."""
-        self.outbox.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, lane)))
+        self.send_queue.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, lane)))
 
     def take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Takes one message.
@@ -96,7 +96,7 @@ class TransferReceiver:
 
     def broken(self) -> None:
         """Ends the requests whose KV was not complete when the stream ended."""
-        self.outbox.close(StreamBroken("the sender's stream ended"))
+        self.send_queue.close(StreamBroken("the sender's stream ended"))
         for request in list(self._receiving.values()):
             self._executor.abort(request, "the sender's stream broke")
 
@@ -124,7 +124,7 @@ class TransferReceiver:
         if request.complete:
             self._complete(request)
 
-    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
         """Where a frame's payload is to land: in its transfer's blocks, which are not read before they are verified.
 
         None for what is not whole slices that are expected; `take` deals with it.
@@ -185,7 +185,7 @@ class TransferReceiver:
             self._take(request, take)
         credit = self._credits.consumed(nbytes, idle=not self._receiving)
         if credit is not None:
-            self.outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
+            self.send_queue.post(decode_pb2.ReceiveKVResponse(credit=credit))
 
     def _take(self, request: LiveRequest, take: Callable[[], None]) -> None:
         try:
@@ -257,6 +257,6 @@ class TransferReceiver:
 
     def _post(self, answer: decode_pb2.ReceiveKVResponse) -> None:
         try:
-            self.outbox.post(answer)
+            self.send_queue.post(answer)
         except StreamBroken:
             return  # the sender notices the end of the stream

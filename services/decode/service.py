@@ -25,7 +25,8 @@ from moonpool.rpc.stream_writes import write_each
 from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.base import ReceiveBuffer
-from moonpool.transport.grpc import STALL_S
+from moonpool.transport.send_queue import STALL_S
+from moonpool.transport.sessions import StreamOptions
 from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.decode.config import DecodeConfig
@@ -68,14 +69,13 @@ class DecodeInstance:
         self.core = DecodeScheduler(core_config(context, config))
         self.manager = self.core.blocks
         self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
+        options = StreamOptions(context.dialer, context.link)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: StoreWriter(
-                context.channels, address, context.hello(), layout, context.link, lanes=context.dialer
-            ),
+            lambda address: StoreWriter(context.channels, address, context.hello(), layout, options),
             engine.pool.read,
             world.monotonic,
-            deletions.concerning,
+            deletions.matching,
         )
         self.executor = DecodeExecutor(
             self.core,
@@ -86,9 +86,9 @@ class DecodeInstance:
                 address,
                 context.hello(),
                 layout,
-                lanes=context.dialer,
+                options,
                 forgotten=deletions.demanded,
-                beside=context.beside,
+                offload=context.beside,
             ),
         )
         pool = self.executor.pool
@@ -232,7 +232,7 @@ class DecodeInstance:
 
     def _messages_unsent(self) -> int:
         stores = self.write_back.traffic + self.executor.io.loads.traffic + self.reads.traffic
-        return stores.unsent + sum(len(receiver.outbox) for receiver in self.receivers)
+        return stores.unsent + sum(len(receiver.send_queue) for receiver in self.receivers)
 
     def _all_received_bytes(self) -> float:
         return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)
@@ -380,7 +380,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     """KV of many transfers from one prefill process."""
 
     def __init__(self, instance: DecodeInstance) -> None:
-        super().__init__(instance.closing, lanes=instance.lanes)
+        super().__init__(instance.closing, listener=instance.lanes)
         self._instance = instance
         self._receiver: TransferReceiver
 
@@ -396,17 +396,17 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
             instance.deletions.demanded,
             instance.beside,
         )
-        self.outbox = self._receiver.outbox
+        self.send_queue = self._receiver.send_queue
         instance.receivers.add(self._receiver)
-        self._receiver.welcome(self.offer_lane(message))
+        self._receiver.welcome(self.offer_transport(message))
 
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Opens, frames and closes of transfers."""
         self._receiver.take(message, payload)
 
-    def place(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
+    def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
         """Whole slices land in the pool."""
-        return self._receiver.place(message, nbytes)
+        return self._receiver.receive_into(message, nbytes)
 
     def end(self) -> None:
         """What has not come whole will not come."""

@@ -8,6 +8,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import enum
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -80,10 +81,10 @@ class KVStream(ServerStream[Req]):
         self.tenant = own_tenant()  # noted here: what comes on a lane comes outside of the call
         self.format = block_format(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()
-        lane = self.offer_lane(message)
+        lane = self.offer_transport(message)
         if lane is not None:
             answer.welcome.lane.CopyFrom(lane)
-        self.outbox.post(answer)
+        self.send_queue.post(answer)
 
 
 T = TypeVar("T")
@@ -93,34 +94,34 @@ _Attempt = tuple[Callable[[], Any], Callable[[Any], None]]
 
 
 class MemoryWaitQueue:
-    """At most `max_waiting` attempts to get room, in lanes: one lane does not keep another waiting."""
+    """At most `max_waiting` attempts to get DRAM, in groups: no group waits for another."""
 
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
-        self._lanes: dict[Hashable, WaiterQueue[_Attempt, Any]] = {}
+        self._groups: dict[Hashable, WaiterQueue[_Attempt, Any]] = {}
         self._room = False
         self._serving = False
 
     def __len__(self) -> int:
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._groups.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._groups)
 
-    def waits(self, lane: Hashable = None) -> bool:
-        return lane in self._lanes
+    def waits(self, group: Hashable = None) -> bool:
+        return group in self._groups
 
     async def get(
-        self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, lane: Hashable = None
+        self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, group: Hashable = None
     ) -> T:
-        """The attempt's result, once there is one.
+        """Runs `attempt` until the result is not None (None: there is no room); returns the result.
 
-        `attempt` returns None while there is no room. `undo` takes back what came after the caller was cancelled.
-        Raises DeadlineExceeded when there was no room within `timeout_s`, or too many wait already.
+        `undo` takes back a result that came after the caller was cancelled. Raises DeadlineExceeded if there was no
+        room within `timeout_s`, or too many wait already.
         """
         if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")
-        queue = self._lanes.setdefault(lane, WaiterQueue(lambda wanted: wanted[0](), lambda wanted, r: wanted[1](r)))
+        queue = self._groups.setdefault(group, WaiterQueue(lambda wanted: wanted[0](), lambda wanted, r: wanted[1](r)))
         try:
             async with asyncio.timeout(timeout_s):
                 result: T = await queue.get((attempt, undo))
@@ -128,11 +129,11 @@ class MemoryWaitQueue:
         except TimeoutError:
             raise DeadlineExceeded(f"no room within {timeout_s:g} s") from None
         finally:
-            if not queue and self._lanes.get(lane) is queue:
-                del self._lanes[lane]
+            if not queue and self._groups.get(group) is queue:
+                del self._groups[group]
 
     def notify(self) -> None:
-        """There may be room: the first ones of all lanes try again. An attempt may call this too."""
+        """There may be room: the first attempts of all groups run again. An attempt may call this too."""
         self._room = True
         if self._serving:
             return
@@ -140,7 +141,7 @@ class MemoryWaitQueue:
         try:
             while self._room:
                 self._room = False
-                for queue in list(self._lanes.values()):
+                for queue in list(self._groups.values()):
                     queue.notify()
         finally:
             self._serving = False
@@ -208,12 +209,14 @@ def _requested_part(message: kv_pb2.ReadOpen, layout: KVLayout) -> _RequestedPar
 class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
     """One reader process' stream."""
 
-    brief_kind = GET
+    one_shot_kind = GET
 
-    def __init__(self, resources: GetResources, closing: asyncio.Event, lanes: TransportListener | None = None) -> None:
+    def __init__(
+        self, resources: GetResources, closing: asyncio.Event, listener: TransportListener | None = None
+    ) -> None:
         super().__init__(
             closing,
-            lanes=lanes,
+            listener=listener,
             response=kvstore_pb2.GetResponse,
             carried_out=resources.carried_out,
             suspect=self._suspect,
@@ -223,7 +226,9 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
 
     def welcome(self) -> Message:
         """The answer to hello. It gives no credits: on this stream the reader does."""
-        self.writes(FrameWriter(self.outbox, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header)))
+        self.writes(
+            FrameWriter(self.send_queue, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header))
+        )
         return kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=self._resources.instance))
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
@@ -268,11 +273,11 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         self._used(keys, blocks, begin)
         return True
 
-    def on_brief(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
+    def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
         begin, keys, layout = world.monotonic(), unpack_keys(message.keys), self.format.layout
         check_owned(keys, self.tenant)
         wanted = _RequestedPart(range(layout.layers), None, ())
-        blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.outbox.is_clear else None
+        blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.send_queue.is_clear else None
         if blocks is None:
             return
         shape = frame_shape(wanted.layers, len(blocks), range(layout.kv_heads), layout.block_tokens)
@@ -331,27 +336,68 @@ class PutResources:
     room_timeout_s: float  # longest wait for DRAM
 
 
+class PutState(enum.Enum):
+    """State of a writing session on its stream.
+
+    A session whose blocks come whole with the opening, and for which there is room, has no state: the session ends at
+    once.
+
+        WAITING ──opened──> OPEN ──close, incomplete──> CLOSING
+           │                 │                             │
+           └─────────────────┴──────────> ENDED <──────────┘
+    """
+
+    WAITING = "waits for room to open"
+    OPEN = "takes frames"
+    CLOSING = "the writer has closed; the backlog or other writers bring the other blocks"
+    ENDED = "complete and closed, aborted, refused, or the stream has ended"
+
+
+_NEXT_STATES = {
+    PutState.WAITING: {PutState.OPEN, PutState.ENDED},
+    PutState.OPEN: {PutState.CLOSING, PutState.ENDED},
+    PutState.CLOSING: {PutState.CLOSING, PutState.ENDED},
+    PutState.ENDED: {PutState.ENDED},
+}
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class _SessionEntry:
-    """One session as the stream knows it."""
+    """One session as the stream knows it.
+
+    Attributes:
+        number: given by the writer.
+        progress_at: when something of the session came or became durable, on the event loop's clock.
+        state: changes by `move` only.
+        session: the store's session; None in the state WAITING.
+        task: waits for room, to open the session or to write the backlog.
+        backlog: parts of opened frames that wait to be written, each with the payload bytes that are settled then.
+        timer: ends a session without progress.
+    """
 
     number: int
-    progress_at: float  # when something of it came or became durable, on the event loop's clock
-    session: PutSession | None = None  # while it waits for room
-    task: "asyncio.Task[None] | None" = None  # waits for room, to open the session or to write its backlog
-    # Parts of opened frames that wait to be written, and the payload bytes that are dealt with then.
+    progress_at: float
+    state: PutState = PutState.WAITING
+    session: PutSession | None = None
+    task: "asyncio.Task[None] | None" = None
     backlog: collections.deque[tuple[list[OpenedRun], int]] = dataclasses.field(default_factory=collections.deque)
-    close: kvstore_pb2.PutClose | None = None  # the writer's, once it has come
     timer: asyncio.TimerHandle | None = None
+
+    def move(self, state: PutState) -> None:
+        """Changes the state."""
+        assert state in _NEXT_STATES[self.state], f"session {self.number}: {self.state.name} to {state.name}"
+        self.state = state
 
 
 class PutStream(KVStream[kvstore_pb2.PutRequest]):
-    """One writer process' stream. Blocks are copied and verified straight from the writer's memory (`land`)."""
+    """One writer process' stream. Blocks are copied and verified straight from the writer's memory."""
 
-    borrows, brief_kind = True, PUT
+    borrows, one_shot_kind = True, PUT
 
-    def __init__(self, resources: PutResources, closing: asyncio.Event, lanes: TransportListener | None = None) -> None:
-        super().__init__(closing, lanes=lanes)
+    def __init__(
+        self, resources: PutResources, closing: asyncio.Event, listener: TransportListener | None = None
+    ) -> None:
+        super().__init__(closing, listener=listener)
         self._writes = resources.writes
         self._rooms = resources.rooms
         self._resources = resources
@@ -375,13 +421,14 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             case "frame":
                 self._frame(message.frame, payload)
             case "close":
-                self._close_requested(message.close)
+                if (entry := self._entries.get(message.close.session)) is not None:
+                    self._close_requested(entry, message.close.aborted)
             case other:
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
         """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back if it is time."""
-        self.give_back()
+        self.return_buffer()
         credit = self._credits.consumed(nbytes, idle=not self._entries)
         if answer is not None:
             answer.credit_bytes = credit
@@ -424,7 +471,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._opened(entry, session)
         return None
 
-    def on_brief(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
+    def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
         layout, end = self.format.layout, message.blocks * KEY_BYTES
         whole = range(layout.layers), range(layout.kv_heads)
         spec = self._spec(parse_put_open(message.rest), message.keys[:end], message.keys[end:], *whole)
@@ -446,7 +493,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         return PutSpec(self.format, keys, parents, tenant, layers, heads, now, forgotten, message.durable)
 
     def _waits(self, spec: PutSpec) -> bool:
-        return bool(self._rooms) and self._rooms.waits(self._writes.lane(spec.tenant))
+        return bool(self._rooms) and self._rooms.waits(self._writes.wait_group(spec.tenant))
 
     def _attempt_open(self, entry: _SessionEntry, spec: PutSpec) -> PutSession | None:
         return self._writes.open(
@@ -464,16 +511,18 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     async def _when_room(self, entry: _SessionEntry, spec: PutSpec) -> None:
         """Opens a session that is not open, then writes its backlog, as there is room."""
-        timeout_s, lane = self._resources.room_timeout_s, self._writes.lane(spec.tenant)
+        timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
         try:
             session = entry.session
             if session is None:
                 session = await self._rooms.get(
-                    lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, lane=lane
+                    lambda: self._attempt_open(entry, spec), self._writes.close, timeout_s, group=group
                 )
                 self._opened(entry, session)
             while entry.backlog:
-                await self._rooms.get(lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, lane=lane)
+                await self._rooms.get(
+                    lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, group=group
+                )
                 async with self._turn:  # one part of one session, and others have a turn of the event loop
                     await asyncio.sleep(0)
                     runs, nbytes = entry.backlog.popleft()
@@ -485,8 +534,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         except MoonpoolError as error:
             self._refuse(entry, error)
             return
-        if entry.close is not None:
-            self._close_requested(entry.close)
+        if entry.state is PutState.CLOSING:
+            self._close_requested(entry, aborted=False)
 
     def _reserve_first(self, entry: _SessionEntry, session: PutSession) -> bool | None:
         entry.progress_at = self._loop.time()
@@ -494,6 +543,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _opened(self, entry: _SessionEntry, session: PutSession) -> None:
         entry.session = session
+        entry.move(PutState.OPEN)
         opened = kvstore_pb2.PutOpened(session=entry.number, present=session.present)
         self.post(kvstore_pb2.PutResponse(opened=opened))
         if durable := self._writes.durable_of(session, session.present):
@@ -521,10 +571,10 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             self._check_unfinished()
         parts = split_portions(runs)  # nearly always one
         if not (len(parts) > 1 or entry.backlog):
-            waits = self._waits(session.spec) and session.begun_by(parts[0])
+            waits = self._waits(session.spec) and session.unreserved_of(parts[0])
             if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
                 return True
-        if self.lent:  # the writer has its memory back before this is written
+        if self.borrowed:  # the writer has its memory back before this is written
             parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
         entry.backlog += [(part, 0) for part in parts[:-1]]
         entry.backlog.append((parts[-1], payload.nbytes))  # its credit is handed back with the last
@@ -534,7 +584,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def _visible(self, entry: _SessionEntry, blocks: Sequence[int]) -> None:
         self._ack(entry, blocks, kvstore_pb2.DURABILITY_VISIBLE)
-        if entry.close is not None and entry.session is not None and entry.session.complete:
+        if entry.state is PutState.CLOSING and entry.session is not None and entry.session.complete:
             self._remove(entry)
 
     def _durable(self, entry: _SessionEntry, blocks: Sequence[int]) -> None:
@@ -545,17 +595,14 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         ack = kvstore_pb2.PutAck(session=entry.number, blocks=blocks, durability=durability)
         self.post(kvstore_pb2.PutResponse(ack=ack))
 
-    def _close_requested(self, message: kvstore_pb2.PutClose) -> None:
-        entry = self._entries.get(message.session)
-        if entry is None:
-            return
+    def _close_requested(self, entry: _SessionEntry, aborted: bool) -> None:
         session = entry.session
-        if session is None or message.aborted or session.complete:
+        if session is None or aborted or session.complete:
             self._remove(entry)
         elif session.spec.whole_blocks and not entry.backlog:
             self._refuse(entry, "closed before everything was sent")
         else:
-            entry.close = message  # the backlog or other writers bring the rest of its blocks
+            entry.move(PutState.CLOSING)
 
     def _arm(self, entry: _SessionEntry) -> None:
         entry.timer = self._loop.call_at(entry.progress_at + self._resources.session_timeout_s, self._expire, entry)
@@ -586,6 +633,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _SessionEntry) -> None:
+        entry.move(PutState.ENDED)
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
         if entry.timer is not None:

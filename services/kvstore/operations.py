@@ -27,7 +27,7 @@ from moonpool.transport.async_utils import run_in_steps, wait_within
 from moonpool.transport.flow_control import ByteCredits
 from moonpool.transport.streams import OpenStreams
 from moonpool.v1 import kv_pb2
-from services.kvstore.core.store import BlockStore, DeletedCount, delete_expired, delete_keys, delete_selected
+from services.kvstore.core.store import BlockStore, DeletedCount
 from services.kvstore.kv_streams import MemoryWaitQueue
 from services.kvstore.layer_reader import LayerReader
 from services.kvstore.policies.tenants import DEFAULT_ROW, PinOutcome
@@ -187,7 +187,7 @@ class DeletionWorker:
             for portion in asked:
                 await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
             if ttl_s:
-                total = await run_in_steps(delete_expired(self.operations.store, ttl_s, self.clock()))
+                total = await run_in_steps(self.operations.store.delete_expired(ttl_s, self.clock()))
         await self._erased()
         for portion in asked:
             counts = {name: count for name in portion if (count := self._done(name)) is not None}
@@ -203,7 +203,7 @@ class DeletionWorker:
             together = KVSelection.union(new.values())
             for name, selection in new.items():
                 self.ledger.deletions.add(name, selection)
-            done = await run_in_steps(delete_selected(self.operations.store, together))
+            done = await run_in_steps(self.operations.store.delete_selected(together))
             self.operations.unpin_all(together.tenants)
             self.unsaved.update(dict.fromkeys(new, DeletedCount()) | {next(iter(new)): done})
 
@@ -212,10 +212,10 @@ class DeletionWorker:
         known, missing, store = self.ledger.deletions, self.ledger.incomplete, self.operations.store
         if missing:
             await run_in_steps(
-                delete_selected(store, KVSelection.union(known[name] for name in missing if name in known))
+                store.delete_selected(KVSelection.union(known[name] for name in missing if name in known))
             )
             if over := [at for name, at in missing.items() if name not in known]:
-                await run_in_steps(delete_expired(store, {EVERY_TENANT: 0.0}, max(over)))
+                await run_in_steps(store.delete_expired({EVERY_TENANT: 0.0}, max(over)))
             with contextlib.suppress(Unavailable):
                 await self._erased()
                 await self.ledger.applied(dict.fromkeys(missing, (0, 0)))
@@ -225,7 +225,7 @@ class DeletionWorker:
         dropped = DeletedCount()
         async with self.turn:
             for at in range(0, len(keys), DROP_BLOCKS):
-                dropped += delete_keys(self.operations.store, keys[at : at + DROP_BLOCKS])
+                dropped += self.operations.store.delete_keys(keys[at : at + DROP_BLOCKS])
                 await asyncio.sleep(0)
         await self._erased()
         return dropped

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 
 from moonpool import world
-from moonpool.cluster import ClusterMembership, HeldKeys
+from moonpool.cluster import ClusterMembership, HeldKeys, InstanceReport
 from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.cluster.proto_conversion import DELETION_PORTION
 from moonpool.kv.blocks import PARTS, KeyChanges
@@ -28,9 +28,9 @@ from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.transport.async_utils import run_in_steps, wait_within
-from moonpool.transport.config import TransportSettings
 from moonpool.transport.flow_control import ByteCredits
 from moonpool.transport.handshake import TransportListener
+from moonpool.transport.registry import open_transports
 from moonpool.transport.streams import OpenStreams
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1 import kvstore_pb2 as pb
@@ -82,7 +82,7 @@ class KVStoreServicer:
     async def Find(self, request: pb.FindRequest, context: object) -> pb.FindResponse:  # noqa: N802
         keys, tenant, store = _checked_keys(request.keys), tenant_of(request.tenant), self.operations.store
         deletions, namespace = store.writes.deletions, request.namespace
-        concerning = deletions.concerning((), tenant, namespace)
+        concerning = deletions.matching((), tenant, namespace)
         if not keys:  # whoever puts asks for none, at first and after a refusal
             named = await run_in_steps(deletions.with_ending(tenant_tag(tenant), DELETION_PORTION))
             concerning = sorted({*concerning, *named})
@@ -184,7 +184,7 @@ class KVStoreService(StoreListener):
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.streams = OpenStreams()
-        self.lanes = TransportListener(TransportSettings.of(config), instance.incarnation)
+        self.lanes = TransportListener(open_transports(config), instance.incarnation)
         self.metrics = Metrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -212,7 +212,9 @@ class KVStoreService(StoreListener):
         self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=size, tells_cold=ssd is not None)
         self.agent: ClusterMembership | None = None
         if channels is not None and config.conductor:
-            self.agent = ClusterMembership(channels, config.conductor, self.hello, self._load, None, held, on_drain)
+            self.agent = ClusterMembership(
+                channels, config.conductor, InstanceReport(self.hello, self._load, held, on_drain=on_drain)
+            )
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
         config, store, pool, timeout_s = self.config, self.store, self._pool, self.config.session_timeout_s

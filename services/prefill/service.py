@@ -21,6 +21,7 @@ from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
 from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.transport.sessions import StreamOptions
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
 from services.prefill.core.events import CancelJob, Drain
@@ -64,7 +65,7 @@ class PrefillInstance:
             self._open_writer,
             engine.pool.read,
             world.monotonic,
-            deletions.concerning,
+            deletions.matching,
         )
         self.executor = PrefillExecutor(
             self.core,
@@ -90,7 +91,7 @@ class PrefillInstance:
         """
         incoming = await self.request_reader.read(request.sequence)
         taken = LivePrefill.from_proto(request, incoming, next(self._numbers))
-        taken.forgotten = self._deletions.concerning(incoming.spec.keys, incoming.spec.tenant)
+        taken.forgotten = self._deletions.matching(incoming.spec.keys, incoming.spec.tenant)
         self.executor.submit(taken)
         return taken
 
@@ -196,9 +197,7 @@ class PrefillInstance:
             address,
             it.hello(),
             self.layout,
-            it.link,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            lanes=it.dialer,
+            StreamOptions(it.dialer, it.link, CONNECT_TIMEOUT_S),
         )
 
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
@@ -208,16 +207,15 @@ class PrefillInstance:
             address,
             it.hello(),
             self.layout,
-            method,
-            connect_timeout_s=CONNECT_TIMEOUT_S,
-            lanes=it.dialer,
+            StreamOptions(it.dialer, it.link, CONNECT_TIMEOUT_S),
+            method=method,
             forgotten=self._deletions.demanded,
-            beside=it.beside,
+            offload=it.beside,
         )
 
     def _open_writer(self, address: str) -> StoreWriter:
         it = self._context
-        return StoreWriter(it.channels, address, it.hello(), self.layout, it.link, lanes=it.dialer)
+        return StoreWriter(it.channels, address, it.hello(), self.layout, StreamOptions(it.dialer, it.link))
 
 
 def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> PrefillSettings:

@@ -10,7 +10,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv_transfer.read_server import FrameReceiver, check_hello
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.rpc.server import serving
-from moonpool.transport.grpc import SendQueue
+from moonpool.transport.send_queue import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
 
 GENERATION = 1
@@ -38,23 +38,23 @@ class Sink:
 
     async def ReceiveKV(self, requests: AsyncIterator[Any], context: Any) -> None:
         """The contract's method."""
-        outbox, receiver = SendQueue(), FrameReceiver()
+        send_queue, receiver = SendQueue(), FrameReceiver()
         first = await anext(requests)
         check_hello(first.message.hello, namespace=self._plan.namespace, layout=self._plan.layout)
-        outbox.post(decode_pb2.ReceiveKVResponse(welcome=receiver.welcome(self.instance)))
+        send_queue.post(decode_pb2.ReceiveKVResponse(welcome=receiver.welcome(self.instance)))
         async with asyncio.TaskGroup() as group:
-            group.create_task(outbox.drain(context.write))
+            group.create_task(send_queue.drain(context.write))
             async for request in requests:
-                self._take(request.message, request.payload, outbox)
+                self._take(request.message, request.payload, send_queue)
                 credit = receiver.consumed(len(request.payload), idle=not self._receiving())
                 if credit is not None:
-                    outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
-            outbox.finish()
+                    send_queue.post(decode_pb2.ReceiveKVResponse(credit=credit))
+            send_queue.finish()
 
     def _receiving(self) -> bool:
         return any(transfer.state is TransferState.RECEIVING for transfer in self._transfers.values())
 
-    def _take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview, outbox: SendQueue) -> None:
+    def _take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview, send_queue: SendQueue) -> None:
         match message.WhichOneof("message"):
             case "open":
                 transfer = self._transfers.get(message.open.transfer_id)
@@ -70,12 +70,12 @@ class Sink:
                 except MoonpoolError as error:
                     transfer.fail(str(error))
                 if transfer.done:
-                    outbox.post(_verdict(transfer))
+                    send_queue.post(_verdict(transfer))
             case "close":
                 transfer = self._transfers.get(message.close.transfer_id)
                 if transfer is not None and not transfer.done:
                     transfer.fail("closed before all had come")
-                    outbox.post(_verdict(transfer))
+                    send_queue.post(_verdict(transfer))
 
 
 def _verdict(transfer: InboundTransfer) -> decode_pb2.ReceiveKVResponse:

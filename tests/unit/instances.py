@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.cluster import Notify
-from moonpool.engine.instance import InstanceContext, open_transports
+from moonpool.engine.instance import InstanceContext, open_dialer_and_listener
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineConfig, EngineSetup
 from moonpool.errors import Internal, Unavailable
@@ -161,7 +161,7 @@ def _parts(
         256,
         max_tokens,
     )
-    dialer, lanes = open_transports(config, engine, instance)
+    dialer, lanes = open_dialer_and_listener(config, engine, instance)
     return InstanceContext(plan, engine, channels, EgressLink(rate), instance, spans, notify, dialer, lanes, beside)
 
 

@@ -29,9 +29,10 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.values import ValueSource, layout_of, value_key, value_namespace
 from moonpool.kv_transfer.store_writer import BlocksToPut
 from moonpool.rpc.tls import Tls
-from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.config import TransportConfig
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.shared_memory import SharedMemory
+from moonpool.transport.regions import SharedMemory
+from moonpool.transport.registry import open_transports
 
 DEFAULT_TIMEOUT_S = 30.0
 
@@ -88,10 +89,10 @@ class AsyncKVClient:
             ConfigError: a certificate or `lanes` is wrong.
         """
         tls = tls or Tls.from_environment()
-        settings = TransportSettings() if tls else TransportSettings.of(_lane_config(lanes))
+        transports = () if tls else open_transports(_lane_config(lanes))
         shared = self._shared = SharedMemory(memory_bytes) if memory_bytes else None
         # The dialer must not refer to the client, which would then live as long as its streams.
-        dialer = TransportDialer(settings, lambda: [shared.shared] if shared is not None else [])
+        dialer = TransportDialer(transports, lambda: [shared.shared] if shared is not None else [])
         self._namespace = value_namespace(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
         self._connection = self._connect(address, self._namespace, tls, key, dialer)

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import grpc.aio
-
 from moonpool.client.background import BackgroundLoop
 from moonpool.errors import DeadlineExceeded, InvalidRequest, StreamBroken, TransferFailed, Unavailable
 from moonpool.kv.frames import DamagedSliceError
@@ -29,15 +27,15 @@ from moonpool.kv.values import ValueTarget
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.kv_transfer.prefix_reader import BlockReader, Into, OnSlice, PrefixLost
 from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome, StoreWriter
-from moonpool.rpc.channels import Channels, Metadata
-from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.channels import Channels, Metadata, StreamCall
 from moonpool.rpc.tls import Tls
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.blocking import BlockingConnection, BlockingStream
 from moonpool.transport.framing import ONE_SHOT_BYTES
 from moonpool.transport.grpc import payload_stream
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.shared_memory import SharedMemory
+from moonpool.transport.regions import SharedMemory
+from moonpool.transport.sessions import StreamOptions
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -98,9 +96,8 @@ class ErrorTranslation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, grpc.aio.AioRpcError):
-            named = from_rpc_error(error)
-            raise TransferFailed(str(named)) if isinstance(named, DeadlineExceeded) else named from None
+        if isinstance(error, DeadlineExceeded):
+            raise TransferFailed(str(error)) from error
         if isinstance(error, StreamBroken):
             raise Unavailable(str(error)) from error
 
@@ -191,10 +188,8 @@ class KVConnection:
 
     def _open(self, layout: KVLayout) -> SizeClassStreams:
         where = self._channels, self._address, self._hello(layout), layout
-        options: dict[str, Any] = {"lanes": self._lanes, "metadata": self._metadata}
-        return SizeClassStreams(
-            StoreWriter(*where, **options), BlockReader(*where, window_bytes=WINDOW_BYTES, **options)
-        )
+        options = StreamOptions(self._lanes, metadata=self._metadata)
+        return SizeClassStreams(StoreWriter(*where, options), BlockReader(*where, options, window_bytes=WINDOW_BYTES))
 
     def direct_stream(
         self, layout: KVLayout, method: str, asked: type[Any], answers: type[Any], **options: Any
@@ -203,9 +198,7 @@ class KVConnection:
         hello, channels, address, metadata = self._hello(layout), self._channels, self._address, self._metadata
         self._lanes.fill(hello)
 
-        def connect() -> grpc.aio.StreamStreamCall[
-            Any, Any
-        ]:  # must not refer to this object, which keeps the client alive
+        def connect() -> StreamCall:  # must not refer to this object, which keeps the client alive
             opener = payload_stream(channels.get(address), "moonpool.v1.KVStoreService", method, asked, answers)
             return opener(metadata=metadata)
 
@@ -214,7 +207,7 @@ class KVConnection:
     def lane_of(self, layout: KVLayout) -> str:
         """Transport of the last value of a layout on ordinary streams; as `lane`."""
         streams = self._streams.get(layout)
-        return "" if streams is None else streams.writer.lane or streams.reader.lane
+        return "" if streams is None else streams.writer.transport or streams.reader.transport
 
     @property
     def lane(self) -> str:
@@ -490,7 +483,7 @@ class BlockingKVConnection(KVConnection):
 
     def _new_reader(self, layout: KVLayout) -> _LaneFactory[BlockingReader]:
         kinds = kvstore_pb2.GetRequest, kvstore_pb2.GetResponse
-        stream = self.direct_stream(layout, "Get", *kinds, lend_bytes=WINDOW_BYTES)
+        stream = self.direct_stream(layout, "Get", *kinds, mailbox_bytes=WINDOW_BYTES)
         return stream, lambda lane: BlockingReader(lane, layout)
 
     async def aclose(self) -> None:

@@ -196,7 +196,7 @@ class ReadLeases:
         if block is not None and not block.is_intact:
             self.damaged_blocks += 1
             self.tiers.dram.drop(block)
-            self._writes.recall([block])
+            self._writes.on_removed([block])
             self.tiers.removed([key])
 
     def lost(self, source: LeasedBlock) -> None:
@@ -250,6 +250,23 @@ class ReadLeases:
         self.tiers.listener.sessions_changed()
 
 
+STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but one part of all at least
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeletedCount:
+    """Blocks that were here, and bytes of all their copies."""
+
+    blocks: int = 0
+    nbytes: int = 0
+
+    def __add__(self, other: "DeletedCount") -> "DeletedCount":
+        return DeletedCount(self.blocks + other.blocks, self.nbytes + other.nbytes)
+
+
+DeletionSteps = Generator[None, None, DeletedCount]
+
+
 class BlockStore:
     """Everything one kvstore holds.
 
@@ -273,100 +290,75 @@ class BlockStore:
         lease_bytes = dram.capacity_bytes if lease_bytes is None else lease_bytes
         self.reads = ReadLeases(self.tiers, self.writes, max_sessions=max_sessions, lease_bytes=lease_bytes)
 
+    def delete_selected(self, selection: KVSelection, step_blocks: int = STEP_BLOCKS) -> DeletionSteps:
+        """Deletes the blocks of a selection, in steps of so many; returns how many were deleted."""
+        self.writes.end_matching(selection)
 
-STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but one part of all at least
+        def in_dram(info: BlockInfo) -> bool:
+            return selection.matches(info.key, info.tenant, info.format.namespace)
 
+        on_ssd = self.tiers.catalogue.chosen(selection)
+        deleted = yield from self._sweep(in_dram, on_ssd, step_blocks)
+        yield from self._erase_dead(on_ssd, step_blocks)
+        return deleted
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DeletedCount:
-    """Blocks that were here, and bytes of all their copies."""
+    def delete_keys(self, keys: Sequence[BlockKey]) -> DeletedCount:
+        """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
+        tiers, keys = self.tiers, list(dict.fromkeys(keys))
+        self.writes.end_matching(KVSelection(frozenset(keys)))
+        blocks, places = map(tiers.dram.get, keys), map(tiers.catalogue.find, keys)
+        deleted = self._remove(list(filter(None, blocks)), filter(None, places))
+        tiers.listener.room()
+        tiers.listener.work()
+        return deleted
 
-    blocks: int = 0
-    nbytes: int = 0
+    def delete_expired(self, ttl_s: Mapping[str, float], now: float) -> DeletionSteps:
+        """Deletes blocks that are in a tier for longer than the `ttl_s` of their tenant; `now`: seconds since 1970."""
+        on_ssd = self.tiers.catalogue.expired(ttl_s, now)
+        return self._sweep(lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant), on_ssd, STEP_BLOCKS)
 
-    def __add__(self, other: "DeletedCount") -> "DeletedCount":
-        return DeletedCount(self.blocks + other.blocks, self.nbytes + other.nbytes)
+    def _sweep(self, in_dram: Callable[[BlockInfo], bool], on_ssd: RecordFilter, step_blocks: int) -> DeletionSteps:
+        dram, catalogue = self.tiers.dram, self.tiers.catalogue
+        deleted, looked_at = DeletedCount(), 0
+        for part in range(PARTS):
+            more = True
+            while more:
+                blocks = [block for block in dram.parts[part].values() if in_dram(block.info)][:step_blocks]
+                places = catalogue.places(part, on_ssd)[:step_blocks]
+                looked_at += len(dram.parts[part]) + len(catalogue.parts[part])
+                if blocks or places:
+                    deleted += self._remove(blocks, places)
+                more = step_blocks in (len(blocks), len(places))  # then the part is looked at once more
+                if more or looked_at >= step_blocks:
+                    looked_at = 0
+                    yield
+        self.tiers.listener.room()
+        self.tiers.listener.work()
+        return deleted
 
+    def _remove(self, blocks: Sequence[DramBlock], places: Iterable[RecordLocation]) -> DeletedCount:
+        dram, ssd = self.tiers.dram, self.tiers.ssd
+        for block in blocks:
+            dram.drop(block)
+        keys, nbytes = [block.info.key for block in blocks], sum(block.info.nbytes for block in blocks)
+        if ssd is not None:
+            before = ssd.catalogue.live.total_bytes
+            keys += ssd.erase(places)
+            nbytes += before - ssd.catalogue.live.total_bytes
+        self.writes.on_removed(blocks)
+        keys = list(dict.fromkeys(keys))
+        self.tiers.removed(keys)
+        return DeletedCount(len(keys), nbytes)
 
-DeletionSteps = Generator[None, None, DeletedCount]
-
-
-def delete_selected(store: BlockStore, selection: KVSelection, step_blocks: int = STEP_BLOCKS) -> DeletionSteps:
-    """Deletes the chosen blocks."""
-    store.writes.forget(selection)
-
-    def in_dram(info: BlockInfo) -> bool:
-        return selection.takes(info.key, info.tenant, info.format.namespace)
-
-    on_ssd = store.tiers.catalogue.chosen(selection)
-    forgotten = yield from _sweep(store, in_dram, on_ssd, step_blocks)
-    yield from _erase_dead(store, on_ssd, step_blocks)
-    return forgotten
-
-
-def delete_keys(store: BlockStore, keys: Sequence[BlockKey]) -> DeletedCount:
-    """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
-    tiers, keys = store.tiers, list(dict.fromkeys(keys))
-    store.writes.forget(KVSelection(frozenset(keys)))
-    blocks, places = map(tiers.dram.get, keys), map(tiers.catalogue.find, keys)
-    dropped = _remove(store, list(filter(None, blocks)), filter(None, places))
-    tiers.listener.room()
-    tiers.listener.work()
-    return dropped
-
-
-def delete_expired(store: BlockStore, ttl_s: Mapping[str, float], now: float) -> DeletionSteps:
-    """Deletes blocks that are in a tier for longer than `ttl_s` says of their tenant; `now` is seconds since 1970."""
-    on_ssd = store.tiers.catalogue.expired(ttl_s, now)
-    return _sweep(store, lambda info: info.written_at < now - ttl_of(ttl_s, info.tenant), on_ssd, STEP_BLOCKS)
-
-
-def _sweep(
-    store: BlockStore, in_dram: Callable[[BlockInfo], bool], on_ssd: RecordFilter, step_blocks: int
-) -> DeletionSteps:
-    dram, catalogue = store.tiers.dram, store.tiers.catalogue
-    forgotten, looked_at = DeletedCount(), 0
-    for part in range(PARTS):
-        more = True
-        while more:
-            blocks = [block for block in dram.parts[part].values() if in_dram(block.info)][:step_blocks]
-            places = catalogue.places(part, on_ssd)[:step_blocks]
-            looked_at += len(dram.parts[part]) + len(catalogue.parts[part])
-            if blocks or places:
-                forgotten += _remove(store, blocks, places)
-            more = step_blocks in (len(blocks), len(places))  # then the part is looked at once more
-            if more or looked_at >= step_blocks:
-                looked_at = 0
-                yield
-    store.tiers.listener.room()
-    store.tiers.listener.work()
-    return forgotten
-
-
-def _remove(store: BlockStore, blocks: Sequence[DramBlock], places: Iterable[RecordLocation]) -> DeletedCount:
-    dram, ssd = store.tiers.dram, store.tiers.ssd
-    for block in blocks:
-        dram.drop(block)
-    keys, nbytes = [block.info.key for block in blocks], sum(block.info.nbytes for block in blocks)
-    if ssd is not None:
-        before = ssd.catalogue.live.total_bytes
-        keys += ssd.erase(places)
-        nbytes += before - ssd.catalogue.live.total_bytes
-    store.writes.recall(blocks)
-    keys = list(dict.fromkeys(keys))
-    store.tiers.removed(keys)
-    return DeletedCount(len(keys), nbytes)
-
-
-def _erase_dead(store: BlockStore, on_ssd: RecordFilter, step_blocks: int) -> Generator[None, None, None]:
-    """Has dead copies overwritten too: without an index, a start would find them again."""
-    ssd, catalogue = store.tiers.ssd, store.tiers.catalogue
-    for segment in list(catalogue.segments.values()):
-        for first in range(0, len(segment.keys), step_blocks):
-            if ssd is not None and catalogue.segments.get(segment.id) is segment:
-                slots = range(first, min(first + step_blocks, len(segment.keys)))
-                ssd.erase(catalogue.dead(segment, slots, on_ssd))
-                yield
-    if ssd is not None:  # at the end: dead copies that were not reached may have been reclaimed meanwhile
-        ssd.erase_tails()
-    store.tiers.listener.work()
+    def _erase_dead(self, on_ssd: RecordFilter, step_blocks: int) -> Generator[None, None, None]:
+        """Has dead copies overwritten too: without an index, a start would find them again."""
+        ssd, catalogue = self.tiers.ssd, self.tiers.catalogue
+        for segment in list(catalogue.segments.values()):
+            for first in range(0, len(segment.keys), step_blocks):
+                if ssd is not None and catalogue.segments.get(segment.id) is segment:
+                    slots = range(first, min(first + step_blocks, len(segment.keys)))
+                    ssd.erase(catalogue.dead(segment, slots, on_ssd))
+                    yield
+        if ssd is not None:  # at the end: dead copies that were not reached may have been reclaimed meanwhile
+            ssd.erase_tails()
+        self.tiers.listener.work()

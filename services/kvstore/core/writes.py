@@ -119,7 +119,7 @@ class Assembly:
             self.parts[layer] = have
         return self.data[place]
 
-    def landed(self, layer: int, heads: int, value: int | None) -> bool:
+    def received(self, layer: int, heads: int, value: int | None) -> bool:
         """Some heads of a layer have come, intact; whether the block is whole with them.
 
         `value` is the hash of the whole layer; without it the hash is made here when the layer is whole.
@@ -141,7 +141,7 @@ class Assembly:
 
 
 class PutSession:
-    """One writing session; `Writes.open` has what it tells."""
+    """One writing session; see `WriteSessions.open`."""
 
     def __init__(
         self, spec: PutSpec, present: list[int], on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None]
@@ -155,21 +155,21 @@ class PutSession:
         self.reserved_bytes = 0  # of DRAM since it was opened
         self.closed = False
         self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
-        self.ledger = SliceBitmap(spec.layers, len(spec.keys), spec.heads)
+        self.received = SliceBitmap(spec.layers, len(spec.keys), spec.heads)
 
     @property
     def complete(self) -> bool:
         return not self.unfinished
 
-    def begun_by(self, runs: Sequence[OpenedRun]) -> list[Assembly]:
+    def unreserved_of(self, runs: Sequence[OpenedRun]) -> list[Assembly]:
         """Blocks for which a frame brings bytes and no DRAM is reserved yet."""
-        begun: dict[int, Assembly] = {}
+        starting: dict[int, Assembly] = {}
         for run, _, _ in runs:
             for index in range(run.first_block, run.first_block + run.block_count):
                 block = self.unfinished.get(index)
                 if block is not None and not block.reserved:
-                    begun[index] = block
-        return list(begun.values())
+                    starting[index] = block
+        return list(starting.values())
 
     def next_blocks(self, first: int) -> list[Assembly]:
         """Blocks from `first` on without DRAM, in all no more bytes than have been reserved so far."""
@@ -186,7 +186,7 @@ class PutSession:
         for run, data, hashes in runs:
             _check_full(run, layout)
             values = self.opener.unbound(run, hashes)
-            self.ledger.accept(run)
+            self.received.accept(run)
             layer, first, count = run.layer, run.first_block, run.block_count
             size, begin = len(data) // count, layer * layout.slice_bytes + run.head_begin * layout.head_bytes
             place, heads = slice(begin, begin + size), (1 << run.head_end) - (1 << run.head_begin)
@@ -199,7 +199,7 @@ class PutSession:
                 targets.append(memoryview(bytearray(size)) if target is None else target)
             good = copy_verified(targets, data, values)
             for block, value in zip(wanted[:good], hashes, strict=False):
-                if block is not None and block.landed(layer, heads, value if all_heads else None):
+                if block is not None and block.received(layer, heads, value if all_heads else None):
                     yield block
             if good < count:
                 raise DamagedSliceError(layer, first + good)
@@ -284,8 +284,8 @@ class WriteSessions:
         self.deletions = deletions
         self.blocks_put = 0
 
-    def lane(self, tenant: str) -> str | None:
-        """In which queue a tenant's sessions wait for room: its own when it has a quota, or (None) the common one."""
+    def wait_group(self, tenant: str) -> str | None:
+        """The group in which a tenant's sessions wait for room: the tenant if it has a quota, else None."""
         return None if self._tiers.dram.account.quota(tenant) is None else tenant
 
     def open(
@@ -307,10 +307,10 @@ class WriteSessions:
         if len(present) < len(spec.keys) and not dram.can_reserve(size, spec.tenant):
             return None
         session = PutSession(spec, present, on_visible, on_durable, on_ended)
-        self._expect(session)
+        self._add_session(session)
         for index in present:
             self._await_durable(session, index)
-        self._offered(spec, present)
+        self._touch_present(spec, present)
         tiers.listener.sessions_changed()
         return session
 
@@ -329,7 +329,7 @@ class WriteSessions:
         if not tiers.dram.has_room(nbytes, spec.tenant):  # nothing is evicted for bytes that are not intact
             copy_whole_blocks(spec, data, hashes, range(count), tiers.dram.arena.allocate)
         if present:
-            self._offered(spec, present)  # before others are evicted
+            self._touch_present(spec, present)  # before others are evicted
         if not tiers.reserve({spec.tenant: nbytes}):
             tiers.dram.check_possible(nbytes, spec.tenant, now)
             return None
@@ -358,7 +358,7 @@ class WriteSessions:
             self._tiers.unreserve({spec.tenant: ahead})
         self._tiers.release(stay)
 
-    def _offered(self, spec: PutSpec, present: Sequence[int]) -> None:
+    def _touch_present(self, spec: PutSpec, present: Sequence[int]) -> None:
         """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]
         self._tiers.touch(keys)
@@ -376,7 +376,7 @@ class WriteSessions:
             raise InvalidRequest("keys", "a key exists already, or is being written, in another format")
         return found is not None
 
-    def _expect(self, session: PutSession) -> None:
+    def _add_session(self, session: PutSession) -> None:
         present = set(session.present)
         for index, key in enumerate(session.spec.keys):
             if index in present:
@@ -398,17 +398,17 @@ class WriteSessions:
         Where there is room, the session's next blocks get theirs too: as much as it has had so far. Raises Overloaded
         when pins and guarantees of others leave too little; the session must be closed then.
         """
-        begun = session.begun_by(runs)
-        if not begun:
+        starting = session.unreserved_of(runs)
+        if not starting:
             return True
-        ahead = session.next_blocks(max(block.writers[session] for block in begun) + 1)
-        if ahead and self._tiers.reserve(_by_tenant([*begun, *ahead])):
-            begun += ahead
-        elif not self._tiers.reserve(_by_tenant(begun)):
-            for tenant, nbytes in _by_tenant(begun).items():
+        ahead = session.next_blocks(max(block.writers[session] for block in starting) + 1)
+        if ahead and self._tiers.reserve(_by_tenant([*starting, *ahead])):
+            starting += ahead
+        elif not self._tiers.reserve(_by_tenant(starting)):
+            for tenant, nbytes in _by_tenant(starting).items():
                 self._tiers.dram.check_possible(nbytes, tenant, now)
             return False
-        for block in begun:
+        for block in starting:
             block.reserved = True
             session.reserved_bytes += block.nbytes
         return True
@@ -431,7 +431,7 @@ class WriteSessions:
                 blocks = self._tiers.insert([assembly.block() for assembly in whole])
                 self.blocks_put += len(blocks)
                 self.queue.add(blocks)
-                self._tell_visible(whole)
+                self._report_visible(whole)
         return True
 
     def _finish(self, block: Assembly) -> None:
@@ -446,9 +446,9 @@ class WriteSessions:
             for assembly in whole:
                 self._finish(assembly)
             self._tiers.unreserve(_by_tenant(each for each in whole if each.reserved))
-            self._tell_visible(whole)
+            self._report_visible(whole)
 
-    def _tell_visible(self, whole: Sequence[Assembly]) -> None:
+    def _report_visible(self, whole: Sequence[Assembly]) -> None:
         visible: dict[PutSession, list[int]] = {}
         for assembly in whole:
             for writer, index in assembly.writers.items():
@@ -469,14 +469,14 @@ class WriteSessions:
         session.closed = True
         del self.sessions[session]
         self.open_keys -= len(session.spec.keys)
-        left_alone: list[Assembly] = []
+        abandoned: list[Assembly] = []
         for block in session.unfinished.values():
             del block.writers[session]
             if not block.writers:
                 del self.unfinished[block.key]
-                left_alone.append(block)
+                abandoned.append(block)
         session.unfinished.clear()
-        self._tiers.unreserve(_by_tenant(block for block in left_alone if block.reserved))
+        self._tiers.unreserve(_by_tenant(block for block in abandoned if block.reserved))
         for key in [key for key in session.spec.keys if key in self.awaiting]:
             if left := [entry for entry in self.awaiting.pop(key) if entry[0] is not session]:
                 self.awaiting[key] = left
@@ -485,16 +485,16 @@ class WriteSessions:
     def check_not_deleted(self, spec: PutSpec) -> None:
         """Raises DeletedBlocks if a deletion of a session's blocks is known here of which its writer does not know."""
         if self.deletions:
-            known = self.deletions.concerning(spec.keys, spec.tenant, spec.format.namespace)
+            known = self.deletions.matching(spec.keys, spec.tenant, spec.format.namespace)
             if not set(spec.forgotten).issuperset(known):
                 raise DeletedBlocksError("keys", "they may be older than a deletion of such blocks")
 
-    def forget(self, selection: KVSelection) -> None:
-        """Blocks are being deleted: sessions that bring such blocks end."""
+    def end_matching(self, selection: KVSelection) -> None:
+        """Ends sessions that bring blocks of a selection: such blocks are being deleted."""
         self._end([session for session in self.sessions if session.spec.is_among(selection)])
 
-    def recall(self, blocks: Collection[DramBlock]) -> None:
-        """Blocks have left DRAM for good: none of them becomes durable, and who waits for that hears it."""
+    def on_removed(self, blocks: Collection[DramBlock]) -> None:
+        """Blocks have left DRAM for good: they never become durable, and sessions that wait for that end."""
         self._end([entry[0] for block in blocks for entry in self.awaiting.get(block.info.key, ())])
         self.queue.recall(blocks)
 

@@ -9,9 +9,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.kv.blocks import KeyChanges, NetChanges
 from moonpool.rpc.channels import Channels
+from moonpool.transport.async_utils import wait_within
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.core.prefix_index import KeyEventResult, PrefixIndex
 
@@ -120,10 +121,9 @@ async def joined(listener: Listener, instance: Instance, flush_s: float) -> Asyn
         agent = instance.agent = JoinAgent(
             channels,
             f"127.0.0.1:{port}",
-            hello,
-            conductor_pb2.LoadReport,
-            instance.take,
-            HeldKeys(PARTS, instance.part, instance.cold_of),
+            InstanceReport(
+                hello, conductor_pb2.LoadReport, HeldKeys(PARTS, instance.part, instance.cold_of), instance.take
+            ),
             flush_s=flush_s,
             keys_per_message=3,
         )
@@ -160,7 +160,7 @@ async def test_what_is_wanted_soon_does_not_wait_for_more_changes() -> None:
         while listener.snapshots < 2:
             listener.heard.clear()
             agent.notify(soon=True)
-            await listener.heard.wait()
+            await wait_within(0.1, listener.heard)  # the order for the second snapshot may come after the notification
         instance.change()
         agent.notify()
         agent.notify(soon=True)

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from moonpool.cluster import ClusterMembership, HeldKeys
+from moonpool.cluster import ClusterMembership, HeldKeys, InstanceReport
 from moonpool.cluster.join import KeyChangeFeed
 from moonpool.errors import Mismatch
 from moonpool.kv.blocks import KeyChanges
@@ -42,7 +42,9 @@ async def joined(instance: Instance, *addresses: str) -> AsyncIterator[ClusterMe
     hello = conductor_pb2.JoinHello(instance=kv_pb2.Instance(id="it", incarnation=1))
     held = HeldKeys(1, lambda _: sorted(instance.keys))
     async with Channels() as channels:
-        joining = ClusterMembership(channels, addresses, hello, conductor_pb2.LoadReport, instance.take, held)
+        joining = ClusterMembership(
+            channels, addresses, InstanceReport(hello, conductor_pb2.LoadReport, held, instance.take)
+        )
         stopping = asyncio.Event()
         running = asyncio.ensure_future(joining.run(stopping))
         try:
@@ -89,7 +91,9 @@ async def test_a_conductor_that_serves_something_else_is_an_error_though_another
         async with Channels() as channels, asyncio.timeout(WAIT_S):
             held = HeldKeys(1, lambda _: [])
             addresses = good.address, bad.address
-            joining = ClusterMembership(channels, addresses, hello, conductor_pb2.LoadReport, Instance().take, held)
+            joining = ClusterMembership(
+                channels, addresses, InstanceReport(hello, conductor_pb2.LoadReport, held, Instance().take)
+            )
             with pytest.raises(Mismatch, match="another one"):
                 await joining.run(asyncio.Event())
 

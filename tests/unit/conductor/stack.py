@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import DefaultSampling
 from moonpool.client import AsyncClient
-from moonpool.cluster import HeldKeys, JoinAgent
+from moonpool.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
 from moonpool.telemetry.metrics import Metrics
@@ -69,9 +69,8 @@ class Stack:
         """Let a member that is served join with an agent; returns the agent's task."""
         channels = await self.exit.enter_async_context(Channels())
         held = HeldKeys(1, lambda _: list(member.keys))
-        tells = lambda: member.load, member.take_events, held
-        copied = member.orders.append
-        member.agent = JoinAgent(channels, self.address, hello, *tells, on_replicate=copied)
+        report = InstanceReport(hello, lambda: member.load, held, member.take_events, on_replicate=member.orders.append)
+        member.agent = JoinAgent(channels, self.address, report)
         stopping = asyncio.Event()
         task = asyncio.create_task(member.agent.run(stopping))
 

@@ -5,12 +5,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-import grpc.aio
-
 from moonpool.kv.frames import Slice
 from moonpool.kv_transfer.sender import TransferSender
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.sessions import StreamOptions
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.fakes.engine import slice_of_tokens
@@ -26,18 +24,15 @@ class Served(Protocol):
 
 
 async def reserve(it: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> kv_pb2.TransferTarget:
-    try:
-        answer: decode_pb2.ReserveResponse = await it.stub.Reserve(
-            decode_pb2.ReserveRequest(sequence=sequence, **fields), timeout=WAIT_S
-        )
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
+    answer: decode_pb2.ReserveResponse = await it.stub.Reserve(
+        decode_pb2.ReserveRequest(sequence=sequence, **fields), timeout=WAIT_S
+    )
     return answer.target
 
 
 @asynccontextmanager
 async def sending(it: Decode, lanes: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
-    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, lanes=lanes)
+    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, StreamOptions(lanes))
     try:
         yield sender
     finally:

@@ -63,7 +63,7 @@ async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path
             assert await outbound.send(slices(pool)) == LAYOUT.layers * pool.blocks * LAYOUT.slice_bytes
             outbound.close(aborted=False)
             await outbound.verdict(WAIT_S)
-        assert sender.lane == lane
+        assert sender.transport == lane
         await conductor.until(lambda: "a" in conductor.reasons)  # the fake engine fails on any other KV
 
 
@@ -82,7 +82,7 @@ async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_fr
         again = await sender.open(await reserve(it, spec("b", TOKENS)))
         await again.send(slices(pool))
         await again.verdict(WAIT_S)
-        assert (sender.lane, dialer.failures) == (lane, 0)
+        assert (sender.transport, dialer.failures) == (lane, 0)
         it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
@@ -98,7 +98,7 @@ async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grp
         second = await sender.open(await reserve(it, spec("b", TOKENS)))
         await second.send(slices(pool))
         await second.verdict(WAIT_S)
-        assert sender.lane == "grpc"
+        assert sender.transport == "grpc"
         for request in list(it.service.executor):
             it.service.executor.abort(request, "not wanted")
 
@@ -109,4 +109,4 @@ async def test_a_damaged_block_is_named(sockets: Path) -> None:
         outbound = await sender.open(await reserve(it, spec("a", TOKENS)))
         with pytest.raises(TransferFailed, match="layer 1 of block 2: wrong hash"):
             await asyncio.gather(outbound.send(slices(pool)), outbound.verdict(WAIT_S))
-        assert sender.lane == "local"
+        assert sender.transport == "local"

@@ -29,7 +29,7 @@ class Rig:
             lambda address: self.writer,
             lambda layer, block: (memoryview(b""), 0),
             lambda: 0.0,
-            self.deletions.concerning,
+            self.deletions.matching,
         )
         self.deletion = KVDeletion(10, self.write_back, self._carry_out, self.deletions)
         self.dropped: list[BlockKey] = []
@@ -113,7 +113,7 @@ async def test_many_deletions_of_one_message_look_through_the_pool_a_few_times_a
     assert sum(map(len, looks)) == 5000
     assert (answer.blocks, len(looks)) == (3 * len(looks), 3)
     assert turns >= 5  # between portions when they are read, after each that is carried out
-    assert rig.deletions.concerning([], "4999") == ["4999"]
+    assert rig.deletions.matching([], "4999") == ["4999"]
 
 
 async def test_a_wrong_deletion_changes_nothing(rig: Rig) -> None:
@@ -133,4 +133,4 @@ async def test_others_must_have_carried_out_what_is_recent_and_one_self_has_for_
     assert rig.deletions.demanded([KEY], "ours") == ["new"]
     rig.now = 1.5 * DEMANDED_S
     assert rig.deletions.demanded([KEY], "ours") == []
-    assert (rig.deletions.concerning([KEY], "ours"), "old" in rig.deletions, len(rig.looks)) == (both, True, 2)
+    assert (rig.deletions.matching([KEY], "ours"), "old" in rig.deletions, len(rig.looks)) == (both, True, 2)

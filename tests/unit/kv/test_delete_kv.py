@@ -13,8 +13,8 @@ def test_those_that_concern_some_blocks_are_found() -> None:
     deletions.add("key", KVSelection(keys=frozenset([A])))
     deletions.add("tenant", KVSelection(tenants=frozenset(["ours"])))
     deletions.add("namespace", KVSelection(namespaces=frozenset([N])))
-    assert deletions.concerning([A, B], "ours", N) == ["key", "namespace", "tenant"]
-    assert deletions.concerning([B], "theirs", bytes(32)) == []
+    assert deletions.matching([A, B], "ours", N) == ["key", "namespace", "tenant"]
+    assert deletions.matching([B], "theirs", bytes(32)) == []
     assert (list(deletions), "key" in deletions, len(deletions)) == (["key", "tenant", "namespace"], True, 3)
 
 
@@ -22,11 +22,11 @@ def test_one_that_is_forgotten_or_replaced_concerns_nothing() -> None:
     deletions = DeletionIndex()
     deletions.add("d", KVSelection(keys=frozenset([A]), tenants=frozenset(["ours"])))
     deletions.add("d", KVSelection(keys=frozenset([B])))
-    assert deletions.concerning([A], "ours", N) == []
-    assert deletions.concerning([B], "", N) == ["d"]
+    assert deletions.matching([A], "ours", N) == []
+    assert deletions.matching([B], "", N) == ["d"]
     deletions.remove("d")
     deletions.remove("d")
-    assert (deletions.concerning([B], "", N), len(deletions)) == ([], 0)
+    assert (deletions.matching([B], "", N), len(deletions)) == ([], 0)
 
 
 def found_by(looking: Generator[None, None, list[str]]) -> tuple[list[str], int]:
@@ -68,10 +68,10 @@ def test_what_several_name_is_found_as_long_as_one_of_them_is_known() -> None:
     for name in ("d", "e", "f"):
         deletions.add(name, KVSelection(keys=frozenset([A, B] if name == "f" else [A])))
     deletions.add("e", KVSelection(keys=frozenset([A])))
-    assert deletions.concerning([A], "", N) == ["d", "e", "f"]
+    assert deletions.matching([A], "", N) == ["d", "e", "f"]
     for left in (["e", "f"], ["f"], []):
         deletions.remove({2: "d", 1: "e", 0: "f"}[len(left)])
-        assert deletions.concerning([A, B], "", N) == left
+        assert deletions.matching([A, B], "", N) == left
 
 
 def test_a_union_names_all_that_one_of_them_names() -> None:

@@ -16,7 +16,9 @@ from moonpool.kv.blocks import NO_PARENT
 from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.kv_transfer.store_writer import BlocksToPut
+from moonpool.transport.base import ConnectionEnd
 from moonpool.transport.blocking import BlockingConnection
+from moonpool.transport.framed_socket import FramedSocket
 from moonpool.transport.framing import (
     FOUND,
     GET,
@@ -27,9 +29,8 @@ from moonpool.transport.framing import (
     OneShotMessage,
     PayloadExtent,
 )
-from moonpool.transport.handshake import DialedConnection
-from moonpool.transport.shared_memory import ExportedRegions, Mailbox, MappedRegion
-from moonpool.transport.tcp import FramedSocket
+from moonpool.transport.regions import ExportedRegions, Mailbox, MappedRegion
+from moonpool.transport.tcp import TcpTransport
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, data_of, keys_of, slice_of
 
 KEYS = keys_of(2)
@@ -59,7 +60,7 @@ def joined(mailbox: bytes = b"", *, spin_s: float = 0.0) -> Iterator[tuple[Block
         box.close()
     sock = FramedSocket(near)
     lane = BlockingConnection(
-        DialedConnection("local", sock, ExportedRegions(()), readable, next(iter(readable), None)), spin_s=spin_s
+        ConnectionEnd(TcpTransport(), sock, ExportedRegions(()), readable, next(iter(readable), None)), spin_s=spin_s
     )
     try:
         yield lane, far
@@ -283,6 +284,6 @@ async def test_one_who_speaks_first_gets_no_direct_lane() -> None:
     far.sendall(b"hello")
     assert sock.peek(1) is not None
     with pytest.raises(FrameError, match="without being asked"):
-        BlockingConnection(DialedConnection("local", sock, ExportedRegions(()), {}, None))
+        BlockingConnection(ConnectionEnd(TcpTransport(), sock, ExportedRegions(()), {}, None))
     assert far.recv(1) == b"", "it is closed"
     far.close()

@@ -13,7 +13,7 @@ import pytest
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import bind_all, frame_shape, pack_frames
 from moonpool.kv.keys import slice_hash
-from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead
+from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead, ReadPlan
 from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2, kvstore_pb2
@@ -130,7 +130,7 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
     heads = range(1, 4)
     part = data[WIDE.head_bytes : 4 * WIDE.head_bytes]
     taken = Taken()
-    read = PrefixRead(WIDE, KEYS[:2], range(2), heads, taken.on_slice, taken.on_layer)
+    read = PrefixRead(WIDE, ReadPlan(KEYS[:2], range(2), heads, taken.on_slice, taken.on_layer))
     read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
     slices = [
         slice_to_send(WIDE, layer, block, part, heads=heads, key=KEYS[block])
@@ -153,27 +153,22 @@ def test_nothing_lands_once_all_has_come() -> None:
     whole = range(LAYOUT.kv_heads)
     read = PrefixRead(
         LAYOUT,
-        KEYS[:2],
-        range(3),
-        whole,
-        taken.on_slice,
-        taken.on_layer,
-        into=lambda layer, index: memory[layer, index],
+        ReadPlan(KEYS[:2], range(3), whole, taken.on_slice, taken.on_layer, lambda *cell: memory[cell]),
     )
     read.expect()
     shape = frame_shape(range(3), 2, whole, LAYOUT.block_tokens)
     header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
     answer = kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2, frame=header))
-    landing = read.place(answer, 6 * SLICE)
-    assert landing is not None
-    assert landing.live()
+    buffer = read.receive_into(answer, 6 * SLICE)
+    assert buffer is not None
+    assert buffer.is_live()
     read.on_message(answer, memoryview(b"".join(data)))
     assert read.finished.is_done
     taken.check(2)
     with pytest.raises(FrameError, match="or twice"):
-        read.place(answer, 6 * SLICE)
+        read.receive_into(answer, 6 * SLICE)
     read.leave()
-    assert not landing.live()
+    assert not buffer.is_live()
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(range(1), range(1, 2)), (range(1, 2), range(2)), (range(1), range(2))])
@@ -361,7 +356,7 @@ async def test_a_read_that_is_cancelled_ends_when_nothing_is_written_to_its_memo
     """However often it is cancelled."""
     store, threads, memory = FakeStore(frame_bytes=SLICE), Held(), bytearray(SLICE)
     fill(store, 1)
-    async with reading(store, beside=ThreadOffload(threads, least_bytes=1)) as reader:
+    async with reading(store, offload=ThreadOffload(threads, least_bytes=1)) as reader:
         taken = Taken()
         read = asyncio.ensure_future(
             reader.read(

@@ -12,7 +12,7 @@ from moonpool.kv_transfer.read_server import FrameReceiver, FrameWriter, check_h
 from moonpool.rpc.messages import payload_deserializer
 from moonpool.transport import fault_injection
 from moonpool.transport.flow_control import EgressLink
-from moonpool.transport.grpc import SendQueue
+from moonpool.transport.send_queue import SendQueue
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.transport.fakes import HELLO, LAYOUT, NAMESPACE, SERVER, content
@@ -61,21 +61,21 @@ def slices(count: int) -> list[Slice]:
     return [slice_to_send(LAYOUT, 0, block, content(0, block)) for block in range(count)]
 
 
-def make_writer(outbox: SendQueue, link: EgressLink | None = None) -> FrameWriter:
+def make_writer(send_queue: SendQueue, link: EgressLink | None = None) -> FrameWriter:
     return FrameWriter(
-        outbox, LAYOUT, lambda header: kvstore_pb2.GetResponse(frame=header), link=link, target_bytes=SLICE
+        send_queue, LAYOUT, lambda header: kvstore_pb2.GetResponse(frame=header), link=link, target_bytes=SLICE
     )
 
 
 async def test_frame_writer_sends_as_credits_allow() -> None:
-    outbox = SendQueue()
-    writer = make_writer(outbox)
+    send_queue = SendQueue()
+    writer = make_writer(send_queue)
     written: list[bytes] = []
 
     async def write(data: bytes) -> None:
         written.append(data)
 
-    drain = asyncio.ensure_future(outbox.drain(write))
+    drain = asyncio.ensure_future(send_queue.drain(write))
     sending = asyncio.ensure_future(writer.send(9, 0, slices(3), timeout_s=10))
     await asyncio.sleep(0)
     assert not written
@@ -85,7 +85,7 @@ async def test_frame_writer_sends_as_credits_allow() -> None:
     assert len(written) == 2
     writer.grant(kv_pb2.Credit(bytes=SLICE))
     assert await sending == 3 * SLICE
-    outbox.finish()
+    send_queue.finish()
     await drain
     for index, data in enumerate(written):
         received = payload_deserializer(kvstore_pb2.GetResponse)(data)
@@ -95,21 +95,21 @@ async def test_frame_writer_sends_as_credits_allow() -> None:
 
 
 async def test_frame_writer_loses_no_credits() -> None:
-    outbox = SendQueue(room_bytes=SLICE)
-    writer = make_writer(outbox)
+    send_queue = SendQueue(room_bytes=SLICE)
+    writer = make_writer(send_queue)
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))
     with pytest.raises(TransferFailed):  # nobody writes: the second frame finds no room
         await writer.send(1, 0, slices(2), timeout_s=0.01)
     assert writer.credits.available == 7 * SLICE
-    outbox.close(StreamBroken("gone"))
+    send_queue.close(StreamBroken("gone"))
     with pytest.raises(StreamBroken, match="gone"):
         await writer.send(1, 0, slices(1), timeout_s=1)
     assert writer.credits.available == 7 * SLICE
 
 
 async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
-    outbox = SendQueue(room_bytes=2 * SLICE)
-    writer = make_writer(outbox)
+    send_queue = SendQueue(room_bytes=2 * SLICE)
+    writer = make_writer(send_queue)
 
     def wrap(header: kv_pb2.FrameHeader) -> kvstore_pb2.GetResponse:
         return kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=header.session, frame=header))
@@ -117,17 +117,17 @@ async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
     assert not writer.offer(*framed(1), wrap)  # no credits
     writer.grant(kv_pb2.Credit(bytes=8 * SLICE))
     assert writer.offer(*framed(1), wrap)
-    assert (len(outbox), writer.credits.available) == (1, 7 * SLICE)
+    assert (len(send_queue), writer.credits.available) == (1, 7 * SLICE)
     assert writer.offer(*framed(2), wrap)
     assert not writer.offer(*framed(3), wrap)  # no room
-    assert (len(outbox), writer.credits.available) == (2, 6 * SLICE)
+    assert (len(send_queue), writer.credits.available) == (2, 6 * SLICE)
     assert not make_writer(SendQueue(), EgressLink(1.0)).offer(*framed(1), wrap)
     full = make_writer(SendQueue(max_messages=0))
     full.grant(kv_pb2.Credit(bytes=SLICE))
     with pytest.raises(StreamBroken, match="takes none"):
         full.offer(*framed(1), wrap)
     assert full.credits.available == SLICE
-    outbox.close(StreamBroken("gone"))
+    send_queue.close(StreamBroken("gone"))
     assert not writer.offer(*framed(4), wrap)
     assert writer.credits.available == 6 * SLICE
 

@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES, pack_frames
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.rpc.messages import END_OF_STREAM, PayloadMessage
 from moonpool.rpc.server import serving
 from moonpool.telemetry.gauges import restless
 from moonpool.transport.grpc import payload_stream
 from moonpool.transport.handshake import TransportDialer
+from moonpool.transport.sessions import StreamOptions
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
@@ -48,10 +46,10 @@ class Rig:
         return kv_pb2.StreamHello(namespace=block_format.namespace, layout=block_format.layout.to_proto())
 
     def writer(self, block_format: Any = FORMAT) -> StoreWriter:
-        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
+        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, StreamOptions(self.dialer))
 
     def reader(self, block_format: Any = FORMAT) -> BlockReader:
-        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, lanes=self.dialer)
+        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, StreamOptions(self.dialer))
 
     @property
     def stub(self) -> Any:
@@ -204,10 +202,10 @@ async def failure(call: Any) -> MoonpoolError | None:
     """What a stream ends with."""
     try:
         answer = await call.read()
-        while answer is not grpc.aio.EOF:
+        while answer is not END_OF_STREAM:
             answer = await call.read()
-    except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
+    except MoonpoolError as error:
+        return error
     return None
 
 

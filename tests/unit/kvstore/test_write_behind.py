@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from services.kvstore.core.store import delete_keys
 from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd, spec_of, writing
@@ -68,7 +67,7 @@ async def test_only_who_waits_for_something_ends_a_pause(tmp_path: Path) -> None
         for _ in range(20):
             await asyncio.sleep(0)
         assert [block.info.key for block in queue.waiting] == [B]
-        delete_keys(driven.store, [A])
+        driven.store.delete_keys([A])
         assert await writer.erased(10)
         driven.put([C])
         for _ in range(20):
@@ -76,7 +75,7 @@ async def test_only_who_waits_for_something_ends_a_pause(tmp_path: Path) -> None
         assert [block.info.key for block in queue.waiting] == [C]
         draining = asyncio.ensure_future(writer.drain(10))
         await asyncio.sleep(0)
-        delete_keys(driven.store, [B])
+        driven.store.delete_keys([B])
         assert await writer.erased(10)
         assert await draining
         assert driven.durable == [(A,), (B,), (C,)]

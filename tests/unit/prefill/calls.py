@@ -4,10 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc.aio
-
 from moonpool.kv.keys import block_keys
-from moonpool.rpc.errors import from_rpc_error
+from moonpool.rpc.messages import END_OF_STREAM
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill
@@ -24,11 +22,8 @@ class PrefillCall:
 
     async def read(self) -> str:
         """The next event's name; "" at the end."""
-        try:
-            event = await self.call.read()
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from None
-        if event is grpc.aio.EOF:
+        event = await self.call.read()
+        if event is END_OF_STREAM:
             return ""
         name: str = event.WhichOneof("event")
         if name == "first_token":

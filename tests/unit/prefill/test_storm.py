@@ -4,12 +4,10 @@ import asyncio
 import random
 from collections import Counter
 
-import grpc.aio
 import pytest
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import block_keys
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
 from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, WAIT_S, Decode, Prefill, decoding, prefilling, prompt, spec
@@ -81,8 +79,6 @@ class Storm:
                     self.ends["well"] += 1
                 except MoonpoolError as error:
                     self.ends[type(error).__name__] += 1
-                except grpc.aio.AioRpcError as error:
-                    self.ends[type(from_rpc_error(error)).__name__] += 1
 
         async with asyncio.TaskGroup() as group:
             for number in range(REQUESTS):

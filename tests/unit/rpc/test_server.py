@@ -24,8 +24,7 @@ from moonpool.errors import (
     Unsupported,
 )
 from moonpool.rpc.channels import Channels, probe
-from moonpool.rpc.errors import from_rpc_error
-from moonpool.rpc.messages import PayloadMessage
+from moonpool.rpc.messages import END_OF_STREAM, PayloadMessage
 from moonpool.rpc.server import CallLimits, RunningServer, Service, serving
 from moonpool.transport.grpc import payload_stream
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, kvstore_pb2_grpc
@@ -106,9 +105,9 @@ def decode_stub(channels: Channels, server: RunningServer) -> "decode_pb2_grpc.D
 
 
 async def failure(call: object) -> MoonpoolError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(MoonpoolError) as caught:
         await call  # type: ignore[misc]
-    return from_rpc_error(caught.value)
+    return caught.value
 
 
 @pytest.fixture
@@ -176,7 +175,7 @@ async def test_payload_streams_both_ways(server: RunningServer, channels: Channe
     await call.write(PayloadMessage(decode_pb2.ReceiveKVRequest(frame=kv_pb2.FrameHeader(session=1)), b"\x01\x02"))
     assert (await read(call)).credit.bytes == 3
     await call.done_writing()
-    assert await call.read() is grpc.aio.EOF
+    assert await call.read() is END_OF_STREAM
 
     async with serving("127.0.0.1:0", [(KVSTORE, KVStore())], grace_s=0) as store:
         opener = payload_stream(
@@ -279,7 +278,7 @@ async def test_a_peer_beyond_its_limits_is_refused_until_its_calls_have_ended() 
         assert refused.reason == "peer_calls"
         await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S)
         await calls[0].done_writing()
-        assert await read(calls[0]) is grpc.aio.EOF
+        assert await read(calls[0]) is END_OF_STREAM
         await stub.Steps(timeout=DEADLINE_S).write(decode_pb2.StepsRequest())
 
 
@@ -293,8 +292,8 @@ async def test_watching_health_does_not_hold_up_the_end(channels: Channels) -> N
         )(health_pb2.HealthCheckRequest())
         assert (await read(watch)).status == health_pb2.HealthCheckResponse.SERVING
     last = await read(watch)  # gRPC may drop what was said just before a call's end
-    assert last is grpc.aio.EOF or last.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert await read(watch) is grpc.aio.EOF
+    assert last is END_OF_STREAM or last.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await read(watch) is END_OF_STREAM
 
 
 async def test_a_malformed_request_tells_its_kind(server: RunningServer, channels: Channels) -> None:

@@ -23,7 +23,6 @@ from moonpool.rpc.auth import (
     tenant_of,
 )
 from moonpool.rpc.channels import Channels, probe
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.tls import Security, Tls
 from moonpool.v1 import conductor_pb2, decode_pb2, decode_pb2_grpc, kv_pb2, kvstore_pb2, prefill_pb2
@@ -79,10 +78,7 @@ async def secured(folder: Path, **gate: object) -> AsyncIterator[RunningServer]:
 
 async def reserve(server: RunningServer, channels: Channels) -> str:
     stub = decode_pb2_grpc.DecodeServiceStub(channels.get(server.address))
-    try:
-        answer = await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S)
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
+    answer = await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S)
     return str(answer.target.decode.id)
 
 
@@ -91,10 +87,7 @@ async def tenant(channels: Channels, address: str, asked: str = "", key: str = "
     stub = ConductorServiceStub(channels.get(address))
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     request = conductor_pb2.GenerateRequest(tenant=asked)
-    try:
-        found = [message async for message in stub.Generate(request, timeout=DEADLINE_S, metadata=metadata)]
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error) from None
+    found = [message async for message in stub.Generate(request, timeout=DEADLINE_S, metadata=metadata)]
     return str(found[0].placed.request_id)
 
 
@@ -203,9 +196,9 @@ async def test_a_key_is_a_tenant_and_calls_nothing_internal(tmp_path: Path) -> N
                 await tenant(channels, server.client_address, key=wrong)
         stub = decode_pb2_grpc.DecodeServiceStub(channels.get(server.client_address))
         metadata = (("authorization", "Bearer ann-key"),)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(MoonpoolError) as caught:
             await stub.Reserve(decode_pb2.ReserveRequest(), timeout=DEADLINE_S, metadata=metadata)
-        assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert isinstance(caught.value, PermissionDenied)
 
 
 async def test_a_clients_certificate_names_its_tenant_and_a_gateway_speaks_for_all(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.server import Service, serving
-from moonpool.transport.grpc import SendQueue
+from moonpool.transport.send_queue import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 
@@ -46,7 +46,7 @@ async def served(*services: Service) -> AsyncIterator[tuple[Channels, str]]:
 
 
 class FakeStreams:
-    """What the fakes share: one outbox per call, a reader of requests, and the wish to break a stream."""
+    """What the fakes share: one send_queue per call, a reader of requests, and the wish to break a stream."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -55,7 +55,7 @@ class FakeStreams:
         self.event = asyncio.Event()
 
     async def run(
-        self, requests: Any, context: Any, handle: Callable[[Any, SendQueue], None], outbox: SendQueue
+        self, requests: Any, context: Any, handle: Callable[[Any, SendQueue], None], send_queue: SendQueue
     ) -> None:
         self.calls += 1
 
@@ -65,14 +65,14 @@ class FakeStreams:
             raise Unavailable("broken on purpose")
 
         async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(outbox.drain(context.write))
+            writer = tasks.create_task(send_queue.drain(context.write))
             breaking = tasks.create_task(breaker())
             async for request in requests:
-                handle(request, outbox)
+                handle(request, send_queue)
                 self.event.set()
                 self.event.clear()
             breaking.cancel()
-            outbox.finish()
+            send_queue.finish()
             await writer
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -90,7 +90,7 @@ class FakeDecode(FakeStreams):
         self.window = window
         self.hold_credits = hold_credits
         self.held_back: list[kv_pb2.Credit] = []
-        self.outboxes: list[SendQueue] = []
+        self.send_queues: list[SendQueue] = []
         self.transfers: dict[int, InboundTransfer] = {}
         self.memory: dict[tuple[int, int, int], bytearray] = {}
         self.closes: list[tuple[int, bool]] = []
@@ -103,20 +103,20 @@ class FakeDecode(FakeStreams):
         return kv_pb2.TransferTarget(decode=SERVER, transfer_id=transfer_id, generation=1, held_blocks=held)
 
     async def ReceiveKV(self, requests: Any, context: Any) -> None:
-        outbox, receiver = SendQueue(), FrameReceiver(self.window)
-        self.outboxes.append(outbox)
+        send_queue, receiver = SendQueue(), FrameReceiver(self.window)
+        self.send_queues.append(send_queue)
 
-        def handle(request: PayloadMessage[decode_pb2.ReceiveKVRequest], outbox: SendQueue) -> None:
+        def handle(request: PayloadMessage[decode_pb2.ReceiveKVRequest], send_queue: SendQueue) -> None:
             message = request.message
             match message.WhichOneof("message"):
                 case "hello":
                     check_hello(message.hello, namespace=NAMESPACE, layout=LAYOUT)
                     if not self.silent:
-                        outbox.post(decode_pb2.ReceiveKVResponse(welcome=receiver.welcome(SERVER)))
+                        send_queue.post(decode_pb2.ReceiveKVResponse(welcome=receiver.welcome(SERVER)))
                 case "open":
                     transfer = self.transfers[message.open.transfer_id]
                     transfer.bind(range(transfer.num_blocks))
-                    self._decide(transfer, outbox)
+                    self._decide(transfer, send_queue)
                 case "frame":
                     assert isinstance(request.payload, memoryview)
                     self.frames += 1
@@ -124,28 +124,28 @@ class FakeDecode(FakeStreams):
                         if self.hold_credits:
                             self.held_back.append(credit)
                         else:
-                            outbox.post(decode_pb2.ReceiveKVResponse(credit=credit))
-                    self._frame(message.frame, request.payload, outbox)
+                            send_queue.post(decode_pb2.ReceiveKVResponse(credit=credit))
+                    self._frame(message.frame, request.payload, send_queue)
                 case "close":
                     self.closes.append((message.close.transfer_id, message.close.aborted))
                     transfer = self.transfers[message.close.transfer_id]
                     if not transfer.done:
                         transfer.fail("closed before it was complete")
-                        self._decide(transfer, outbox)
+                        self._decide(transfer, send_queue)
 
-        await self.run(requests, context, handle, outbox)
+        await self.run(requests, context, handle, send_queue)
 
     def give_credits(self) -> None:
         self.hold_credits = False
         for credit in self.held_back:
-            self.outboxes[-1].post(decode_pb2.ReceiveKVResponse(credit=credit))
+            self.send_queues[-1].post(decode_pb2.ReceiveKVResponse(credit=credit))
         self.held_back.clear()
 
     def fail(self, transfer_id: int, reason: str) -> None:
         self.transfers[transfer_id].fail(reason)
-        self._decide(self.transfers[transfer_id], self.outboxes[-1])
+        self._decide(self.transfers[transfer_id], self.send_queues[-1])
 
-    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview, outbox: SendQueue) -> None:
+    def _frame(self, header: kv_pb2.FrameHeader, payload: memoryview, send_queue: SendQueue) -> None:
         transfer = self.transfers[header.session]
         if not transfer.matches(header.generation) or transfer.done:
             return
@@ -160,9 +160,9 @@ class FakeDecode(FakeStreams):
                     memory[offset : offset + piece.nbytes] = piece
         except MoonpoolError as error:
             transfer.fail(str(error))
-        self._decide(transfer, outbox)
+        self._decide(transfer, send_queue)
 
-    def _decide(self, transfer: InboundTransfer, outbox: SendQueue) -> None:
+    def _decide(self, transfer: InboundTransfer, send_queue: SendQueue) -> None:
         if not transfer.done or not self.verdicts:
             return
         complete = transfer.state is TransferState.COMPLETE
@@ -172,7 +172,7 @@ class FakeDecode(FakeStreams):
             status=decode_pb2.TRANSFER_STATUS_COMPLETE if complete else decode_pb2.TRANSFER_STATUS_FAILED,
             reason=transfer.reason,
         )
-        outbox.post(decode_pb2.ReceiveKVResponse(verdict=verdict))
+        send_queue.post(decode_pb2.ReceiveKVResponse(verdict=verdict))
 
 
 class FakeStore(FakeStreams):
@@ -208,42 +208,42 @@ class FakeStore(FakeStreams):
         receiver = FrameReceiver(self.window)
         sessions: set[int] = set()
 
-        def give_back(credit: kv_pb2.Credit | None, outbox: SendQueue) -> None:
+        def give_back(credit: kv_pb2.Credit | None, send_queue: SendQueue) -> None:
             if credit is not None:
-                outbox.post(kvstore_pb2.PutResponse(credit=credit))
+                send_queue.post(kvstore_pb2.PutResponse(credit=credit))
 
-        def handle(request: PayloadMessage[kvstore_pb2.PutRequest], outbox: SendQueue) -> None:
+        def handle(request: PayloadMessage[kvstore_pb2.PutRequest], send_queue: SendQueue) -> None:
             message = request.message
             match message.WhichOneof("message"):
                 case "hello":
                     check_hello(message.hello)
-                    outbox.post(kvstore_pb2.PutResponse(welcome=receiver.welcome(SERVER)))
+                    send_queue.post(kvstore_pb2.PutResponse(welcome=receiver.welcome(SERVER)))
                 case "open":
                     sessions.add(message.open.session)
                     assert isinstance(request.payload, memoryview)
-                    if self._put_open(message.open, request.payload, outbox):
+                    if self._put_open(message.open, request.payload, send_queue):
                         sessions.discard(message.open.session)
-                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), outbox)
+                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), send_queue)
                 case "frame":
                     assert isinstance(request.payload, memoryview)
                     self.frames += 1
-                    self._put_frame(message.frame, request.payload, outbox)
-                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), outbox)
+                    self._put_frame(message.frame, request.payload, send_queue)
+                    give_back(receiver.consumed(request.payload.nbytes, idle=not sessions), send_queue)
                 case "close":
                     self.put_closes.append((message.close.session, message.close.aborted))
                     self.puts.pop(message.close.session, None)
                     sessions.discard(message.close.session)
-                    give_back(None if sessions else receiver.idle(), outbox)
+                    give_back(None if sessions else receiver.idle(), send_queue)
 
         await self.run(requests, context, handle, SendQueue())
 
-    def _put_open(self, opening: kvstore_pb2.PutOpen, payload: memoryview, outbox: SendQueue) -> bool:
+    def _put_open(self, opening: kvstore_pb2.PutOpen, payload: memoryview, send_queue: SendQueue) -> bool:
         """Whether the session came whole, and has ended."""
         keys = unpack_keys(opening.keys)
         self.forgotten.append(list(opening.forgotten))
         self.parents.update(zip(keys, unpack_keys(opening.parent_keys), strict=True))
         if self.refuse == "open":
-            self._refuse(opening.session, outbox)
+            self._refuse(opening.session, send_queue)
             return False
         if self.mute:
             return False
@@ -254,22 +254,22 @@ class FakeStore(FakeStreams):
         if self.takes and opening.HasField("frame"):
             self.frames += 1
             acks, self.acks = self.acks, False
-            self._put_frame(opening.frame, payload, outbox)
+            self._put_frame(opening.frame, payload, send_queue)
             self.acks = acks
             opened.taken = True
             del self.puts[opening.session]
-        outbox.post(kvstore_pb2.PutResponse(opened=opened))
+        send_queue.post(kvstore_pb2.PutResponse(opened=opened))
         return opened.taken
 
-    def _refuse(self, session: int, outbox: SendQueue) -> None:
+    def _refuse(self, session: int, send_queue: SendQueue) -> None:
         self.refusal.session = session
-        outbox.post(kvstore_pb2.PutResponse(refused=self.refusal))
+        send_queue.post(kvstore_pb2.PutResponse(refused=self.refusal))
 
-    def _put_frame(self, header: kv_pb2.FrameHeader, payload: memoryview, outbox: SendQueue) -> None:
+    def _put_frame(self, header: kv_pb2.FrameHeader, payload: memoryview, send_queue: SendQueue) -> None:
         if header.session not in self.puts:
             return
         if self.refuse == "frame":
-            self._refuse(header.session, outbox)
+            self._refuse(header.session, send_queue)
             return
         keys, parts = self.puts[header.session]
         for run, data, _ in self.openers[header.session].open(header, payload):
@@ -283,46 +283,46 @@ class FakeStore(FakeStreams):
                         ack = kvstore_pb2.PutAck(
                             session=header.session, blocks=[block], durability=kvstore_pb2.DURABILITY_VISIBLE
                         )
-                        outbox.post(kvstore_pb2.PutResponse(ack=ack))
+                        send_queue.post(kvstore_pb2.PutResponse(ack=ack))
 
     async def Get(self, requests: Any, context: Any) -> None:
-        outbox = SendQueue()
+        send_queue = SendQueue()
         reads: dict[int, asyncio.Task[None]] = {}
         writer = FrameWriter(
-            outbox, LAYOUT, lambda header: kvstore_pb2.GetResponse(frame=header), target_bytes=self.frame_bytes
+            send_queue, LAYOUT, lambda header: kvstore_pb2.GetResponse(frame=header), target_bytes=self.frame_bytes
         )
         self.writers.append(writer)
 
-        def handle(message: kvstore_pb2.GetRequest, outbox: SendQueue) -> None:
+        def handle(message: kvstore_pb2.GetRequest, send_queue: SendQueue) -> None:
             match message.WhichOneof("message"):
                 case "hello":
                     check_hello(message.hello)
-                    outbox.post(kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=SERVER)))
+                    send_queue.post(kvstore_pb2.GetResponse(welcome=kv_pb2.StreamWelcome(receiver=SERVER)))
                 case "credit":
                     writer.grant(message.credit)
                 case "open":
-                    task = asyncio.ensure_future(self._read(message.open, writer, outbox))
+                    task = asyncio.ensure_future(self._read(message.open, writer, send_queue))
                     reads[message.open.session] = task
                 case "close":
                     self.get_closes.append(message.close.session)
                     reads[message.close.session].cancel()
 
         try:
-            await self.run(requests, context, handle, outbox)
+            await self.run(requests, context, handle, send_queue)
         finally:
             for task in reads.values():
                 task.cancel()
             await asyncio.gather(*reads.values(), return_exceptions=True)
 
-    async def _read(self, opening: kv_pb2.ReadOpen, writer: FrameWriter, outbox: SendQueue) -> None:
+    async def _read(self, opening: kv_pb2.ReadOpen, writer: FrameWriter, send_queue: SendQueue) -> None:
         keys = unpack_keys(opening.keys)
         blocks = next((index for index, key in enumerate(keys) if key not in self.blocks), len(keys))
         number = opening.session
         if self.mute:
             return
-        outbox.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=blocks)))
+        send_queue.post(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=number, blocks=blocks)))
         if self.done_early:
-            outbox.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+            send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
             return
         heads = self.heads or range(opening.head_begin, opening.head_end)
         part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
@@ -331,7 +331,7 @@ class FakeStore(FakeStreams):
                 await self.before_layer(layer)
             if self.lost_at is not None and self.lost_at[0] == layer:
                 blocks = self.lost_at[1]
-                outbox.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=blocks)))
+                send_queue.post(kvstore_pb2.GetResponse(missing=kv_pb2.ReadMissing(session=number, block=blocks)))
             slices = [
                 slice_to_send(LAYOUT, layer, i, self.blocks[keys[i]][layer][part], heads=heads, key=keys[i])
                 for i in range(blocks)
@@ -346,7 +346,7 @@ class FakeStore(FakeStreams):
                     )
                 )
                 await writer.credits.acquire(LAYOUT.slice_bytes, timeout_s=10)
-                await outbox.put(session, slices[0].data, timeout_s=10)
+                await send_queue.put(session, slices[0].data, timeout_s=10)
                 return
             await writer.send(number, 0, slices, timeout_s=10)
-        outbox.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
+        send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))

@@ -14,12 +14,22 @@ from typing import Any
 from moonpool.errors import StreamBroken
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.transport.base import PendingPayload, ReceiveBuffer, ReceivedPayload
-from moonpool.transport.config import TransportConfig, TransportSettings
-from moonpool.transport.connection import TransportConnection
+from moonpool.transport.base import (
+    ConnectionEnd,
+    PendingPayload,
+    ReceiveBuffer,
+    ReceiveCallbacks,
+    ReceivedPayload,
+    ZeroCopyConnection,
+    own_memory,
+)
+from moonpool.transport.config import TransportConfig
+from moonpool.transport.connection import SocketConnection
+from moonpool.transport.framed_socket import FramedSocket
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.shared_memory import ExportedRegions, Mailbox, MappedRegion, SharedRegion
-from moonpool.transport.tcp import FramedSocket
+from moonpool.transport.regions import ExportedRegions, Mailbox, MappedRegion, SharedRegion
+from moonpool.transport.registry import open_transports
+from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
@@ -42,13 +52,8 @@ def shared(pool: KVPool) -> Callable[[], list[SharedRegion]]:
     return lambda: [SharedRegion(fd, data) for fd, data in pool.shared()]
 
 
-def nowhere(message: Any, nbytes: int) -> ReceiveBuffer | None:
-    """Payloads get memory of their own."""
-    return None
-
-
 async def read(
-    lane: TransportConnection[Any], place: Callable[[Any, int], ReceiveBuffer | None] = nowhere
+    lane: ZeroCopyConnection[Any], receive_into: Callable[[Any, int], ReceiveBuffer | None] = own_memory
 ) -> tuple[Any, ReceivedPayload]:
     """The next message and its payload; raises why the lane has ended."""
     found: asyncio.Future[tuple[Any, ReceivedPayload]] = asyncio.get_running_loop().create_future()
@@ -58,7 +63,7 @@ async def read(
         found.set_result((message, payload))
 
     lane.resume()
-    running = asyncio.ensure_future(lane.run(take, place))
+    running = asyncio.ensure_future(lane.run(ReceiveCallbacks(take, receive_into)))
     try:
         await asyncio.wait((found, running), return_when=asyncio.FIRST_COMPLETED)
         if not found.done():
@@ -69,7 +74,7 @@ async def read(
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def came(lane: TransportConnection[Any]) -> tuple[Any, bytes]:
+async def came(lane: ZeroCopyConnection[Any]) -> tuple[Any, bytes]:
     """The next message and its payload."""
     message, payload = await read(lane)
     assert isinstance(payload, memoryview), "nobody has said where it is to land"
@@ -82,10 +87,10 @@ class Cuttable(TransportDialer):
     def __init__(
         self, names: str, folder: Path, share: Callable[[], Sequence[SharedRegion]] = tuple, **options: Any
     ) -> None:
-        super().__init__(TransportSettings.of(TransportConfig(kv_lanes=names, kv_lanes_dir=folder)), share, **options)
-        self.made: list[TransportConnection[Any]] = []
+        super().__init__(open_transports(TransportConfig(kv_lanes=names, kv_lanes_dir=folder)), share, **options)
+        self.made: list[ZeroCopyConnection[Any]] = []
 
-    async def dial(self, *args: Any, **options: Any) -> TransportConnection[Any]:
+    async def dial(self, *args: Any, **options: Any) -> ZeroCopyConnection[Any]:
         lane = await super().dial(*args, **options)
         self.made.append(lane)
         return lane
@@ -100,13 +105,13 @@ class Cuttable(TransportDialer):
 class Pair:
     """A client's and a server's end, joined; `socks` are those of the two."""
 
-    client: TransportConnection[kvstore_pb2.GetResponse]
-    server: TransportConnection[kvstore_pb2.PutRequest]
+    client: SocketConnection[kvstore_pb2.GetResponse]
+    server: SocketConnection[kvstore_pb2.PutRequest]
     socks: tuple[FramedSocket, FramedSocket]
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     def held(
-        self, parts: Sequence[memoryview], lane: TransportConnection[kvstore_pb2.PutRequest] | None = None
+        self, parts: Sequence[memoryview], lane: SocketConnection[kvstore_pb2.PutRequest] | None = None
     ) -> PendingPayload:
         """A payload whose message is being written, by the client unless told otherwise."""
         item = PendingPayload(REQUEST if lane is None else RESPONSE, list(parts))
@@ -118,7 +123,7 @@ class Pair:
 async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator[Pair]:
     """A lane over a socket pair; the server maps the pool, and writes to a mailbox of so many bytes."""
     near, far = map(FramedSocket, socket.socketpair())
-    ends: list[TransportConnection[kvstore_pb2.GetResponse] | TransportConnection[kvstore_pb2.PutRequest]] = []
+    ends: list[SocketConnection[kvstore_pb2.GetResponse] | SocketConnection[kvstore_pb2.PutRequest]] = []
 
     def acknowledge(number: int) -> Callable[[object], None]:
         return lambda message: tasks.append(asyncio.ensure_future(ends[number].write(message)))  # type: ignore[arg-type]
@@ -133,17 +138,12 @@ async def pair(pool: KVPool | None = None, *, mailbox: int = 0) -> AsyncIterator
         lent = number, MappedRegion(box.fd, mailbox, writable=True)
         readable[number] = box.region
         box.close()
-    client = TransportConnection(
-        "local",
-        near,
-        kvstore_pb2.GetResponse,
-        own=ExportedRegions(own),
-        readable=readable,
-        mailbox=number,
-        acknowledge=acknowledge(0),
+    transport = TcpTransport()
+    client: SocketConnection[kvstore_pb2.GetResponse] = SocketConnection(
+        ConnectionEnd(transport, near, ExportedRegions(own), readable, number), kvstore_pb2.GetResponse, acknowledge(0)
     )
-    server = TransportConnection(
-        "local", far, kvstore_pb2.PutRequest, readable=mapped, lent=lent, acknowledge=acknowledge(1)
+    server: SocketConnection[kvstore_pb2.PutRequest] = SocketConnection(
+        ConnectionEnd(transport, far, readable=mapped, borrowed=lent), kvstore_pb2.PutRequest, acknowledge(1)
     )
     ends += [client, server]
     try:

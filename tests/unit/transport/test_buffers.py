@@ -9,7 +9,7 @@ import pytest
 from moonpool.errors import StreamBroken
 from moonpool.kv.frames import FRAME_BYTES, SliceRun, pack_frames, whole_runs
 from moonpool.kv.keys import slice_hash
-from moonpool.transport.base import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceivedPayload
+from moonpool.transport.base import BorrowedBuffer, FilledBuffer, ReceiveBuffer, ReceiveCallbacks, ReceivedPayload
 from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.transport.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of, read
@@ -59,7 +59,7 @@ async def test_a_payload_lands_in_its_targets(mapped: bool) -> None:
     pool.close()
 
 
-async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
+async def test_a_payload_in_a_region_is_borrowed_until_it_is_returned() -> None:
     pool = pool_of()
     seen: list[tuple[bytes, bool]] = []
     all_seen = asyncio.Event()
@@ -68,14 +68,14 @@ async def test_a_payload_in_a_region_is_lent_until_it_is_given_back() -> None:
         def take(message: kvstore_pb2.PutRequest, payload: ReceivedPayload) -> None:
             if isinstance(payload, BorrowedBuffer):
                 seen.append((bytes(payload.data), held.done.done()))
-                payload.give_back()
+                payload.return_buffer()
             else:
                 assert isinstance(payload, memoryview)  # it came over the socket
                 seen.append((bytes(payload), False))
                 if len(seen) == 2:
                     all_seen.set()
 
-        serving = asyncio.ensure_future(lane.server.run(take, lend=True))
+        serving = asyncio.ensure_future(lane.server.run(ReceiveCallbacks(take, borrow=True)))
         reading = asyncio.ensure_future(read(lane.client))  # takes the words that they were pulled
         for slices in ([(0, 0)], [(0, 0), (1, 3)]):
             held = lane.held([pool.slice(*one) for one in slices])

@@ -13,9 +13,10 @@ import pytest
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.keys import slice_hash
 from moonpool.kv.pool import BytesLike
-from moonpool.transport.base import PendingPayload
-from moonpool.transport.connection import MESSAGE_COST, RECEIVE_TURN_BYTES, TransportConnection
+from moonpool.transport.base import ConnectionEnd, PendingPayload, ReceiveCallbacks
+from moonpool.transport.connection import MESSAGE_COST, RECEIVE_TURN_BYTES
 from moonpool.transport.framing import GET, LENGTH_PREFIX, OneShotMessage
+from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.transport.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of, read
 
@@ -135,7 +136,7 @@ async def test_a_server_writes_to_what_is_lent_and_beside_it_when_that_is_full()
         (frame((0, 0, 16)), "extents need"),
         (frame((1, 0, 16), follow=4) + b"abcd", "extents need"),
         (frame(*[(1, 0, 1)] * 1025), "too large"),
-        (frame(pulled=1), "were pulled"),
+        (frame(pulled=1), "were read"),
         (LENGTH_PREFIX.pack(1 << 30, 0), "a message of"),
         (LENGTH_PREFIX.pack(4, 1 << 30), "a message of"),
         (LENGTH_PREFIX.pack(3, 0) + b"\xff\xff\xff", "malformed LaneFrame"),
@@ -207,9 +208,8 @@ async def test_regions_of_a_lane_that_ends_are_unmapped_beside_the_event_loop() 
 
     async with pair() as lane:
         region: Any = SimpleNamespace(close=close)
-        ended = TransportConnection(
-            "local", lane.socks[0], kv_pb2.LaneFrame, readable={1: region}, acknowledge=lambda message: None
-        )
+        end = ConnectionEnd(TcpTransport(), lane.socks[0], readable={1: region})
+        ended = end.open(kv_pb2.LaneFrame, lambda message: None)
         ended.close(StreamBroken("the peer was killed"))
         assert not closed.is_set()
         go.set()
@@ -236,13 +236,13 @@ async def test_what_a_taker_raises_is_raised_and_nothing_more_is_taken() -> None
         for _ in range(2):
             await lane.client.write(REQUEST)
         with pytest.raises(KeyError, match="refused"):
-            await lane.server.run(refuse)
+            await lane.server.run(ReceiveCallbacks(refuse))
         assert taken == [REQUEST]
         assert await came(lane.server) == (REQUEST, b"")
         lane.held([memoryview(b"x")])
         lane.server.resume()  # after `came`
         with pytest.raises(LookupError, match="no place"):
-            await lane.server.run(refuse, nowhere)
+            await lane.server.run(ReceiveCallbacks(refuse, nowhere))
         assert taken == [REQUEST]
 
 
@@ -255,13 +255,16 @@ async def test_many_messages_leave_others_their_turns(many: int, message: bytes,
     """However many come, and from wherever: what was received already, or lies with the system."""
     taken, turns = list[Any](), list[int]()
 
-    def brief(message: OneShotMessage, payload: BytesLike) -> int:
+    def take(message: Any, payload: Any) -> None:
+        taken.append(message)
+
+    def on_one_shot(message: OneShotMessage, payload: BytesLike) -> int:
         taken.append(message)
         return RECEIVE_TURN_BYTES // 2
 
     async with pair() as lane:
         sending = asyncio.ensure_future(lane.socks[0].send([message * many]))
-        serving = asyncio.ensure_future(lane.server.run(lambda one, payload: taken.append(one), brief=brief))
+        serving = asyncio.ensure_future(lane.server.run(ReceiveCallbacks(take, on_one_shot=on_one_shot)))
         while len(taken) < many:
             turns.append(len(taken))
             await asyncio.sleep(0)

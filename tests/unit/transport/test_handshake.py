@@ -16,10 +16,12 @@ import pytest
 from google.protobuf.message import Message
 
 from moonpool.errors import FrameError, MoonpoolError, StreamBroken
-from moonpool.transport.config import TransportConfig, TransportSettings
-from moonpool.transport.connection import TransportConnection
+from moonpool.transport.base import ConnectionEnd, Transport, ZeroCopyConnection
+from moonpool.transport.config import TransportConfig
 from moonpool.transport.framing import LENGTH_PREFIX
-from moonpool.transport.handshake import AcceptedConnection, TransportDialer, TransportListener
+from moonpool.transport.handshake import TransportDialer, TransportListener
+from moonpool.transport.registry import open_transports
+from moonpool.transport.shared_memory import SharedMemoryTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.transport.pairs import REQUEST, pool_of, read, shared
 
@@ -35,9 +37,9 @@ class Ends:
 
     server: TransportListener
     dialer: TransportDialer
-    settings: TransportSettings
-    opened: list[AcceptedConnection] = field(default_factory=list)
-    lanes: list[TransportConnection[Any]] = field(default_factory=list)
+    transports: tuple[Transport, ...]
+    opened: list[ConnectionEnd] = field(default_factory=list)
+    lanes: list[ZeroCopyConnection[Any]] = field(default_factory=list)
     acknowledged: list[Message] = field(default_factory=list)
 
     def offer(self, **changes: Any) -> kv_pb2.Lane | None:
@@ -48,10 +50,12 @@ class Ends:
         return self.server.offer(hello, self.opened.append)
 
     async def dial(
-        self, offer: kv_pb2.Lane | None, incarnation: int = INCARNATION, lend_bytes: int = WINDOW
-    ) -> TransportConnection[Any]:
+        self, offer: kv_pb2.Lane | None, incarnation: int = INCARNATION, mailbox_bytes: int = WINDOW
+    ) -> ZeroCopyConnection[Any]:
         assert offer is not None
-        lane = await self.dialer.dial(offer, incarnation, kvstore_pb2.GetResponse, lend_bytes, self.acknowledged.append)
+        lane = await self.dialer.dial(
+            offer, incarnation, kvstore_pb2.GetResponse, mailbox_bytes, self.acknowledged.append
+        )
         self.lanes.append(lane)
         return lane
 
@@ -61,10 +65,11 @@ async def ends(
     folder: Path, lanes: str = "local,tcp", *, uid: int | None = None, **options: Any
 ) -> AsyncIterator[Ends]:
     config = TransportConfig(kv_lanes=lanes, kv_lanes_dir=folder)
-    settings = TransportSettings.of(config)
-    server = TransportListener(settings, INCARNATION, uid=uid, handshake_s=options.pop("handshake_s", 5.0))
+    transports = open_transports(config)
+    served = transports if uid is None else (SharedMemoryTransport(folder, uid),)
+    server = TransportListener(served, INCARNATION, handshake_s=options.pop("handshake_s", 5.0))
     pool = pool_of()
-    it = Ends(server, TransportDialer(settings, shared(pool), dial_s=5.0), settings)
+    it = Ends(server, TransportDialer(transports, shared(pool), dial_s=5.0), transports)
     async with server.running(config):
         yield it
     for lane in it.lanes:
@@ -98,10 +103,8 @@ async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> Non
         assert (lane.name, [opened.name for opened in it.opened]) == (name, [name])
         [opened] = it.opened
         expected: dict[str, tuple[list[int], int | None]] = {"local": ([], 1), "tcp": ([], None)}
-        assert (list(opened.readable), opened.lent and opened.lent[0]) == expected[name]
-        far: TransportConnection[Any] = TransportConnection(
-            name, opened.sock, kvstore_pb2.PutRequest, acknowledge=it.acknowledged.append
-        )
+        assert (list(opened.readable), opened.borrowed and opened.borrowed[0]) == expected[name]
+        far: ZeroCopyConnection[Any] = opened.open(kvstore_pb2.PutRequest, it.acknowledged.append)
         await lane.write(REQUEST)
         assert (await read(far))[0] == REQUEST
         assert it.server.opened == {name: 1}
@@ -113,16 +116,16 @@ async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> Non
 async def test_a_pool_is_shown_to_those_who_read_it_only(sockets: Path) -> None:
     async with ends(sockets, "local") as it:
         await it.dial(it.offer())
-        await it.dial(it.offer(), lend_bytes=0)
+        await it.dial(it.offer(), mailbox_bytes=0)
         reading, writing = it.opened
-        assert (list(reading.readable), reading.lent is not None) == ([], True)
-        assert (list(writing.readable), writing.lent is not None) == ([1], False)
+        assert (list(reading.readable), reading.borrowed is not None) == ([], True)
+        assert (list(writing.readable), writing.borrowed is not None) == ([1], False)
 
 
 async def test_the_client_s_best_lane_that_both_have_is_offered(sockets: Path) -> None:
     async with ends(sockets) as it:
         for lanes, kind in ((["tcp", "local"], "TCP"), (["local", "tcp"], "LOCAL"), (["tcp"], "TCP")):
-            hello = kv_pb2.StreamHello(lane_place=it.settings.place)
+            hello = kv_pb2.StreamHello(lane_place=it.transports[0].scope)
             hello.lanes.extend(kv_pb2.LaneKind.Value(f"LANE_KIND_{each.upper()}") for each in lanes)
             offer = it.server.offer(hello, it.opened.append)
             assert offer is not None
@@ -145,7 +148,7 @@ async def test_another_machine_user_or_folder_gets_no_local_lane(sockets: Path) 
 async def test_a_token_opens_one_lane_of_its_kind_at_its_incarnation(sockets: Path, name: str) -> None:
     async with ends(sockets) as it:
         kind = kv_pb2.LaneKind.Value(f"LANE_KIND_{name.upper()}")
-        hello = kv_pb2.StreamHello(lanes=[kind], lane_place=it.settings.place)
+        hello = kv_pb2.StreamHello(lanes=[kind], lane_place=it.transports[0].scope)
         offers = [it.server.offer(hello, it.opened.append) for _ in range(4)]
         used, wrong, gone, late = (each for each in offers if each is not None)
         await it.dial(used)
@@ -164,7 +167,7 @@ async def test_a_token_opens_one_lane_of_its_kind_at_its_incarnation(sockets: Pa
 
 async def test_another_user_is_refused(sockets: Path) -> None:
     async with ends(sockets, "local", uid=os.getuid() + 1) as it:
-        with pytest.raises(MoonpoolError, match="refused: it is another user's"):
+        with pytest.raises(MoonpoolError, match="refused: the peer is another user's"):
             await it.dial(it.offer())
         assert not it.opened
 
@@ -231,7 +234,7 @@ async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(s
         hung = socket.socket(socket.AF_UNIX)
         hung.bind(str(sockets / "hung"))
         hung.listen()
-        dialer = TransportDialer(it.settings, dial_s=0.01)
+        dialer = TransportDialer(it.transports, dial_s=0.01)
         offer = kv_pb2.Lane(kind=kv_pb2.LANE_KIND_LOCAL, address=str(sockets / "hung"))
         with pytest.raises(TimeoutError):
             await dialer.dial(offer, INCARNATION, kvstore_pb2.GetResponse, 0, it.acknowledged.append)
@@ -241,7 +244,7 @@ async def test_a_dialer_takes_what_it_asked_for_only_and_no_longer_than_it_may(s
 
 async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: Path) -> None:
     async with ends(sockets) as it:
-        dialer = TransportDialer(it.settings, retry_s=60.0)
+        dialer = TransportDialer(it.transports, retry_s=60.0)
         now = asyncio.get_running_loop().time()
         dialer.failed("KV to x", "local", 4, StreamBroken("gone"))
         assert dialer.retry_at(4) >= now + 60.0

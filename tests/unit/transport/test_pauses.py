@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from moonpool.errors import StreamBroken
-from moonpool.transport.connection import TransportConnection
-from moonpool.transport.handshake import AcceptedConnection
+from moonpool.transport.base import ConnectionEnd, ReceiveCallbacks
+from moonpool.transport.framed_socket import FramedSocket
 from moonpool.transport.streams import ServerStream
-from moonpool.transport.tcp import FramedSocket
+from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.transport.fakes import HELLO
 from tests.unit.transport.turns import turn
@@ -22,9 +22,11 @@ MANY, UNSENT = 2000, 4
 class Offers:
     """Stands for a `LaneServer`: the test hands the connection over."""
 
-    attach: Callable[[AcceptedConnection], None]
+    attach: Callable[[ConnectionEnd], None]
 
-    def offer(self, hello: kv_pb2.StreamHello, attach: Callable[[AcceptedConnection], None]) -> kv_pb2.Lane:
+    def offer(
+        self, hello: kv_pb2.StreamHello, attach: Callable[[ConnectionEnd], None], *, one_shot: bool
+    ) -> kv_pb2.Lane:
         self.attach = attach
         return kv_pb2.Lane(token=b"token")
 
@@ -36,11 +38,11 @@ class Echo(ServerStream[kvstore_pb2.PutRequest]):
     """Answers each close with the same session's number."""
 
     def __init__(self, lanes: Any) -> None:
-        super().__init__(asyncio.Event(), max_unsent=UNSENT, lanes=lanes)
+        super().__init__(asyncio.Event(), max_unsent=UNSENT, listener=lanes)
         self.taken: list[int] = []
 
     async def on_hello(self, message: kvstore_pb2.PutRequest) -> None:
-        self.offer_lane(message)
+        self.offer_transport(message)
 
     def on_message(self, message: kvstore_pb2.PutRequest, payload: memoryview) -> None:
         self.taken.append(message.close.session)
@@ -65,7 +67,7 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
     await turn()
     near, far = socket.socketpair()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a few answers
-    offers.attach(AcceptedConnection("tcp", FramedSocket(far), {}, None))
+    offers.attach(ConnectionEnd(TcpTransport(), FramedSocket(far)))
     answers: list[int] = []
     all_came = asyncio.Event()
 
@@ -74,7 +76,9 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
         if len(answers) == MANY:
             all_came.set()
 
-    peer = TransportConnection("tcp", FramedSocket(near), kvstore_pb2.PutResponse, acknowledge=lambda message: None)
+    peer = TcpTransport().open_connection(
+        ConnectionEnd(TcpTransport(), FramedSocket(near)), kvstore_pb2.PutResponse, lambda message: None
+    )
 
     async def send() -> None:
         for number in range(1, MANY + 1):
@@ -83,8 +87,8 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
     sending = asyncio.ensure_future(send())
     await turn(100)
     assert 0 < len(stream.taken) < MANY
-    assert len(stream.outbox) == UNSENT + 1
-    reading = asyncio.ensure_future(peer.run(take))
+    assert len(stream.send_queue) == UNSENT + 1
+    reading = asyncio.ensure_future(peer.run(ReceiveCallbacks(take)))
     async with asyncio.timeout(60):
         await all_came.wait()
     assert answers == stream.taken == list(range(1, MANY + 1))

@@ -1,4 +1,4 @@
-"""Payloads that an outbox holds for a lane: when their sender's memory is free, and how a sender leaves."""
+"""Payloads that an send_queue holds for a lane: when their sender's memory is free, and how a sender leaves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from moonpool.errors import StreamBroken, TransferFailed
 from moonpool.transport.base import PendingPayload, UnsentRest
-from moonpool.transport.grpc import TURN_BYTES, SendQueue
+from moonpool.transport.send_queue import TURN_BYTES, SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2
 
 LONG_S = 60.0
@@ -22,17 +22,17 @@ def frame(session: int) -> decode_pb2.ReceiveKVRequest:
 
 
 class Writer:
-    """Takes what an outbox writes; `finish` says when the lane is done with it."""
+    """Takes what an send_queue writes; `finish` says when the lane is done with it."""
 
     def __init__(self) -> None:
-        self.outbox = SendQueue()
-        self.outbox.hold(self.stuck, self.start)
+        self.send_queue = SendQueue()
+        self.send_queue.hold(self.stuck, self.start)
         self.left: list[memoryview] = []  # of what was written last
         self.items: list[Any] = []
         self.errors: list[Exception] = []
         self.came = asyncio.Event()
         self.unsent: list[int] = []
-        self.task = asyncio.ensure_future(self.outbox.drain(self.write))
+        self.task = asyncio.ensure_future(self.send_queue.drain(self.write))
 
     def start(self, item: Any) -> UnsentRest:
         """Nothing can be sent at once."""
@@ -52,7 +52,7 @@ class Writer:
 
     def put(self, session: int, data: Any = b"x" * SIZE, timeout_s: float = LONG_S) -> asyncio.Task[None]:
         return asyncio.ensure_future(
-            self.outbox.put(frame(session), data, timeout_s=timeout_s, unsent=lambda: self.unsent.append(session))
+            self.send_queue.put(frame(session), data, timeout_s=timeout_s, unsent=lambda: self.unsent.append(session))
         )
 
     async def item(self) -> PendingPayload:
@@ -64,7 +64,7 @@ class Writer:
         return item
 
     async def end(self) -> None:
-        self.outbox.finish()
+        self.send_queue.finish()
         await self.task
 
 
@@ -83,9 +83,9 @@ async def test_a_sender_waits_until_the_lane_is_done_with_its_memory() -> None:
 
 async def test_what_is_offered_is_copied_since_nobody_waits() -> None:
     writer, data = Writer(), memoryview(bytearray(b"abcd"))
-    assert writer.outbox.offer(frame(1), [data[:2], data[2:]])
+    assert writer.send_queue.offer(frame(1), [data[:2], data[2:]])
     data[:] = b"wxyz"
-    assert writer.outbox.offer(frame(2), [data])
+    assert writer.send_queue.offer(frame(2), [data])
     data[:] = b"...."
     for expected in (b"abcd", b"wxyz"):
         item = await writer.item()
@@ -144,19 +144,19 @@ async def test_a_lane_that_is_not_done_in_time_is_ended() -> None:
 async def test_of_several_that_are_given_up_the_lane_ends_what_it_began_and_the_others_do_not_go() -> None:
     writer = Writer()
     begin = [
-        await writer.outbox.begin(
+        await writer.send_queue.begin(
             frame(number), b"x" * SIZE, timeout_s=LONG_S, unsent=functools.partial(writer.unsent.append, number)
         )
         for number in range(3)
     ]
     items = [item for item in begin if item is not None]
     begun = await writer.item()
-    leaving = asyncio.ensure_future(writer.outbox.abandon(items))
+    leaving = asyncio.ensure_future(writer.send_queue.abandon(items))
     await asyncio.sleep(0)
     assert (len(items), begun is items[0], writer.unsent, leaving.done()) == (3, True, [1, 2], False)
     begun.finish()
     await leaving
-    await writer.outbox.abandon(items)  # nothing is left of them
+    await writer.send_queue.abandon(items)  # nothing is left of them
     await writer.end()
     assert (writer.items, writer.unsent, writer.errors) == ([begun], [1, 2], [])
 
@@ -165,7 +165,7 @@ async def test_payloads_that_wait_fail_when_the_outbox_is_closed() -> None:
     writer = Writer()
     waiting = writer.put(1)
     await asyncio.sleep(0)
-    writer.outbox.close(StreamBroken("over"))
+    writer.send_queue.close(StreamBroken("over"))
     with pytest.raises(StreamBroken, match="over"):
         await waiting
     with pytest.raises(StreamBroken, match="over"):
@@ -186,11 +186,11 @@ async def test_what_nothing_waits_before_is_sent_at_once_and_the_rest_in_its_tur
 
     writer = Writer()
     await asyncio.sleep(0)
-    writer.outbox.hold(writer.stuck, start)
+    writer.send_queue.hold(writer.stuck, start)
     close = decode_pb2.ReceiveKVRequest(close=decode_pb2.TransferClose(transfer_id=3)).SerializeToString()
-    writer.outbox.post(decode_pb2.ReceiveKVRequest.FromString(close))
+    writer.send_queue.post(decode_pb2.ReceiveKVRequest.FromString(close))
     await writer.put(1)
-    assert ([getattr(item, "message", item) for item in sent], len(writer.outbox)) == ([close, frame(1)], 0)
+    assert ([getattr(item, "message", item) for item in sent], len(writer.send_queue)) == ([close, frame(1)], 0)
     takes = False
     second, third = writer.put(2), writer.put(3)
     held = await writer.item()
@@ -212,11 +212,11 @@ async def test_who_sends_much_at_once_leaves_others_their_turns() -> None:
     def start(item: Any) -> None:
         item.finish()
 
-    writer.outbox.hold(writer.stuck, start)
+    writer.send_queue.hold(writer.stuck, start)
 
     async def send() -> None:
         for session in range(64):
-            await writer.outbox.put(frame(session), bytes(TURN_BYTES // 8), timeout_s=LONG_S)
+            await writer.send_queue.put(frame(session), bytes(TURN_BYTES // 8), timeout_s=LONG_S)
             turns[-1] += 1
 
     sending = asyncio.ensure_future(send())

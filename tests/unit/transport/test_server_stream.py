@@ -137,7 +137,7 @@ async def test_a_wrong_message_ends_the_stream_and_everything_on_it() -> None:
     assert isinstance(await failure(stream, Peer(GREETING, close(0))), InvalidRequest)
     assert stream.ends >= 1
     with pytest.raises(StreamBroken):
-        stream.outbox.post(kvstore_pb2.PutResponse())
+        stream.send_queue.post(kvstore_pb2.PutResponse())
 
 
 async def test_a_closing_service_ends_its_streams() -> None:
@@ -155,7 +155,7 @@ async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None
     running = asyncio.ensure_future(run(stream, peer))
     await turn(100)
     assert 0 < len(stream.taken) <= 5
-    assert len(stream.outbox) <= 5
+    assert len(stream.send_queue) <= 5
     peer.reads.set()
     peer.up.put_nowait(None)
     await running

@@ -13,7 +13,7 @@ import pytest
 
 from moonpool.errors import StreamBroken
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import MuxStream
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxStream, StreamOptions, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.transport.fakes import HELLO, SERVER, STORE, served
 
@@ -73,9 +73,9 @@ def session_of(message: kvstore_pb2.GetResponse) -> Hashable:
 
 
 @asynccontextmanager
-async def streaming(store: Store) -> AsyncIterator[Stream]:
+async def streaming(store: Store, options: StreamOptions = DEFAULT_OPTIONS) -> AsyncIterator[Stream]:
     async with served((STORE, store)) as (channels, address):
-        stream: Stream = MuxStream(
+        spec: StreamSpec[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse] = StreamSpec(
             "test",
             lambda: payload_stream(
                 channels.get(address),
@@ -89,7 +89,9 @@ async def streaming(store: Store) -> AsyncIterator[Stream]:
             kvstore_pb2.GetResponse,
             window_bytes=8,
             credit=lambda credit: kvstore_pb2.GetRequest(credit=credit),
+            options=options,
         )
+        stream: Stream = MuxStream(spec)
         try:
             yield stream
         finally:
@@ -217,14 +219,17 @@ async def test_a_stream_is_given_up_after_a_long_silence_only() -> None:
         now = asyncio.get_running_loop().time()
         session.suspect(now - 100)  # it was heard of less than silence_s ago
         assert (handler.error, stream.connected) == (None, True)
-        stream.spec.silence_s = 0.0
+    async with streaming(store, StreamOptions(silence_s=0.0)) as stream:
+        handler = Handler()
+        await stream.open(1, handler)
+        now = asyncio.get_running_loop().time()
         stream.suspect(now + 100)  # the wait has not lasted long
         assert stream.connected
         stream.suspect(now)
         assert isinstance(handler.error, StreamBroken)
         assert not stream.connected
         await stream.open(1, Handler())
-        assert store.calls == 2
+        assert store.calls == 3
 
 
 async def silent_end(requests: Any, context: Any) -> None:

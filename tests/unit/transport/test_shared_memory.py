@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import FrameError
-from moonpool.transport.shared_memory import (
+from moonpool.transport.regions import (
     ExportedRegions,
     Mailbox,
     MailboxRing,

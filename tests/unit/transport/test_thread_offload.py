@@ -9,7 +9,7 @@ import pytest
 from moonpool.errors import StreamBroken
 from moonpool.kv.keys import slice_hash
 from moonpool.transport.async_utils import ThreadOffload
-from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
+from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceiveCallbacks, ReceivedPayload
 from tests.unit.fakes.beside import Held
 from tests.unit.transport.pairs import LAYOUT, REQUEST, Pair, pair, pool_of
 
@@ -25,7 +25,7 @@ class Serving:
         self.seen: list[str] = []
         self.value = slice_hash(b"\x02" * SIZE)
         self._beside, self._changed = ThreadOffload(self.threads, least_bytes), asyncio.Event()
-        self.task = asyncio.ensure_future(lane.server.run(self._take, self._place))
+        self.task = asyncio.ensure_future(lane.server.run(ReceiveCallbacks(self._take, self._place)))
 
     async def until(self, *seen: str) -> None:
         while self.seen != list(seen):
@@ -49,7 +49,7 @@ class Serving:
 
     def _take(self, message: object, payload: ReceivedPayload) -> None:
         if isinstance(payload, FilledBuffer):
-            payload.tell()
+            payload.report()
         else:
             self.seen.append("a message")
             self._changed.set()

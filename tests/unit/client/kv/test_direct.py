@@ -19,7 +19,7 @@ from moonpool.client.kv.connection import REOPEN_AFTER_S, KVConnection
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome
-from moonpool.transport.shared_memory import SharedMemory
+from moonpool.transport.regions import SharedMemory
 from moonpool.v1 import kv_pb2
 from tests.unit.client.kv.test_values import NAME, SIZES, data_of
 from tests.unit.kvstore.rig import Rig, rig

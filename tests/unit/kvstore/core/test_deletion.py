@@ -7,7 +7,7 @@ import pytest
 
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import DeletedCount, DeletionSteps, delete_expired, delete_selected
+from services.kvstore.core.store import DeletedCount, DeletionSteps
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
@@ -59,7 +59,7 @@ def test_a_deletion_judges_each_kind_of_a_segment_once(tmp_path: Path) -> None:
         driven.flush(THEIRS, "theirs")
         for key in (*OURS, *THEIRS):
             driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
-        steps = delete_selected(driven.store, KVSelection(tenants=tenants), step_blocks=1)
+        steps = driven.store.delete_selected(KVSelection(tenants=tenants), step_blocks=1)
         next(steps)
         driven.flush(keys_of(2, "late"), "late")  # a kind more
         assert all_of(steps).blocks == 4
@@ -89,7 +89,7 @@ def crash(path: Path, to: Path) -> Path:
 def test_nobody_finds_it_any_more_and_it_is_counted_once(tmp_path: Path, selection: KVSelection) -> None:
     with store(tmp_path, 2 * RECORD) as driven:
         driven.flush(OURS, "ours")
-        forgotten = all_of(delete_selected(driven.store, selection))
+        forgotten = all_of(driven.store.delete_selected(selection))
         assert forgotten == DeletedCount(4, 4 * BLOCK + 4 * RECORD)
         assert sorted(driven.removed) == sorted(OURS)
         assert driven.read(OURS) == []
@@ -97,7 +97,7 @@ def test_nobody_finds_it_any_more_and_it_is_counted_once(tmp_path: Path, selecti
         driven.flush()
         assert not driven.store.writes.queue.erasing
         assert on_disk(tmp_path, OURS) == []
-        assert all_of(delete_selected(driven.store, selection)) == DeletedCount()
+        assert all_of(driven.store.delete_selected(selection)) == DeletedCount()
 
 
 @pytest.mark.parametrize("selection", EVERYTHING)
@@ -109,7 +109,7 @@ def test_after_a_restart_others_blocks_are_there_and_deleted_ones_are_not(
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush(OURS, "ours")
         driven.flush(THEIRS, "theirs")
-        all_of(delete_selected(driven.store, selection))
+        all_of(driven.store.delete_selected(selection))
         driven.flush()
     if without == "index":
         shutil.rmtree(tmp_path / "index")
@@ -126,7 +126,7 @@ def test_copies_that_were_superseded_do_not_come_back_with_a_lost_index(tmp_path
         tier_of(driven).forget(OURS[:1])  # as for a quota: its record stays, dead
         driven.store.tiers.dram.drop(driven.store.tiers.dram[OURS[0]])
         driven.flush(OURS[:1], "ours")
-        all_of(delete_selected(driven.store, EVERYTHING[1]))
+        all_of(driven.store.delete_selected(EVERYTHING[1]))
         driven.flush()
         assert on_disk(tmp_path, OURS[:1]) == []
     shutil.rmtree(tmp_path / "index")
@@ -138,7 +138,7 @@ def test_a_crash_after_the_answer_brings_nothing_back_and_one_before_it_no_wrong
     live = tmp_path / "live"
     with store(live, 4 * RECORD) as driven:
         driven.flush(OURS, "ours")
-        all_of(delete_selected(driven.store, EVERYTHING[0]))
+        all_of(driven.store.delete_selected(EVERYTHING[0]))
         before = crash(live, tmp_path / "before")
         driven.flush()
         after = crash(live, tmp_path / "after")
@@ -152,7 +152,7 @@ def test_a_crash_between_overwriting_and_the_index_leaves_a_miss(tmp_path: Path)
     live, files = tmp_path / "live", FaultyFiles()
     with store(live, 4 * RECORD, files=files) as driven:
         driven.flush(OURS, "ours")
-        all_of(delete_selected(driven.store, EVERYTHING[0]))
+        all_of(driven.store.delete_selected(EVERYTHING[0]))
         files.fail("transaction", OSError(5, "an error"), 1)
         driven.flush()
         assert driven.store.writes.queue.erasing  # it is not said to be done
@@ -169,7 +169,7 @@ def test_a_block_on_its_way_to_the_disk_does_not_get_there(tmp_path: Path, momen
     with store(tmp_path, 4 * RECORD) as driven:
         session, writes = driven.put(OURS, "ours"), driven.store.writes
         plan = writes.queue.next_plan() if moment == "committing" else None
-        all_of(delete_selected(driven.store, EVERYTHING[0]))
+        all_of(driven.store.delete_selected(EVERYTHING[0]))
         assert session.closed
         if plan is not None:
             assert writes.queue.erasing
@@ -188,7 +188,7 @@ def test_a_block_that_comes_anew_while_the_deleted_one_is_written_becomes_durabl
         driven.put(OURS[:1], "ours")
         plan = driven.store.writes.queue.next_plan()
         assert plan is not None
-        all_of(delete_selected(driven.store, EVERYTHING[0]))
+        all_of(driven.store.delete_selected(EVERYTHING[0]))
         again = driven.put(OURS[:1], "ours")
         tier_of(driven).commit(plan)
         driven.store.writes.queue.plan_done(None)
@@ -209,7 +209,7 @@ def test_a_block_that_is_carried_over_meanwhile_is_overwritten_at_its_new_place(
         plan = driven.store.writes.queue.next_plan()
         assert plan is not None
         assert {append.key for append in plan.carry} >= set(OURS[:2])
-        all_of(delete_selected(driven.store, EVERYTHING[1]))
+        all_of(driven.store.delete_selected(EVERYTHING[1]))
         tier_of(driven).commit(plan)
         driven.store.writes.queue.plan_done(None)
         assert driven.store.writes.queue.erasing
@@ -224,7 +224,7 @@ def test_an_unfinished_block_is_given_up_and_its_writer_told(tmp_path: Path) -> 
         assert session is not None
         assert other is not None
         driven.store.writes.write(session, [run_of(OURS[0], 0, 0)])
-        all_of(delete_selected(driven.store, EVERYTHING[0]))
+        all_of(driven.store.delete_selected(EVERYTHING[0]))
         assert driven.forgotten == [tuple(OURS[:1])]
         assert (session.closed, other.closed) == (True, False)
         driven.store.writes.close(other)
@@ -237,7 +237,7 @@ def test_a_reader_ends_with_what_it_has_in_memory_and_misses_the_rest(tmp_path: 
     driven = Driven(open_ssd(tmp_path, 1 << 20, 4 * RECORD), dram_bytes=8 * BLOCK)
     assert driven.read(OURS[:1], promote=True) == [data_of(OURS[0])]
     lease = driven.store.reads.open(OURS[:2], FORMAT, promote=True)
-    all_of(delete_selected(driven.store, EVERYTHING[0]))
+    all_of(driven.store.delete_selected(EVERYTHING[0]))
     in_memory, cold = lease.sources
     assert b"".join(view_of(in_memory, layer) for layer in range(3)) == data_of(OURS[0])
     assert cold.reader is not None
@@ -261,17 +261,17 @@ def test_blocks_leave_a_tier_when_their_tenants_time_is_over(tmp_path: Path) -> 
                 driven.store.writes.write(session, [run_of(key, 0, layer)])
             driven.store.writes.close(session)
         driven.flush()
-        assert all_of(delete_expired(driven.store, {"ours": 600.0}, 1500.0)) == DeletedCount()
+        assert all_of(driven.store.delete_expired({"ours": 600.0}, 1500.0)) == DeletedCount()
     for lost in (False, True):
         if lost:
             shutil.rmtree(tmp_path / "index")
         with store(tmp_path, 8 * RECORD) as driven:
             assert driven.read(OURS[:1], promote=True) == [data_of(OURS[0])]
-            assert all_of(delete_expired(driven.store, {"ours": 600.0}, 1600.0)) == DeletedCount()
+            assert all_of(driven.store.delete_expired({"ours": 600.0}, 1600.0)) == DeletedCount()
     with store(tmp_path, 8 * RECORD) as driven:
         driven.read(OURS[:1], promote=True)
-        assert all_of(delete_expired(driven.store, {"ours": 600.0}, 1601.0)) == DeletedCount(1, BLOCK + RECORD)
+        assert all_of(driven.store.delete_expired({"ours": 600.0}, 1601.0)) == DeletedCount(1, BLOCK + RECORD)
         driven.flush()
         assert [driven.read([key]) != [] for key in (OURS[0], OURS[1], THEIRS[0])] == [False, True, True]
-        assert all_of(delete_expired(driven.store, {"*": 600.0, "theirs": 1e9}, 3000.0)) == DeletedCount(1, RECORD)
+        assert all_of(driven.store.delete_expired({"*": 600.0, "theirs": 1e9}, 3000.0)) == DeletedCount(1, RECORD)
         assert driven.read(THEIRS[:1]) == [data_of(THEIRS[0])]

@@ -10,7 +10,7 @@ import pytest
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import DeletedCount, delete_expired, delete_keys, delete_selected
+from services.kvstore.core.store import DeletedCount
 from services.kvstore.core.writes import DeletedBlocksError, PutSpec
 from tests.unit.kvstore.core.test_deletion import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles
@@ -64,7 +64,7 @@ def test_a_session_that_waits_for_durable_hears_at_once_that_its_block_was_too_o
         files.fail("write", BROKEN)
         driven.flush(OURS[:1])  # in DRAM only
         unsaved, queued = driven.put(OURS[:1]), driven.put(OURS[1:2])
-        all_of(delete_expired(driven.store, {"*": 60.0}, 1000.0))
+        all_of(driven.store.delete_expired({"*": 60.0}, 1000.0))
         assert sorted(driven.forgotten) == sorted([tuple(OURS[:1]), tuple(OURS[1:2])])
         assert (unsaved.closed, queued.closed) == (True, True)
         assert driven.store.writes.awaiting == {}
@@ -77,7 +77,7 @@ def test_a_record_that_cannot_be_overwritten_keeps_no_plan_from_its_end(tmp_path
     files = FaultyFiles()
     with store(tmp_path, 4 * RECORD, files=files) as driven:
         driven.flush([*OURS[:1], *THEIRS], "ours")
-        all_of(delete_selected(driven.store, KVSelection(keys=frozenset(OURS))))
+        all_of(driven.store.delete_selected(KVSelection(keys=frozenset(OURS))))
         files.fail("write", BROKEN, 1)
         session = driven.put(keys_of(1, "more"))
         plan = driven.store.writes.queue.next_plan()
@@ -97,7 +97,7 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
     with store(tmp_path, 8 * RECORD, files=files) as driven:
         driven.flush([*OURS[:1], *THEIRS], "ours")
         (number,) = tier_of(driven).catalogue.segments
-        all_of(delete_selected(driven.store, KVSelection(keys=frozenset(OURS))))
+        all_of(driven.store.delete_selected(KVSelection(keys=frozenset(OURS))))
         for _ in range(2):  # the second plan tries it again, and then the file goes
             files.fail("write", BROKEN, 1)
             plan = driven.store.writes.queue.next_plan()
@@ -114,7 +114,7 @@ def test_a_segment_of_which_a_record_cannot_be_overwritten_is_written_anew(tmp_p
 def test_a_key_that_is_named_twice_is_dropped_once(tmp_path: Path) -> None:
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush(OURS[:2])
-        assert delete_keys(driven.store, [OURS[0], OURS[1], OURS[0]]) == DeletedCount(2, 2 * (BLOCK + RECORD))
+        assert driven.store.delete_keys([OURS[0], OURS[1], OURS[0]]) == DeletedCount(2, 2 * (BLOCK + RECORD))
         driven.flush()
         assert driven.read(OURS[:1]) == []
 
@@ -126,7 +126,7 @@ def test_leases_of_two_blocks_that_had_one_key_count_what_each_has() -> None:
     driven.put(OURS[:1])
     reads, tiers = driven.store.reads, driven.store.tiers
     first = reads.open(OURS[:1], FORMAT, promote=False)
-    delete_keys(driven.store, OURS[:1])
+    driven.store.delete_keys(OURS[:1])
     assert tiers.reserve({"": larger.layout.block_bytes})
     tiers.insert([block_of(OURS[0], block_format=larger)])
     second = reads.open(OURS[:1], larger, promote=False)
@@ -154,7 +154,7 @@ def test_a_block_that_is_read_while_its_segment_is_rewritten_does_not_come_back(
         tier_of(driven).commit(plan)
         queue.plan_done(None)
         if then != "stays":
-            all_of(delete_selected(driven.store, KVSelection(keys=frozenset(OURS))))
+            all_of(driven.store.delete_selected(KVSelection(keys=frozenset(OURS))))
             driven.flush()
         if then == "put again":
             driven.flush(OURS[:1])
@@ -202,7 +202,7 @@ def test_a_deletion_goes_in_steps_and_misses_nothing_that_moves_meanwhile(tmp_pa
     with store(tmp_path, 4 * RECORD) as driven:
         driven.flush(many, "ours")
         driven.flush(THEIRS, "theirs")
-        dram, steps = driven.store.tiers.dram, delete_selected(driven.store, MINE, step_blocks=1)
+        dram, steps = driven.store.tiers.dram, driven.store.delete_selected(MINE, step_blocks=1)
         left = [len(many)]
         for _ in steps:
             for key in many:

@@ -5,12 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from moonpool.errors import InvalidRequest, Overloaded
+from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded
 from moonpool.kv.keys import BlockKey, pack_keys
-from moonpool.rpc.errors import from_rpc_error
 from moonpool.v1 import kvstore_pb2
 from tests.unit.kvstore.helpers import BLOCK, RECORD, data_of, keys_of
 from tests.unit.kvstore.rig import Rig, opened_get, opened_put, rig
@@ -65,9 +63,9 @@ async def test_wrong_pins_name_their_field() -> None:
             (pin(store, "x", [A], ttl_s=0), "ttl_s"),
             (store.stub.Pin(kvstore_pb2.PinRequest(name="x", keys=b"short", ttl_s=1)), "keys"),
         ):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
+            with pytest.raises(MoonpoolError) as error:
                 await call
-            raised = from_rpc_error(error.value)
+            raised = error.value
             assert isinstance(raised, InvalidRequest)
             assert raised.field == field
         assert (await pin(store, "x", [A])).blocks == 0

@@ -13,7 +13,6 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
-from services.kvstore.core.store import delete_keys
 from services.kvstore.policies.tenants import TenantAccount, TenantRow
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
@@ -267,7 +266,7 @@ def test_a_block_that_is_deleted_while_it_is_carried_and_put_on_another_disk_sta
         plan = ssd.plan([], 0)
         (append,) = plan.carry
         ssd.commit(plan)
-        delete_keys(driven.store, [append.key])
+        driven.store.delete_keys([append.key])
         put(ssd, [append.key], 1)
         ssd.committed(plan)
         check(ssd)
@@ -319,7 +318,7 @@ def test_a_block_is_not_written_anew_while_another_disk_writes_what_was_deleted(
         driven.put(KEYS[:1])
         plan = queue.next_plan(0)
         assert plan is not None
-        delete_keys(driven.store, KEYS[:1])
+        driven.store.delete_keys(KEYS[:1])
         driven.put(KEYS[:1])
         assert queue.next_plan(1) is None
         ssd.commit(plan)

@@ -11,7 +11,6 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from services.kvstore.core.store import delete_selected
 from services.kvstore.ssd.files import ALIGN
 from services.kvstore.ssd.records import list_segments, pack_header
 from services.kvstore.ssd.recovery import verify
@@ -192,7 +191,7 @@ def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(tmp_path: P
         driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
     keys = Asked({KEYS[1]})
     keys.known = set()
-    deletion = delete_selected(driven.store, KVSelection(keys=keys), step_blocks=1)
+    deletion = driven.store.delete_selected(KVSelection(keys=keys), step_blocks=1)
     while KEYS[0] not in keys.known:
         next(deletion)
     driven.flush(KEYS[8:9])  # into the file of the segment of which one record was looked at

@@ -50,7 +50,7 @@ async def test_room_is_given_first_come_first_served() -> None:
 
 async def test_waiting_in_one_lane_does_not_delay_another() -> None:
     rooms, queue = Rooms(1), MemoryWaitQueue(9)
-    large = asyncio.ensure_future(queue.get(lambda: rooms.attempt(3), rooms.undo, 10, lane="t"))
+    large = asyncio.ensure_future(queue.get(lambda: rooms.attempt(3), rooms.undo, 10, group="t"))
     await asyncio.sleep(0)
     assert (queue.waits("t"), queue.waits()) == (True, False)
     assert await queue.get(lambda: rooms.attempt(1), rooms.undo, 10) == 1

@@ -18,7 +18,7 @@ from moonpool.kv.values import value_key
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
 from moonpool.kv_transfer.store_writer import BlocksToPut
 from moonpool.transport.blocking import BlockingConnection, BlockingStream
-from moonpool.transport.config import TransportConfig, TransportSettings
+from moonpool.transport.config import TransportConfig
 from moonpool.transport.framing import (
     GET,
     ONE_SHOT_BYTES,
@@ -30,7 +30,8 @@ from moonpool.transport.framing import (
     trailing_hashes,
 )
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.shared_memory import SharedMemory
+from moonpool.transport.regions import SharedMemory
+from moonpool.transport.registry import open_transports
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.kv_streams import GetStream, PutStream
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data_of, keys_of, slice_of
@@ -43,7 +44,7 @@ TIMEOUT_S = 60.0
 @asynccontextmanager
 async def storing(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig]:
     async with rig(kv_lanes=lane, kv_lanes_dir=folder, **settings) as store:
-        store.dialer = TransportDialer(TransportSettings.of(TransportConfig(kv_lanes=lane, kv_lanes_dir=folder)))
+        store.dialer = TransportDialer(open_transports(TransportConfig(kv_lanes=lane, kv_lanes_dir=folder)))
         yield store
         await store.at_rest()
 
@@ -67,7 +68,7 @@ async def opened(
 
 @asynccontextmanager
 async def reading(store: Rig) -> AsyncIterator[tuple[BlockingStream[Any, Any], BlockingConnection]]:
-    async with opened(store, "Get", lend_bytes=1 << 16) as both:
+    async with opened(store, "Get", mailbox_bytes=1 << 16) as both:
         yield both
 
 
@@ -158,7 +159,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
 async def test_a_mailbox_without_room_is_no_hindrance(sockets: Path) -> None:
     async with storing(sockets, "local") as store:
         await store.put(KEYS)
-        async with opened(store, "Get", lend_bytes=2 * BLOCK) as (_, lane):
+        async with opened(store, "Get", mailbox_bytes=2 * BLOCK) as (_, lane):
             assert await read(lane, KEYS) == [data_of(key) for key in KEYS]
             assert await read(lane, KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
 
@@ -235,11 +236,11 @@ async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
         for stream in streams:
             stream.format, stream.tenant = FORMAT, "ann"
             with pytest.raises(PermissionDenied, match="keys of its own tenant only"):
-                list(stream.on_brief(OneShotMessage(GET, 1, 1, keys=KEYS[0]), memoryview(b"")))
+                list(stream.on_one_shot(OneShotMessage(GET, 1, 1, keys=KEYS[0]), memoryview(b"")))
         others = kvstore_pb2.PutOpen(tenant="bob").SerializeToString()
         own = value_key(FORMAT.namespace, "ann", b"k")
         with pytest.raises(PermissionDenied):
-            list(streams[1].on_brief(OneShotMessage(PUT, 1, 1, keys=own + NO_PARENT, rest=others), memoryview(b"")))
+            list(streams[1].on_one_shot(OneShotMessage(PUT, 1, 1, keys=own + NO_PARENT, rest=others), memoryview(b"")))
 
 
 IMPROPER = [
@@ -311,7 +312,7 @@ async def test_nonsense_is_answered_or_ends_its_lane(sockets: Path) -> None:
     async with storing(sockets, "local", dram_bytes=6 * BLOCK) as store:
         while answered + ended < 120:
             method = rng.choice(["Put", "Get"])
-            options: dict[str, Any] = {"staging": staging} if method == "Put" else {"lend_bytes": 1 << 16}
+            options: dict[str, Any] = {"staging": staging} if method == "Put" else {"mailbox_bytes": 1 << 16}
             async with opened(store, method, **options) as (_, lane):
                 for _ in range(20):
                     message, fields = nonsense(rng)

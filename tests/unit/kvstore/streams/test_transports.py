@@ -16,6 +16,8 @@ from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.keys import slice_hash
 from moonpool.kv.pool import KVPool
 from moonpool.kv_transfer.store_writer import StoreWriter
+from moonpool.transport.config import TRANSPORTS
+from moonpool.transport.sessions import StreamOptions
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
 from tests.unit.transport.pairs import Cuttable, shared
@@ -45,7 +47,9 @@ async def storing(
 @asynccontextmanager
 async def writing(store: Rig) -> AsyncIterator[StoreWriter]:
     """In small frames, so that a put has many."""
-    writer = StoreWriter(store.channels, store.address, store.hello(), LAYOUT, lanes=store.dialer, frame_bytes=FRAME)
+    writer = StoreWriter(
+        store.channels, store.address, store.hello(), LAYOUT, StreamOptions(store.dialer), frame_bytes=FRAME
+    )
     try:
         yield writer
     finally:
@@ -61,7 +65,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
     async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
         assert (await store.put(KEYS[:2])) == (0, 2)  # whole with its opening, from memory that is no region
         outcome = await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
-        assert (outcome.present, outcome.stored, writer.lane) == (2, len(KEYS) - 2, lane)
+        assert (outcome.present, outcome.stored, writer.transport) == (2, len(KEYS) - 2, lane)
         assert await store.read(KEYS) == expected()
         reader = store.reader()
         some: list[bytes] = []
@@ -73,7 +77,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
             on_layer=lambda _: None,
             timeout_s=10,
         )
-        assert (blocks, len(some), reader.lane) == (len(KEYS), len(KEYS), lane)
+        assert (blocks, len(some), reader.transport) == (len(KEYS), len(KEYS), lane)
         memory = [bytearray(BLOCK) for _ in (*KEYS, "none")]
 
         def into(layer: int, index: int) -> memoryview:
@@ -113,7 +117,7 @@ async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
             await writer.put(KEYS[2:], PARENTS[2 : len(KEYS)], "", read, timeout_s=10)
         assert late
         assert (await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)).present >= 2
-        assert (writer.lane, len(dialer.made)) == (lane, 2), "after retry_s, which is 0 here, it is tried again"
+        assert (writer.transport, len(dialer.made)) == (lane, 2), "after retry_s, which is 0 here, it is tried again"
         assert dialer.failures == 1
         assert sum("lane failed" in record.getMessage() for record in caplog.records) == 1
         assert await store.read(KEYS) == expected()
@@ -128,7 +132,7 @@ async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, lane: str
             with contextlib.suppress(StreamBroken):  # the first put may begin before the break is seen
                 await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)
             await writer.put(KEYS[: index + 1], PARENTS[: index + 1], "", pool.read, timeout_s=10)
-            assert writer.lane == used
+            assert writer.transport == used
         assert len(dialer.made) == 1
         assert await store.read(KEYS[:3]) == expected(3)
 
@@ -138,7 +142,7 @@ async def test_a_lane_that_cannot_be_opened_is_told_once(sockets: Path, caplog: 
         os.unlink(store.service.lanes.addresses["local"])
         assert (await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)).stored == 2
         assert await store.read(KEYS[:2]) == expected(2)
-        assert (writer.lane, dialer.failures) == ("grpc", 1)
+        assert (writer.transport, dialer.failures) == ("grpc", 1)
         assert sum("lane failed" in record.getMessage() for record in caplog.records) == 1
 
 
@@ -156,7 +160,7 @@ async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(sock
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
         assert (await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)).stored <= len(KEYS)
-        assert (writer.lane, len(dialer.made), dialer.failures) == ("local", 1, 0)
+        assert (writer.transport, len(dialer.made), dialer.failures) == ("local", 1, 0)
         assert await store.read(KEYS) == expected()
 
 
@@ -186,7 +190,7 @@ async def test_what_waits_for_room_is_the_store_s_own_by_then(sockets: Path, sca
             pool.slice(0, index)[:] = b"?" * LAYOUT.slice_bytes
         others.cancel()
         assert (await putting).stored == 2
-        assert writer.lane == "local"
+        assert writer.transport == "local"
         assert await store.read(keys) == [expected()[index] for index in table]
 
 
@@ -197,3 +201,16 @@ async def test_the_store_s_end_ends_its_lanes_with_its_reason(sockets: Path) -> 
         with pytest.raises(StreamBroken, match="shutting down"):
             await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
         assert (dialer.failures, [lane.closed for lane in dialer.made]) == (0, [True])
+
+
+async def test_a_transport_of_its_own_needs_a_class_and_an_entry(
+    sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KV moves over a transport that no other code knows (docs/extend/kv_transport.md)."""
+    monkeypatch.setitem(TRANSPORTS, "toy", "tests.unit.transport.toy:ToyTransport")
+    async with storing(sockets, "toy") as (store, dialer, pool), writing(store) as writer:
+        outcome = await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)
+        assert (outcome.stored, writer.transport) == (len(KEYS), "toy")
+        assert await store.read(KEYS) == expected()
+        assert {name: read() for name, read, _ in dialer.gauges()}["lanes_toy"] >= 1
+        assert dialer.failures == 0

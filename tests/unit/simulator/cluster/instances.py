@@ -9,14 +9,12 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import grpc
-import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.kv.keys import pack_keys
 from moonpool.rpc.channels import Channels
-from moonpool.rpc.errors import DETAIL_KEY, to_status
+from moonpool.rpc.messages import END_OF_STREAM
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from services.conductor.core.events import (
@@ -57,7 +55,7 @@ class Call:
 
     async def __anext__(self) -> Any:
         answer = await self.read()
-        if answer is grpc.aio.EOF:
+        if answer is END_OF_STREAM:
             raise StopAsyncIteration
         return answer
 
@@ -251,7 +249,7 @@ class Instances:
         if failure.message == "its stream broke":
             stream = self._channels.streams.pop(order.target.decode, None)
             if stream is not None:  # else this was its sequence too
-                stream.put(grpc.aio.EOF)
+                stream.put(END_OF_STREAM)
         elif failure.message != "its instance is lost":
             failed = decode_pb2.SequenceFailed(
                 request_id=order.sequence, reason=failure.message, transfer=failure.kind is FailureKind.TRANSFER
@@ -270,11 +268,9 @@ class Instances:
                 stale = prefill_pb2.PrefillStale(drain_s=drain_s, taken=taken)
                 call.put(prefill_pb2.PrefillResponse(stale=stale))
             case Failure():
-                code, text, detail = to_status(error_of(result))
-                trailing = grpc.aio.Metadata((DETAIL_KEY, detail.SerializeToString()))
-                call.put(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, text))
+                call.put(error_of(result))
             case _:
-                call.put(grpc.aio.EOF)
+                call.put(END_OF_STREAM)
 
     # --- members ----------------------------------------------------------------------------------------------------
 

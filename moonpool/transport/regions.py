@@ -1,0 +1,193 @@
+"""Memory regions that two processes map: what a process exports, what a process maps, and mailboxes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moonpool.errors import FrameError
+from moonpool.kv.pool import F_SEAL_FUTURE_WRITE
+from moonpool.v1 import kv_pb2
+
+MAX_REGION_BYTES = 1 << 46
+
+
+def address_of(data: memoryview) -> int:
+    """Where writable bytes lie."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRegion:
+    """Memory of this process that a peer may read: a descriptor, which stays its owner's, and the mapped bytes."""
+
+    fd: int
+    data: memoryview
+
+
+class SharedMemory:
+    """Zeroed memory of this process that peers may read, as `shared`. It goes with the last reference to it."""
+
+    def __init__(self, nbytes: int) -> None:
+        """Takes address space; memory as it is touched. Raises OSError where the system has no such memory."""
+        fd = os.memfd_create("moonpool-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, fd)
+        os.truncate(fd, nbytes)
+        data = memoryview(mmap.mmap(fd, nbytes))
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.shared = SharedRegion(fd, data)
+
+
+class ExportedRegions:
+    """What this process shows to a peer: finds where in it bytes lie."""
+
+    def __init__(self, shared: Sequence[SharedRegion]) -> None:
+        """The regions get numbers from 1, in order."""
+        self._spans = [
+            (begin := address_of(each.data), begin + each.data.nbytes, number) for number, each in enumerate(shared, 1)
+        ]
+
+    def find(self, data: memoryview) -> tuple[int, int]:
+        """(Number of the region, first byte); (0, 0) for bytes that lie in none."""
+        if not self._spans or data.readonly or not data.nbytes:
+            return 0, 0
+        begin = address_of(data)
+        for first, end, number in self._spans:
+            if first <= begin and begin + data.nbytes <= end:
+                return number, begin - first
+        return 0, 0
+
+
+class Mailbox:
+    """Memory that this process lends to a peer, who writes payloads there. It is never used for anything else.
+
+    So a peer that goes on writing when the lane has ended harms nobody.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.fd = os.memfd_create("moonpool-mailbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.truncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self.region = MappedRegion(self.fd, nbytes)
+        except BaseException:
+            os.close(self.fd)
+            raise
+
+    def close(self) -> None:
+        """Closes the descriptor; what is mapped stays until it is closed too."""
+        os.close(self.fd)
+
+
+class MappedRegion:
+    """A region as it is mapped here."""
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = False) -> None:
+        """Maps all of it; the descriptor can be closed afterwards.
+
+        Raises:
+            FrameError: It has another size, or may change its size.
+            OSError: It cannot be mapped.
+        """
+        if not 0 < nbytes <= MAX_REGION_BYTES or os.fstat(fd).st_size != nbytes:
+            raise FrameError(f"a region has {os.fstat(fd).st_size} bytes, not {nbytes}")
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise FrameError("a region may become shorter")
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=access)
+        self._data = memoryview(self._map)
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self._data.nbytes
+
+    def part(self, offset: int, length: int) -> memoryview:
+        """Some of its bytes.
+
+        Raises:
+            FrameError: They are not all in it.
+        """
+        if offset + length > self._data.nbytes:
+            raise FrameError(f"bytes {offset} to {offset + length} of a region of {self._data.nbytes}")
+        return self._data[offset : offset + length]
+
+    def close(self) -> None:
+        """Unmaps it. Idempotent."""
+        with contextlib.suppress(BufferError):  # something still refers to it: it goes with that
+            self._data.release()
+            self._map.close()
+
+
+def unmap_regions(regions: Sequence[MappedRegion]) -> None:
+    """Unmaps regions, on a thread of its own; returns at once.
+
+    Who unmaps a region whose other owners have gone gives its memory back to the system: 0.3 s of each GB of a killed
+    instance's pool, for which an event loop would stand still.
+    """
+
+    def close() -> None:
+        for each in regions:
+            each.close()
+
+    if regions:
+        try:
+            threading.Thread(target=close, name="unmap").start()
+        except RuntimeError:  # there are too many threads, or the process ends
+            close()
+
+
+def map_regions(
+    fds: Sequence[int], told: Sequence[kv_pb2.Region]
+) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
+    """A peer's regions: those to be read, by number, and number and memory of the one that is lent, if any.
+
+    Raises:
+        FrameError: They are not what was told.
+        OSError: One cannot be mapped.
+    """
+    if len(fds) != len(told) or sum(each.lent for each in told) > 1:
+        raise FrameError(f"{len(fds)} descriptors came for {len(told)} regions")
+    readable: dict[int, MappedRegion] = {}
+    lent = None
+    for number, (fd, each) in enumerate(zip(fds, told, strict=True), 1):
+        if each.lent:
+            lent = number, MappedRegion(fd, each.bytes, writable=True)
+        else:
+            readable[number] = MappedRegion(fd, each.bytes)
+    return readable, lent
+
+
+class MailboxRing:
+    """Who writes to a mailbox keeps account here: pieces are taken one behind the other and freed in that order."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._taken: collections.deque[tuple[int, int]] = collections.deque()
+
+    def take(self, nbytes: int) -> int | None:
+        """The first of so many free bytes; None while there are not so many in a row."""
+        if not self._taken:
+            begin, free = 0, self._nbytes
+        else:
+            (tail, _), (last, size) = self._taken[0], self._taken[-1]
+            begin = last + size
+            free = (self._nbytes if begin > tail else tail) - begin
+            if begin > tail and free < nbytes:
+                begin, free = 0, tail
+        if nbytes > free:
+            return None
+        self._taken.append((begin, nbytes))
+        return begin
+
+    def free(self) -> None:
+        """The oldest piece is free again."""
+        self._taken.popleft()

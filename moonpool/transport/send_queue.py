@@ -1,0 +1,292 @@
+"""The send queue of a stream: messages of many tasks, in order.
+
+Tasks only queue here, and one task writes: a stream takes one write at a time, and cancelling a task within a write may
+break the stream. A connection that holds payloads (`SendQueue.hold`) sends a message at once if no other waits. After
+`put` nothing refers to the memory of the caller, who may free its blocks at once even when cancelled. Payloads are
+encoded when they are queued; on a connection that holds payloads they stay where they are, and `put` waits until the
+connection is done with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
+
+from moonpool.errors import StreamBroken, TransferFailed
+from moonpool.rpc.messages import Payload, PayloadMessage, has_payload, payload_bytes, serialize_payload
+from moonpool.rpc.stream_writes import CANCEL_GRACE_S, write_each
+from moonpool.transport.base import OutgoingItem, PendingPayload, UnsentRest
+from moonpool.transport.flow_control import ByteCredits, CreditReturn
+from moonpool.transport.framing import OneShotAnswer
+
+QUEUE_BYTES = 4 << 20
+
+
+BURST_BYTES = 256 << 10
+"""A task that puts so many bytes lets the writer go on before it puts more."""
+
+
+TURN_BYTES = 4 << 20
+"""After so many bytes that went out at once, others get a turn of the event loop."""
+
+
+MAX_MESSAGES = 4096
+
+
+STALL_S = 30.0
+
+
+class SendQueue:
+    """Bounded queue of messages for one stream, written in order by `drain`.
+
+    What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/messages.py): messages of
+    classes without a payload as they are, others encoded; after `hold` also `Held` and `Unsent`.
+    """
+
+    def __init__(self, *, room_bytes: int = QUEUE_BYTES, max_messages: int = MAX_MESSAGES) -> None:
+        self._room = ByteCredits(room_bytes)
+        self._freed = CreditReturn(room_bytes)  # in batches, so that a sender is not woken for every small frame
+        self._max_messages = max_messages
+        self._queue: deque[tuple[OutgoingItem | UnsentRest, int]] = deque()
+        self._stuck: Callable[[Exception], None] | None = None
+        self._start: Callable[[OutgoingItem], UnsentRest | None] | None = None
+        self._writing = False  # the writer has a message that it has not written
+        self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
+        self._ahead = 0  # bytes put since the writer had a turn
+        self._wake = asyncio.Event()
+        self._taken = asyncio.Event()
+        self._finished = False
+        self._closed: Exception | None = None
+
+    def __len__(self) -> int:
+        """Messages that wait."""
+        return len(self._queue)
+
+    def post(self, message: Message) -> None:
+        """Queues a small message without waiting. The message must not be changed afterwards.
+
+        Raises:
+            StreamBroken: The send_queue is closed, or the peer reads nothing and too many messages wait.
+        """
+        self._append(serialize_payload(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
+
+    def answer(self, item: OneShotAnswer) -> None:
+        """Queues a lane's brief message without waiting; its payload is seen until it has left. Raises as `post`."""
+        self._append(item, 0)
+
+    def hold(self, stuck: Callable[[Exception], None], start: Callable[[OutgoingItem], UnsentRest | None]) -> None:
+        """From now on payloads are held.
+
+        Args:
+            stuck: Ends the stream when one is not done with in time.
+            start: Sends something as far as that goes at once; the stream's write gets what it has left.
+        """
+        self._stuck, self._start = stuck, start
+
+    async def put(
+        self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
+    ) -> None:
+        """As `begin` and `done_with`: when it returns or raises, nothing refers to the payload's memory."""
+        held = await self.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
+        if held is not None:
+            await self.done_with(held, timeout_s)
+
+    async def begin(
+        self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
+    ) -> PendingPayload | None:
+        """Queues a message with a payload once there is room.
+
+        Returns None when the payload's memory is free; on a lane what must be `done_with`, or given to `abandon`,
+        before it is. `unsent` is called when nothing of the message has left or will: this raises, or those do.
+
+        Raises:
+            StreamBroken: The send_queue is or becomes closed.
+            TransferFailed: There was no room for `timeout_s`.
+        """
+        size = payload_bytes(payload)
+        try:
+            self._ahead += size
+            if self._ahead >= (BURST_BYTES if self._queue else TURN_BYTES):
+                self._ahead = 0
+                await asyncio.sleep(0)  # what waits goes out before this is copied, not after all that still comes
+            await self._room.acquire(size, timeout_s=timeout_s)
+            return self._put(message, payload, size, unsent)
+        except BaseException:
+            unsent()
+            raise
+
+    def offer(self, message: Message, payload: Payload) -> bool:
+        """Queues a message with a payload if the send_queue is open and there is room at once; whether it was done.
+
+        Raises:
+            StreamBroken: The peer reads nothing and too many messages wait.
+        """
+        size = payload_bytes(payload)
+        if not self._room.take(size):
+            return False
+        clear = self.is_clear
+        if self._stuck is not None and not clear and not isinstance(payload, bytes | memoryview):
+            payload = b"".join(payload)  # nobody waits until the lane is done with it
+        self._put(message, payload, size)
+        if clear and self._queue and isinstance(unsent := self._queue[0][0], UnsentRest):
+            self._queue[0] = unsent.kept(), size
+        return True
+
+    def _put(
+        self, message: Message, payload: Payload, size: int, unsent: Callable[[], None] = lambda: None
+    ) -> PendingPayload | None:
+        try:
+            if self._stuck is None:
+                self._append(serialize_payload(PayloadMessage(message, payload)), size)
+                return None
+            held = PendingPayload(message, payload, unsent)
+            self._append(held, size)
+            return held
+        except BaseException:
+            self._room.grant(size)
+            raise
+
+    async def done_with(self, held: PendingPayload, timeout_s: float) -> None:
+        """Waits until the lane is done with a payload; cancelled, or too late, it lets the lane end what it began.
+
+        Raises:
+            StreamBroken: The send_queue becomes closed.
+            TransferFailed: The lane was not done with it for `timeout_s`.
+        """
+        if held.done.done():
+            held.done.result()
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(held.done)
+        except BaseException as error:
+            await self.abandon([held])
+            if isinstance(error, TimeoutError):
+                raise TransferFailed(f"a payload was not taken within {timeout_s:g} s") from None
+            raise
+
+    async def abandon(self, items: Iterable[PendingPayload]) -> None:
+        """Withdraws payloads that the lane has not started, and lets it end the others; their memory is free then."""
+        started = []
+        for held in items:
+            if held.done.done() or held.cancelled:
+                continue
+            if held.started:
+                started.append(held.done)
+                continue
+            held.cancelled = True
+            self._room.grant(held.nbytes)
+            held.unsent()
+        if started:
+            await self._wait_for_started(started)
+
+    async def _wait_for_started(self, started: Sequence[asyncio.Future[None]]) -> None:
+        try:
+            await asyncio.wait(started, timeout=CANCEL_GRACE_S)
+        finally:
+            if not all(done.done() for done in started) and self._stuck is not None:
+                self._stuck(StreamBroken("the peer does not take what it was sent"))
+
+    async def at_most(self, messages: int) -> None:
+        """Waits until no more than so many messages wait. The caller sets the deadline, or knows that `drain` does.
+
+        Raises:
+            Exception: The error given to `close`.
+        """
+        while len(self._queue) > messages and self._closed is None:
+            self._taken.clear()
+            await self._taken.wait()
+        if self._closed is not None:
+            raise self._closed
+
+    def finish(self) -> None:
+        """Lets `drain` return when everything queued has been written."""
+        self._finished = True
+        self._wake.set()
+
+    def close(self, error: Exception) -> None:
+        """Drops everything queued; present and later senders get `error`. Idempotent."""
+        if self._closed is None:
+            self._closed = error
+            for item, _ in self._queue:
+                held = item.held if isinstance(item, UnsentRest) else item
+                if isinstance(held, PendingPayload):
+                    held.fail(error)
+            self._queue.clear()
+            self._room.close(error)
+            self._wake.set()
+            self._taken.set()
+
+    async def drain(self, write: Callable[[Any], Awaitable[None]], *, stall_s: float = STALL_S) -> None:
+        """Writes what is queued, in order, until `finish` or `close`. To be run by one task per stream.
+
+        Args:
+            write: The stream's write.
+            stall_s: Longest time one write may take.
+
+        Raises:
+            StreamBroken: A write took longer than `stall_s`.
+            Exception: Whatever `write` raises.
+
+        Cancelled, it lets the write that is under way finish first (for a short time at most).
+        """
+        try:
+            await write_each(write, self._take, stall_s)
+        except TimeoutError:
+            error = StreamBroken(f"the peer took nothing for {stall_s:g} s")
+            self.close(error)
+            raise error from None
+        except BaseException as failure:
+            self.close(StreamBroken(f"writing ended: {failure!r}"))
+            raise
+
+    async def _take(self) -> OutgoingItem | UnsentRest | None:
+        """The next message, once there is one; the one before has been written. None after the last."""
+        self._writing = False
+        if self._written:
+            self._room.grant(self._freed.consumed(self._written, idle=not self._queue))
+            self._written = 0
+        while True:
+            while not self._queue:
+                if self._closed is not None or self._finished:
+                    return None
+                self._wake.clear()
+                await self._wake.wait()
+            data, size = self._queue.popleft()
+            self._taken.set()
+            if not isinstance(data, PendingPayload):
+                break
+            if not data.cancelled:
+                data.started = True
+                break
+        self._written = size
+        self._writing = True
+        return data
+
+    @property
+    def is_clear(self) -> bool:
+        """Nothing is to go out before what comes now."""
+        return not self._queue and not self._writing
+
+    def _append(self, data: OutgoingItem, size: int) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if self._start is not None and self.is_clear:
+            if isinstance(data, PendingPayload):
+                data.started = True
+            unsent = self._start(data)
+            if unsent is None:
+                if size:
+                    self._room.grant(size)
+            else:
+                self._queue.append((unsent, size))
+                self._wake.set()
+            return
+        if len(self._queue) >= self._max_messages:
+            raise StreamBroken(f"{len(self._queue)} messages wait and the peer takes none")
+        self._queue.append((data, size))
+        self._wake.set()
