@@ -1,0 +1,188 @@
+"""Virtual time: an asyncio event loop that never waits, and nodes whose callbacks it may drop or hold back.
+
+A node is one life of a process. Each callback carries its node in its `contextvars` context. The callbacks of a dead
+node are dropped, so that no `finally` runs, as after `kill -9`. Those of a stopped node wait, as after SIGSTOP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+import selectors
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextvars import Context, ContextVar
+from typing import Any
+
+START_S = 1000.0
+"""The monotonic clock at the beginning."""
+EPOCH_S = 1_700_000_000.0
+"""The wall clock at the beginning, seconds since 1970."""
+TURN_S = 1e-9
+"""What a turn of the loop takes, so that no code can wait for ever within one moment."""
+
+
+class VirtualTime:
+    """Seconds that pass as soon as everybody waits."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return START_S + self.now
+
+    def monotonic_ns(self) -> int:
+        return round(self.monotonic() * 1e9)
+
+
+class Node:
+    """One life of a process.
+
+    Attributes:
+        name: of the process, the same in all its lives.
+        dead: its callbacks are dropped.
+        held: its callbacks while it is stopped; None while it runs.
+        skew_s: by how much its wall clock is ahead.
+    """
+
+    def __init__(self, name: str, life: int = 0, skew_s: float = 0.0) -> None:
+        self.name, self.life, self.skew_s = name, life, skew_s
+        self.dead = False
+        self.held: list[asyncio.Handle] | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}#{self.life}"
+
+
+NODE: ContextVar[Node | None] = ContextVar("node", default=None)
+"""Whose code runs; None = the world's own."""
+
+
+def _may_run(handle: asyncio.Handle, context: Context) -> bool:
+    node = context.get(NODE)
+    if node is None:
+        return True
+    if node.held is not None and not node.dead:
+        node.held.append(handle)
+        return False
+    return not node.dead
+
+
+class _NodeHandle(asyncio.Handle):
+    __slots__ = ()
+
+    def _run(self) -> None:
+        if _may_run(self, self._context):
+            super()._run()
+
+
+class _NodeTimer(asyncio.TimerHandle):
+    """Of equal times the timer that was set first comes first."""
+
+    __slots__ = ("number",)
+
+    number: int
+
+    def _run(self) -> None:
+        if _may_run(self, self._context):
+            super()._run()
+
+    def __lt__(self, other: Any) -> bool:
+        return (self.when(), self.number) < (other.when(), other.number)
+
+
+class _NumberedTask(asyncio.Task[Any]):
+    """A task whose place in a set does not depend on the layout of memory; `asyncio.TaskGroup` cancels from a set."""
+
+    count = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _NumberedTask.count += 1
+        self._number = _NumberedTask.count
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Selector(selectors.SelectSelector):
+    """Asks nobody and waits for nobody: the time that would have been waited passes at once."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        super().__init__()
+        self._time = time
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is None:
+            raise RuntimeError("everybody waits for ever")
+        self._time.now += max(timeout, 0.0) + TURN_S
+        return []
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """An event loop on virtual time; what runs in threads elsewhere is done at once."""
+
+    def __init__(self, time: VirtualTime) -> None:
+        super().__init__(_Selector(time))
+        self._time = time
+        self._clock_resolution = TURN_S
+        self._timers = 0
+        self.set_task_factory(lambda loop, coroutine, **kwargs: _NumberedTask(coroutine, loop=loop, **kwargs))
+
+    def time(self) -> float:
+        return self._time.monotonic()
+
+    def _call_soon(self, callback: Any, args: Any, context: Context | None) -> asyncio.Handle:
+        handle = _NodeHandle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = _NodeTimer(when, callback, args, self, context)
+        self._timers += 1
+        timer.number = self._timers
+        heapq.heappush(self._scheduled, timer)
+        timer._scheduled = True
+        return timer
+
+    def call_soon_threadsafe(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future = self.create_future()
+        try:
+            future.set_result(func(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def resume(self, node: Node) -> None:
+        """Let a stopped node go on."""
+        held, node.held = node.held or [], None
+        self._ready.extend(held)
+
+
+class InlineExecutor(Executor):
+    """Does each call at once, in the caller's thread."""
+
+    def __init__(self, workers: int, name: str) -> None:
+        """Take what a pool of threads takes."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def draws(seed: object) -> random.Random:
+    """Random numbers that depend on `seed` alone, whatever the hash seed of the process."""
+    return random.Random(str(seed))
