@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from google.protobuf.message import Message as Protobuf
 
+from moonpool import world
 from moonpool.client.background import BlockingFacade, blocking
 from moonpool.client.translate import generate_request
 from moonpool.client.types import GenerateArguments, Message
@@ -227,7 +227,7 @@ class Contexts(BlockingFacade[AsyncContexts]):
 
 def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Sequence[bytes]) -> pb.DeleteKVRequest:
     """Build a request to delete KV. Its id lets conductors run a repeated request once."""
-    request = pb.DeleteKVRequest(id=secrets.token_hex(16))
+    request = pb.DeleteKVRequest(id=world.random_hex(16))
     assign("keys", lambda: setattr(request.selection, "keys", pack_keys(keys)))
     assign("tenants", lambda: request.selection.tenants.extend(tenants))
     assign("namespaces", lambda: request.selection.namespaces.extend(namespaces))

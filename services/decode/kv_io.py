@@ -174,7 +174,7 @@ class BlockIo:
         self._post = post
         self._space = SwapSpace(parts.engine.pool)
         self.loads = StoreLoads(parts.engine.pool, open_reader, post, parts.clock)
-        self._copying: set[asyncio.Task[None]] = set()
+        self._copying: dict[asyncio.Task[None], None] = {}
         self._copied_at = 0.0
         self.closed = False
         """No block is written back any more."""
@@ -234,5 +234,5 @@ class BlockIo:
             self._post(IoEnded(io, SwapEnd(ok, self._copied_at - began)))
 
         task = asyncio.get_running_loop().create_task(copy())
-        self._copying.add(task)
-        task.add_done_callback(self._copying.discard)
+        self._copying[task] = None
+        task.add_done_callback(self._copying.pop)

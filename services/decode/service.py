@@ -94,7 +94,7 @@ class DecodeInstance:
         pool = self.executor.pool
         self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
         self.subscribers: dict[Subscriber, None] = {}
-        self.receivers: set[TransferReceiver] = set()
+        self.receivers: dict[TransferReceiver, None] = {}
         self.closing = asyncio.Event()
         self.reads = pool_reads(context, pool, self.core.blocks, self.closing, deletions)
         self.lanes = context.lanes
@@ -397,7 +397,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
             instance.beside,
         )
         self.send_queue = self._receiver.send_queue
-        instance.receivers.add(self._receiver)
+        instance.receivers[self._receiver] = None
         self._receiver.welcome(self.offer_transport(message))
 
     def on_message(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
@@ -411,7 +411,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     def end(self) -> None:
         """What has not come whole will not come."""
         if self._receiver in self._instance.receivers:
-            self._instance.receivers.discard(self._receiver)
+            del self._instance.receivers[self._receiver]
             self._instance.retire(self._receiver)
 
 

@@ -37,6 +37,46 @@ def test_every_core_is_plain_python() -> None:
     assert {f"services.{path.parent.name}.core" for path in (ROOT / "services").glob("*/core")} <= held
 
 
+WORLDLY = (
+    "services",
+    *(f"moonpool/{name}" for name in ("client", "cluster", "kv", "kv_transfer", "rpc", "runtime", "transport")),
+)
+"""Where time, threads, random numbers and connections come from `moonpool.world`, so that `tests/world` runs them."""
+FROM_OUTSIDE = re.compile(
+    r"(?<!`)\btime\.\w+|\bsecrets\.|\bThreadPoolExecutor\(|\bThread\(|\bgrpc\.aio\.(server|insecure_channel|secure_channel)\("
+)
+MAY_TAKE_FROM_OUTSIDE = {
+    "moonpool/client/background.py": "the thread of the synchronous client",
+    "moonpool/client/kv/client.py": "KVClient waits for its sockets itself",
+    "moonpool/client/kv/connection.py": "KVClient waits for its sockets itself",
+    "moonpool/transport/blocking.py": "KVClient waits for its sockets itself",
+    "moonpool/transport/config.py": "the age of a file",
+    "moonpool/transport/shared_memory.py": "unmaps memory; nobody waits for that",
+    "services/conductor/explain.py": "writes a recording; nobody waits for that",
+}
+SET_OF_OBJECTS = re.compile(r"\bself\.\w+: set\[(?!int|str|bytes|tuple|Path|BlockKey)")
+
+
+def worldly_files() -> list[Path]:
+    return [path for folder in WORLDLY for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def test_services_take_time_threads_and_connections_from_the_world() -> None:
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in worldly_files()
+        if FROM_OUTSIDE.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == set(MAY_TAKE_FROM_OUTSIDE)
+
+
+def test_no_object_keeps_objects_in_a_set() -> None:
+    """Their order would depend on where they lie in memory. A dict without values keeps the order of their coming."""
+    for path in worldly_files():
+        kept = SET_OF_OBJECTS.findall(path.read_text(encoding="utf-8"))
+        assert not kept, f"{path.relative_to(ROOT)}: {kept}"
+
+
 def test_makefile_has_every_verb() -> None:
     """Each verb exists and explains itself."""
     make = shutil.which("make")

@@ -9,7 +9,7 @@ import asyncio
 import io
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, NoReturn
 
@@ -97,7 +97,8 @@ class Service:
         """Begin a life; returns the address when the service is ready."""
         self.begin()
         ready = self._process.ready
-        await asyncio.wait({self.task, ready}, return_when=asyncio.FIRST_COMPLETED)
+        both: list[asyncio.Future[Any]] = [self.task, ready]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         if self.task.done():
             self.task.result()
         return ready.result()
@@ -147,7 +148,7 @@ async def _awaited(service: Awaitable[None]) -> None:
 class Cluster:
     """Services by name: "conductor-0", "kvstore-0", "prefill-0", "decode-0", ..."""
 
-    def __init__(self, simulation: Simulation, counts: dict[str, int], flags: dict[str, Sequence[str]]) -> None:
+    def __init__(self, simulation: Simulation, counts: Mapping[str, int], flags: Mapping[str, Sequence[str]]) -> None:
         """Take how many of each kind, and a kind's flags beside the usual ones."""
         self.addresses = [f"127.0.0.1:{10_001 + number}" for number in range(counts["conductor"])]
         engine = ["--model", MODEL, "--engine", f"emulated:{PROFILE}", "--kv-lanes", "grpc"]

@@ -80,16 +80,16 @@ class _NodeHandle(asyncio.Handle):
 class _NodeTimer(asyncio.TimerHandle):
     """Of equal times the timer that was set first comes first."""
 
-    __slots__ = ("number",)
+    __slots__ = ("order",)
 
-    number: int
+    order: tuple[float, int]
 
     def _run(self) -> None:
         if _may_run(self, self._context):
             super()._run()
 
     def __lt__(self, other: Any) -> bool:
-        return (self.when(), self.number) < (other.when(), other.number)
+        return bool(self.order < other.order)
 
 
 class _NumberedTask(asyncio.Task[Any]):
@@ -143,7 +143,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.TimerHandle:
         timer = _NodeTimer(when, callback, args, self, context)
         self._timers += 1
-        timer.number = self._timers
+        timer.order = when, self._timers
         heapq.heappush(self._scheduled, timer)
         timer._scheduled = True
         return timer

@@ -20,6 +20,7 @@ from moonpool.checkpoint import load_config
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.engine.emulated.kv import continuation
 from moonpool.errors import MoonpoolError
+from moonpool.rpc.tuning import tune_gc
 from moonpool.telemetry import logs
 from tests.world.cluster import MODEL, Cluster, Service, Simulation, leave
 from tests.world.loop import draws
@@ -36,11 +37,11 @@ REST_S = 45
 SKEW_S = 5.0
 """Wall clocks differ from the true time by so much at most."""
 KINDS = ("kill", "stop", "reset", "partition")
-ENGINE = ("--block-tokens", "64")
+ENGINE = ("--block-size", "64")
 FLAGS = {
     "kvstore": ["--dram-bytes", str(1 << 24)],
-    "prefill": [*ENGINE, "--step-tokens", "2048"],
-    "decode": [*ENGINE, "--kv-bytes", str(1 << 21)],
+    "prefill": [*ENGINE, "--max-num-batched-tokens", "2048"],
+    "decode": [*ENGINE, "--kv-cache-memory-bytes", str(1 << 21)],
 }
 
 
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("--log", help="file for all messages, a line each")
     args = parser.parse_args()
     logs.configure("error", "world", False)
+    tune_gc()
     failed = False
     for seed in args.seed or [1]:
         began = time.process_time()

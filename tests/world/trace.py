@@ -16,6 +16,7 @@ from typing import Any
 from moonpool.checkpoint import load_config
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.engine.emulated.kv import continuation
+from moonpool.rpc.tuning import tune_gc
 from moonpool.telemetry import logs
 from simulator.traces.mooncake import TraceRequest, read_trace
 from tests.world.cluster import MODEL, Cluster, Simulation, leave
@@ -25,10 +26,10 @@ TIMEOUT_S = 600.0
 
 
 async def _serve(simulation: Simulation, requests: int) -> dict[str, Any]:
-    engine = ["--block-tokens", "512"]
+    engine = ["--block-size", "512"]
     flags = {
         "kvstore": ["--dram-bytes", str(1 << 28)],
-        "prefill": [*engine, "--step-tokens", "4096"],
+        "prefill": [*engine, "--max-num-batched-tokens", "4096"],
         "decode": engine,
     }
     cluster = Cluster(simulation, dict.fromkeys(("conductor", "kvstore", "prefill", "decode"), 1), flags)
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--log", help="file for all messages, a line each")
     args = parser.parse_args()
     logs.configure("error", "world", False)
+    tune_gc()
     simulation = Simulation(log=args.log)
     result = simulation.run(_serve(simulation, args.requests))
     log = simulation.log

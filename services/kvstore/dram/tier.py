@@ -39,7 +39,7 @@ class DramTier(PartTable[DramBlock]):
         self.pinned = TenantBytes()
         self.fixed = TenantBytes()  # of blocks that are held or pinned
         self.held_bytes = 0
-        self.leaving: set[DramBlock] = set()  # found by nobody; their bytes go with their last hold
+        self.leaving: dict[DramBlock, None] = {}  # found by nobody; their bytes go with their last hold
         self.evictions = 0  # blocks, since the start
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
@@ -164,7 +164,7 @@ class DramTier(PartTable[DramBlock]):
             return
         del self[block.info.key]
         self.policy.removed(block.info.key)
-        self.leaving.add(block)
+        self.leaving[block] = None
 
     def _discard(self, blocks: Sequence[DramBlock]) -> None:
         for block in blocks:
@@ -187,7 +187,7 @@ class DramTier(PartTable[DramBlock]):
         if not block.holds:
             self._count_held(block, -block.info.nbytes)
             if block in self.leaving:
-                self.leaving.remove(block)
+                del self.leaving[block]
                 self.account.used.add(block.info.tenant, -block.info.nbytes)
 
     def _count_held(self, block: DramBlock, nbytes: int) -> None:
