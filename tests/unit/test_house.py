@@ -50,8 +50,8 @@ MAY_TAKE_FROM_OUTSIDE = {
     "moonpool/client/kv/client.py": "KVClient waits for its sockets itself",
     "moonpool/client/kv/connection.py": "KVClient waits for its sockets itself",
     "moonpool/transport/blocking.py": "KVClient waits for its sockets itself",
-    "moonpool/transport/config.py": "the age of a file",
-    "moonpool/transport/shared_memory.py": "unmaps memory; nobody waits for that",
+    "moonpool/transport/regions.py": "unmaps memory; nobody waits for that",
+    "moonpool/transport/shared_memory.py": "the age of a file",
     "services/conductor/explain.py": "writes a recording; nobody waits for that",
 }
 SET_OF_OBJECTS = re.compile(r"\bself\.\w+: set\[(?!int|str|bytes|tuple|Path|BlockKey)")

@@ -10,10 +10,14 @@ import asyncio
 import heapq
 import random
 import selectors
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from contextvars import Context, ContextVar
-from typing import Any
+from typing import Any, TypeVar, TypeVarTuple, Unpack
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 START_S = 1000.0
 """The monotonic clock at the beginning."""
@@ -72,6 +76,8 @@ def _may_run(handle: asyncio.Handle, context: Context) -> bool:
 class _NodeHandle(asyncio.Handle):
     __slots__ = ()
 
+    _context: Context
+
     def _run(self) -> None:
         if _may_run(self, self._context):
             super()._run()
@@ -82,7 +88,12 @@ class _NodeTimer(asyncio.TimerHandle):
 
     __slots__ = ("order",)
 
-    order: tuple[float, int]
+    _context: Context
+
+    def __init__(self, number: int, when: float, callback: Any, args: Any, loop: Any, context: Context | None) -> None:
+        super().__init__(when, callback, args, loop, context)
+        self.order = when, number
+        self._scheduled = True
 
     def _run(self) -> None:
         if _may_run(self, self._context):
@@ -123,6 +134,9 @@ class _Selector(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """An event loop on virtual time; what runs in threads elsewhere is done at once."""
 
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[asyncio.TimerHandle]
+
     def __init__(self, time: VirtualTime) -> None:
         super().__init__(_Selector(time))
         self._time = time
@@ -139,22 +153,22 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return handle
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, when: float, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        timer = _NodeTimer(when, callback, args, self, context)
         self._timers += 1
-        timer.order = when, self._timers
+        timer = _NodeTimer(self._timers, when, callback, args, self, context)
         heapq.heappush(self._scheduled, timer)
-        timer._scheduled = True
         return timer
 
     def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         return self.call_soon(callback, *args, context=context)
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        future = self.create_future()
+    def run_in_executor(
+        self, executor: Executor | None, func: Callable[[Unpack[Ts]], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
         except Exception as error:
