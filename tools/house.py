@@ -177,6 +177,8 @@ def _is_private(name: str) -> bool:
 
 
 def _is_own(value: ast.expr) -> bool:
+    if isinstance(value, ast.Call):
+        return _called(value) == "super"
     return isinstance(value, ast.Name) and value.id in ("self", "cls", "os", "sys")
 
 

@@ -33,7 +33,7 @@ class MessageLog:
     def __init__(self, path: str | None = None) -> None:
         self.messages = self.calls = 0
         self._digest = hashlib.sha256()
-        self._file = None if path is None else open(path, "w", encoding="utf-8")  # noqa: SIM115 - as long as the process
+        self._file = None if path is None else open(path, "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the process
 
     def add(self, now: float, connection: tuple[str, str], what: str, method: str, data: bytes) -> None:
         line = f"{now:.9f} {'>'.join(connection)} {what} {method} {len(data)}"
