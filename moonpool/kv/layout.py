@@ -60,7 +60,7 @@ class KVLayout:
             if not 1 <= value <= MAX_OF[name]:
                 raise ConfigError(name, f"must be in [1, {MAX_OF[name]}], is {value}")
         if self.block_tokens % _BLOCK_TOKENS_MULTIPLE:
-            raise ConfigError("block_size", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
+            raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
         if self.version != LAYOUT_VERSION:

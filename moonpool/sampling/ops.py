@@ -17,7 +17,7 @@ def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     To a GPU it goes from pinned memory: from other memory torch would wait for all work that the GPU was given before.
     """
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
