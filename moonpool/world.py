@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grpc
-import grpc.aio
+if TYPE_CHECKING:
+    import grpc
+    import grpc.aio
 
 Options = Sequence[tuple[str, Any]]
 """gRPC's channel arguments."""
@@ -65,14 +66,18 @@ class Network(Protocol):
 
 
 class GrpcNetwork:
-    """The real network."""
+    """The real network. Engine processes need the clock alone, so gRPC is imported when it is used."""
 
     def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
+        import grpc.aio
+
         return grpc.aio.server(interceptors=interceptors, options=options)
 
     def channel(
         self, address: str, options: Options, credentials: grpc.ChannelCredentials | None = None
     ) -> grpc.aio.Channel:
+        import grpc.aio
+
         if credentials is None:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, credentials, options=options)

@@ -234,7 +234,7 @@ async def test_an_engine_that_does_not_come_up_leaves_nothing(
 
 
 async def test_impossible_specs_are_refused_before_anything_is_started() -> None:
-    with pytest.raises(ConfigError, match="stages"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size"):
         async with start_processes(spec(stages=5), start_timeout_s=1, command=FAKE):
             pass
 
