@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import random
 import selectors
 from collections import deque
@@ -106,12 +107,9 @@ class _NodeTimer(asyncio.TimerHandle):
 class _NumberedTask(asyncio.Task[Any]):
     """A task whose place in a set does not depend on the layout of memory; `asyncio.TaskGroup` cancels from a set."""
 
-    count = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _NumberedTask.count += 1
-        self._number = _NumberedTask.count
-        super().__init__(*args, **kwargs)
+    def __init__(self, number: int, coroutine: Any, **kwargs: Any) -> None:
+        self._number = number
+        super().__init__(coroutine, **kwargs)
 
     def __hash__(self) -> int:
         return self._number
@@ -142,7 +140,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._time = time
         self._clock_resolution = TURN_S
         self._timers = 0
-        self.set_task_factory(lambda loop, coroutine, **kwargs: _NumberedTask(coroutine, loop=loop, **kwargs))
+        numbers = itertools.count()
+        self.set_task_factory(
+            lambda loop, coroutine, **kwargs: _NumberedTask(next(numbers), coroutine, loop=loop, **kwargs)
+        )
 
     def time(self) -> float:
         return self._time.monotonic()

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine
@@ -213,7 +214,9 @@ def main() -> None:
         print(json.dumps({**result, "cpu_s": round(time.process_time() - began, 2)}), flush=True)
         if args.trace:
             print(*storm.story, sep="\n", flush=True)
-        failed = failed or bool(result["bad"])
+        if result["bad"]:
+            failed = True
+            print(f"repeat with: python -m tests.world.storm --seed {seed} --seconds {args.seconds:g}", file=sys.stderr)
     leave(1 if failed else 0)
 
 

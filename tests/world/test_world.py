@@ -30,7 +30,7 @@ def run(module: str, *flags: str, hash_seed: int = 0) -> list[dict[str, Any]]:
     command = ["python", "-m", f"tests.world.{module}", *flags]
     env = {**os.environ, "PYTHONHASHSEED": str(hash_seed), "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, *command[1:]], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"repeat with: {shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
