@@ -134,8 +134,8 @@ class Storm:
         right = continuation(prompt, count, self._model.vocab_size, self._model.eos_token_ids)
         if tokens != right[: len(tokens)] or (outcome == "done" and len(tokens) != count):
             self.bad.append(f"t-{number} ({outcome}): wrong tokens, {len(tokens)} of {count}")
-        if self._now() - came > TIMEOUT_S + 1:
-            self.bad.append(f"t-{number} took {self._now() - came} s")
+        if outcome == "DeadlineExceeded" or self._now() - came > TIMEOUT_S + 1:
+            self.bad.append(f"t-{number} ({outcome}) took {self._now() - came:.1f} s")
         self.outcomes[outcome] += 1
         self._answers.append((number, came, times, outcome, tokens))
 
