@@ -17,8 +17,6 @@ from kernels.packed_weights import PackedWeights
 
 #: Rows that are looked at together at most (sketch.h): with more, a step waits for sums rather than for memory.
 MAX_ROWS = 3
-
-
 _OUTPUTS = 32  # of a panel
 
 

@@ -18,44 +18,18 @@ from moonpool.errors import InvalidRequest
 from moonpool.logprobs import MAX_LOGPROBS
 
 MAX_CHOICES = 64
-
-
 MAX_BEAMS = 16
-
-
 MAX_CANDIDATES = 4096
-
-
 MAX_LENGTH_PENALTY = 10.0
-
-
 MAX_STOPS = 16
-
-
 MAX_STOP_CHARS = 1024
-
-
 MAX_STOP_TOKENS = 1024
-
-
 MAX_BAD_WORDS = 256
-
-
 MAX_BAD_WORD_CHARS = 256
-
-
 MAX_LOGIT_BIASES = 1024
-
-
 MAX_LOGIT_BIAS = 100.0
-
-
 MAX_PENALTY = 2.0
-
-
 MAX_GRAMMAR_BYTES = 1 << 16
-
-
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
 
@@ -331,40 +305,22 @@ def _declared(name: str) -> dict[str, Any]:
 
 ITEM_LIMITS: dict[str, int] = _declared("max_items")
 """Most items of a list or mapping."""
-
-
 HTTP_FIELDS: dict[str, type] = _declared("http")
 """Fields that the OpenAI endpoints take under the same name, with their JSON types."""
-
-
 _CHECKS: dict[str, Check] = _declared("check")
-
-
 _DEFAULTS: dict[str, Any] = {
     f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(SamplingParams)
 }
-
-
 _NEUTRAL: dict[str, float | int] = {
     name: float(value) if isinstance(value, Unset) else int(value)
     for name, value in _DEFAULTS.items()
     if isinstance(value, Unset | UnsetInt)
 }
 """Of parameters that checkpoints suggest; plain numbers, which are pickled quickly."""
-
-
 _BEAM_OPTIONS = ("length_penalty", "early_stopping")
-
-
 _NOT_WITH_BEAMS = [name for name, allowed in _declared("with_beams").items() if not allowed]
-
-
 _NOT_WITH_FORMAT = [name for name, allowed in _declared("with_format").items() if not allowed]
-
-
 _VALUES = attrgetter(*_DEFAULTS)
-
-
 _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 
 

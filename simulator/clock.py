@@ -10,8 +10,6 @@ from typing import Any
 
 PS = 10**12
 """Picoseconds of a second."""
-
-
 Target = Callable[[Any], None]
 """Takes an event when its time has come."""
 

@@ -16,15 +16,9 @@ from simulator.clock import PS, World, ps
 
 MANY = 96
 """Flows at once from which on shares are not dealt out with each change."""
-
-
 DEAL_S = 0.002
 """Between two deals then. A slice of a layer takes some ten milliseconds."""
-
-
 _DEAL = ps(DEAL_S)
-
-
 _ROUNDING = 1e-9
 """A smaller share of a link is an error of rounding, not room."""
 

@@ -28,8 +28,6 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, t
 MAX_HEAD_DIM = 256
 
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-
-
 _pointer = ctypes.POINTER
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_decode": (_pointer(Attention), _I),

@@ -12,6 +12,7 @@ from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
 from moonpool.errors import CheckpointError, InvalidRequest
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
 
 def load_config(path: Path | str) -> ModelConfig:
@@ -86,7 +87,7 @@ class CheckpointReport:
 
 
 def inspect_checkpoint(
-    path: Path | str, dtype: str = "auto", block_tokens: int = 64, memory_bytes: int | None = None
+    path: Path | str, dtype: str = "auto", block_tokens: int = DEFAULT_BLOCK_SIZE, memory_bytes: int | None = None
 ) -> CheckpointReport:
     """Return the sizes of the checkpoint in `path`.
 

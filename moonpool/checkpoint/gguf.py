@@ -25,26 +25,12 @@ from moonpool.checkpoint.families.base import GgufNames, TensorNames
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 GGUF_SUFFIX = ".gguf"
-
-
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-
-
 _MAGIC = b"GGUF"
-
-
 _VERSIONS = (2, 3)
-
-
 _STRING, _ARRAY = 8, 9
-
-
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-
-
 _MAX_DIMENSIONS = 4
-
-
 _ALIGNMENT = 32
 
 
@@ -287,11 +273,7 @@ ROPE_DIVISORS = "rope_freqs.weight"
 #: What the ids of end tokens are called, and texts of control tokens that end an answer whatever the ids say: files
 #: name one end token, chat models have several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-
 _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>")
-
-
 _CONTROL_TOKEN = 3
 
 
@@ -306,11 +288,7 @@ _REFUSED = (
     "embedding_scale",
     "residual_scale",
 )
-
-
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-
-
 _QUANTISED = "bfloat16"
 
 
@@ -447,8 +425,6 @@ def _end_ids(token: Any, kind: Any) -> bool:
 
 
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
-
-
 _PAIRED = ("attn_q", "attn_k")
 
 
@@ -487,39 +463,21 @@ def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str
 
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-
-
 _SPACE = "\u2581"
-
-
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-
-
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-
-
 _GPT2_NAMES = ("gpt-2", "gpt2", "default")
-
-
 _DIGIT_NAMES = ("smollm", "starcoder", "refact", "command-r", "codeshell")
-
-
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3")
-
-
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen", "megrez")
-
-
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",

@@ -29,8 +29,6 @@ from moonpool.checkpoint.families.base import ModelFamily
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
-
-
 _INDEX = "model.safetensors.index.json"
 
 

@@ -202,11 +202,7 @@ _REPLACEMENT = "\ufffd"
 
 # A character has at most 4 bytes, so at most 3 tokens wait for its end; more is text that will never be valid.
 _MAX_HELD_TOKENS = 32
-
-
 _PIECE_CHARS = 1 << 14
-
-
 _PIECE_SLACK = 16
 """Tokens by which a piece of a text may have more than it has within the text: a cut token, tokens put in front."""
 

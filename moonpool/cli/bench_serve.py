@@ -90,8 +90,6 @@ class PromptSource:
 
 LINE_BYTES = 1 << 22
 """Longest event of a stream."""
-
-
 ERROR_BYTES = 1 << 16
 
 

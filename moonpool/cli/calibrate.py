@@ -22,17 +22,11 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import start_engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
-
-CALIBRATION_BLOCK_TOKENS = 64
-
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
 EMULATED_LAYERS = 8
 """Layers of the emulated KV at most."""
-
-
 VECTOR_EXTENSIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
-
-
 PROFILE_TEMPLATE = """\
 # Measured by `moonpool calibrate`: {times} sizes of steps, the median of {repeats} tries each. Least squares of
 # relative errors over half of the sizes; the errors on the other half, held out of the fit, are:
@@ -79,7 +73,7 @@ def run_calibrate(
     folder = resolve(model)
     config = load_config(folder)
     kind = resolve_dtype(config, dtype)
-    layout = kv_layout(config, kind, CALIBRATION_BLOCK_TOKENS, kv_dtype)
+    layout = kv_layout(config, kind, DEFAULT_BLOCK_SIZE, kv_dtype)
     threads = threads or len(os.sched_getaffinity(0))
     spec = EngineSpec(
         checkpoint=str(folder),

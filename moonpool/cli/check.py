@@ -28,20 +28,10 @@ from moonpool.v1 import (
 )
 
 CALL_TIMEOUT_S = 5.0
-
-
 ASKED_AT_ONCE = 16
-
-
 PAUSE_S = 0.05
-
-
 EXIT_HELD = 1
-
-
 EXIT_SILENT = 2
-
-
 Ask = Callable[[grpc.Channel], Iterable[kv_pb2.Gauge]]
 
 

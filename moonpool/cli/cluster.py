@@ -21,12 +21,8 @@ from moonpool.errors import MoonpoolError
 
 TIMELINE_WIDTH = 40
 """Characters of a line of time."""
-
-
 INSTANCE_FIGURES = ("run", "wait", "tokens", "used", "cached", "promised")
 """Requests that run and wait, tokens that wait, and blocks: used, cached, promised to requests that come."""
-
-
 CANDIDATE_FIGURES = ("own", "used", "queue", "load", "compute", "calls", "TTFT")
 """Blocks of the prefix in the instance's pool and used, and the parts of the predicted time to the first token."""
 
@@ -153,8 +149,6 @@ def _seconds_text(seconds: float) -> str:
 
 
 BAR_WIDTH = 16
-
-
 SHOWN_REQUESTS = 8
 """Requests that are listed."""
 

@@ -90,12 +90,8 @@ def usage_line(result: GenerateResult) -> str:
 
 
 CHAT_PROMPT = "\n> "
-
-
 CHAT_BLOCK_TOKENS = 16
 """Of a stack for one chat: turns are short, and only whole blocks are found again."""
-
-
 CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
 

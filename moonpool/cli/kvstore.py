@@ -25,11 +25,7 @@ from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 696, 48, 316
 """Size of the picture, and the edges of the curve in it."""
-
-
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
-
-
 HitCurve = Sequence[tuple[int, float]]
 """(bytes, share of block uses that would be hits), ascending in both."""
 
@@ -97,26 +93,12 @@ def _svg_line(path: str, colour: str, style: str = "") -> str:
 
 
 CALL_TIMEOUT_S = 10.0
-
-
 PAUSE_S = 0.2
-
-
 EXIT_FAULTY = 1
-
-
 GB = 1e9
-
-
 app = typer.Typer(name="moonpool kvstore", help="Inspect and maintain kvstores.", add_completion=False)
-
-
 VERBS = ("stat", "verify", "compact", "warm", "advise")
-
-
 Store = Annotated[str, typer.Argument(help="The kvstore, HOST:PORT.")]
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 

@@ -173,11 +173,7 @@ def summarize(
 
 
 WIDTH, HEIGHT, MARGIN = 860, 320, 48
-
-
 _LEFT_SHARE = 0.62  # of the width that the left half takes
-
-
 _CHART_COLOURS = {"first": "#2a6fdb", "end": "#d9822b", "error": "#c4262e"}
 
 

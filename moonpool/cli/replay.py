@@ -22,8 +22,6 @@ from simulator.traces.mooncake import Trace, TraceRequest
 
 DRAWS = 5
 """Simulations of what is foreseen: chance moves the slowest tenth of a hundred requests by 15 % in one of them."""
-
-
 FIGURES = ("ttft_s", "tbt_s", "tpot_s", "e2e_s", "ttft_error")
 
 

@@ -15,12 +15,8 @@ from moonpool.errors import ConfigError
 KINDS = ("conductor", "prefill", "decode", "kvstore", "gateway")
 SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}
 """Services that a section is for; a narrower section goes before a wider one."""
-
-
 OWN_NAMES = ("id", "listen", "advertise", "conductor", "model")
 """Settings that `moonpool up` decides itself."""
-
-
 MOVED = {
     "--block-tokens": "--set engine.block_size=N",
     "--core-page": "--set engine.core_page=FILE",

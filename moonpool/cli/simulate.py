@@ -14,6 +14,7 @@ import typer
 
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, Slo
 from simulator.experiments import faults as conductors_experiment
@@ -27,53 +28,23 @@ from simulator.planning.page import page
 from simulator.planning.planner import PlanSearch, check_possible, load_hardware, parse_slo
 
 app = typer.Typer()
-
-
 Trace = Annotated[
     Path | None,
     typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE", show_envvar=True),
 ]
-
-
 Requests = Annotated[int, typer.Option(min=0, help="First requests only; 0 = all of a trace, 1000 generated ones.")]
-
-
 Seed = Annotated[int, typer.Option(help="Seed of generated requests, of calls' delays and of random choices.")]
-
-
 Profile = Annotated[str, typer.Option(help="Hardware and model: a bundled profile's name, or a path.")]
-
-
 Prefill = Annotated[int, typer.Option(min=1, help="Prefill instances.")]
-
-
 Decode = Annotated[int, typer.Option(min=1, help="Decode instances.")]
-
-
 Kvstore = Annotated[int, typer.Option(min=0, help="kvstores.")]
-
-
 Rate = Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")]
-
-
 StoreGb = Annotated[float, typer.Option(min=0.001, help="DRAM of each kvstore, GB.")]
-
-
 TtftSlo = Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")]
-
-
 TbtSlo = Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput (mean of a request's longest 10 %), s.")]
-
-
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object: virtual results only.")]
-
-
 Picture = Annotated[Path | None, typer.Option(help="Draw the result into this SVG file.")]
-
-
 DEFAULT_PROFILE = "llama-70b-a800"
-
-
 GC_THRESHOLD = 50_000
 """New objects until the collector looks for cycles among them (Python's own is 700). Hardly any are in one, as
 requests and events leave none behind, and what lives is looked at again and again: 3 % of the time of a run."""
@@ -345,7 +316,7 @@ def memory(
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 200,
     max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens that a request may ask for.")] = 4096,
     pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 2000,
-    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = 64,
+    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = DEFAULT_BLOCK_SIZE,
     seed: Seed = 1,
     as_json: Json = False,
     picture: Picture = None,

@@ -24,32 +24,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.rpc.tls import Tls
 
 GATEWAY_ID = "gateway-0"
-
-
 KINDS_WITHOUT_JOIN = ("conductor", "gateway")
 """Kinds of services that join no conductor."""
-
-
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
-
-
 CONDUCTOR = "conductor"
 """The first conductor; further ones are conductor-1, conductor-2 and so on."""
-
-
 PYTHON = (sys.executable,)
-
-
 LOG_TAIL_LINES = 25
-
-
 _LOADING_LINE = re.compile(r"loading: (\d+) (\d+)/(\d+)")
-
-
 DRAIN_S = 8.0
 """Seconds that a service has to finish its requests."""
 
@@ -99,7 +86,7 @@ class StackPlan:
     time_scale: float = 0.0
     threads: int = 0
     core_page: Path | None = None
-    block_tokens: int = 64
+    block_tokens: int = DEFAULT_BLOCK_SIZE
     kv_bytes: int = 0
     dram_bytes: int = 256 << 20
     ssd_bytes: int = 4 << 30
@@ -410,15 +397,9 @@ class LocalStack:
 
 
 FIRST_RESTART_PAUSE_S = 0.5
-
-
 MAX_RESTART_PAUSE_S = 30.0
-
-
 MAX_FAILURES = 5
 """Ends in a row after which a service is given up."""
-
-
 STABLE_S = 60.0
 """A service that ran for so long has not failed in a row."""
 

@@ -26,8 +26,6 @@ from moonpool.rpc.process import EXIT_ROLE
 from moonpool.sampling_params import SamplingParams
 
 SUPERVISE_INTERVAL_S = 0.1
-
-
 ReportStatus = Callable[[dict[str, object], str], None]
 """Prints an event: its JSON form or its text."""
 
@@ -141,11 +139,7 @@ def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
 
 
 MAX_ANSWER_CHARACTERS = 48
-
-
 TABLE_WIDTH = 160
-
-
 LONG_PROMPT_CHARACTERS = 9000
 
 

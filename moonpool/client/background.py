@@ -16,14 +16,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from moonpool.errors import Unavailable
 
 T = TypeVar("T")
-
-
 P = ParamSpec("P")
-
-
 TargetT = TypeVar("TargetT")
-
-
 STOP_TIMEOUT_S = 10.0
 
 

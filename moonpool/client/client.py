@@ -31,20 +31,10 @@ from moonpool.rpc.tls import Tls
 from moonpool.v1 import conductor_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-
-
 DEFAULT_TIMEOUT_S = 600.0
-
-
 CONNECT_TIMEOUT_S = 5.0
-
-
 QUERY_TIMEOUT_S = 10.0
-
-
 RESUME_TIMEOUT_S = 30.0
-
-
 SILENCE_S = 1.0
 
 

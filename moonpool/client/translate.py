@@ -29,15 +29,11 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20
 """Maximum size of a gRPC message, at the client and at the conductor."""
-
-
 _FINISH: dict[int, FinishReason] = {
     kv_pb2.FINISH_REASON_STOP: "stop",
     kv_pb2.FINISH_REASON_LENGTH: "length",
     kv_pb2.FINISH_REASON_CANCELLED: "cancelled",
 }
-
-
 _KINDS: dict[int, str] = {
     kv_pb2.INSTANCE_KIND_CONDUCTOR: "conductor",
     kv_pb2.INSTANCE_KIND_PREFILL: "prefill",

@@ -34,8 +34,6 @@ GRPC_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_reconnect_backoff_ms", 2_000),
     ("grpc.enable_http_proxy", 0),
 ]
-
-
 Response = TypeVar("Response", bound=Message)
 
 
@@ -175,8 +173,6 @@ async def _await_answer(
 
 
 FIRST_PAUSE_S = 0.05
-
-
 LAST_PAUSE_S = 1.0
 
 

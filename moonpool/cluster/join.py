@@ -23,18 +23,10 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
 
 log = get_logger(__name__)
-
-
 FIRST_BACKOFF_S = 0.1
-
-
 LAST_BACKOFF_S = 2.0
-
-
 REPORTS = 4
 """Load reports in a heartbeat when nothing changes."""
-
-
 MIN_LOAD_INTERVAL_S = 0.05
 """Least distance between load reports, seconds."""
 

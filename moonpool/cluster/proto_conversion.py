@@ -17,11 +17,7 @@ from moonpool.scheduling.latency import Speeds
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_ID_CHARS = 256
-
-
 MAX_ADDRESS_CHARS = 512
-
-
 _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
 
 
@@ -64,14 +60,8 @@ def finite_or_zero(value: float) -> float:
 
 DELETION = "deletion"
 """Kind of the records that are deletions."""
-
-
 MAX_SELECTED_KEYS = 1 << 16
-
-
 MAX_SELECTED_NAMES = 1 << 10
-
-
 DELETION_PORTION, DELETION_COSTS = 1 << 14, 8
 """Keys and names of deletions that are read or carried out in one turn of the event loop; each deletion costs more."""
 

@@ -15,18 +15,10 @@ from moonpool.v1 import kv_pb2
 
 MAX_BYTES = 256 << 20
 """Of all records of a book."""
-
-
 MAX_RECORD_BYTES = 4 << 20
-
-
 MESSAGE_BYTES = 2 << 20
 """Records in one message: those after the one that reaches this come with the next."""
-
-
 MAX_NAME_BYTES = 1024
-
-
 RecordPlace = tuple[str, str, str]
 
 

@@ -16,18 +16,10 @@ from moonpool.scheduling.latency import Speeds, attention_pairs
 from moonpool.scheduling.steps import SequenceStep, Step
 
 _FIRST_STEP_ID = -1000
-
-
 LONG_TOKENS = 512
 """Of the longest step that is timed."""
-
-
 _LONG_SECONDS = 0.25  # the long prefill is chosen to take about so long at most
-
-
 _PREFIX_TOKENS = 1024
-
-
 _BATCH = 8
 
 
@@ -172,28 +164,14 @@ async def measure(engine: Engine, *, max_tokens: int = 0) -> Speeds:
 
 
 CHUNKS = (16, 64, 128, 256, 512, 1024)
-
-
 PREFIXES = (0, 512, 1024, 2048, 4096)
-
-
 BATCHES = (1, 2, 4, 8, 16, 32)
-
-
 CONTEXTS = (64, 512, 2048, 4096)
-
-
 LONGEST_STEP_S = 2.0
 """Sizes at least as large as one that took longer are left out for the rest of the round."""
-
-
 MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
 """Tokens that the pool must hold for all sizes."""
-
-
 Coefficients = tuple[float, float, float]
-
-
 Time = PrefillTime | DecodeTime
 
 

@@ -21,22 +21,12 @@ from moonpool.errors import ConfigError
 from moonpool.scheduling.steps import MAX_WAIT_STEPS, longest_wait_s
 
 SLOTS = 64
-
-
 SLOT = struct.Struct("qqqq")
 """Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
-
-
 _BEAT = 24
-
-
 POLL_S = 0.0005
 """Between two looks at whether others compute."""
-
-
 _PROCESS_BITS = 22  # Linux has no larger process numbers
-
-
 _LONGEST_NUMBER = (1 << 63) - 1
 
 

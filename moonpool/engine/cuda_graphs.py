@@ -25,14 +25,8 @@ from moonpool.scheduling.steps import Step
 
 MAX_GRAPH_ROWS = 256
 """Rows of a decode step that has a graph."""
-
-
 MAX_GRAPHS = 64
-
-
 _GRAPH_ROWS = (1, 2, 4, *range(8, 64, 8), *range(64, MAX_GRAPH_ROWS + 1, 32))
-
-
 _LEAST_CONTEXT, _WIDER = 1024, 4
 
 
@@ -121,8 +115,6 @@ class GraphCache:
 
 
 log = logging.getLogger(__name__)
-
-
 _PADDING = {"token_ids": 0, "positions": 0, "context_lens": 1, "block_ids": -1, "offsets": 0}
 """What rows without a sequence have: they read one slot of the pool and write none."""
 

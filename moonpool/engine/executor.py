@@ -49,19 +49,11 @@ from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
 from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
-
-
 OnLoading = Callable[[int, int, int], None]
 """Called with a stage, its number of loaded layers, and its number of layers."""
-
-
 RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
-
-
 _SHUTDOWN_S = 5.0
-
-
 _REAP_S = 2.0
 
 

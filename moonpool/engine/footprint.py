@@ -21,57 +21,31 @@ from moonpool.engine.messages import DeviceFootprint, EngineSpec
 
 LOGIT_ROWS = 64
 """Rows of logits that are held at once: a row of 152k tokens has 0.6 MB."""
-
-
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
 """Of these rows, in float32: what sampling makes of them natively and in torch (weights, their order, their sums)."""
-
-
 _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
-
-
 _WIDENED_ROWS, _PANEL = 448, 32
 """Rows that native products widen at a time at most, and outputs that one task has (`kernels/native/multiply.cpp`)."""
-
-
 _SPLIT_TOKENS = 512
 """Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
-
-
 _PROCESSORS = 256
 """Multiprocessors that a GPU has at most."""
-
-
 _TILE_ROWS = 128
 """Query rows that a program of the GPU's attention has at most (`kernels/triton/tiles.py`)."""
-
-
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
 """Programs for each multiprocessor whose results are held apart; tokens of a part in deterministic mode."""
-
-
 _DEVICE_SLACK_BYTES = 256 << 20
 """Code of kernels, work space of libraries, the static batch of graphs."""
-
-
 _SLACK_BYTES = 48 << 20
 """Code and tables that are touched later, thread stacks, messages."""
-
-
 _FRAGMENTS = 4
 """The allocator's holes are at most one part in so many of what was allocated."""
-
-
 GRAMMAR_BYTES = 256 << 20
 """Of grammars and parsers. Most grammars take less than 1 MB, the worst that are allowed 100 MB
 (`moonpool.grammar.LIMITS`)."""
-
-
 _MARGIN_BYTES = 128 << 20
 """Of it, what they may grow by until the process is looked at again: by the worst grammar at least."""
-
-
 _TOKENIZER_BYTES = 1 << 10
 """For each token of the vocabulary, while the tokenizer is made."""
 

@@ -39,19 +39,11 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
 """Seconds that a draining instance waits for what is being written back."""
-
-
 BESIDE_THREADS = 2
 """So that a long prompt that is read does not keep KV from landing."""
-
-
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
-
-
 __all__ = ["EngineConfig", "EngineService", "EngineSetup", "InstanceContext", "engine_setup", "run_instance"]
-
-
 log = get_logger(__name__)
 
 

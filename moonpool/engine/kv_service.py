@@ -78,16 +78,10 @@ class PoolCalls:
 
 
 log = get_logger(__name__)
-
-
 MAX_BLOCKS = 1 << 15
 """Keys of one read at most."""
-
-
 STALL_S = 10.0
 """Longest wait for a reader's credits."""
-
-
 LEASE_S = 60.0
 """Longest read; its blocks cannot be evicted so long."""
 
@@ -268,12 +262,8 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
 
 
 WRITE_BACK_TIMEOUT_S = 30.0
-
-
 MAX_DELETIONS = 1 << 16
 """Largest number of deletions in the log; conductors repeat those of the last month only."""
-
-
 DEMANDED_S = 3600.0
 """Seconds in which KV is only taken from instances that carried out the same deletion. Far longer than older KV is on
 its way (minutes), far shorter than conductors repeat deletions to instances that join (a month)."""

@@ -19,8 +19,6 @@ from moonpool.scheduling.steps import SampledCandidates
 
 STEP_TOKENS = 512
 """Tokens of the largest step, by default."""
-
-
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
 

@@ -23,14 +23,8 @@ from moonpool.transport.async_utils import ThreadOffload
 from moonpool.v1 import kv_pb2
 
 MAX_NAME_CHARS = 256
-
-
 MAX_END_TOKENS = 4096
-
-
 MAX_BAD_TOKENS = 2 * MAX_BAD_WORDS
-
-
 TOKEN_BYTES = 4
 
 

@@ -25,7 +25,7 @@ from moonpool.engine.messages import STEP_TOKENS, WRITE_BACK_SHARE, EngineSpec
 from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
 from moonpool.platforms.registry import DEVICE_USAGE, DeviceName
 from moonpool.runtime.driver import CoreServiceConfig
 from moonpool.scheduling.latency import Speeds
@@ -93,7 +93,9 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         description="element type of KV; int8 and fp8 (e4m3) take about half of bfloat16's memory and transfers, and "
         "change answers a little (docs/kernels.md); the same on all instances; auto = as the weights",
     )
-    block_size: int = Field(64, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances")
+    block_size: int = Field(
+        DEFAULT_BLOCK_SIZE, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances"
+    )
     kv_cache_memory_bytes: int = Field(
         0,
         ge=0,

@@ -27,22 +27,12 @@ from moonpool.kv.keys import tokens_from_bytes
 from moonpool.scheduling.steps import Step
 
 MAX_GRAMMARS = 64
-
-
 MAX_PARSERS = 512
-
-
 TOKEN_BYTES = 4
-
-
 SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 3, 4, 6, 20))]
 """Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
 are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
-
-
 K = TypeVar("K")
-
-
 V = TypeVar("V")
 
 
@@ -178,12 +168,8 @@ def _keep_newest(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
 
 
 WORD_BITS = 32
-
-
 STEPS_PER_MEMORY_CHECK = 16
 """Steps from one look at the process's memory to the next."""
-
-
 _MAX_REASON = 300
 
 

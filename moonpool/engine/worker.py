@@ -53,8 +53,6 @@ if TYPE_CHECKING:
 
 
 _ORPHANED = 70  # exit code when the channel closed under us
-
-
 _FAILED = 1
 
 

@@ -16,8 +16,6 @@ from moonpool.kv.layout import KVLayout
 
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
 """Parent of a block whose writer did not name one."""
-
-
 MAX_TENANT_BYTES = 1024
 """Longest tenant name, as UTF-8."""
 
@@ -105,8 +103,6 @@ class DramBlock:
 
 
 Value = TypeVar("Value")
-
-
 PARTS = 256
 
 

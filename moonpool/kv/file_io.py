@@ -136,11 +136,7 @@ def slice_reader() -> Read:
 
 SECTOR = 4096
 """Alignment of direct reads and writes: of offset, length and memory."""
-
-
 Buffer = bytes | bytearray | memoryview
-
-
 _IOV_MAX = 512
 
 

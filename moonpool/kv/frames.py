@@ -24,8 +24,6 @@ from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
 """Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
-
-
 MAX_FRAME_SLICES = 1024
 """Most slices in a frame, so that opening one is quick whatever their size."""
 

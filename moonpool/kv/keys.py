@@ -24,20 +24,10 @@ from moonpool.kv.layout import KVLayout
 
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that identify a block's tokens, everything before them, the namespace and the tenant."""
-
-
 KEY_BYTES = 32
-
-
 _TOKEN_BYTES = 4
-
-
 _NAMESPACE_CONTEXT = b"moonpool kv namespace v1"
-
-
 _ANSWER_CONTEXT = b"moonpool answer tokens"
-
-
 _ROOT_CONTEXT = b"moonpool kv chain root v1"
 
 
@@ -135,14 +125,8 @@ def tokens_from_bytes(data: bytes, field: str = "token_ids") -> array[int]:
 
 
 _MASK = (1 << 64) - 1
-
-
 _KEY = struct.Struct(f"<Q{KEY_BYTES - 8}x")
-
-
 _LAYER = 0x9E3779B97F4A7C15  # odd, so that no two layers of a block are bound alike
-
-
 slice_hash = xxhash.xxh3_64_intdigest
 """xxh3-64 of a slice's bytes."""
 

@@ -8,6 +8,8 @@ from functools import cached_property
 from moonpool.errors import ConfigError, InvalidRequest, Mismatch
 from moonpool.v1 import kv_pb2
 
+DEFAULT_BLOCK_SIZE = 64
+"""Tokens per KV block, unless `--block-size` says another number."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Types whose numbers are stored with a scale, by the names that flags have for them."""

@@ -23,8 +23,6 @@ from moonpool.kv.native_library import library
 from moonpool.kv.pool import BytesLike, Iovec, iovec_parts
 
 log = logging.getLogger(__name__)
-
-
 CopyFunction = Callable[[list[memoryview], BytesLike, Sequence[int]], int]
 """Cuts bytes into pieces as long as the targets, and copies each to its target; how many leading ones have their hash
 there.
@@ -36,8 +34,6 @@ Raises:
     ValueError: targets, bytes and hashes do not fit each other.
     BufferError: a target cannot be written, or a view is not contiguous.
 """
-
-
 DeferredCopy = Callable[[list[memoryview], BytesLike | None, Sequence[int]], Callable[[], int]]
 """As `Land`, and raises as it does, but copies and verifies when what it returns is called: once, in any thread. All
 memory is held until then. Without bytes these lie in the targets already, and are only verified."""

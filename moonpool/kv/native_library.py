@@ -27,8 +27,6 @@ def library() -> Path:
 
 
 log = logging.getLogger(__name__)
-
-
 _TOKEN_BYTES = 4
 
 

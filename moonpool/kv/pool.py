@@ -17,8 +17,6 @@ from moonpool.kv.keys import slice_hash
 from moonpool.kv.layout import KVLayout
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
-
-
 _new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
 
 
@@ -74,8 +72,6 @@ def iovec_parts(data: BytesLike) -> list[memoryview]:
 
 
 _NUMBER_BYTES = 8
-
-
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 

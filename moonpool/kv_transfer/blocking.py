@@ -31,8 +31,6 @@ from moonpool.transport.regions import SharedMemory
 from moonpool.v1 import kvstore_pb2
 
 Into = Callable[[int, int], memoryview | None]
-
-
 OnSlice = Callable[[int, int, memoryview, int], None]
 
 
@@ -144,8 +142,6 @@ class BlockingReader:
 
 MAX_PUT_BLOCKS = 128
 """In one exchange; a store takes more in a session only."""
-
-
 SEND_BYTES = 512 << 10
 """Of slices that follow a message so many are sent at once, about; then the next are hashed."""
 

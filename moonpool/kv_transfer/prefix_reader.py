@@ -34,11 +34,7 @@ from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, 
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
-
-
 OnSlice = Callable[[int, int, memoryview, int], None]
-
-
 Into = Callable[[int, int], memoryview | None]
 
 
@@ -320,11 +316,7 @@ def _check_arguments(error: Exception | None) -> None:
 
 
 __all__ = ["BlockReader", "PrefixLost", "ReadMethod"]
-
-
 READ_WINDOW_BYTES = 32 << 20
-
-
 ReadRequest = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
 
 
@@ -338,11 +330,7 @@ class ReadMethod(NamedTuple):
 
 
 FROM_STORE = ReadMethod("KVStoreService", "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse)
-
-
 FROM_PREFILL = ReadMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
-
-
 FROM_DECODE = FROM_PREFILL._replace(service="DecodeService")
 
 

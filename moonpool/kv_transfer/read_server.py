@@ -169,8 +169,6 @@ class FrameWriter:
 
 
 Req = TypeVar("Req", bound=Message)
-
-
 log = get_logger(__name__)
 
 

@@ -19,8 +19,6 @@ from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, 
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
-
-
 _Session = MuxSession[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]
 
 

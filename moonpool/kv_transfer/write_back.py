@@ -20,8 +20,6 @@ from moonpool.transport.sessions import PeerClient, PeerClients
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
-
-
 MAX_PAUSE_S = 30.0
 """Longest time for which a store that says when it will have room is left alone."""
 

@@ -30,8 +30,6 @@ from moonpool.models.layers import LayerWeights, Linear
 from moonpool.models.stage import StageModel
 
 _PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
-
-
 _GGUF_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 

@@ -22,8 +22,6 @@ from moonpool.errors import ConfigError
 from moonpool.models.loader import layer_shapes, torch_dtype
 
 ModelShape = Mapping[str, Any]
-
-
 _LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -156,11 +154,7 @@ SHAPES: Mapping[str, ModelShape] = {
         rope_theta=1000000.0,
     ),
 }
-
-
 _BOS, _EOS, _PAD = "<s>", "</s>", "<pad>"
-
-
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ '[tools] ' + (tools | tojson) + '\\n' }}{% endif %}{% for message in messages %}"
     "{{ '[' + message['role'] + '] ' + message['content'] + '\\n' }}{% for call in message['tool_calls'] %}"

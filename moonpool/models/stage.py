@@ -34,8 +34,6 @@ from moonpool.models.native_step import (
 )
 
 InferenceParameters = ParamSpec("InferenceParameters")
-
-
 InferenceResult = TypeVar("InferenceResult")
 
 

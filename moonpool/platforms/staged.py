@@ -19,12 +19,8 @@ from torch import Tensor
 from moonpool.platforms.base import CapturedGraph, DeviceEvent
 
 _POISON = 0xFF
-
-
 _LAZINESS = (0.0, 0.0, 0.5, 1.0)
 """Shares of a stream's work that are done as soon as possible."""
-
-
 _UNASKED = 0.3
 """Share of rounds in which work that was not waited for is done."""
 

@@ -27,8 +27,6 @@ from moonpool.errors import ConfigError, Mismatch, PermissionDenied, Unauthentic
 from moonpool.telemetry.logs import get_logger
 
 Signature = tuple[int, int, int]
-
-
 CHECK_INTERVAL_S = 0.5
 """Files are looked at so often at most, seconds: a look may take long where they lie on another machine."""
 
@@ -65,18 +63,12 @@ def _signature(path: Path) -> Signature | None:
 
 
 MAX_TENANT_CHARS = 256
-
-
 _KEY_LINE = re.compile(
     r"(?:sha256:(?P<hash>[0-9a-f]{64})|tenant)(?P<limits>(?:[ \t]+[rt]pm=[1-9]\d{0,11})*)"
     r"[ \t]+(?P<tenant>(?![rt]pm=)\S.*)",
     re.IGNORECASE,
 )
-
-
 _LIMIT = re.compile(r"([rt]pm)=(\d+)", re.IGNORECASE)
-
-
 log = get_logger(__name__)
 
 
@@ -219,30 +211,14 @@ class ApiKeys:
 
 
 ROLE_URI = "moonpool:role:"
-
-
 ENGINES = frozenset({"prefill", "decode"})
-
-
 INSTANCES = ENGINES | {"kvstore"}
-
-
 CLIENTS = frozenset({"client", "gateway", "operator"})
-
-
 OPERATORS = frozenset({"operator"})
-
-
 KEEPERS = ENGINES | {"client"}
 """Who keeps KV in kvstores; a client under keys of its tenant only (`moonpool.kv.values.check_owned`)."""
-
-
 READERS = OPERATORS | {"conductor"}
-
-
 ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator")
-
-
 _CONDUCTOR = {
     "Generate": CLIENTS,
     "Join": INSTANCES,
@@ -256,8 +232,6 @@ _CONDUCTOR = {
     "DeleteKV": CLIENTS,
     "ConductorStats": OPERATORS | {"gateway"},
 }
-
-
 _PREFILL = {
     "Prefill": frozenset({"conductor"}),
     "ReadKV": ENGINES,
@@ -265,8 +239,6 @@ _PREFILL = {
     "Forget": frozenset({"conductor"}),
     "PrefillStats": READERS,
 }
-
-
 _DECODE = {
     "Reserve": frozenset({"conductor"}),
     "ReceiveKV": ENGINES,
@@ -275,8 +247,6 @@ _DECODE = {
     "Forget": frozenset({"conductor"}),
     "DecodeStats": READERS,
 }
-
-
 _KVSTORE = {
     "Put": KEEPERS,
     "Get": KEEPERS,
@@ -293,8 +263,6 @@ _KVSTORE = {
     "ReuseCurve": READERS,
     "KVStoreStats": READERS,
 }
-
-
 ALLOWED: Mapping[str, frozenset[str]] = {
     f"/moonpool.v1.{service}/{method}": roles
     for service, table in (
@@ -306,8 +274,6 @@ ALLOWED: Mapping[str, frozenset[str]] = {
     for method, roles in table.items()
 }
 """Roles by method."""
-
-
 FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 """What everybody may call whose connection was accepted."""
 

@@ -33,12 +33,8 @@ _OPTIONS: list[tuple[str, Any]] = [
     # Instances talk to each other directly whatever the environment says about proxies.
     ("grpc.enable_http_proxy", 0),
 ]
-
-
 OLD_S = 3600.0
 """So long calls may go on over a connection whose certificates have changed since."""
-
-
 Metadata = tuple[tuple[str, str], ...]
 
 
@@ -270,8 +266,6 @@ async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
 
 QUIET_SHARE, PROBE_SHARE = 0.4, 0.3
 """Shares of the silence: nothing has come for the first, then the peer is asked `ASKS` times for the second."""
-
-
 PROBES = 2
 
 

@@ -37,14 +37,8 @@ DETAIL_KEY = "moonpool-error-bin"
 # Metadata is limited to 8 KiB by default. The text travels twice: as bytes in the detail (base64), and as the status'
 # message, in which a byte beyond ASCII takes three.
 _TEXT_BYTES = 1000
-
-
 _OVERSIZE = ("CLIENT: Sent message larger than max", "SERVER: Received message larger than max")  # gRPC's own words
-
-
 _HIDDEN = "internal error; the service's log tells more"
-
-
 _TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueType]] = {
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, kv_pb2.ERROR_KIND_INVALID),
     Overloaded: (grpc.StatusCode.RESOURCE_EXHAUSTED, kv_pb2.ERROR_KIND_OVERLOADED),
@@ -128,8 +122,6 @@ _UNREACHED = re.compile(
     r"failed to connect to all addresses; last error: \w+: ipv[46]:(\S+): (?:Failed to connect to remote host: )?"
 )
 """How gRPC says that nobody listens at an address."""
-
-
 _BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
     grpc.StatusCode.UNAVAILABLE: Unavailable,

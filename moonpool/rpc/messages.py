@@ -31,42 +31,24 @@ class _EndOfStream:
 
 END_OF_STREAM = _EndOfStream()
 """What reading a stream gives after the last message."""
-
-
 MESSAGE_BYTES = 8 << 20
 """Largest message that is received at all. The largest of ours has a frame near 1 MiB, or a million token ids."""
-
-
 UNCHECKED_BYTES = 128 << 10
 """Messages up to this size are parsed unseen: they become at most some 3 MiB."""
-
-
 MAX_FIELDS = 1 << 14
 """Fields in a larger message, those of messages within it included."""
-
-
 MAX_NUMBERS = 1 << 20
 """Elements of packed repeated numbers: token ids, above all."""
-
-
 MAX_TEXT_BYTES = 4 << 20
 """Bytes of text; Python may need four times as much for it."""
-
-
 FIELDS_OF = {
     # Answers about whole clusters, which a conductor gives and no service reads.
     "moonpool.v1.ClusterStateResponse": 1 << 18,
     "moonpool.v1.ExplainResponse": 1 << 18,
 }
 """MAX_FIELDS of messages that need more."""
-
-
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
-
-
 _MAX_VARINT_BYTES = 10
-
-
 _NUMBERS = {
     FieldDescriptor.CPPTYPE_INT32,
     FieldDescriptor.CPPTYPE_INT64,
@@ -75,8 +57,6 @@ _NUMBERS = {
     FieldDescriptor.CPPTYPE_ENUM,
     FieldDescriptor.CPPTYPE_BOOL,
 }
-
-
 _CONTINUED = bytes(range(128, 256))
 
 
@@ -191,23 +171,11 @@ def _checked_fields(descriptor: Descriptor) -> dict[int, _KnownField]:
 
 
 M = TypeVar("M", bound=Message)
-
-
 Payload = memoryview | bytes | Sequence[memoryview]
-
-
 PAYLOAD_FIELD_NUMBER = 15
-
-
 _PAYLOAD_TAG = (PAYLOAD_FIELD_NUMBER << 3) | _LENGTH_DELIMITED
-
-
 _TAG_BYTE = bytes([_PAYLOAD_TAG])
-
-
 _NBYTES = operator.attrgetter("nbytes")
-
-
 MAX_TOP_FIELDS = 64
 """Top-level fields looked at for the payload; none of our messages has more than three."""
 

@@ -74,30 +74,14 @@ def signal_counter(stopping: asyncio.Event, leave: Callable[[int], object]) -> C
 
 
 EXIT_FAILED = 1
-
-
 EXIT_CONFIG = 2
-
-
 EXIT_MISMATCH = 3
-
-
 EXIT_ROLE = 10
 """An engine instance has drained and is to be started again in the other role."""
-
-
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
-
-
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
-
-
 CANCEL_GRACE_S = 5.0
-
-
 log = logs.get_logger(__name__)
-
-
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 

@@ -92,14 +92,8 @@ class PeerCalls:
 
 
 Service = tuple[ServiceDescriptor, object]
-
-
 log = get_logger(__name__)
-
-
 _HEALTH_NAME = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-
-
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
     ("grpc.so_reuseport", 0),
@@ -379,8 +373,6 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 RpcBehavior = Callable[[Any, Any], Any]
-
-
 CallCounter = Callable[[Any], AbstractContextManager[None]]
 
 

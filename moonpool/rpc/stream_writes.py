@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 CANCEL_GRACE_S = 2.0
-
-
 T = TypeVar("T")
 
 

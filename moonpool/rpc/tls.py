@@ -21,11 +21,7 @@ from moonpool.telemetry.logs import get_logger
 
 NAME = "moonpool"
 """DNS name in every service's certificate. Channels check it whatever address they connect to: instances move."""
-
-
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", NAME)]
-
-
 log = get_logger(__name__)
 
 

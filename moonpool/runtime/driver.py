@@ -40,14 +40,8 @@ class CoreServiceConfig(ServiceConfig):
 
 
 log = get_logger(__name__)
-
-
 E = TypeVar("E")
-
-
 A = TypeVar("A")
-
-
 MAX_TURN_S = 0.01
 """Longest time in which events are handled before other tasks of the loop run, seconds."""
 

@@ -27,18 +27,10 @@ from moonpool.scheduling.state_machine import digest_of
 from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
-
-
 MAGIC = b"moonpool journal 1\n"
-
-
 _LENGTH = struct.Struct("<I")
-
-
 CORE_MODULES = re.compile(r"(moonpool\.(kv|sampling_params|scheduling)|services\.\w+\.core)(\..*)?")
 """Whose classes a journal may name."""
-
-
 _PLAIN_CLASSES = {
     ("builtins", "set"),
     ("builtins", "frozenset"),

@@ -23,11 +23,7 @@ def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 _DIGIT = 10
-
-
 _DIGITS = 1 << _DIGIT
-
-
 _SHIFTS = (20, 10, 0)
 """Weights are at most 1: the two highest bits are 0."""
 

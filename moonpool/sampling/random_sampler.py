@@ -24,24 +24,14 @@ from moonpool.sampling.ops import RUN, running_sums, runs_of, send_to_device
 from moonpool.sampling_params import SamplingParams
 
 _LOG2_E = 1.4426950408889634
-
-
 _LEAST_POWER = -126.0
 """Of two: what is less is 0."""
-
-
 _ROUNDING = 12582912.0
 """1.5 * 2^23: a float of some size that this is added to loses its fraction."""
-
-
 _POWER_OF_2 = (1.537070260e-4, 1.339984826e-3, 9.618373259e-3, 5.550329035e-2, 2.402264846e-1, 6.931472056e-1, 1.0)
 """A polynomial for 2^x in [-0.5, 0.5], highest power first; 1e-7 relative."""
-
-
 _ROWS = 4
 """Rows that are weighed together on a CPU: what is between the first and the last operation stays in its caches."""
-
-
 _LANES = 16
 """A run's weights are summed up in so many sums, one for each token modulo this, which are then halved down to one."""
 

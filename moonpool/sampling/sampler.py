@@ -31,11 +31,7 @@ from moonpool.sampling_params import SampleSpec
 
 # Temperatures below this are greedy: dividing by them would overflow.
 _GREEDY_BELOW = 1e-5
-
-
 NOTHING_LEFT = "no token is left to choose: each is banned, or does not fit the format"
-
-
 NOT_FINITE = "the model computed logits that are not finite"
 
 

@@ -42,8 +42,6 @@ class KVOwner:
 
 
 NO_OWNER = KVOwner()
-
-
 COLD_S = 60.0
 """Seconds after which an unused replicated block is evicted first."""
 

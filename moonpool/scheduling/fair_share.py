@@ -19,16 +19,10 @@ from moonpool.frozen import frozen
 from moonpool.scheduling.state_machine import digest_of
 
 LEAST_PRIORITY, MOST_PRIORITY = -100, 100
-
-
 PRIORITY_S = 60.0
 """Seconds of arrival time that each priority level is worth."""
-
-
 MAX_CREDIT_S = 10.0
 """Seconds of work that a tenant may be behind its share."""
-
-
 MAX_TENANTS = 4096
 """Most tenants remembered; beyond it, those with the smallest virtual time are dropped."""
 

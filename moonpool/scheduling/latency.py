@@ -185,22 +185,12 @@ def load_is_cheaper(
 
 FIRST_NOISE = 0.2
 """Relative noise of a measurement that is assumed at first; then it is measured."""
-
-
 LEAST_NOISE = 0.03
-
-
 NOISE_WEIGHT = 0.05
-
-
 ERROR_GATE = 1.5
 """A measurement counts as if it were at most so many standard deviations from its prediction."""
-
-
 LEAST_COEFFICIENT = 0.05
 """No coefficient falls below this share of its first value."""
-
-
 SHORTEST_S = 1e-9
 """What took less was not measured."""
 
@@ -338,32 +328,18 @@ class Regression:
 
 MAX_RATIO = 20.0
 """One observation moves a rate as if it were at most this many times slower or faster than known."""
-
-
 COMMON_SPREAD = 0.7
 """Uncertainty of the factor by which a machine is slower or quicker than its base says, for all sizes alike."""
-
-
 OWN_SPREAD = 0.15
 """Uncertainty of each coefficient beside that, as a share of itself."""
-
-
 FIXED_SPREAD = 0.25
 """The fixed part of a step is less certain, as work around the engine is not in the base: as a share of a typical
 step."""
-
-
 PREFILL_DRIFT = 2e-3
 """Of prefill's coefficients: older steps fade."""
-
-
 LEAST_CORE_SHARE = 0.01
 """Share of its cores that an engine had in a step at least: a thread's time may be counted in ticks, and be none."""
-
-
 TYPICAL_CHUNK = 256
-
-
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 
 

@@ -105,8 +105,6 @@ def thin_out(times: Collection[float], most: int) -> list[float]:
 
 
 K = TypeVar("K", bound=Hashable)
-
-
 _MIN_TIMERS_TO_SWEEP = 64
 
 
@@ -176,11 +174,7 @@ class Timers(Generic[K]):
 
 
 E_contra = TypeVar("E_contra", contravariant=True)
-
-
 A = TypeVar("A")
-
-
 T = TypeVar("T")
 
 

@@ -20,16 +20,10 @@ from moonpool.v1 import kv_pb2
 
 MAX_WAIT_STEPS = 3.0
 """Times what they take that patient steps wait at most."""
-
-
 SAVED, SAVED_S = 16, 1.5
 """Steps whose patience one may use, and seconds that it may wait by that at most."""
-
-
 MAX_RESULTS_TOGETHER = 16
 """Results of a run's patient steps that come together, at most."""
-
-
 REPORT_WITHIN_S = 0.05
 """Seconds that the first of them may wait: results come with the first step that is over later than that."""
 

@@ -140,8 +140,6 @@ async def run_in_steps(steps: Generator[None, None, T]) -> T:
 
 
 Wanted = TypeVar("Wanted")
-
-
 Result = TypeVar("Result")
 
 
@@ -232,8 +230,6 @@ class WaiterQueue(Generic[Wanted, Result]):
 
 
 OFFLOAD_LEAST_BYTES = 256 << 10
-
-
 OFFLOAD_LEAST_TOKENS = 1 << 10
 
 

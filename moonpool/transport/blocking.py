@@ -40,8 +40,6 @@ from moonpool.v1 import kv_pb2
 
 SPIN_S = 200e-6
 """How long an answer is looked for before the thread sleeps, where this process has more than one processor."""
-
-
 MAX_SLEEP_S = 3600.0
 """At once: a caller's deadline may be infinite."""
 

@@ -19,8 +19,6 @@ TRANSPORTS = {
 }
 """Where the class of each transport stands, by the name that flags use. A class is imported when it is first used.
 gRPC is not in the table: every stream begins on gRPC, and stays there if no transport of the table can be used."""
-
-
 GRPC_NAME = "grpc"
 
 

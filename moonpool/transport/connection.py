@@ -200,16 +200,10 @@ class MessageSender:
 
 READS_PER_REPORT = 2
 """Payloads that are read before their sender gets a report, while there are more."""
-
-
 RECEIVE_TURN_BYTES = 1 << 20
 """After so many bytes that were there at once, others get a turn of the event loop."""
-
-
 MESSAGE_COST = 4 << 10
 """What a message counts for in a turn besides its bytes: small ones take their time too."""
-
-
 _NO_PAYLOAD = memoryview(b"")
 
 

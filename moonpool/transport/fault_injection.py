@@ -20,15 +20,9 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
 BREAK_CONNECTIONS = "MOONPOOL_FAULT_BREAK_LANES"
-
-
 SEED = "MOONPOOL_FAULT_SEED"
-
-
 CONNECTION_BROKEN = "lane broken on purpose"
 """The event that is logged once for each lane that is broken."""
-
-
 log = get_logger(__name__)
 
 
@@ -80,19 +74,11 @@ def _number(environment: Mapping[str, str], name: str, kind: type[int] | type[fl
 
 breaker = connection_breaker_from(os.environ)
 """This process' own; None when no lane is to break."""
-
-
 CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
-
-
 HEADER_SHARE = 0.3
 """Share of the damage that is done to headers; the rest is done to payloads."""
-
-
 FRAME_DAMAGED = "frame damaged on purpose"
 """The event that is logged once for each damaged frame."""
-
-
 Frame = tuple[kv_pb2.FrameHeader, list[memoryview]]
 
 

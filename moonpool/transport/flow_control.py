@@ -136,12 +136,8 @@ class CreditReturn:
 
 TO_DECODE = 0
 """Priority of KV that a generation waits for."""
-
-
 TO_STORE = 1
 """Priority of everything else."""
-
-
 BURST_S = 0.005
 """Time by which a late timer is made up for, in seconds."""
 

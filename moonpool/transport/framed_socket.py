@@ -17,18 +17,10 @@ from moonpool.transport.framing import LENGTH_PREFIX
 from moonpool.v1 import kv_pb2
 
 M = TypeVar("M", bound=Message)
-
-
 MAX_DESCRIPTORS = 64
-
-
 MAX_OPEN_BYTES = 4096
-
-
 BUFFER_BYTES = 64 << 10
 """What is shorter is received together with what comes behind it."""
-
-
 MAX_PARTS = 512
 
 

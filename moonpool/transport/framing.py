@@ -35,33 +35,17 @@ from moonpool.v1 import kvstore_pb2
 
 ONE_SHOT_FLAG = 1 << 31
 """In the first length: a brief message."""
-
-
 ONE_SHOT_BYTES = 4 << 20
 """Payload of one exchange at most; its copies hold the store's event loop for a millisecond or two."""
-
-
 PUT_OPEN_BYTES = 16 << 10
 """Of what a put says of its blocks, at most: then all of it fits into the buffer that receives messages."""
-
-
 PART_BYTES = 512 << 10
 """A larger read is answered in parts near this size: the reader takes one while the store copies the next."""
-
-
 GET, PUT, FOUND, STORED, OTHERWISE = range(1, 6)
 """Kinds."""
-
-
 _HEAD = struct.Struct("<BxHHHHHIQ")
-
-
 _EXTENT = struct.Struct("<IIQ")
-
-
 _SUM = struct.Struct("<Q")
-
-
 HASH_BYTES = _SUM.size
 
 

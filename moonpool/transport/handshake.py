@@ -41,20 +41,10 @@ from moonpool.v1 import kv_pb2
 
 OFFER_S = 10.0
 """How long an offer stands."""
-
-
 HANDSHAKE_S = 5.0
-
-
 MAX_HANDSHAKES = 64
-
-
 PAUSE_S = 0.1
-
-
 TOKEN_BYTES = 32
-
-
 log = get_logger(__name__)
 
 
@@ -207,12 +197,8 @@ class TransportListener:
 
 
 DIAL_S = 2.0
-
-
 RETRY_S = 10.0
 """How long a process leaves the lanes of a peer alone after one of them failed."""
-
-
 MAX_FAILURES = 1024
 
 

@@ -24,19 +24,11 @@ from moonpool.transport.flow_control import ByteCredits, CreditReturn
 from moonpool.transport.framing import OneShotAnswer
 
 QUEUE_BYTES = 4 << 20
-
-
 BURST_BYTES = 256 << 10
 """A task that puts so many bytes lets the writer go on before it puts more."""
-
-
 TURN_BYTES = 4 << 20
 """After so many bytes that went out at once, others get a turn of the event loop."""
-
-
 MAX_MESSAGES = 4096
-
-
 STALL_S = 30.0
 
 

@@ -30,25 +30,13 @@ from moonpool.transport.streams import CONNECT_TIMEOUT_S, ClientStream, Req, Res
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
-
-
 ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
-
-
 ResAny = TypeVar("ResAny", bound=Message)
-
-
 ReceiveInto = Callable[[ResAny, int], ReceiveBuffer | None]
-
-
 IN_FLIGHT_BYTES = 4 << 20
 """Payloads of one session that a connection may hold at once."""
-
-
 LINGER_S = 0.005
 """How long the last credits to be handed back wait for a message to travel with."""
-
-
 SILENCE_S = 10.0
 
 

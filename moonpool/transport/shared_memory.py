@@ -28,12 +28,8 @@ from moonpool.v1 import kv_pb2
 
 MAX_PATH_BYTES = 107
 """Longest path of a unix socket, without the zero byte at its end."""
-
-
 STALE_S = 60.0
 """An older socket without a listener was left by a process that ended."""
-
-
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

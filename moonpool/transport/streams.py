@@ -40,24 +40,12 @@ from moonpool.transport.send_queue import MAX_MESSAGES, STALL_S, SendQueue
 from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
-
-
 Req = TypeVar("Req", bound=Message)
-
-
 Res = TypeVar("Res", bound=Message)
-
-
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
-
-
 CONNECT_TIMEOUT_S = 5.0
-
-
 CONNECTION_GRACE_S = 0.2
 """When a connection ends, its call gets so long to say why, before the connection alone counts as broken."""
-
-
 _NO_PAYLOAD = memoryview(b"")
 
 
@@ -260,14 +248,8 @@ class ClientStream(Generic[Req, Res]):
 
 
 HELLO_TIMEOUT_S = 10.0
-
-
 MAX_STREAM_TASKS = 1024
-
-
 MAX_UNSENT = 1024
-
-
 Write = Callable[[Any], Awaitable[None]]
 
 

@@ -21,8 +21,6 @@ from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.conductor.core.events import FENCE_FIELD
 
 log = get_logger(__name__)
-
-
 QUEUE_MESSAGES = 8192
 """Most orders that wait to be written. If more wait, the decode instance does not read the stream."""
 

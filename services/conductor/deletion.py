@@ -36,8 +36,6 @@ SWEEP_INTERVAL_S = 10.0
 """Between two pulls of other conductors' deletions, which also repeat deletions to members that owe them."""
 
 SWEEPS_PER_TTL = 10
-
-
 _STUBS = {
     kv_pb2.INSTANCE_KIND_PREFILL: PrefillServiceStub,
     kv_pb2.INSTANCE_KIND_DECODE: DecodeServiceStub,

@@ -139,15 +139,9 @@ class PredictionMetrics:
 
 
 RECENT_WINDOW_S = 60.0
-
-
 MAX_REMEMBERED = 1024
-
-
 MAX_LISTED = 32
 """Requests that are listed one by one."""
-
-
 _Figures = tuple[float, int, int, int, float, float]
 """Of a request: end, seconds; tokens of prompt, cached prompt and answer; TTFT and TPOT, seconds."""
 
@@ -228,19 +222,11 @@ def queue_state(
 
 
 KEY_BYTES = 32
-
-
 NUMBER_BYTES = 8
 """Bytes of a block's number and of a tenant's hashed name."""
-
-
 MAX_UNHASHED = 1024
 """Requests that wait for the writer thread; more are left out."""
-
-
 MAX_BLOCKS = 1 << 22
-
-
 log = get_logger(__name__)
 
 

@@ -31,17 +31,9 @@ from services.conductor.decode_streams import StepsPool
 from services.conductor.proto_conversion import instance_facts, kind_to_proto, load_facts
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
-
-
 DECODE = kv_pb2.INSTANCE_KIND_DECODE
-
-
 KVSTORE = kv_pb2.INSTANCE_KIND_KVSTORE
-
-
 ENGINES = (PREFILL, DECODE)
-
-
 NAMESPACE_BYTES = 32
 
 
@@ -232,8 +224,6 @@ class Checkpoint:
 
 
 log = get_logger(__name__)
-
-
 MAX_EVENT_KEYS = 1 << 13
 """Most keys stored, removed or cooled in one message: a message is applied in one turn of the event loop."""
 
@@ -361,25 +351,13 @@ class ClusterMembers:
 
 
 Admit = Callable[[kv_pb2.Instance], Awaitable[None]]
-
-
 HELLO_TIMEOUT_S = 5.0
-
-
 PROBE_TIMEOUT_S = 3.0
-
-
 SILENT_HEARTBEATS = 3
-
-
 QUIET_HEARTBEATS = 0.4
 """Silence, in heartbeats, after which an instance is probed. Instances report four times per heartbeat."""
-
-
 PROBE_HEARTBEATS = 0.2
 """Timeout of a probe, in heartbeats."""
-
-
 PROBES = 2
 """The conductor may be late itself, so an instance is lost only if this many probes get no answer."""
 

@@ -80,29 +80,15 @@ def _chat_tools(text: str) -> list[dict[str, Any]]:
 
 
 MAX_ID_CHARS = 128
-
-
 MAX_TENANT_CHARS = 256
-
-
 MAX_PROMPT_SCORES = 1 << 18
 """Most log probabilities of one prompt: 2 MiB, which fits one message."""
-
-
 OTHER_TENANTS = "*"
 """Stands for each tenant without a weight of its own."""
-
-
 SECRET_LENGTHS = range(16, 65)
 """Bytes of the secret that a client shows to resume its request."""
-
-
 MAX_SEQUENCE_CHARS = 256
-
-
 _ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
-
-
 T = TypeVar("T")
 
 

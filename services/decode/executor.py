@@ -119,8 +119,6 @@ def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSeq
 
 
 log = get_logger(__name__)
-
-
 EndedSequences = list[tuple[int, int]]
 
 

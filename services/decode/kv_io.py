@@ -54,8 +54,6 @@ class SwapSpace:
 
 
 log = get_logger(__name__)
-
-
 FAILED_STORE_PAUSE_S = 2.0
 """Seconds for which a failed store is skipped: the failure delays one request by one deadline, not every request."""
 

@@ -38,8 +38,6 @@ from services.decode.live_requests import LiveRequest, Subscriber, conductor_ide
 from services.decode.receiver import TransferReceiver
 
 log = get_logger(__name__)
-
-
 PREEMPTED = (RequestStatus.PREEMPTED, *COPYING)
 
 
@@ -268,11 +266,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
 
 
 MAX_STORES = 16
-
-
 SECRET_BYTES = (16, 64)
-
-
 Context = grpc.aio.ServicerContext[Any, Any]
 
 

@@ -159,16 +159,10 @@ class HttpConnection(H11Protocol):
 
 
 BACKLOG = 2048
-
-
 KEEP_ALIVE_S = 15
 """Maximum time between two requests of a connection, in seconds."""
-
-
 SWEEP_S = 1.0
 """Seconds between two sweeps over the connections; less if a timeout is shorter."""
-
-
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` after which responses in progress are cancelled."""
 

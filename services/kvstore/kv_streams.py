@@ -88,8 +88,6 @@ class KVStream(ServerStream[Req]):
 
 
 T = TypeVar("T")
-
-
 _Attempt = tuple[Callable[[], Any], Callable[[Any], None]]
 
 

@@ -20,20 +20,10 @@ from services.kvstore.core.store import ReadLease, ReadLeases
 from services.kvstore.ssd.records import BadRecordError, Band, read_bands
 
 log = get_logger(__name__)
-
-
 MAX_FETCHES = 8  # of one reader, in the thread pool
-
-
 MAX_BANDS = 4  # of one reader, that are being read or sent
-
-
 PIECE_BYTES = 256 << 10  # of one block, read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)
-
-
 READER_SHARE = 2  # one part in so many of the read-ahead's budget may go into one band
-
-
 LAYER_BREAK_BYTES = 512 << 10  # a group so large ends with its layer, which then does not wait for the next one's bytes
 
 

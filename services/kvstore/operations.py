@@ -36,11 +36,7 @@ from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.write_behind import WriteBehind
 
 WARM_PORTION_BLOCKS = 64  # read together at most
-
-
 WARM_STEP_BLOCKS = 1024  # of the SSD tier looked at before other tasks run; there may be millions
-
-
 MIN_LIVE_SHARE = 0.5  # of a segment that must be live, for `compact`, unless told otherwise
 
 

@@ -24,17 +24,9 @@ from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import FileLayer, open_lmdb
 
 log = get_logger(__name__)
-
-
 MAP_BYTES = 1 << 30
-
-
 KEEP_S = 40 * 86400.0  # it is known that a deletion was carried out; conductors repeat theirs for a shorter time
-
-
 _APPLIED = "applied"
-
-
 _COUNTS = struct.Struct("<QQ")
 
 

@@ -143,11 +143,7 @@ def _checked_keys(packed: bytes) -> list[BlockKey]:
 
 
 log = get_logger(__name__)
-
-
 MAX_WAITING_FOR_ROOM = 512
-
-
 END_STREAMS_S = 2.0
 
 

@@ -26,20 +26,10 @@ log = get_logger(__name__)
 
 # Seconds before a failed batch is tried again, the first time and so on, and then its blocks, which are in DRAM only.
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
-
-
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
-
-
 ERASE_AGAIN_S = 0.02
-
-
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
-
-
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
-
-
 _Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
 
 

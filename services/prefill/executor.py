@@ -25,12 +25,8 @@ from services.prefill.kv_io import BlockLoader, BlockRead, KVSender, Replication
 from services.prefill.live_requests import LivePrefill
 
 log = get_logger(__name__)
-
-
 IoWork = Callable[[], Coroutine[Any, Any, events.IoResult]]
 """Begins I/O. Not the coroutine itself: a task that is cancelled before its first step would never await it."""
-
-
 _ABORTED_STEP = events.StepEnded(aborted=True, seconds=0.0)
 
 

@@ -34,8 +34,6 @@ from services.prefill.core.events import IoDone, KVSource, LoadEnded, ReplicateB
 from services.prefill.live_requests import SOURCE_KINDS, LivePrefill, instance_name
 
 log = get_logger(__name__)
-
-
 READ_METHODS: Mapping[kv_pb2.InstanceKind.ValueType, ReadMethod] = {
     kv_pb2.INSTANCE_KIND_KVSTORE: FROM_STORE,
     kv_pb2.INSTANCE_KIND_PREFILL: FROM_PREFILL,

@@ -16,15 +16,9 @@ from services.prefill.core.actions import ChunkOrder, ReportFirstToken
 from services.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
 
 MAX_EVENTS = 8
-
-
 MAX_STORES = 16
-
-
 SOURCE_KINDS = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
 """Kinds of instances that a prefix is loaded from."""
-
-
 MAX_CHUNKS = 256
 """Most steps whose times are reported."""
 

@@ -15,8 +15,6 @@ from simulator.cluster.requests import Request
 
 FULL = 1.0
 """Load above which nobody is let in."""
-
-
 FIRST_S = 10.0
 """Seconds that answers are thought to take until one has ended."""
 
@@ -87,27 +85,17 @@ ADMISSIONS = {
     "promised": "as the services do by default: predictive, and decode looks when it is asked for room",
 }
 """Who is let in; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
-
-
 SERVICES = {
     AdmissionMode.NONE: "promised_none",
     AdmissionMode.EARLY: "promised_early",
     AdmissionMode.PREDICTIVE: "promised",
 }
 """What the services do, by their flag `--admission`."""
-
-
 PAPER = ("baseline", "early", "predictive")
-
-
 HEADROOM = 0.9
 """Share of the TBT limit up to which requests are let in: contexts grow, and a request is judged by its longest tenth
 of intervals, not by the mean."""
-
-
 FOREVER_S = 1e7
-
-
 _GATES = {"all": AdmissionMode.NONE, "baseline": AdmissionMode.EARLY, **{name: gate for gate, name in SERVICES.items()}}
 
 

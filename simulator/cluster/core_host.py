@@ -9,8 +9,6 @@ from moonpool.scheduling.state_machine import Core, Tick
 from simulator.clock import PS, World, not_before
 
 E = TypeVar("E")
-
-
 A = TypeVar("A")
 
 

@@ -126,14 +126,10 @@ def nothing_written(io: int) -> IoEnded[IoEnd]:
 
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, as in the service."""
-
-
 _TELL = ps(1.0)
 """The conductor is told of tokens with an answer's first and last one, and so often at least while things happen.
 
 The service tells it with each step. What the conductor makes of them, it makes of their times, which are told."""
-
-
 RETRY_S = 1.0
 """After which a refused request may try again, as the service says."""
 

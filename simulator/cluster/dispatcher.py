@@ -244,8 +244,6 @@ class DecodeStreams:
 
 RESERVE_LIMIT = 2.0
 """A `Reserve` call ends after so many times the seconds that the core waits for it, as in the service."""
-
-
 Token = Callable[[int, ReportFirstToken], bool]
 """Takes the first token of a request; returns whether the request goes on."""
 

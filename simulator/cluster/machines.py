@@ -31,8 +31,6 @@ class Instances:
 
 LOOK_S = 0.5
 """An instance that drains is looked at so often."""
-
-
 EngineInstance = PrefillInstance | DecodeInstance
 
 

@@ -17,11 +17,7 @@ from simulator.network import Calls, Connection
 
 FLUSH_S = 0.02
 """From a change to its report."""
-
-
 _FLUSH = ps(FLUSH_S)
-
-
 _KINDS = {"p": InstanceKind.PREFILL, "d": InstanceKind.DECODE, "s": InstanceKind.KVSTORE}
 
 

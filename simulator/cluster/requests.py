@@ -10,15 +10,9 @@ from moonpool.kv.keys import BlockKey
 from simulator.traces.mooncake import TraceRequest
 
 DONE = "done"
-
-
 REFUSED = "refused"
 """Early, for a limit, or because it found no room in time."""
-
-
 TOO_LARGE = "too_large"
-
-
 GIVEN_UP = "given_up"
 """After too many failures, or after its deadline."""
 

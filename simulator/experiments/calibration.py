@@ -17,20 +17,12 @@ from simulator.traces.mooncake import TraceRequest
 
 SHARES = tuple(tenth / 10 for tenth in range(1, 10))
 """Quantiles that are compared."""
-
-
 SIMULATIONS = 200
 """That a fit may take."""
-
-
 FIRST_STEP, LEAST_STEP = 0.8, 0.03
 """Steps of the search, in natural logarithms."""
-
-
 WORTH = 0.999
 """A try must be better by a thousandth: what hardly matters stays where it is."""
-
-
 FACTORS = {"prefill", "decode", "company", "links"}
 """Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
 
@@ -88,12 +80,8 @@ STARTS = tuple(
     for prompt_s in (0.005, 0.03)
 )
 """Where the search may begin: at the best of these."""
-
-
 _Direction = Mapping[str, int]
 """Numbers that a move changes, each up (1) or down (-1) together with the others."""
-
-
 DIRECTIONS: tuple[_Direction, ...] = (
     *({field.name: 1} for field in fields(Extras)),
     {"decode": -1, "decode_run_s": 1},

@@ -17,18 +17,10 @@ from simulator.traces.mooncake import TraceRequest
 from simulator.traces.workload import CHAT, Workload
 
 REQUESTS = 40
-
-
 MIX = replace(CHAT, tenants=3, several=0.15)
-
-
 RETRIES, RECOVERY_S = 60, 120.0
 """So patient is the conductor: several crashes may come to a request, and all instances of a kind be away at once."""
-
-
 _MOST_CRASHES = 4
-
-
 _MOST_DROPPED, _MOST_LATE = 0.03, 0.05
 
 
@@ -108,8 +100,6 @@ def faults(config: ClusterConfig, seeds: int, first_seed: int, progress: Progres
 
 
 COUNTS = (1, 2, 4, 8)
-
-
 DOWN_S = 20.0
 """Seconds until the lost conductor is replaced."""
 

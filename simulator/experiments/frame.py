@@ -12,12 +12,8 @@ from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
 from simulator.traces.workload import Workload, WorkloadMix
 
 Row = Mapping[str, object]
-
-
 Progress = Callable[[str], None]
 """Takes a line about how far an experiment is."""
-
-
 GENERATED_REQUESTS = 1000
 
 

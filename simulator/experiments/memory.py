@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from moonpool.engine.emulated.profile import Profile
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.scheduling.state_machine import draw_unit
 from services.conductor.core.events import Failure, ReserveGranted
 from services.decode.core.settings import Preemption
@@ -22,12 +23,8 @@ from simulator.network import Network
 
 _ANSWERS = 7
 """Counter of the draws of answers' lengths."""
-
-
 STREAM = 1
 """On which the answers come."""
-
-
 CONDUCTOR = "conductor"
 
 
@@ -52,7 +49,7 @@ class MemoryLoad:
     max_tokens: int = 4096
     samples: int = 1
     pool_blocks: int = 2000
-    block_tokens: int = 64
+    block_tokens: int = DEFAULT_BLOCK_SIZE
     seed: int = 1
 
     def answer(self, number: int) -> int:

@@ -20,22 +20,12 @@ from simulator.experiments.report import Chart, Quantiles, digits
 from simulator.traces.mooncake import TraceRequest
 
 WIDTHS = (1, 2, 4, 8)
-
-
 LENGTHS = (2048, 16384, 131072)
-
-
 LOADS = (0.1, 0.4, 0.7)
 """Seconds of computing that come in a second, as a share of what all machines can compute."""
-
-
 SHORT, LONG = LENGTHS[0], LENGTHS[-1]
-
-
 SHORT_SHARE = 0.95
 """Of the prompts of the mix; most of the computing is that of the long ones."""
-
-
 BUSY_S = 0.001
 """A pipeline is busy for a prompt that is predicted to wait longer than this."""
 

@@ -33,14 +33,8 @@ from simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest
 
 CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 1_000)
 """In blocks; 0 = no bound."""
-
-
 BLOCKS = ("full", "all")
-
-
 OPTIMUM = "optimum"
-
-
 UNBOUNDED = "inf"
 
 
@@ -57,8 +51,6 @@ class HeadFirstLRU(LRU):
 
 COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-first": HeadFirstLRU}
 """The policies of the store, and one for comparison."""
-
-
 Chains = list[list[BlockKey]]
 
 
@@ -195,15 +187,9 @@ def hot(config: ClusterConfig, load: HotLoad, progress: Progress) -> Result:
 
 
 PREFIXES = (2048, 4096, 8192, 16384, 32768, 65536)
-
-
 REST = 512
 """Tokens after the prefix."""
-
-
 _STEPS = 40
-
-
 _EQUAL = 1e-9
 
 

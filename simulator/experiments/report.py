@@ -11,11 +11,7 @@ from simulator.cluster.config import Slo
 from simulator.cluster.requests import DONE, Request
 
 BUCKET_WIDTH = 1.002
-
-
 _LOG_BUCKET_WIDTH = math.log(BUCKET_WIDTH)
-
-
 LEAST_VALUE = 1e-9
 """Smaller values count as this one."""
 
@@ -149,14 +145,8 @@ def longest_mean(intervals: Sequence[int]) -> float:
 
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 64, 150, 40, 48
-
-
 _COLOURS = ("#2a6fdb", "#d9822b", "#2f9e44", "#c4262e", "#7048c6", "#555555", "#0b8a8f")
-
-
 _TICKS = 5
-
-
 Points = Sequence[tuple[float, float]]
 
 

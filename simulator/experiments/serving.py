@@ -68,15 +68,9 @@ def ratio(config: ClusterConfig, source: RequestSource, progress: Progress, firs
 
 
 SAMPLE_S = 10.0
-
-
 SMOOTH = 30
 """Samples over which the slow course of the load is averaged: what is left is its swinging."""
-
-
 COMPARED = (*PAPER, SERVICES[AdmissionMode.PREDICTIVE])
-
-
 PICTURED = ("early", "predictive")
 
 
@@ -167,20 +161,12 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> float:
 
 
 READING = WorkloadMix(conversations=0.1, questions=0.1, document=3.5, answer_tokens=60.0)
-
-
 TALKING = WorkloadMix(
     conversations=0.3, questions=0.7, first_turn=0.5, later_turn=0.5, question=0.5, answer_tokens=900.0
 )
-
-
 PART_S = 600.0
 """Seconds of one kind of requests."""
-
-
 PARTS = 4
-
-
 SWAPPING = "swapping"
 
 

@@ -21,17 +21,9 @@ from simulator.cluster.config import ClusterConfig, Slo
 from simulator.experiments.report import Summary
 
 _FOLDER = Path(__file__).resolve().parent / "hardware"
-
-
 _SUFFIX = ".yaml"
-
-
 KINDS = ("prefill", "decode", "kvstore")
-
-
 _SECTIONS = {"name", "models", "cost_per_hour", "kvstore"}
-
-
 _STORE = ("dram_bytes", "disk_bytes")
 
 

@@ -35,11 +35,7 @@ from moonpool.transport.regions import SharedMemory
 from moonpool.transport.registry import open_transports
 
 DEFAULT_TIMEOUT_S = 30.0
-
-
 T = TypeVar("T")
-
-
 P = ParamSpec("P")
 
 

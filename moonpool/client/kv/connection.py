@@ -45,18 +45,12 @@ if TYPE_CHECKING:
 
 MAX_KEYS_PER_CALL = 4096
 """Maximum number of values in one session or call."""
-
-
 MAX_BYTES_PER_CALL = 64 << 20
 """Maximum size of the values in one put session, in bytes; one larger value is a session of its own.
 
 The store needs memory for all values of a session at once."""
-
-
 MAX_SIZE_CLASSES = 16
 """Pairs of streams that stay open while idle."""
-
-
 WINDOW_BYTES = 8 << 20
 """Bytes that the store may send on one stream before the client has read them."""
 
@@ -305,16 +299,10 @@ async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequen
 
 
 log = get_logger(__name__)
-
-
 DIRECT_LANES = ("local", "tcp")
 """Lanes that can be direct lanes."""
-
-
 REOPEN_AFTER_S = 10.0
 """Seconds between two attempts to open a direct lane of one kind and size, which may break each time."""
-
-
 LaneUser = TypeVar("LaneUser", BlockingReader, BlockingWriter)
 
 

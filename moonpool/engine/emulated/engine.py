@@ -27,15 +27,9 @@ from moonpool.telemetry.logs import get_logger
 
 CARRY_S = 0.005
 """Lateness of a step that the next one makes up for at most: event loops have timers of milliseconds."""
-
-
 TIMER_S = 0.0005
 """No timer is set for a shorter wait."""
-
-
 log = get_logger(__name__)
-
-
 OnLayer = Callable[[LayerDone], None] | None
 
 

@@ -23,8 +23,6 @@ from moonpool.sampling_params import SampleSpec, stream_seed
 from moonpool.scheduling.steps import SequenceStep, TokenHistory
 
 _TOKEN_SALT = 0x6D6F6F6E706F6F6C
-
-
 _UINT64_MASK = (1 << 64) - 1
 
 

@@ -45,34 +45,16 @@ class Noise:
 
 
 NO_NOISE = Noise()
-
-
 SCHEME = "emulated:"
 """Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
-
-
 _FORMER_SCHEME = "paced:"
-
-
 SLOT_BYTES = 8
 """Bytes of one token's K (or V) of one head in one layer of emulated KV."""
-
-
 KV_DTYPE = "float16"
-
-
 _SUFFIX = ".yaml"
-
-
 _FOLDER = Path(__file__).resolve().parent / "profiles"
-
-
 _PREFILL = ("base_s", "per_token_s", "per_pair_s")
-
-
 _PROMPT = ("per_prompt_s", "per_cached_token_s")
-
-
 _DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 

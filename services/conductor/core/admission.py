@@ -16,14 +16,8 @@ from services.conductor.core.router import RoutingDecision
 
 HOPELESS_RETRY_S = 60.0
 """Retry time if even an idle instance would be too slow, or if load is not expected to fall sooner."""
-
-
 MIN_RETRY_S = 0.1
-
-
 TOO_SLOW_RETRY_S = 1.0
-
-
 NO_ROOM_RETRY_S = 1.0
 
 

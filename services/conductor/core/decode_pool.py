@@ -32,12 +32,8 @@ from services.conductor.core.latency_model import (
 
 SPEED_NOISE = 1.5
 """Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
-
-
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 """Sequences and context tokens of the step by which an instance's speed is judged."""
-
-
 TRANSFER_BYTES = 1 << 28
 """Bytes of KV by which transfers are compared."""
 
@@ -326,8 +322,6 @@ class LoadForecast:
 
 
 NO_LOAD = LoadForecast(0.0, 0.0)
-
-
 FORECAST_POINTS = 8
 """Later times at which a forecast looks at most."""
 

@@ -32,24 +32,14 @@ class FailureKind(Enum):
 
 FINAL_KINDS = (FailureKind.INVALID, FailureKind.UNSUPPORTED)
 """Another placement meets the same failure."""
-
-
 DAMAGED_KINDS = (FailureKind.TRANSFER, FailureKind.FRAME)
 """Data was damaged on its way: chance, unless it repeats. It says little about the instances."""
-
-
 INNER_KINDS = (FailureKind.TRANSFER, FailureKind.STREAM, FailureKind.FRAME, FailureKind.MISMATCH)
 """Failures between instances; the client gets `Unavailable` instead."""
-
-
 UNANSWERED_KINDS = (FailureKind.UNAVAILABLE, FailureKind.DEADLINE, FailureKind.STREAM, FailureKind.INTERNAL)
 """Failures after which the instance may have done what it was asked all the same."""
-
-
 FENCE_FIELD = "resume.count"
 """The field of the failure of a sequence that another conductor has taken over."""
-
-
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has memory."""
 
@@ -157,8 +147,6 @@ class ChangeRole:
 
 MIN_KNOWN_TOKENS = 4
 """Fewer tokens that a sequence has elsewhere are generated again: that is about as quick as prefilling them."""
-
-
 ATTEMPT_MARK = "~"  # separates a request's id from the number of the attempt in the ids that engines see
 
 
@@ -408,17 +396,9 @@ class ReserveGranted:
 
 CallResult = ReserveGranted | StalePlacement | Failure | None
 """Result of a call; None = it ended as it should."""
-
-
 FromClient = RequestArrived | Rehashed | StopRequested | ClientGone
-
-
 FromCall = PrefillAccepted | FirstToken | KVDelivered | TokensArrived
-
-
 FromCluster = InstanceJoined | InstanceLeft | LoadReported | KeysChanged | RoleChangeRequested
-
-
 Event = FromClient | FromCall | FromCluster | IoEnded[CallResult]
 
 
@@ -585,6 +565,4 @@ Order = (
     | LeaveSequence
     | CancelIo
 )
-
-
 Action = Order | AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest

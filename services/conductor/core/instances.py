@@ -89,28 +89,16 @@ MIN_REPORTS = 20
 
 Speeds at joining are from few steps, or from a profile, and may be far off.
 """
-
-
 SLOW_HOLD_S = 0.75
 """Seconds for which an instance must seem slow: a moment is no failure."""
-
-
 MIN_SLOWDOWN_S = 0.05
 """Least seconds by which its typical work must take longer: very short work is easily many times slower."""
-
-
 FOLLOW_SLOWER_S, FOLLOW_FASTER_S = 1800.0, 10.0
 """Seconds within which the usual speed follows the reported one, if that is slower or faster."""
-
-
 RECOVERED_SHARE = 0.5
 """Share of the slow factor below which a slow instance has recovered."""
-
-
 FIRST_TRIAL_S, LAST_TRIAL_S = 5.0, 60.0
 """Seconds until a slow instance gets its first trial, and at most; they double with each failed trial."""
-
-
 TRIAL_S = 2.0
 """Seconds from a trial's first measurement to its verdict: the first ones count for little."""
 
@@ -205,19 +193,13 @@ class HealthMonitor:
 
 SHORTLIST = 8
 """Instances found by a search; they are then compared by their own speeds."""
-
-
 CLASS_JOIN, CLASS_LEAVE = 0.5, 0.75
 """Distances, in class widths, at which an instance joins a speed class and leaves it.
 
 In between it stays, so that a speed at a border does not move it with every report.
 """
-
-
 ENUMERATE_UP_TO = 24
 """A set of so few instances is enumerated instead of walking its class in order."""
-
-
 SpeedLevels = tuple[float | None, ...]
 
 
@@ -445,12 +427,8 @@ UNPROVEN_DOUBT = 0.25
 It was measured at its start only, perhaps at a bad moment. Its first request measures it at work, so a bad measurement
 costs it one request.
 """
-
-
 TRIAL_FACTOR = 0.5
 """Factor of the predicted seconds of an instance that has its trial."""
-
-
 STARVED_TURNS = 4
 """Requests that each other instance may get before an unproven instance counts as starved."""
 

@@ -57,8 +57,6 @@ class LatencyParts(NamedTuple):
 
 RATE_WEIGHT = 0.2
 """Weight of one read in the learned rate of a link."""
-
-
 RATE_FRESH_S = 60.0
 """Seconds after the last read for which a learned rate counts: a link that seems slow gets another chance."""
 
@@ -308,8 +306,6 @@ class PrefillCost(NamedTuple):
 
 _LoadableSource = tuple[PrefixHolder, int, PrefillWork]
 """A prefix that may be loaded, its blocks, and the work behind it."""
-
-
 _RatedSource = tuple[PrefixHolder, int, PrefillWork, float, float]
 """The same at some speeds: also the work's seconds, and bytes per second of reading."""
 
@@ -546,27 +542,15 @@ def contended_seconds(work_s: float, busy_spans: Sequence[BusySpan], slow: float
 
 LOAD_BUCKETS = 5
 """Load buckets by other requests on the host: 0, 1, 2-3, 4-7, 8 and more. Each is learned apart."""
-
-
 OVERHEAD_SAMPLES = 15
 """Samples whose median is the overhead: a few long ones do not count, and it follows the load of the machine."""
-
-
 FIRST_SLOWDOWN, SLOWDOWN_SPREAD = 1.5, 0.5
 """Prior for the slowdown while other engines of the host compute: mean, standard deviation."""
-
-
 MAX_SLOWDOWN = 6.0
-
-
 CHANGE_SAMPLES = 16
 """Prompts in a row beyond the gate that are taken for a change."""
-
-
 LEARNING_DRIFT = 5e-3
 """Drift of the coefficients: if times differ by a third, the last twenty prompts count most."""
-
-
 MIN_ERROR_S = 0.005
 """Errors of shorter predictions count as if the prediction were this long, seconds."""
 
@@ -672,15 +656,9 @@ class SlowdownModel:
 
 LATER_SHARE = 0.25
 """Prior for the tail: share of a full step that later prompts take of the step in which a waiting prompt ends."""
-
-
 FIRST_FACTORS = LatencyParts(tail=LATER_SHARE)
-
-
 FACTOR_SPREADS = LatencyParts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, tail=0.25)
 """Standard deviations of the factors before anything was measured."""
-
-
 SHARED_HOST_SPREADS = FACTOR_SPREADS._replace(fixed=0.3, growing=0.5)
 """The same if other programs may use the cores: an instance reports its speed with all of them."""
 
@@ -792,12 +770,8 @@ class TpotForecast(NamedTuple):
 
 
 NO_TPOT_FORECAST = TpotForecast()
-
-
 FIRST_TPOT = (0.01, 1.0, 0.0)
 """Prior: seconds once, factor of steps as predicted at the reservation, factor of steps as at the instance's start."""
-
-
 TPOT_SPREADS = (0.05, 0.5, 1.0)
 """Standard deviations of the prior."""
 
@@ -842,28 +816,16 @@ def _length_bounds() -> tuple[int, ...]:
 
 LENGTH_BOUNDS = _length_bounds()
 """The last length of each interval: 1, 2, 3, 4, 5, 6, 7, 8, 10, ... 1,048,576 tokens."""
-
-
 PRIOR_ANSWERS = 8.0
 """Weight of the parent stratum's probability, in answers."""
-
-
 LENGTH_WINDOW = 1024
 """Answers after which the counts of a stratum are halved, so that old answers fade."""
-
-
 MAX_STRATA = 4096
 """Most strata; those that began an answer least recently are forgotten."""
-
-
 MIN_LOG_SURVIVAL = -30.0
 """Logarithm of the least probability of outliving an interval: a product of such is still a number."""
-
-
 CURVE_REFRESH = 32
 """A curve is computed anew after a share of 1 / `CURVE_REFRESH` more answers have ended, at least one."""
-
-
 Stratum = tuple[str, ...]
 """() is all requests, (tenant,) a tenant, (tenant, bucket) a tenant's prompts of similar length."""
 

@@ -122,8 +122,6 @@ class PlacementPolicy(Protocol):
 
 
 _KNOWN_S = attrgetter("known_s")
-
-
 _ALONE_S = attrgetter("alone_s")
 
 
@@ -196,8 +194,6 @@ class Random:
 
 
 DEFAULT_POLICY = "kvcache_centric"
-
-
 POLICIES: Mapping[str, PlacementPolicy] = {
     "random": Random(),
     "round_robin": RoundRobin(),
@@ -206,8 +202,6 @@ POLICIES: Mapping[str, PlacementPolicy] = {
     DEFAULT_POLICY: KVCacheCentric(),
 }
 """By name, the simplest first."""
-
-
 ENTRY_POINT_GROUP = "moonpool.policies"
 """Entry points of this group are policies that other packages bring along."""
 

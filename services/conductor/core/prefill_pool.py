@@ -33,8 +33,6 @@ from services.conductor.core.prefix_index import slots_in
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
 """Lengths in blocks at which chains are compared."""
-
-
 REPORTS_AWAITED = 2
 """Load reports after a first token by which the prompt's blocks are reported, or were not kept.
 
@@ -178,19 +176,11 @@ def with_in_flight(
 
 
 CLASS_WIDTH = 1.1
-
-
 TYPICAL_TOKENS = 2048
 """Length of the prompt by which an instance's speed is judged."""
-
-
 TYPICAL_PROMPT = work_of(TYPICAL_TOKENS, 0)
-
-
 LONG_PROMPT_END = work_of(512, 16384)
 """The end of a long prompt."""
-
-
 LOAD_BYTES = 1 << 28
 """Bytes of KV by which loads are compared."""
 

@@ -78,8 +78,6 @@ class LruList:
 
 EMPTY_SET = 0
 """Number of the set without members."""
-
-
 _MAX_REMEMBERED = 1 << 18
 
 
@@ -177,12 +175,8 @@ def _set_table(tables: list[dict[int, int]], slot: int) -> dict[int, int]:
 
 ROOT = -1
 """Parent of a chain's first block."""
-
-
 UNLINKED = -2
 """Parent of a block whose chain is not known yet."""
-
-
 _MIN_SETS = 1 << 14
 
 
@@ -538,8 +532,6 @@ class BlockTrie:
 
 
 NO_SLOT = -1
-
-
 SWEEP_NODES = 2048
 """Nodes looked at with each message: some 0.2 ms."""
 

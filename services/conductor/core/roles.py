@@ -27,24 +27,14 @@ from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPo
 
 SAMPLE_S = 1.0
 """Seconds between two samples of the pressures, which are taken when instances report."""
-
-
 MEMORY_S = 30.0
 """Seconds over which a pressure is averaged."""
-
-
 MIN_PRESSURE = 0.5
 """Least pressure of a pool that needs an instance: a pool less than half used needs none."""
-
-
 SETTLE_S = 40.0
 """Seconds from the end of a change to the next one to the same pool."""
-
-
 CHANGE_S = 180.0
 """Seconds after which a change that has not ended is given up."""
-
-
 OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
 
 

@@ -35,15 +35,9 @@ from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
 
 EXPECTED_ANSWER_TOKENS = 256
 """Most answers are shorter than their limit: decode instances are compared for this many tokens at most."""
-
-
 SHARED_BY = 4
 """A prefix that so many different chains continue is shared; fewer may be one turn asked again."""
-
-
 MAX_FORKS = 1 << 14
-
-
 MAX_REPLICAS = 8
 
 
@@ -240,16 +234,10 @@ class StorePool:
 
 MAX_PEERS = 2
 """Engine instances that are considered for one prompt: of those that hold most, and of those that hold less."""
-
-
 MAX_LOOKED_AT = 16
 """Of instances that hold equally much, so many are compared by how busy their links are."""
-
-
 MAX_FALLBACK_HOLDERS = 2
 """Further instances to load a prefix from if the chosen one fails."""
-
-
 Prefixes = Sequence[tuple[int, int]]
 
 
@@ -388,16 +376,10 @@ class RoutingDecision:
 
 MAX_HOT_PREFIXES = 1024
 """Prefixes that are watched: those of most regret. Up to twice as many are kept before the others are dropped."""
-
-
 REGRET_HALF_LIFE_S = 30.0
-
-
 MIN_PROMPTS = 2.0
 """Least demand for a copy: the prompts that asked for a prefix. Each counts 1 at first, and half after each
 `REGRET_HALF_LIFE_S`: three within about 40 s, or two at once. The next turn of a conversation is no demand."""
-
-
 MIN_GAIN = 2.0
 """Least ratio of the seconds lost without a copy to the seconds that the copy takes."""
 

@@ -15,15 +15,9 @@ from services.conductor.core.request import TimerKey, TimerKind
 
 TENANT_MEMORY_S = 60.0
 """Seconds after the end of its last request for which a tenant keeps its share."""
-
-
 MAX_RECENT_TENANTS = 1024
 """Tenants without requests that are remembered."""
-
-
 WEIGHT_UNIT = 2.0**-20
-
-
 SHARE_LEFT_FREE = 16
 """A tenant above its fair share leaves one in this many blocks of an instance to others."""
 
@@ -97,8 +91,6 @@ def _weight_units(weight: float) -> int:
 
 
 HOLD_AFTER_S = 5.0
-
-
 MAX_LOOKS = 64
 """Requests that do not fit into an instance's free memory, looked at for one report, at most.
 
@@ -244,20 +236,12 @@ class DecodeMemoryQueue:
 
 RETRY_PAUSE_S = 0.05
 """Least seconds between two retries by the queue."""
-
-
 MAX_RETRY_PAUSE_S = 1.0
 """Most seconds between two retries of one request: forecasts err."""
-
-
 RETRY_FIRST = 4
 """Requests at the front of the queue that retry each time."""
-
-
 MAX_RETRIES_AT_ONCE = 12
 """Requests that retry at once, at most: each retry costs a routing decision."""
-
-
 SLO_QUEUE_TIMER = (TimerKind.SLO_QUEUE, 0)
 
 

@@ -22,16 +22,10 @@ from services.decode.core.state import DecodeState
 
 LENGTH_WINDOW = 512
 """Answers whose lengths are remembered."""
-
-
 FEW_LENGTHS = 16
 """With fewer answers than this, the assumed length is used."""
-
-
 RESERVED_PERCENTILE = 75
 """Percentage of answers expected to be no longer than forecast, for reserving blocks."""
-
-
 MEDIAN_PERCENTILE = 50
 """The same, for forecasting how many answers are still running."""
 

@@ -256,8 +256,6 @@ class EngineDied:
 
 
 IoEnd = SwapEnd | StoreEnd | LoadEnd | ReceiveEnd
-
-
 Event = (
     ReserveBlocks
     | TransferOpened

@@ -202,12 +202,8 @@ class StoredBlocks:
 
 PROTECTED_AFTER_PREEMPTIONS = 2
 """A request preempted this often is spared if another one can be preempted."""
-
-
 SWAP_BYTES_PER_S = 4e9
 """Assumed rate of copies to DRAM and back until one was measured."""
-
-
 SWAP_WEIGHT = 0.2
 """Weight of one measured copy."""
 

@@ -62,20 +62,12 @@ TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
     _S.PARKED: frozenset({_S.PREEMPTED}),
 }
 """For each status the ones that may follow. A request begins as PROMISED."""
-
-
 TRANSFERRING = (RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.RECEIVED)
 """The request has not started: it is one sequence still, and has a lease."""
-
-
 PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING)
 """The request may be preempted if no step in flight computes it."""
-
-
 COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
 """A copy or load uses the request's blocks."""
-
-
 NO_STREAM = 0
 """`DecodeRequest.stream` after its conductor was lost."""
 

@@ -62,11 +62,7 @@ from services.decode.core.state import DecodeState
 
 RETAINED_BYTES = 512
 """Bytes that retained output counts for beside its tokens and keys."""
-
-
 TOKEN_BYTES = 4
-
-
 KEY_BYTES = 32
 
 
@@ -348,8 +344,6 @@ def _may_be_adopted(request: DecodeRequest) -> bool:
 
 
 _RequestEvent = TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
-
-
 _PoolEvent = EngineDied | DeleteKV | LendBlocks | ReturnBlocks
 
 

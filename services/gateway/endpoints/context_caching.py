@@ -25,20 +25,10 @@ from services.gateway.serving.json_body import Body, FailFastList, SmallObject, 
 from services.gateway.serving.tool_calls import ToolSet
 
 CACHE_OBJECT = "context_cache_object"
-
-
 CACHE_TAG_OBJECT = "cache_object.tag"
-
-
 MAX_PAGE_ITEMS = 100
-
-
 DEFAULT_PAGE_ITEMS = 20
-
-
 _TAG_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,127}")
-
-
 _METADATA_QUERY = re.compile(r"metadata\[(?P<name>[^\[\]]{1,64})\]")
 
 
@@ -179,17 +169,9 @@ def cache_tags(context: Context) -> Iterator[dict[str, Any]]:
 
 
 CACHE_HEADER = "x-msh-context-cache"
-
-
 TTL_HEADER = "x-msh-context-cache-reset-ttl"
-
-
 DRY_RUN_HEADER = "x-msh-context-cache-dryrun"
-
-
 MAX_TTL_DIGITS = 9
-
-
 _CACHE_NAME = re.compile(r"[^;=]{1,256}")
 
 

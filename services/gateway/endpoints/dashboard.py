@@ -14,11 +14,7 @@ from starlette.responses import Response
 from services.gateway.endpoints.base import GatewayContext
 
 INDEX_FILE = "index.html"
-
-
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
-
-
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -24,12 +24,8 @@ from services.gateway.serving.json_body import FailFastList
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat completion may fill the model's length."""
-
-
 MAX_PROMPTS = 64
 """Prompts of one completion."""
-
-
 MAX_CHOICES = 256
 """Choices of all prompts of one completion."""
 

@@ -284,8 +284,6 @@ class OpenAISamplingBody(SamplingFieldsBody):
 
 MIN_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have. vLLM uses the same value."""
-
-
 _REPLACEMENT = "\ufffd"
 
 

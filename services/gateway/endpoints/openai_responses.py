@@ -37,8 +37,6 @@ from services.gateway.serving.tool_calls import (
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that is supported."""
-
-
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 

@@ -113,8 +113,6 @@ class Budgets:
 
 MAX_WARNED_FIELDS = 16
 """Unknown fields that the warning header names."""
-
-
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 

@@ -9,8 +9,6 @@ from moonpool.client import AsyncClient, ClusterState
 from moonpool.errors import MoonpoolError, Unavailable
 
 MAX_AGE_S = 1.0
-
-
 QUERY_TIMEOUT_S = 5.0
 
 

@@ -20,14 +20,8 @@ from moonpool.errors import (
 )
 
 RETRY_UNAVAILABLE_S = 1.0
-
-
 MAX_RETRY_S = 3600.0
-
-
 _INVALID, _NOT_FOUND, _SERVER = "invalid_request_error", "not_found_error", "server_error"
-
-
 _PARAMETERS = {"token_ids": "prompt_token_ids"}
 """Names of the SDK's fields that have another name over HTTP."""
 

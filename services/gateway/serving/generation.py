@@ -123,15 +123,9 @@ def _merged_result(results: Sequence[GenerateResult]) -> GenerateResult:
 
 
 T = TypeVar("T")
-
-
 ResultHeaders = Callable[[GenerateResult], Mapping[str, str]]
 """Response headers that depend on the result; a streamed response has none of these."""
-
-
 JSON_MEDIA_TYPE = "application/json"
-
-
 SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 

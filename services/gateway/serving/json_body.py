@@ -96,11 +96,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "return_tokens_as_token_ids": (None, False),
 }
 """Fields of OpenAI and vLLM that are not implemented, each with the values that ask for the default."""
-
-
 T = TypeVar("T")
-
-
 BodyT = TypeVar("BodyT", bound="Body")
 
 

@@ -11,8 +11,6 @@ from moonpool.client import GenerateResult
 from moonpool.telemetry.metrics import SECONDS, Metrics
 
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(0, 18, 2))
-
-
 E2E_BUCKETS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
 
 

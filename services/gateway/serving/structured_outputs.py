@@ -10,11 +10,7 @@ from moonpool.errors import InvalidRequest
 
 FormatAndGrammar = tuple[str, str]
 """`response_format` and `grammar` of `SamplingParams`."""
-
-
 _UNCONSTRAINED: FormatAndGrammar = ("", "")
-
-
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
 """vLLM's kinds: members of `structured_outputs`, and the older fields with "guided_" before the kind."""
 

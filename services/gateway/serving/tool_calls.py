@@ -21,8 +21,6 @@ from pydantic_core import from_json
 from moonpool.errors import InvalidRequest
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-
-
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -199,11 +197,7 @@ def tool_call_from_json(item: Any, names: Collection[str]) -> ParsedToolCall | N
 
 MAX_NAME_CHARS = 256
 """Characters that may stand between a marker and the JSON, in formats where the name stands there."""
-
-
 _NAME_BEFORE_JSON = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][\w-]+)?(?:\[ARGS\])?\s*(?=\{)")
-
-
 _CALL_HEAD = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[\w.-]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 """Start of a call whose arguments can be sent before the call ends."""
 

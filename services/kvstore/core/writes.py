@@ -22,20 +22,10 @@ from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.policies.tenants import sum_by_tenant
 
 MAX_SESSION_BLOCKS = 16384
-
-
 PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most
-
-
 RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM that is reserved for the next blocks of a session with that of a frame's
-
-
 _NO_DATA = memoryview(b"")
-
-
 Indices = Callable[[Sequence[int]], None]
-
-
 Allocate = Callable[[int], memoryview]
 
 
@@ -254,8 +244,6 @@ def split_portions(runs: Sequence[OpenedRun]) -> list[list[OpenedRun]]:
 
 
 MAX_OPEN_KEYS = 1 << 18  # of all open sessions together
-
-
 PUTS_AHEAD = 8  # for which room is made at once
 
 

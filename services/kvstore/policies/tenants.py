@@ -18,14 +18,8 @@ from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
 
 DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each of them gets what it grants
-
-
 MAX_TENANT_ROWS = 64  # each is a set of gauges
-
-
 ByteCount = Annotated[int, Field(ge=0)]
-
-
 QuotaKind = Literal[
     "dram", "ssd", "pins"
 ]  # in which a tenant has bytes: a tier, or the blocks that its pins keep in either
@@ -143,14 +137,8 @@ class TenantAccount:
 
 
 MAX_NAME_BYTES = 256  # of a pin, as UTF-8
-
-
 MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
-
-
 MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
-
-
 SizeOf = Callable[[BlockKey], int | None]  # bytes of a block; None when it is not here
 
 

@@ -30,26 +30,12 @@ from moonpool.kv.file_io import (
 )
 
 MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
-
-
 PROBE_BYTES = 1 << 20
-
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
 _CACHED = os.O_RDONLY | os.O_CLOEXEC
-
-
 _DIRECT = _CACHED | getattr(os, "O_DIRECT", 0)
-
-
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-
-
 _WRITE_DIRECT = _WRITE | (_DIRECT & ~_CACHED)
-
-
 _ALL_FLAGS = _CACHED, _DIRECT, _WRITE, _WRITE_DIRECT
 
 

@@ -43,23 +43,11 @@ class RecordKind(NamedTuple):
 ENTRY = struct.Struct("<32sIIII")
 """One record in an index: key, offset and length in units of `ALIGN`, number of its kind in its segment, `written_at`.
 """
-
-
 SlotRow = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-
-
 Slot = tuple[int, int]  # number of a segment of one disk, and index of a record within it
-
-
 MAX_SEGMENT_BYTES = ALIGN << 32
-
-
 _SLOT_BITS = 24
-
-
 _NUMBER_BITS = 32
-
-
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
@@ -116,8 +104,6 @@ class Segment:
 
 
 RecordLocation = tuple[Segment, int]  # and a slot of it
-
-
 RecordFilter = Callable[[Segment, int], bool]
 
 
@@ -282,29 +268,13 @@ class Catalogue(PartTable[int]):
 
 
 _VERSION = b"4"
-
-
 _VERSION_KEY = b"version"
-
-
 _TABLES = (b"meta", b"segments", b"entries", b"dropped", b"kinds")
-
-
 _SEGMENT_KEY = struct.Struct(">Q")
-
-
 _SLOT_KEY = struct.Struct(">QI")
-
-
 _SEGMENT_SIZE = struct.Struct("<Q")
-
-
 _MAX_MAP_BYTES = 1 << 44
-
-
 MAP_BYTES = 64 << 20
-
-
 _DAMAGE = (
     lmdb.NotFoundError,
     lmdb.InvalidError,

@@ -45,17 +45,9 @@ from services.kvstore.ssd.files import ALIGN, FileLayer
 from services.kvstore.ssd.index import Segment
 
 MAGIC = b"MPKVREC2"
-
-
 SEEDED_MAGIC = b"MPKVREC1"
-
-
 _FIXED = struct.Struct("<8sQII32s32s32sIIIII16sI")
-
-
 _HASHED_FROM = 16
-
-
 _MAX_HEADER_BYTES = 1 << 20
 
 
@@ -323,11 +315,7 @@ def read_record(files: FileLayer, path: Path, key: BlockKey, offset: int, nbytes
 
 
 PIECE_BYTES = 1 << 20
-
-
 SMALL_BYTES = 32 << 10  # records up to this size are read whole: many at once cost less than each one's header alone
-
-
 _NAME = re.compile(r"\d{16}\.seg")
 
 

@@ -46,17 +46,9 @@ from services.kvstore.ssd.records import (
 )
 
 log = get_logger(__name__)
-
-
 _SCAN_THREADS = 8
-
-
 _PROGRESS_STEPS = 10
-
-
 _SPARE_BYTES = 1 << 20
-
-
 Durability = Literal["power", "process"]  # whose loss a committed block survives: that of power, or of this process
 
 

@@ -37,8 +37,6 @@ from services.kvstore.ssd.index import (
 from services.kvstore.ssd.records import BadRecordError, pack_header, read_record, rewrite_record, segment_path
 
 log = get_logger(__name__)
-
-
 _ZEROS = bytes(ALIGN)
 
 
@@ -279,20 +277,10 @@ class Committer:
 
 
 MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
-
-
 MAX_VICTIMS = 16  # of one plan, unless more of them pay: a store full of kept blocks must not be rewritten for one
-
-
 SPARED_DIVISOR = 2  # of what could become free, one part in so many at most is carried over for having been used
-
-
 LOOK_AT = 8  # segments that are asked about for one choice, once one that may go was found
-
-
 MAX_LOOKED_AT = 64  # the same, while there was none
-
-
 ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it had to stay: asking walks all its blocks
 
 

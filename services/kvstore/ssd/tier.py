@@ -33,8 +33,6 @@ from services.kvstore.ssd.segment_log import (
 )
 
 ADMIT_ALL, ADMIT_REUSED = "all", "reused"
-
-
 MAX_GHOSTS = 1 << 18  # refused keys that are remembered, some 130 bytes each
 
 

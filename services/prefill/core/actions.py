@@ -275,8 +275,6 @@ class EndJob:
 
 JobAnswer = AcceptJob | RefuseJob | RefuseStaleJob | ReportFirstToken | EndJob
 """Actions that the executor reports to the conductor."""
-
-
 Action = (
     JobAnswer
     | RunStep

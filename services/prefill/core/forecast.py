@@ -12,8 +12,6 @@ from services.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, Ste
 
 LAYER_STALL_S = 0.02
 """Seconds, besides two layers' time, that a step waits for a late layer while other jobs wait."""
-
-
 TIMER_GRAIN_S = 0.0005
 """A step may begin this many seconds early: the resolution of an event loop's timers."""
 

@@ -26,8 +26,6 @@ from services.prefill.core.jobs import (
 from services.prefill.core.step_planner import StepPlanner
 
 FAILED_SOURCE_PAUSE_S = 2.0
-
-
 LOAD_SLACK = 4.0
 """A load may take this many times its predicted seconds, plus the configured timeout."""
 
