@@ -26,12 +26,12 @@ from moonpool.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.replay import TraceReplay, cluster_like, cut_request, send_trace, summary_of
 from moonpool.cli.stack import CONDUCTOR, LocalStack, StackPlan
-from moonpool.client import Slo as Limits
+from moonpool.client import Slo
 from moonpool.engine.emulated.profile import load_profile
 from services.conductor.core.admission import AdmissionMode
 from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
 from simulator.cluster.admission import SERVICES, slo_of
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.experiments.frame import simulate
 from simulator.experiments.report import Summary
 from simulator.traces.mooncake import Trace, TraceRequest, trace_path
@@ -146,11 +146,11 @@ def begin(stack: LocalStack, mode: Mode) -> None:
 
 def serve(stack: LocalStack, mode: Mode, wanted: Sequence[TraceRequest], options: argparse.Namespace) -> Measured:
     """A stack gets a mode's requests."""
-    slo = Slo(options.ttft_slo_s, options.tbt_slo_s)
+    slo = SloTargets(options.ttft_slo_s, options.tbt_slo_s)
     config = ClusterConfig(profile=load_profile(options.profile), slo=slo, step_tokens=STEP_TOKENS)
     config = asyncio.run(cluster_like(stack.address, mode.simulated(config)))
     expected, vocab_size = slo_of(config), load_config(model_dir()).vocab_size
-    limits = Limits(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
+    limits = Slo(ttft_s=expected.ttft_s, tbt_s=expected.tbt_s) if mode.limited else None
     own = [replace(one, tenant=mode.name) for one in wanted]
     replay = TraceReplay(own, config.block_tokens, options.time_scale, vocab_size, slo, limits)
     before = wait_at_rest(stack.address, WAIT_S)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import Shape, product_flops, read_bytes_per_s, seconds, working_set_bytes
 from benchmarks.frame import Absent, Row, paired
-from kernels.memory import Arena
+from kernels.memory import WeightArena
 from kernels.packed_weights import PackedWeights, pack_weights
 from moonpool.checkpoint import load_config
 from moonpool.models.batch import PackedBatch
@@ -60,7 +60,7 @@ def product_rows(dtype: torch.dtype, best: Shape, runs: int, memory: Tensor) -> 
 
 
 def _copies(inputs: int, outputs: int, dtype: torch.dtype) -> list[PackedWeights]:
-    arena, weight = Arena(), torch.randn(outputs, inputs).to(dtype)
+    arena, weight = WeightArena(), torch.randn(outputs, inputs).to(dtype)
     count = -(-working_set_bytes() // weight.nbytes)
     made = (pack_weights(weight, None, gated=False, arena=arena) for _ in range(count))
     return [panels for panels in made if panels is not None]

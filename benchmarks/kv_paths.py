@@ -24,7 +24,7 @@ from moonpool.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.regions import SharedRegion
 from moonpool.transport.registry import open_transports
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
@@ -112,7 +112,7 @@ class DecodePath(_Sessions):
             shape.layout,
             frame_bytes=frame_bytes,
             send_timeout_s=TIMEOUT_S,
-            options=StreamOptions(dialer),
+            options=StreamSettings(dialer),
         )
         self._pool = pool
         self._steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] | None = None
@@ -209,7 +209,7 @@ class PutPath(_Sessions):
             SMALL.hello("bench"),
             SMALL.layout,
             frame_bytes=frame_bytes,
-            options=StreamOptions(dialer),
+            options=StreamSettings(dialer),
         )
         self._pool = pool
 
@@ -236,7 +236,9 @@ class GetPath(_Sessions):
 
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: TransportDialer) -> None:
         self._put = PutPath(channels, address, pool, 1 << 20, dialer)
-        self._reader = BlockReader(channels, address, SMALL.hello("bench"), SMALL.layout, options=StreamOptions(dialer))
+        self._reader = BlockReader(
+            channels, address, SMALL.hello("bench"), SMALL.layout, options=StreamSettings(dialer)
+        )
         self._keys: list[BlockKey] = []
         self._into = KVPool.create(SMALL.layout, SMALL.blocks, [(0, SMALL.layout.layers)])
 

@@ -15,7 +15,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.registry import open_transports
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -122,8 +122,8 @@ async def connected(
     config = TransportConfig() if lane is None else TransportConfig(kv_lanes=lane)
     lanes = TransportDialer(open_transports(config), memory.shared)
     async with Channels() as channels:
-        writer = StoreWriter(channels, address, hello(layout), layout, options=StreamOptions(lanes))
-        reader = BlockReader(channels, address, hello(layout), layout, options=StreamOptions(lanes))
+        writer = StoreWriter(channels, address, hello(layout), layout, options=StreamSettings(lanes))
+        reader = BlockReader(channels, address, hello(layout), layout, options=StreamSettings(lanes))
         try:
             yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
         finally:

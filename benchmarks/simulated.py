@@ -25,7 +25,7 @@ from moonpool.cli.calibrate import run_calibrate
 from moonpool.cli.replay import FittedSimulation, TraceReplay, cluster_like, cut_request, fit_and_compare, send_trace
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.engine.emulated.profile import load_profile
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.cluster.requests import Request
 from simulator.experiments.calibration import Times, charts, quantile
 from simulator.experiments.report import Chart
@@ -120,7 +120,9 @@ def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
     vocab_size = load_config(model_dir()).vocab_size
     with LocalStack(plan) as stack:
         config = asyncio.run(cluster_like(stack.address, config))
-        found = asyncio.run(send_trace(stack.address, TraceReplay(wanted, kind.block_tokens, 1.0, vocab_size, Slo())))
+        found = asyncio.run(
+            send_trace(stack.address, TraceReplay(wanted, kind.block_tokens, 1.0, vocab_size, SloTargets()))
+        )
     return Measured(config, wanted, found)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.choice import DTYPES
-from kernels.memory import Arena
+from kernels.memory import WeightArena
 from kernels.native import library, structures
 from kernels.native.library import Library
 from kernels.packed_weights import PackedWeights
@@ -66,7 +66,7 @@ def _error_bounds(outputs: int) -> int:
     return 3 * -(-outputs // _OUTPUTS) * _OUTPUTS
 
 
-def make_int8_head(panels: PackedWeights, arena: Arena) -> Int8Head | None:
+def make_int8_head(panels: PackedWeights, arena: WeightArena) -> Int8Head | None:
     """Return `panels` as bytes in memory from `arena`; None where that is not done, or a weight is not finite."""
     native = library.get()
     nbytes = native.sketch_bytes(panels.structure) if native is not None else 0

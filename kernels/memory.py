@@ -19,7 +19,7 @@ CHUNK = 32 << 20
 LINE = 64
 
 
-class Arena:
+class WeightArena:
     """Gives pieces of memory that stay as long as a tensor refers to their chunk."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.choice import choose
-from kernels.memory import Arena
+from kernels.memory import WeightArena
 from kernels.native import library, structures
 from kernels.native.library import TYPES, Library
 
@@ -62,7 +62,7 @@ class PackedWeights:
         return out
 
 
-def pack_weights(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: Arena) -> PackedWeights | None:
+def pack_weights(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: WeightArena) -> PackedWeights | None:
     """Return `weight` [outputs, inputs] arranged in memory from `arena`, or None where native kernels do not take it.
 
     `gated`: the outputs are gates, then as many ups. `weight` is not referred to afterwards, `bias` is.

@@ -20,12 +20,12 @@ def ps(seconds: float) -> int:
 
 
 def not_before(seconds: float) -> int:
-    """The first picosecond that is not before a time in seconds, as `World.seconds` tells times."""
+    """The first picosecond that is not before a time in seconds, as `SimulatedWorld.seconds` tells times."""
     at = ps(seconds)
     return at if at / PS >= seconds else at + 1
 
 
-class World:
+class SimulatedWorld:
     """The time and what is going to happen.
 
     Attributes:

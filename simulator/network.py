@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 from math import ceil
 
 from moonpool.scheduling.state_machine import draw_unit
-from simulator.clock import PS, World, ps
+from simulator.clock import PS, SimulatedWorld, ps
 
 MANY = 96
 """Flows at once from which on shares are not dealt out with each change."""
@@ -67,7 +67,7 @@ class Flow:
     """When that is looked at next; not after `end`."""
 
 
-class Network:
+class SimulatedNetwork:
     """All links and the flows on them.
 
     Args:
@@ -75,7 +75,7 @@ class Network:
         many: flows at once from which on shares are dealt out every `DEAL_S` only.
     """
 
-    def __init__(self, world: World, many: int = MANY) -> None:
+    def __init__(self, world: SimulatedWorld, many: int = MANY) -> None:
         self._world, self._many = world, many
         self._made = 0
         self._changed: dict[Link, None] = {}
@@ -294,7 +294,7 @@ class Calls:
         sent, dropped, late: messages so far.
     """
 
-    def __init__(self, world: World, delays: CallDelays, seed: int) -> None:
+    def __init__(self, world: SimulatedWorld, delays: CallDelays, seed: int) -> None:
         self.world = world
         self._delays = delays
         self._seed = seed
@@ -323,7 +323,7 @@ class Calls:
         return self.world.now + ps(delay)
 
 
-class Connection:
+class SimulatedLink:
     """A connection: messages arrive in the order of their sending, in each direction.
 
     Where one is lost the connection breaks: nothing that is sent after it arrives, and after a while both ends notice.

@@ -19,7 +19,17 @@ import torch
 from torch import Tensor
 
 from kernels.native.build import BuildError, build
-from kernels.native.structures import Attention, GoOn, Model, Panels, Progress, Sampling, Sketch, Step, sampling_row
+from kernels.native.structures import (
+    Attention,
+    GoOn,
+    Model,
+    NativeProgress,
+    NativeStep,
+    Panels,
+    Sampling,
+    Sketch,
+    sampling_row,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +56,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_highest": (_pointer(Panels), _pointer(Sketch), _P, _L, _P, _I),
     "mp_sample": (_pointer(Sampling), _I),
     "mp_uniform": (_P, _P, _L, _L, _P),
-    "mp_follow": (_pointer(Progress), _L),
-    "mp_over": (_pointer(Progress),),
+    "mp_follow": (_pointer(NativeProgress), _L),
+    "mp_over": (_pointer(NativeProgress),),
     "mp_lend": (_P, _I, _I),
     "mp_aside": (_I,),
     "mp_others_compute": (),
@@ -59,7 +69,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _WIDE: dict[str, tuple[Any, ...]] = {
     "mp_panels_bytes": (_pointer(Panels),),
     "mp_sketch_bytes": (_pointer(Panels),),
-    "mp_step": (_pointer(Model), _pointer(Step)),
+    "mp_step": (_pointer(Model), _pointer(NativeStep)),
     "mp_go_on": (_pointer(GoOn),),
 }
 """Those that return a wide integer."""
@@ -226,17 +236,17 @@ class Library:
         self._done(code < 0)
         return not code
 
-    def step(self, model: Model, step: Step) -> int:
+    def step(self, model: Model, step: NativeStep) -> int:
         """Run layers, see step.cpp; return the layer that it came to."""
         came = int(self._c.mp_step(model, step))
         self._done(came < 0)
         return came
 
-    def follow(self, progress: Progress, layer: int) -> bool:
+    def follow(self, progress: NativeProgress, layer: int) -> bool:
         """Wait for a layer, counted in the whole model, and return whether it was computed; see progress.cpp."""
         return bool(self._c.mp_follow(progress, layer))
 
-    def over(self, progress: Progress) -> None:
+    def over(self, progress: NativeProgress) -> None:
         """Tell the following thread that no further layer is computed."""
         self._c.mp_over(progress)
 

@@ -62,13 +62,13 @@ class Items(ctypes.Structure):
     _fields_ = (("single", _P), ("singles", _L), ("several", _P), ("many", _L))
 
 
-class Progress(ctypes.Structure):
+class NativeProgress(ctypes.Structure):
     """In step.h."""
 
     _fields_ = (("word", ctypes.c_uint32), ("began_ns", _P))
 
 
-class Step(ctypes.Structure):
+class NativeStep(ctypes.Structure):
     """In step.h."""
 
     _fields_ = (
@@ -104,7 +104,7 @@ class GoOn(ctypes.Structure):
     """In go_on.h."""
 
     _fields_ = (
-        ("model", ctypes.POINTER(Model)), ("step", ctypes.POINTER(Step)),
+        ("model", ctypes.POINTER(Model)), ("step", ctypes.POINTER(NativeStep)),
         ("chosen", _P), ("tokens", _P), ("positions", _P), ("contexts", _P),
         ("turns", _P), ("cosines", _P), ("sines", _P),
         ("embedding", ctypes.POINTER(Panels)), ("table", _P),

@@ -240,11 +240,12 @@ def replay(
     """
     from moonpool.cli.models import chosen_model
     from moonpool.cli.replay import ReplayPlan, run_replay
-    from simulator.cluster.config import Slo
+    from simulator.cluster.config import SloTargets
 
     plan = ReplayPlan(
         trace=trace, addresses=addresses(address), model=chosen_model(model), requests=requests, time_scale=time_scale,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=Slo(ttft_slo_s, tbt_slo_s), profile=simulate,
+        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=SloTargets(ttft_slo_s, tbt_slo_s),
+        profile=simulate,
         step_tokens=max_num_batched_tokens, calibrate_on=calibrate_on,
     )  # fmt: skip
     raise typer.Exit(run_replay(plan, as_json=as_json))

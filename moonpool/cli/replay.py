@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.checkpoint import load_config, resolve
-from moonpool.client import AsyncClient
-from moonpool.client import Slo as Limits
+from moonpool.client import AsyncClient, Slo
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.sampling_params import SamplingParams
 from simulator.clock import PS
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.cluster.requests import DONE, Answer, Request, TokenTimes
 from simulator.experiments.calibration import SIMULATIONS, Extras, Line, Times, compare, fit, serve
 from simulator.experiments.report import Collector, Summary
@@ -42,15 +41,15 @@ class TraceReplay:
     block_tokens: int
     time_scale: float
     vocab_size: int
-    slo: Slo
-    limits: Limits | None = None
+    slo: SloTargets
+    limits: Slo | None = None
 
-    def told(self) -> Limits | None:
+    def told(self) -> Slo | None:
         """The limits in seconds of the stack's clock."""
         if self.limits is None:
             return None
         ttft_s, tbt_s = (it and it / self.time_scale for it in (self.limits.ttft_s, self.limits.tbt_s))
-        return Limits(ttft_s=ttft_s, tbt_s=tbt_s)
+        return Slo(ttft_s=ttft_s, tbt_s=tbt_s)
 
 
 def cut_request(request: TraceRequest, prompt_tokens: int, output_tokens: int, block_tokens: int) -> TraceRequest:
@@ -128,7 +127,7 @@ async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[
         return await asyncio.gather(*(one(client, number, wanted) for number, wanted in enumerate(replay.requests)))
 
 
-def summary_of(requests: Sequence[Request], slo: Slo) -> Summary:
+def summary_of(requests: Sequence[Request], slo: SloTargets) -> Summary:
     """The report of some requests that have ended."""
     collector = Collector(slo)
     for request in requests:
@@ -223,7 +222,7 @@ class ReplayPlan:
     trace: Path
     addresses: Sequence[str]
     model: str
-    slo: Slo
+    slo: SloTargets
     requests: int = 0
     time_scale: float = 1.0
     prompt_tokens: int = 0

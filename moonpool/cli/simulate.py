@@ -16,7 +16,7 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
-from simulator.cluster.config import GB, ClusterConfig, Slo
+from simulator.cluster.config import GB, ClusterConfig, SloTargets
 from simulator.experiments import faults as conductors_experiment
 from simulator.experiments import memory as memory_experiment
 from simulator.experiments import pipeline as pipeline_experiment
@@ -98,7 +98,7 @@ def _cell_text(value: object) -> str:
 
 
 def _cluster_config(
-    profile: str, prefill: int, decode: int, kvstore: int, rate: float, store_gb: float, slo: Slo, seed: int
+    profile: str, prefill: int, decode: int, kvstore: int, rate: float, store_gb: float, slo: SloTargets, seed: int
 ) -> ClusterConfig:
     return ClusterConfig(
         profile=load_profile(profile), prefill=prefill, decode=decode, kvstore=kvstore, rate=rate,
@@ -157,7 +157,7 @@ def scale(
     picture: Picture = None,
 ) -> None:
     """Serve a trace with a cluster: latencies, goodput, how busy the parts were."""
-    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
     config = replace(config, policy=policy, decode_prompt_tokens=decode_prompt_tokens)
     source = RequestSource(trace, requests, seed)
     _run_and_print(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)
@@ -180,7 +180,7 @@ def scheduling(
     picture: Picture = None,
 ) -> None:
     """Time to first token by how prefill instances are chosen: random, by load, by own cache, by all KV there is."""
-    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
     source = RequestSource(trace, requests, seed)
     _run_and_print(lambda say: serving.scheduling(config, source, say), as_json=as_json, picture=picture)
 
@@ -202,7 +202,9 @@ def ratio(
     picture: Picture = None,
 ) -> None:
     """Goodput by how the instances are divided into prefill and decode."""
-    config = _cluster_config(profile, 1, instances - 1, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config = _cluster_config(
+        profile, 1, instances - 1, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed
+    )
     source = RequestSource(trace, requests, seed)
     _run_and_print(lambda say: serving.ratio(config, source, say, first), as_json=as_json, picture=picture)
 
@@ -231,7 +233,7 @@ def overload(
     picture: Picture = None,
 ) -> None:
     """Requests refused, prefill wasted and the swinging of load, by how requests are let in."""
-    plain = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    plain = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
     config = replace(plain, by_pool=by_pool)
     source = RequestSource(trace, requests, seed)
     _run_and_print(lambda say: serving.overload(config, source, say), as_json=as_json, picture=picture)
@@ -270,7 +272,7 @@ def roles(
     picture: Picture = None,
 ) -> None:
     """Goodput where the mix of requests shifts: fixed divisions of the machines, and machines that change roles."""
-    slo, prefill = Slo(ttft_slo_s, tbt_slo_s), machines // 2
+    slo, prefill = SloTargets(ttft_slo_s, tbt_slo_s), machines // 2
     config = _cluster_config(profile, prefill, machines - prefill, kvstore, 1.0, store_gb, slo, seed)
     shifts = serving.Shifts((reading_per_s, talking_per_s), part_s, parts, seed)
     _run_and_print(lambda say: serving.roles(config, shifts, say), as_json=as_json, picture=picture)
@@ -294,7 +296,7 @@ def conductors(
     picture: Picture = None,
 ) -> None:
     """Latencies by the number of conductors side by side, and what a lost one costs."""
-    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, Slo(ttft_slo_s, tbt_slo_s), seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
     source = RequestSource(trace, requests, seed)
     _run_and_print(
         lambda say: conductors_experiment.conductors(config, source, crash_s, say), as_json=as_json, picture=picture
@@ -347,7 +349,7 @@ def hot(
     picture: Picture = None,
 ) -> None:
     """Time to first token where most prompts share a few prefixes, by how these spread over the instances."""
-    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, SloTargets(), seed)
     load = cache_experiment.HotLoad(
         requests=requests, rate_per_s=request_rate, prefixes=prefixes, prefix_tokens=prefix_tokens, share=share,
         question_tokens=question_tokens, seed=seed,
@@ -369,7 +371,7 @@ def faults(
     picture: Picture = None,
 ) -> None:
     """Lost and late messages and crashes, by seed: every request ends, everything comes back. 1 when not."""
-    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, Slo(), seed)
+    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, SloTargets(), seed)
     source = RequestSource(trace, requests, seed)
     try:
         _run_and_print(

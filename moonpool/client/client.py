@@ -19,9 +19,9 @@ from moonpool.client.token_stream import AsyncTokenStream, StreamTimeouts, Token
 from moonpool.client.transport import (
     ConductorFailover,
     ConductorList,
+    ConductorTransport,
     GrpcTransport,
     NotConnected,
-    Transport,
     loop_time,
     pause_before_retry,
     remaining_s,
@@ -47,7 +47,7 @@ class ClientOptions(TypedDict, total=False):
     silence_s: float
     tls: Tls | None
     api_key: str
-    transport: Transport | Sequence[Transport] | None
+    transport: ConductorTransport | Sequence[ConductorTransport] | None
 
 
 class AsyncClient:
@@ -67,7 +67,7 @@ class AsyncClient:
         silence_s: float = SILENCE_S,
         tls: Tls | None = None,
         api_key: str = "",
-        transport: Transport | Sequence[Transport] | None = None,
+        transport: ConductorTransport | Sequence[ConductorTransport] | None = None,
     ) -> None:
         """Talk to the conductor at `address`. The client connects on first use.
 

@@ -53,7 +53,7 @@ class GenerateCall(Protocol):
         ...
 
 
-class Transport(Protocol):
+class ConductorTransport(Protocol):
     """The calls of a conductor that a client needs. Times are in seconds; every call raises MoonpoolError."""
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
@@ -183,7 +183,7 @@ class ConductorList:
         InvalidRequest: the list is empty.
     """
 
-    def __init__(self, transports: Sequence[Transport]) -> None:
+    def __init__(self, transports: Sequence[ConductorTransport]) -> None:
         if not transports:
             raise InvalidRequest("address", "at least one conductor must be given")
         self._transports = transports
@@ -192,7 +192,7 @@ class ConductorList:
     def __len__(self) -> int:
         return len(self._transports)
 
-    def __getitem__(self, number: int) -> Transport:
+    def __getitem__(self, number: int) -> ConductorTransport:
         return self._transports[number]
 
     async def aclose(self) -> None:
@@ -221,7 +221,7 @@ class ConductorFailover:
         self._pauses = backoff_pauses(limit_s)
 
     @property
-    def transport(self) -> Transport:
+    def transport(self) -> ConductorTransport:
         """Transport of the conductor to try now."""
         return self._conductors[self.number]
 

@@ -32,11 +32,11 @@ from moonpool.engine.messages import (
     FetchBlocks,
     Footprint,
     LayersLoaded,
-    OpenKVGate,
+    OpenKVGateMessage,
     Shutdown,
     StageDone,
     StageSpec,
-    StopRun,
+    StopRunMessage,
     WorkerFailed,
     WorkerReady,
 )
@@ -192,7 +192,7 @@ class ProcessEngine:
 
     def open_gate(self, step_id: int, layer: int) -> None:
         """See `Engine.open_gate`."""
-        self._send(OpenKVGate(step_id, layer))
+        self._send(OpenKVGateMessage(step_id, layer))
 
     def drop(self, step_id: int, index: int) -> None:
         """See `Engine.drop`."""
@@ -200,14 +200,15 @@ class ProcessEngine:
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """See `Engine.cut`."""
-        self._send(StopRun(step_id, urgent))
+        self._send(StopRunMessage(step_id, urgent))
 
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""
         self._send(AbortStageStep(step_id))
 
     def _send(
-        self, message: Step | OpenKVGate | DropSequence | StopRun | AbortStageStep | FetchBlocks | Shutdown
+        self,
+        message: Step | OpenKVGateMessage | DropSequence | StopRunMessage | AbortStageStep | FetchBlocks | Shutdown,
     ) -> None:
         if self._failed.done():
             return

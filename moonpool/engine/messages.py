@@ -93,7 +93,7 @@ class StageDone:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenKVGate:
+class OpenKVGateMessage:
     """The prefix's slices of this layer and all lower ones are in the pool."""
 
     step_id: int
@@ -117,7 +117,7 @@ class AbortStageStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StopRun:
+class StopRunMessage:
     """End the run with the step under way."""
 
     step_id: int

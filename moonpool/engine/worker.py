@@ -33,10 +33,10 @@ from moonpool.engine.messages import (
     FetchBlocks,
     Footprint,
     LayersLoaded,
-    OpenKVGate,
+    OpenKVGateMessage,
     Shutdown,
     StageSpec,
-    StopRun,
+    StopRunMessage,
     WorkerFailed,
     WorkerReady,
 )
@@ -84,11 +84,11 @@ class OrderReceiver:
         try:
             while True:
                 message = self._channel.receive()
-                if isinstance(message, OpenKVGate):
+                if isinstance(message, OpenKVGateMessage):
                     self._gates.open(message.step_id, message.layer)
                 elif isinstance(message, DropSequence):
                     self._gates.drop(message.step_id, message.index)
-                elif isinstance(message, StopRun):
+                elif isinstance(message, StopRunMessage):
                     self._gates.stop_run(message.step_id, urgent=message.urgent)
                 elif isinstance(message, AbortStageStep):
                     self._gates.abort(message.step_id)

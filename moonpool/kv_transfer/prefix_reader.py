@@ -30,7 +30,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import OneTimeEvent, ThreadOffload
 from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamOptions, StreamSpec
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamSettings, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
@@ -356,7 +356,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
-        options: StreamOptions = DEFAULT_OPTIONS,
+        options: StreamSettings = DEFAULT_OPTIONS,
         *,
         method: ReadMethod = FROM_STORE,
         window_bytes: int = READ_WINDOW_BYTES,

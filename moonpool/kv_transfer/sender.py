@@ -15,7 +15,7 @@ from moonpool.rpc.messages import payload_bytes
 from moonpool.transport.fault_injection import frames_to_send
 from moonpool.transport.flow_control import TO_DECODE
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamOptions, StreamSpec
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamSettings, StreamSpec
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
@@ -48,7 +48,7 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
-        options: StreamOptions = DEFAULT_OPTIONS,
+        options: StreamSettings = DEFAULT_OPTIONS,
         *,
         send_timeout_s: float = SEND_TIMEOUT_S,
         frame_bytes: int = FRAME_BYTES,

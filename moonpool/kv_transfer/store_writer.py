@@ -18,7 +18,7 @@ from moonpool.transport.base import PendingPayload
 from moonpool.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.transport.flow_control import TO_STORE
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamOptions, StreamSpec
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamSettings, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadSlice = Callable[[int, int], tuple[memoryview, int]]
@@ -113,7 +113,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         address: str,
         hello: kv_pb2.StreamHello,
         layout: KVLayout,
-        options: StreamOptions = DEFAULT_OPTIONS,
+        options: StreamSettings = DEFAULT_OPTIONS,
         *,
         frame_bytes: int = FRAME_BYTES,
     ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import ops
-from kernels.memory import Arena
+from kernels.memory import WeightArena
 from kernels.packed_weights import PackedWeights, pack_weights
 from moonpool.checkpoint.config import ModelConfig, RopeScaling
 
@@ -36,11 +36,11 @@ class Linear:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, arena: Arena | None = None
+        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, arena: WeightArena | None = None
     ) -> None:
         self.shape = weight.shape
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self.panels: PackedWeights | None = pack_weights(weight, bias, gated=gated, arena=arena or Arena())
+        self.panels: PackedWeights | None = pack_weights(weight, bias, gated=gated, arena=arena or WeightArena())
         self._bias = bias
         self._gated = gated
         self._weight: Tensor | None = None

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kernels.int8_head import make_int8_head
-from kernels.memory import LARGE_PAGE, Arena, mapped
+from kernels.memory import LARGE_PAGE, WeightArena, mapped
 from kernels.packed_weights import PackedWeights
 from moonpool.checkpoint.config import ModelConfig, TensorInfo
 from moonpool.checkpoint.families import FAMILIES
@@ -164,7 +164,7 @@ def load_stage(
         for index in range(layer_begin, layer_end):
             for name, shape in layer_shapes(config, index).items():
                 reader.expect(name, shape)
-        arena = Arena()
+        arena = WeightArena()
         norm = reader.read([names.norm]) if last else None
         embedding: Tensor | PackedWeights | None = None
         if names.embedding in outer:
@@ -223,7 +223,7 @@ def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}{name}": shape for name, shape in shapes.items()}
 
 
-def _read_layer(reader: _TensorReader, config: ModelConfig, index: int, arena: Arena) -> LayerWeights:
+def _read_layer(reader: _TensorReader, config: ModelConfig, index: int, arena: WeightArena) -> LayerWeights:
     """Read and fuse the tensors of one layer."""
     names = FAMILIES[config.architecture].names
     prefix = names.layer.format(index=index)

@@ -48,7 +48,7 @@ class Progress:
     def __init__(self, native: Library, first: int, count: int) -> None:
         self._native, self._first = native, first
         self._began_ns = array("q", bytes(8 * count))
-        self._words = structures.Progress(first, self._began_ns.buffer_info()[0])
+        self._words = structures.NativeProgress(first, self._began_ns.buffer_info()[0])
         self.address = ctypes.addressof(self._words)
 
     def wait(self, layer: int) -> bool:
@@ -108,11 +108,11 @@ class NativeLayers:
         """Return the progress of a step that has not begun."""
         return Progress(self.native, self._index, len(self._layers))
 
-    def run(self, step: structures.Step) -> int:
+    def run(self, step: structures.NativeStep) -> int:
         """Run a step's layers and return the one that it came to, counted in the whole model."""
         return self.native.step(self.model, step) + self._index
 
-    def step(self, inputs: StepInputs, first: int, last: int) -> structures.Step:
+    def step(self, inputs: StepInputs, first: int, last: int) -> structures.NativeStep:
         """Return layers `first` up to `last`, counted in the whole model, as native code takes them."""
         hidden, batch, angles, plan = inputs.hidden, inputs.batch, inputs.angles, inputs.plan
         kv, scales, signals, progress = inputs.kv, inputs.scales, inputs.signals, inputs.progress
@@ -122,7 +122,7 @@ class NativeLayers:
         if chosen is not None:
             some = _items_structure(chosen.single, chosen.several)
         size = kv.element_size()
-        step = structures.Step(
+        step = structures.NativeStep(
             first - self._index, last - self._index, self._index,
             hidden.data_ptr(), hidden.shape[0],
             angles[0].data_ptr(), angles[1].data_ptr(),
@@ -188,7 +188,7 @@ def _items_structure(single: Tensor, several: Tensor) -> structures.Items:
 class RunInputs:
     """Inputs of a run's further steps."""
 
-    step: structures.Step
+    step: structures.NativeStep
     """Of all layers, over one row of each sequence."""
     hidden: Tensor
     """[T, hidden], the step's states."""

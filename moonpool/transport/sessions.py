@@ -41,7 +41,7 @@ SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class StreamOptions:
+class StreamSettings:
     """How a process opens its streams to others: what all clients of KV streams take.
 
     Attributes:
@@ -61,7 +61,7 @@ class StreamOptions:
     metadata: Metadata = ()
 
 
-DEFAULT_OPTIONS = StreamOptions()
+DEFAULT_OPTIONS = StreamSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class StreamSpec(Generic[Req, Res]):
     window_bytes: int = 0
     credit: Callable[[kv_pb2.Credit], Req] | None = None
     priority: int = TO_DECODE
-    options: StreamOptions = DEFAULT_OPTIONS
+    options: StreamSettings = DEFAULT_OPTIONS
 
 
 class SessionHandler(Protocol[ResIn]):

@@ -67,7 +67,7 @@ from services.conductor.proto_conversion import (
     reserve_granted,
     reserved_instance_proto,
 )
-from services.conductor.request import RequestReader, read_resume
+from services.conductor.request import RequestValidator, read_resume
 from services.conductor.session import OutputQueue, Session
 
 log = get_logger(__name__)
@@ -97,7 +97,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        reader: RequestReader,
+        reader: RequestValidator,
         calls: InstanceCalls,
         reports: RequestReports,
         order: Callable[[Resync | ReplicatePrefix | ChangeRole], None],

@@ -1,6 +1,6 @@
 """From a client's message to a valid request: chat rendered, every field checked, every default set.
 
-`RequestReader` does so on worker threads, as the prompt is tokenised.
+`RequestValidator` does so on worker threads, as the prompt is tokenised.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class ValidRequest:
         )
 
 
-class RequestReader:
+class RequestValidator:
     """Checks and tokenises requests on worker threads.
 
     Args:

@@ -36,7 +36,7 @@ from services.conductor.explain import (
 )
 from services.conductor.records import RecordSync
 from services.conductor.registry import Checkpoint, ClusterMembers
-from services.conductor.request import RequestReader
+from services.conductor.request import RequestValidator
 from services.conductor.servicer import ConductorParts, ConductorServicer
 
 log = get_logger(__name__)
@@ -100,7 +100,7 @@ async def assembled(
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
         reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording)
-        reader = RequestReader(checkpoint, cluster.registry, tokenizing, config)
+        reader = RequestValidator(checkpoint, cluster.registry, tokenizing, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
         sync = RecordSync(channels, stores)

@@ -26,7 +26,7 @@ from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.base import ReceiveBuffer
 from moonpool.transport.send_queue import STALL_S
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.decode.config import DecodeConfig
@@ -67,7 +67,7 @@ class DecodeInstance:
         self.core = DecodeScheduler(core_config(context, config))
         self.manager = self.core.blocks
         self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
-        options = StreamOptions(context.dialer, context.link)
+        options = StreamSettings(context.dialer, context.link)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
             lambda address: StoreWriter(context.channels, address, context.hello(), layout, options),

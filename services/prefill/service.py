@@ -21,7 +21,7 @@ from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
 from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.gauges import Gauges, process_entries
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
 from services.prefill.core.events import CancelJob, Drain
@@ -197,7 +197,7 @@ class PrefillInstance:
             address,
             it.hello(),
             self.layout,
-            StreamOptions(it.dialer, it.link, CONNECT_TIMEOUT_S),
+            StreamSettings(it.dialer, it.link, CONNECT_TIMEOUT_S),
         )
 
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
@@ -207,7 +207,7 @@ class PrefillInstance:
             address,
             it.hello(),
             self.layout,
-            StreamOptions(it.dialer, it.link, CONNECT_TIMEOUT_S),
+            StreamSettings(it.dialer, it.link, CONNECT_TIMEOUT_S),
             method=method,
             forgotten=self._deletions.demanded,
             offload=it.beside,
@@ -215,7 +215,7 @@ class PrefillInstance:
 
     def _open_writer(self, address: str) -> StoreWriter:
         it = self._context
-        return StoreWriter(it.channels, address, it.hello(), self.layout, StreamOptions(it.dialer, it.link))
+        return StoreWriter(it.channels, address, it.hello(), self.layout, StreamSettings(it.dialer, it.link))
 
 
 def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> PrefillSettings:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from services.conductor.core.events import DecodeReservation, RequestSpec
 from services.conductor.core.router import RoutingDecision
-from simulator.clock import World, ps
+from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import DONE, Request
 from simulator.cluster.requests import PlacedSequence as Placed
@@ -77,7 +77,7 @@ class Clients:
         ended: called with each request when it has ended.
     """
 
-    def __init__(self, world: World, config: ClusterConfig, ended: Callable[[Request], None]) -> None:
+    def __init__(self, world: SimulatedWorld, config: ClusterConfig, ended: Callable[[Request], None]) -> None:
         self._world, self._prompt_s, self._ended = world, config.delays.prompt_s, ended
         self._open: dict[Request, Serving | None] = {}
         self.conductors: Sequence[Frontend] = ()

@@ -5,17 +5,17 @@ from functools import partial
 
 from moonpool.kv.blocks import KeyChanges
 from services.conductor.core.events import DecodeReservation, Failure
-from simulator.clock import PS, World, ps
+from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.clients import Clients
 from simulator.cluster.conductor import Conductor, owner_of
 from simulator.cluster.config import LEAPS, ClusterConfig, Runs
-from simulator.cluster.decode import DecodeInstance, DecodeListener
+from simulator.cluster.decode import DecodeListener, SimulatedDecode
 from simulator.cluster.engine import SharedMachine
 from simulator.cluster.machines import EngineInstance, Instances, Machines
-from simulator.cluster.prefill import Peers, PrefillInstance
+from simulator.cluster.prefill import Peers, SimulatedPrefill
 from simulator.cluster.requests import Request, SequenceReport, keys_of, prompt_key_of
 from simulator.cluster.store import Readable, Store
-from simulator.network import Calls, Link, Network
+from simulator.network import Calls, Link, SimulatedNetwork
 from simulator.traces.mooncake import TraceRequest
 
 DETECTION_S = 3.0
@@ -39,8 +39,8 @@ class Cluster:
         runs: Runs = LEAPS,
     ) -> None:
         self.config = config
-        self.world = World()
-        self.network = Network(self.world)
+        self.world = SimulatedWorld()
+        self.network = SimulatedNetwork(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
         self._company = SharedMachine(config.company)
         self.stores = [self._store(number) for number in range(config.kvstore)]
@@ -66,28 +66,28 @@ class Cluster:
             self.world, self.network, self.config, name, partial(self._keys, name), partial(self._changed, name)
         )
 
-    def _prefill(self, number: int) -> PrefillInstance:
+    def _prefill(self, number: int) -> SimulatedPrefill:
         name = f"p{number}"
         up = number < self.config.prefill
         peers = Peers(
             partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
         )
         stores = self.stores, self._readable
-        return PrefillInstance(
+        return SimulatedPrefill(
             self.world, self.network, self.config, name, *stores, self.calls, peers, self._company, up=up
         )
 
     def _readable(self, name: str) -> Readable:
         return self.stores[int(name[1:])] if name[0] == "s" else self._engines[name].pool
 
-    def _decode(self, number: int, runs: Runs) -> DecodeInstance:
+    def _decode(self, number: int, runs: Runs) -> SimulatedDecode:
         name = f"d{number}"
         up = not self.config.roles.swap or number >= self.config.prefill
         ears = DecodeListener(
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),
         )  # fmt: skip
-        return DecodeInstance(
+        return SimulatedDecode(
             self.world, self.network, self.config, name, self.stores, ears, runs, self._company, up=up
         )
 
@@ -138,7 +138,7 @@ class Cluster:
     def _owner(self, stream: int) -> Conductor:
         return self.conductors[owner_of(stream, len(self.conductors))]
 
-    def _at(self, target: DecodeReservation) -> DecodeInstance | None:
+    def _at(self, target: DecodeReservation) -> SimulatedDecode | None:
         """The instance of a promise, if it is there still."""
         decode = self._engines.decodes[target.decode]
         return decode if decode.up and decode.incarnation == target.incarnation else None

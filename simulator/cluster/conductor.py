@@ -40,16 +40,16 @@ from services.conductor.core.policies import load_policy
 from services.conductor.core.router import ReplicatePrefix, RoutingConfig
 from services.conductor.core.scheduler import ConductorCore
 from services.prefill.core.actions import ReportFirstToken
-from simulator.clock import PS, World, ps
+from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.admission import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of
 from simulator.cluster.clients import RETRY_S, Clients, Serving
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.core_host import CoreHost
-from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.decode import SimulatedDecode
 from simulator.cluster.dispatcher import CallDispatcher, DecodeStreams
 from simulator.cluster.machines import Instances
 from simulator.cluster.members import Members
-from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prefill import SimulatedPrefill
 from simulator.cluster.requests import (
     DONE,
     GIVEN_UP,
@@ -80,7 +80,7 @@ class Conductor:
 
     def __init__(
         self,
-        world: World,
+        world: SimulatedWorld,
         config: ClusterConfig,
         calls: Calls,
         engines: Instances,
@@ -299,7 +299,7 @@ class Conductor:
         self.members.leave(name, "is lost")
         self.orders.streams.lost(name)
 
-    def back(self, instance: PrefillInstance | DecodeInstance) -> None:
+    def back(self, instance: SimulatedPrefill | SimulatedDecode) -> None:
         """An instance is there (again)."""
         if self.up and instance.up:
             self.members.join(instance.name, instance.load, KeyChanges(instance.keys()), instance.incarnation)

@@ -17,7 +17,7 @@ GB = 10**9
 
 
 @frozen
-class Slo:
+class SloTargets:
     """What counts as good, seconds. A request's TBT is the mean of its longest 10 % of intervals (FAST'25)."""
 
     ttft_s: float = 30.0
@@ -110,7 +110,7 @@ class ClusterConfig:
     disk_bytes_per_s: float = 6.0 * GB
     eviction: str = "lru"
     rate: float = 1.0
-    slo: Slo = field(default_factory=Slo)
+    slo: SloTargets = field(default_factory=SloTargets)
     admission: str = "all"
     by_pool: bool = False
     keep_tbt: bool = False

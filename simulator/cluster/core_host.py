@@ -6,7 +6,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from moonpool.scheduling.state_machine import Core, Tick
-from simulator.clock import PS, World, not_before
+from simulator.clock import PS, SimulatedWorld, not_before
 
 E = TypeVar("E")
 A = TypeVar("A")
@@ -24,7 +24,7 @@ class CoreHost(Generic[E, A]):
 
     def __init__(
         self,
-        world: World,
+        world: SimulatedWorld,
         core: Core[E, A],
         perform: Callable[[A], None],
         before_tick: Callable[[], None] = lambda: None,

@@ -35,13 +35,13 @@ from services.decode.core.events import (
     TransferProgress,
 )
 from services.decode.core.scheduler import DecodeScheduler
-from simulator.clock import PS, World, ps
+from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.config import LEAPS, ClusterConfig, Runs, decode_core_config
 from simulator.cluster.core_host import CoreHost
 from simulator.cluster.engine import STOPPED, DecodeEngine, SharedMachine
 from simulator.cluster.requests import DecodeSequence, DecodeUse, PlacedSequence, Resume, SequenceReport
-from simulator.cluster.store import PoolReads, Store
-from simulator.network import Link, Network
+from simulator.cluster.store import SimulatedPoolReads, Store
+from simulator.network import Link, SimulatedNetwork
 
 
 class Copies:
@@ -55,8 +55,8 @@ class Copies:
 
     def __init__(
         self,
-        world: World,
-        network: Network,
+        world: SimulatedWorld,
+        network: SimulatedNetwork,
         config: ClusterConfig,
         name: str,
         sends: Link,
@@ -151,7 +151,7 @@ class DecodeListener:
     changed: Callable[[], None]
 
 
-class DecodeInstance:
+class SimulatedDecode:
     """One instance. Transfers are named by the core's numbers of their first sequences, which are never used twice.
 
     Args:
@@ -164,8 +164,8 @@ class DecodeInstance:
 
     def __init__(
         self,
-        world: World,
-        network: Network,
+        world: SimulatedWorld,
+        network: SimulatedNetwork,
         config: ClusterConfig,
         name: str,
         stores: Iterable[Store],
@@ -177,7 +177,7 @@ class DecodeInstance:
     ) -> None:
         self.name = name
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
-        self.pool = PoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
+        self.pool = SimulatedPoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
         self._world, self._network, self._config, self._ears = world, network, config, ears
         self._stores = {store.name: store for store in stores}
         self._core_config = decode_core_config(config, runs)

@@ -37,12 +37,12 @@ from services.prefill.core.events import KVSource, WriteBackTarget
 from simulator.clock import ps
 from simulator.cluster.admission import keeps_tbt
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.decode import DecodeInstance
+from simulator.cluster.decode import SimulatedDecode
 from simulator.cluster.machines import Instances
 from simulator.cluster.members import Members
-from simulator.cluster.prefill import PrefillInstance
+from simulator.cluster.prefill import SimulatedPrefill
 from simulator.cluster.requests import PlacedSequence, Request, Resume, SequenceReport, TokenTimes, keys_of_chain
-from simulator.network import NOTICED_S, Calls, Connection
+from simulator.network import NOTICED_S, Calls, SimulatedLink
 
 
 @dataclass(slots=True, eq=False)
@@ -114,29 +114,29 @@ class DecodeStream:
         number: names an opening; never used twice.
     """
 
-    def __init__(self, calls: Calls, decode: DecodeInstance, conductor: str, number: Callable[[], int]) -> None:
+    def __init__(self, calls: Calls, decode: SimulatedDecode, conductor: str, number: Callable[[], int]) -> None:
         self._calls, self._decode, self._conductor, self._new_number = calls, decode, conductor, number
         self._incarnation = decode.incarnation
         self._number = 0
-        self._wire: Connection | None = None
+        self._wire: SimulatedLink | None = None
         self._followers: dict[int, AnswerSubscription] = {}
 
     def __len__(self) -> int:
         """Sequences on the stream."""
         return len(self._followers)
 
-    def open(self) -> Connection:
+    def open(self) -> SimulatedLink:
         """Lets the stream be there: while it is, decode keeps what it has promised."""
         if self._wire is None or self._wire.closed:
             number = self._number = self._new_number()
-            self._wire = Connection(self._calls, self._broken)
+            self._wire = SimulatedLink(self._calls, self._broken)
             self._wire.send(partial(self._there, lambda: self._decode.stream_opened(number, self._conductor)))
         return self._wire
 
     def start(
         self, transfer: int, followers: Sequence[AnswerSubscription], known: tuple[int, ...], *, compute: bool
     ) -> None:
-        """Starts a sequence, or several together, and follows each; see `DecodeInstance.start`."""
+        """Starts a sequence, or several together, and follows each; see `SimulatedDecode.start`."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, transfer))
         wire.send(partial(self._there, lambda: self._decode.start(number, transfer, known, compute=compute)))
@@ -215,7 +215,7 @@ class DecodeStreams:
     """One conductor's streams to all decode instances."""
 
     def __init__(
-        self, calls: Calls, decodes: Mapping[str, DecodeInstance], conductor: str, number: Callable[[], int]
+        self, calls: Calls, decodes: Mapping[str, SimulatedDecode], conductor: str, number: Callable[[], int]
     ) -> None:
         self._calls, self._conductor, self._number, self._decodes = calls, conductor, number, decodes
         self._streams: dict[str, DecodeStream] = {}
@@ -254,8 +254,8 @@ class PrefillCall:
 
     order: CallPrefill
     sequence: PlacedSequence
-    instance: PrefillInstance
-    wire: Connection
+    instance: SimulatedPrefill
+    wire: SimulatedLink
     tell: Callable[["PrefillCall", Event], None]
     """Tells the core, unless the call has ended."""
     token_came: Callable[["PrefillCall", ReportFirstToken], None]
@@ -376,7 +376,7 @@ class CallDispatcher:
     def prefill(self, order: CallPrefill, sequence: PlacedSequence) -> None:
         """Calls prefill."""
         name, io = order.plan.prefill.id, order.io
-        instance, wire = self._engines.prefills[name], Connection(self._calls, lambda: self._broken(call))
+        instance, wire = self._engines.prefills[name], SimulatedLink(self._calls, lambda: self._broken(call))
         call = PrefillCall(order, sequence, instance, wire, self._tell, self._token, self._end)
         self._cancels[io] = lambda: self._cancel_prefill(call)
         self._prefilling[io] = call
@@ -486,5 +486,5 @@ def _never() -> None:
     """A `Reserve` is never cancelled."""
 
 
-def _is_alive(instance: PrefillInstance | DecodeInstance, incarnation: int) -> bool:
+def _is_alive(instance: SimulatedPrefill | SimulatedDecode, incarnation: int) -> bool:
     return instance.up and instance.incarnation == incarnation

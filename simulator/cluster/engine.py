@@ -15,7 +15,7 @@ from moonpool.scheduling.steps import stage_ranges
 from services.decode.core.actions import StartRun
 from services.decode.core.events import RunDone, RunProgress
 from services.decode.core.scheduler import DecodeScheduler
-from simulator.clock import PS, World, ps
+from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import DecodeSequence, DecodeUse
 from simulator.network import exponential
@@ -145,7 +145,7 @@ class DecodeEngine:
 
     def __init__(
         self,
-        world: World,
+        world: SimulatedWorld,
         config: ClusterConfig,
         core: DecodeScheduler,
         sequences: dict[int, DecodeSequence],
@@ -336,7 +336,7 @@ class Pipeline:
 
     def __init__(
         self,
-        world: World,
+        world: SimulatedWorld,
         layers: int,
         stages: int,
         layer_done: Callable[[int, int], None],

@@ -8,30 +8,30 @@ from collections.abc import Callable, Iterator
 
 from moonpool.frozen import frozen
 from services.conductor.core.events import ChangeRole
-from simulator.clock import World, ps
-from simulator.cluster.decode import DecodeInstance
-from simulator.cluster.prefill import PrefillInstance
+from simulator.clock import SimulatedWorld, ps
+from simulator.cluster.decode import SimulatedDecode
+from simulator.cluster.prefill import SimulatedPrefill
 
 
 @frozen
 class Instances:
     """Prefill instances are called "p0", "p1" and so on, decode instances "d0"."""
 
-    prefills: dict[str, PrefillInstance]
-    decodes: dict[str, DecodeInstance]
+    prefills: dict[str, SimulatedPrefill]
+    decodes: dict[str, SimulatedDecode]
 
-    def __iter__(self) -> Iterator[PrefillInstance | DecodeInstance]:
+    def __iter__(self) -> Iterator[SimulatedPrefill | SimulatedDecode]:
         """Prefill instances first."""
         yield from self.prefills.values()
         yield from self.decodes.values()
 
-    def __getitem__(self, name: str) -> PrefillInstance | DecodeInstance:
+    def __getitem__(self, name: str) -> SimulatedPrefill | SimulatedDecode:
         return self.prefills[name] if name in self.prefills else self.decodes[name]
 
 
 LOOK_S = 0.5
 """An instance that drains is looked at so often."""
-EngineInstance = PrefillInstance | DecodeInstance
+EngineInstance = SimulatedPrefill | SimulatedDecode
 
 
 @frozen
@@ -55,7 +55,7 @@ class Machines:
 
     def __init__(
         self,
-        world: World,
+        world: SimulatedWorld,
         engines: Instances,
         change_s: float,
         left: Callable[[EngineInstance], None],

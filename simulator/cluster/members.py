@@ -13,7 +13,7 @@ from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadF
 from services.conductor.core.latency_model import KVShape
 from simulator.clock import ps
 from simulator.cluster.config import ClusterConfig
-from simulator.network import Calls, Connection
+from simulator.network import Calls, SimulatedLink
 
 FLUSH_S = 0.02
 """From a change to its report."""
@@ -43,7 +43,7 @@ class MemberInstance:
     ) -> None:
         self.incarnation = incarnation
         self._world, self._post, self._name, self._load = calls.world, post, name, load
-        self._wire = Connection(calls, lambda: None)
+        self._wire = SimulatedLink(calls, lambda: None)
         self._sequence = 1
         self._keys = NetChanges()
         self._gap, self._next_at = gap, 0

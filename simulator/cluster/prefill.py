@@ -20,16 +20,16 @@ from services.conductor.core.instances import LoadFacts
 from services.prefill.core import actions, events
 from services.prefill.core.events import IoResult, LayerLoaded, LoadEnded
 from services.prefill.core.scheduler import PrefillScheduler
-from simulator.clock import PS, World, ps
+from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.config import ClusterConfig, prefill_core_settings
 from simulator.cluster.core_host import CoreHost
 from simulator.cluster.engine import Pipeline, SharedMachine
 from simulator.cluster.requests import PlacedSequence
-from simulator.cluster.store import Loan, PoolReads, Readable, Store
-from simulator.network import Calls, Flow, Link, Network
+from simulator.cluster.store import Loan, Readable, SimulatedPoolReads, Store
+from simulator.network import Calls, Flow, Link, SimulatedNetwork
 
 
-class Client(Protocol):
+class PromptClient(Protocol):
     """Who wants a prompt computed, and is told how that goes."""
 
     def accepted(self, number: int) -> None:
@@ -75,14 +75,14 @@ class Prompt:
     target: DecodeReservation | None
     sources: tuple[events.KVSource, ...]
     copies: tuple[events.WriteBackTarget, ...]
-    client: Client
+    client: PromptClient
     begun: bool = False
     """Some of it is computed, or is being."""
     to: Link | None = None
 
 
 @dataclass(slots=True, eq=False)
-class PrefixLoad:
+class SimulatedPrefixLoad:
     """Blocks on their way."""
 
     io: int
@@ -110,8 +110,8 @@ class PrefixLoader:
 
     def __init__(
         self,
-        world: World,
-        network: Network,
+        world: SimulatedWorld,
+        network: SimulatedNetwork,
         find: Callable[[str], Readable],
         receives: Link,
         slice_bytes: int,
@@ -121,7 +121,7 @@ class PrefixLoader:
         self._world, self._network, self._receives = world, network, receives
         self._find = find
         self._slice_bytes, self._layers, self._tell = slice_bytes, layers, tell
-        self._loads: dict[int, PrefixLoad] = {}
+        self._loads: dict[int, SimulatedPrefixLoad] = {}
 
     def begin(
         self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
@@ -130,7 +130,7 @@ class PrefixLoader:
         source, wanted = self._find(name), len(keys) - first
         loan = source.lend(keys, first)
         blocks = loan.blocks
-        load = PrefixLoad(io, name, loan, blocks if blocks < wanted else None, self._world.now, by_layer)
+        load = SimulatedPrefixLoad(io, name, loan, blocks if blocks < wanted else None, self._world.now, by_layer)
         self._loads[io] = load
         self._world.after(ps(timeout_s), lambda _: self._end(load, failed=True))
         if blocks:
@@ -155,13 +155,13 @@ class PrefixLoader:
             self._drop(load)
         self._loads.clear()
 
-    def _next(self, load: PrefixLoad) -> None:
+    def _next(self, load: SimulatedPrefixLoad) -> None:
         """The next layer crosses the network."""
         if self._loads.get(load.io) is load:
             path = self._find(load.source).sends, self._receives
             load.flow = self._network.send(path, load.loan.blocks * self._slice_bytes, lambda: self._came(load))
 
-    def _came(self, load: PrefixLoad) -> None:
+    def _came(self, load: SimulatedPrefixLoad) -> None:
         load.flow = None
         load.layers += 1
         if load.by_layer and load.missing is None:
@@ -171,7 +171,7 @@ class PrefixLoader:
         else:
             self._next(load)
 
-    def _end(self, load: PrefixLoad, *, failed: bool = False, cancelled: bool = False) -> None:
+    def _end(self, load: SimulatedPrefixLoad, *, failed: bool = False, cancelled: bool = False) -> None:
         if self._loads.get(load.io) is not load:
             return
         del self._loads[load.io]
@@ -182,7 +182,7 @@ class PrefixLoader:
         result: IoResult = LoadEnded(blocks, missing, failed, (self._world.now - load.begun) / PS)
         self._tell(IoEnded(load.io, result))
 
-    def _drop(self, load: PrefixLoad) -> None:
+    def _drop(self, load: SimulatedPrefixLoad) -> None:
         if load.flow is not None:
             self._network.cancel(load.flow)
         load.loan.give_back()
@@ -201,7 +201,7 @@ class PrefillUse:
     reused_tokens: int = 0
 
 
-class PrefillInstance:
+class SimulatedPrefill:
     """One instance.
 
     Args:
@@ -215,8 +215,8 @@ class PrefillInstance:
 
     def __init__(
         self,
-        world: World,
-        network: Network,
+        world: SimulatedWorld,
+        network: SimulatedNetwork,
         config: ClusterConfig,
         name: str,
         stores: Iterable[Store],
@@ -233,7 +233,7 @@ class PrefillInstance:
         self._world, self._network, self._config = world, network, config
         self._stores = {store.name: store for store in stores}
         self._find, self._calls, self._peers = find, calls, peers
-        self.pool = PoolReads(self.sends, self._hear)
+        self.pool = SimulatedPoolReads(self.sends, self._hear)
         self._settings = prefill_core_settings(config, self.stages)
         self._receives = Link(f"{name} in", self.stages * config.load_bytes_per_s)
         self._company = company or SharedMachine()
@@ -277,7 +277,7 @@ class PrefillInstance:
         self,
         sequence: PlacedSequence,
         target: DecodeReservation | None,
-        client: Client,
+        client: PromptClient,
         sources: tuple[events.KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         max_queue_s: float | None = None,

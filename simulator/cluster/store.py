@@ -10,13 +10,13 @@ from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
 from services.conductor.core.instances import LoadFacts
 from services.kvstore.policies import POLICIES
-from simulator.clock import World, ps
+from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.config import ClusterConfig
 from simulator.eviction import Pool
-from simulator.network import Link, Network, Priority
+from simulator.network import Link, Priority, SimulatedNetwork
 
 
-class Disk:
+class SimulatedDisk:
     """One queue.
 
     Args:
@@ -28,7 +28,7 @@ class Disk:
         carried: bytes of all requests that have ended.
     """
 
-    def __init__(self, world: World, bytes_per_s: float, access_s: float = 0.0) -> None:
+    def __init__(self, world: SimulatedWorld, bytes_per_s: float, access_s: float = 0.0) -> None:
         self._world = world
         self._bytes_per_s = bytes_per_s
         self._access_s = access_s
@@ -70,7 +70,7 @@ class Readable(Protocol):
         ...
 
 
-class PoolReads:
+class SimulatedPoolReads:
     """The pool of an engine instance, as others read it.
 
     Args:
@@ -130,8 +130,8 @@ class Store:
 
     def __init__(
         self,
-        world: World,
-        network: Network,
+        world: SimulatedWorld,
+        network: SimulatedNetwork,
         config: ClusterConfig,
         name: str,
         on_keys: Callable[[KeyChanges], None],
@@ -153,7 +153,7 @@ class Store:
             POLICIES[config.eviction](), max(1, config.store_bytes // config.block_bytes), self._left_dram
         )
         self._ssd: OrderedDict[BlockKey, None] = OrderedDict()
-        self._disk = Disk(self._world, config.disk_bytes_per_s)
+        self._disk = SimulatedDisk(self._world, config.disk_bytes_per_s)
         self._left: list[BlockKey] = []  # DRAM, or the disk, since the last news
         self.incarnation += 1
         for put in self._puts:

@@ -11,7 +11,7 @@ from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import DONE, Request
 from simulator.experiments.frame import Progress, RequestSource, Result, Row, assumptions
-from simulator.experiments.report import Chart, Collector, Quantiles, digits
+from simulator.experiments.report import Chart, Collector, LatencyQuantiles, digits
 from simulator.network import CallDelays
 from simulator.traces.mooncake import TraceRequest
 from simulator.traces.workload import CHAT, Workload
@@ -108,7 +108,7 @@ class Gaps:
     """The longest pause of each stream."""
 
     def __init__(self) -> None:
-        self.longest = Quantiles()
+        self.longest = LatencyQuantiles()
         self.resumed = 0
 
     def add(self, request: Request) -> None:

@@ -13,13 +13,13 @@ from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.scheduling.state_machine import draw_unit
 from services.conductor.core.events import Failure, ReserveGranted
 from services.decode.core.settings import Preemption
-from simulator.clock import PS, World
+from simulator.clock import PS, SimulatedWorld
 from simulator.cluster.config import ClusterConfig, DecodeMemory
-from simulator.cluster.decode import DecodeInstance, DecodeListener
+from simulator.cluster.decode import DecodeListener, SimulatedDecode
 from simulator.cluster.requests import PlacedSequence, Request, SequenceReport, TokenTimes
 from simulator.experiments.frame import Progress, Result
 from simulator.experiments.report import Chart, digits
-from simulator.network import Network
+from simulator.network import SimulatedNetwork
 
 _ANSWERS = 7
 """Counter of the draws of answers' lengths."""
@@ -86,9 +86,9 @@ class WaitingRequests:
     """
 
     def __init__(self, config: ClusterConfig, groups: Listed[Group], at_once: int) -> None:
-        self.world = World()
+        self.world = SimulatedWorld()
         ears = DecodeListener(self._tokens, _failed, _ignore, lambda: None)
-        self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears)
+        self.instance = SimulatedDecode(self.world, SimulatedNetwork(self.world), config, "d0", (), ears)
         self.instance.stream_opened(STREAM, CONDUCTOR)
         self._waiting, self._at_once = deque(groups), at_once
         self._running: dict[int, Request] = {}

@@ -16,7 +16,7 @@ from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import Request
 from simulator.experiments.frame import Progress, Result, Row
-from simulator.experiments.report import Chart, Quantiles, digits
+from simulator.experiments.report import Chart, LatencyQuantiles, digits
 from simulator.traces.mooncake import TraceRequest
 
 WIDTHS = (1, 2, 4, 8)
@@ -102,7 +102,7 @@ def _run(config: ClusterConfig, widths: tuple[int, ...], stream: PromptStream) -
 
 
 def _row(widths: tuple[int, ...], stream: PromptStream, kind: str, ended: Sequence[Request]) -> Row:
-    ttft, widest = Quantiles(), max(widths)
+    ttft, widest = LatencyQuantiles(), max(widths)
     for request in ended:
         ttft.add((request.first_at - request.arrived) / PS)
     wide = [request for request in ended if widths[int(request.prefill[1:])] == widest]

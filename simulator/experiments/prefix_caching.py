@@ -20,15 +20,15 @@ from services.kvstore.policies.base import EvictionPolicy
 from services.kvstore.policies.queues import LRU
 from services.prefill.core.actions import ReportFirstToken
 from services.prefill.core.events import KVSource
-from simulator.clock import World
+from simulator.clock import SimulatedWorld
 from simulator.cluster.config import ClusterConfig
-from simulator.cluster.prefill import Peers, PrefillInstance
+from simulator.cluster.prefill import Peers, SimulatedPrefill
 from simulator.cluster.requests import PlacedSequence, Request
 from simulator.cluster.store import Store
 from simulator.eviction import chains_of, optimum, replay
 from simulator.experiments.frame import Progress, RequestSource, Result, assumptions, simulate
 from simulator.experiments.report import Chart, digits
-from simulator.network import CallDelays, Calls, Link, Network
+from simulator.network import CallDelays, Calls, Link, SimulatedNetwork
 from simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest
 
 CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 1_000)
@@ -197,12 +197,12 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     """Simulated seconds to the first token when the prefix is loaded at a rate; computed when the rate is 0."""
     speeds = replace(profile.speeds, load_bytes_per_s=bytes_per_s)
     config = ClusterConfig(profile=replace(profile, speeds=speeds), prefill=1, decode=1, kvstore=1)
-    world, ends = World(), list[float]()
-    network = Network(world)
+    world, ends = SimulatedWorld(), list[float]()
+    network = SimulatedNetwork(world)
     store = Store(world, network, config, "s0", _ignore_changes, lambda: None)
     calls = Calls(world, CallDelays(0.0, 0.0), seed=0)
     peers = Peers(_ignore_changes, lambda: None, lambda _: None, _alone, lambda _: False, _alone)
-    instance = PrefillInstance(world, network, config, "p0", [store], lambda _: store, calls, peers)
+    instance = SimulatedPrefill(world, network, config, "p0", [store], lambda _: store, calls, peers)
     keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_tokens))
     if bytes_per_s:
         store.write(keys, Link("elsewhere", 1e18), lambda: None)

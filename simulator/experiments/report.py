@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from simulator.clock import PS
-from simulator.cluster.config import Slo
+from simulator.cluster.config import SloTargets
 from simulator.cluster.requests import DONE, Request
 
 BUCKET_WIDTH = 1.002
@@ -17,7 +17,7 @@ LEAST_VALUE = 1e-9
 
 
 @dataclass(slots=True)
-class Quantiles:
+class LatencyQuantiles:
     """Values of at least 0. A quantile is that of nearest rank, exact to 0.1 %; the mean is exact."""
 
     count: int = 0
@@ -85,10 +85,10 @@ class Summary:
 class Collector:
     """Sums over requests that have ended."""
 
-    def __init__(self, slo: Slo) -> None:
+    def __init__(self, slo: SloTargets) -> None:
         self._slo = slo
         self._outcomes: Counter[str] = Counter()
-        self._ttft, self._tbt, self._tpot, self._e2e, self._error = (Quantiles() for _ in range(5))
+        self._ttft, self._tbt, self._tpot, self._e2e, self._error = (LatencyQuantiles() for _ in range(5))
         self._tokens = self._prompt_tokens = self._reused_tokens = self._good = 0
         self._begin: int | None = None
         self._end = 0

@@ -11,7 +11,7 @@ from services.conductor.core.roles import RoleLimits
 from simulator.clock import PS, ps
 from simulator.cluster.admission import PAPER, SERVICES
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.cluster.requests import DONE, REFUSED, Request
 from simulator.experiments.frame import Progress, RequestSource, Result, Row, assumptions, serving_row, simulate
 from simulator.experiments.report import Chart, Collector, Summary, digits, longest_mean
@@ -201,7 +201,7 @@ class Shifts:
 class Phases:
     """Goodput of each part by itself: requests belong to the part in which they come."""
 
-    def __init__(self, slo: Slo, part_s: float, parts: int) -> None:
+    def __init__(self, slo: SloTargets, part_s: float, parts: int) -> None:
         self._slo, self._part = slo, round(part_s * PS)
         self.came, self.good = [0] * parts, [0] * parts
 

@@ -17,7 +17,7 @@ import yaml
 from moonpool.engine.emulated.profile import Profile, load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.experiments.report import Summary
 
 _FOLDER = Path(__file__).resolve().parent / "hardware"
@@ -119,7 +119,7 @@ MOST_S = {"ttft": 3600.0, "tbt": 60.0}
 """A longer limit is none."""
 
 
-def parse_slo(text: str) -> Slo:
+def parse_slo(text: str) -> SloTargets:
     """Reads "ttft=30,tbt=0.1", seconds.
 
     Raises:
@@ -134,7 +134,7 @@ def parse_slo(text: str) -> Slo:
     for name in MOST_S:
         if name not in given:
             raise ConfigError("slo", f"{name} is missing in {text!r}; it wants ttft=SECONDS,tbt=SECONDS")
-    return Slo(given["ttft"], given["tbt"])
+    return SloTargets(given["ttft"], given["tbt"])
 
 
 def _seconds(name: str, text: str) -> float:
@@ -147,7 +147,7 @@ def _seconds(name: str, text: str) -> float:
     return value
 
 
-def check_possible(profile: Profile, slo: Slo) -> None:
+def check_possible(profile: Profile, slo: SloTargets) -> None:
     """Refuses limits that no number of instances can keep.
 
     Raises:
@@ -343,8 +343,8 @@ class PlanSearch:
         for name, base in (
             ("20 % more requests a second", replace(self._base, rate=rate * 1.2)),
             ("20 % fewer requests a second", replace(self._base, rate=rate / 1.2)),
-            ("half the TTFT limit", replace(self._base, slo=Slo(slo.ttft_s / 2, slo.tbt_s))),
-            ("three quarters of the TBT limit", replace(self._base, slo=Slo(slo.ttft_s, slo.tbt_s * 0.75))),
+            ("half the TTFT limit", replace(self._base, slo=SloTargets(slo.ttft_s / 2, slo.tbt_s))),
+            ("three quarters of the TBT limit", replace(self._base, slo=SloTargets(slo.ttft_s, slo.tbt_s * 0.75))),
         ):
             found[name] = self._simulate(best, base).goodput_share
             self._progress(f"{name}: goodput {found[name]:.1%}")

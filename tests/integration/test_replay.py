@@ -10,7 +10,7 @@ import pytest
 from moonpool.bundled import model_dir
 from moonpool.cli.replay import ReplayPlan, run_replay
 from moonpool.cli.stack import StackPlan
-from simulator.cluster.config import Slo
+from simulator.cluster.config import SloTargets
 from simulator.traces.mooncake import write_trace
 from simulator.traces.workload import CHAT, Workload
 from tests.integration.stack import CheckedStack
@@ -36,7 +36,7 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     )  # fmt: skip
     with CheckedStack(plan) as stack:
         status = run_replay(
-            ReplayPlan(trace, [stack.address], str(model_dir()), Slo(), time_scale=TIME_SCALE, profile=PROFILE,
+            ReplayPlan(trace, [stack.address], str(model_dir()), SloTargets(), time_scale=TIME_SCALE, profile=PROFILE,
                        step_tokens=4096, calibrate_on=FITTED), as_json=True,
         )  # fmt: skip
     assert status == 0

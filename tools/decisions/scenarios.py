@@ -12,7 +12,7 @@ from services.conductor.core.roles import RoleLimits
 from services.decode.core.settings import Preemption
 from simulator.clock import ps
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import LEAPS, ClusterConfig, DecodeMemory, Runs, Slo
+from simulator.cluster.config import LEAPS, ClusterConfig, DecodeMemory, Runs, SloTargets
 from simulator.experiments.faults import MIX, storm
 from simulator.experiments.prefix_caching import HotLoad
 from simulator.network import CallDelays
@@ -95,7 +95,7 @@ def _full(way: Preemption, **memory: Any) -> Scenario:
 
 def _admitting(admission: str, **more: Any) -> Scenario:
     """More comes than can be served in time."""
-    settings = {"admission": admission, "rate": 3.0, "decode": 1, "slo": Slo(15.0, 0.034), **more}
+    settings = {"admission": admission, "rate": 3.0, "decode": 1, "slo": SloTargets(15.0, 0.034), **more}
     return Scenario(settings, replace(BUSY, tenants=2, answer_tokens=300.0), 150)
 
 

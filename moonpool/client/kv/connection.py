@@ -35,7 +35,7 @@ from moonpool.transport.framing import ONE_SHOT_BYTES
 from moonpool.transport.grpc import payload_stream
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.regions import SharedMemory
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -182,7 +182,7 @@ class KVConnection:
 
     def _open(self, layout: KVLayout) -> SizeClassStreams:
         where = self._channels, self._address, self._hello(layout), layout
-        options = StreamOptions(self._lanes, metadata=self._metadata)
+        options = StreamSettings(self._lanes, metadata=self._metadata)
         return SizeClassStreams(StoreWriter(*where, options), BlockReader(*where, options, window_bytes=WINDOW_BYTES))
 
     def direct_stream(

@@ -8,7 +8,7 @@ from moonpool.bundled import model_dir
 from moonpool.cli.replay import FittedSimulation, ReplayPlan, note_tokens, print_fit, run_replay
 from moonpool.errors import ConfigError
 from simulator.clock import PS
-from simulator.cluster.config import Slo
+from simulator.cluster.config import SloTargets
 from simulator.cluster.requests import Request, TokenTimes
 from simulator.experiments.calibration import Extras
 from simulator.traces.mooncake import TraceRequest, write_trace
@@ -35,7 +35,7 @@ def test_bad_flags_are_named(tmp_path: Path, field: str, profile: str, calibrate
     write_trace(trace, [TraceRequest(0.0, 10, 2, (1,)), TraceRequest(5.0, 10, 2, (2,))])
     with pytest.raises(ConfigError) as wrong:
         run_replay(
-            ReplayPlan(trace, [NOBODY], str(model_dir()), Slo(), time_scale=time_scale, profile=profile,
+            ReplayPlan(trace, [NOBODY], str(model_dir()), SloTargets(), time_scale=time_scale, profile=profile,
                        calibrate_on=calibrate_on), as_json=True,
         )  # fmt: skip
     assert wrong.value.field == field

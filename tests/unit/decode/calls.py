@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from moonpool.kv.frames import Slice
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import decode_pb2, kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.fakes.engine import slice_of_tokens
@@ -32,7 +32,7 @@ async def reserve(it: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> k
 
 @asynccontextmanager
 async def sending(it: Decode, lanes: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
-    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, StreamOptions(lanes))
+    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, StreamSettings(lanes))
     try:
         yield sender
     finally:

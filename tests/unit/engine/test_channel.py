@@ -4,7 +4,7 @@ import threading
 import pytest
 
 from moonpool.engine.channel import AsyncChannel, BlockingChannel, ChannelClosed
-from moonpool.engine.messages import OpenKVGate
+from moonpool.engine.messages import OpenKVGateMessage
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import SequenceStep, Step
 
@@ -25,11 +25,11 @@ async def test_messages_arrive_whole_and_in_order_both_ways() -> None:
     thread.start()
     channel = await AsyncChannel.open(ours)
     channel.send(STEP)
-    channel.send(OpenKVGate(7, 3))
+    channel.send(OpenKVGateMessage(7, 3))
     assert await channel.receive() == STEP
-    assert await channel.receive() == OpenKVGate(7, 3)
+    assert await channel.receive() == OpenKVGateMessage(7, 3)
     thread.join(10)
-    assert got == [STEP, OpenKVGate(7, 3)]
+    assert got == [STEP, OpenKVGateMessage(7, 3)]
     engine.close()
     with pytest.raises(ChannelClosed):
         await channel.receive()

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from kernels.choice import DTYPES
 from kernels.int8_head import MAX_ROWS, Int8Head, int8_head_bytes, make_int8_head
-from kernels.memory import Arena
+from kernels.memory import WeightArena
 from kernels.packed_weights import PackedWeights, pack_weights
 
 
 def sketched(weight: Tensor) -> tuple[PackedWeights, Int8Head | None]:
-    panels = pack_weights(weight, None, gated=False, arena=Arena())
+    panels = pack_weights(weight, None, gated=False, arena=WeightArena())
     assert panels is not None
-    return panels, make_int8_head(panels, Arena())
+    return panels, make_int8_head(panels, WeightArena())
 
 
 def can_sketch() -> bool:
@@ -162,9 +162,9 @@ def test_where_many_come_close_none_is_named() -> None:
 def test_what_is_not_sketched() -> None:
     weight = torch.randn(64, 32)
     for bias, gated in ((torch.randn(64), False), (None, True)):
-        panels = pack_weights(weight, bias, gated=gated, arena=Arena())
+        panels = pack_weights(weight, bias, gated=gated, arena=WeightArena())
         assert panels is not None
-        assert make_int8_head(panels, Arena()) is None
+        assert make_int8_head(panels, WeightArena()) is None
     weight[5, 5] = torch.inf
     assert sketched(weight)[1] is None
 

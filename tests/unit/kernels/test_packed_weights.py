@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.choice import DTYPES
-from kernels.memory import LARGE_PAGE, Arena
+from kernels.memory import LARGE_PAGE, WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
 from kernels.packed_weights import PackedWeights, pack_weights
@@ -24,7 +24,7 @@ OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build
 
 
 def arranged(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedWeights:
-    made = pack_weights(weight, bias, gated=gated, arena=Arena())
+    made = pack_weights(weight, bias, gated=gated, arena=WeightArena())
     assert made is not None
     return made
 
@@ -138,12 +138,12 @@ def test_a_matrix_that_pairs_do_not_fit_stays_as_it_is() -> None:
     native = library.get()
     assert native is not None
     odd = torch.randn(8, 7).bfloat16()
-    assert (pack_weights(odd, None, gated=False, arena=Arena()) is None) == native.has_bf16
+    assert (pack_weights(odd, None, gated=False, arena=WeightArena()) is None) == native.has_bf16
 
 
 def test_plain_torch_has_no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", "torch")
-    assert pack_weights(torch.randn(8, 8), None, gated=False, arena=Arena()) is None
+    assert pack_weights(torch.randn(8, 8), None, gated=False, arena=WeightArena()) is None
 
 
 def test_wrong_arguments_are_named() -> None:
@@ -157,7 +157,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_pieces_of_memory_are_apart_and_begin_at_large_pages() -> None:
-    arena = Arena()
+    arena = WeightArena()
     first, second, large = arena.take(100), arena.take(1), arena.take(33 << 20)
     assert first.data_ptr() % LARGE_PAGE == large.data_ptr() % LARGE_PAGE == 0
     assert second.data_ptr() - first.data_ptr() == 128

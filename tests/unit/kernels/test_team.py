@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.memory import Arena
+from kernels.memory import WeightArena
 from kernels.native import build, library
 from kernels.packed_weights import pack_weights
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 def product() -> Iterator[Callable[[], Tensor]]:
     """A product that is work for two threads."""
     weight, x = torch.randn(2048, 64), torch.randn(3, 64)
-    panels = pack_weights(weight, None, gated=False, arena=Arena())
+    panels = pack_weights(weight, None, gated=False, arena=WeightArena())
     assert panels is not None
     torch.set_num_threads(2)
     yield lambda: panels.product(x)

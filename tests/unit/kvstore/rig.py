@@ -18,7 +18,7 @@ from moonpool.rpc.server import serving
 from moonpool.telemetry.gauges import restless
 from moonpool.transport.grpc import payload_stream
 from moonpool.transport.handshake import TransportDialer
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 from services.kvstore.config import KVStoreConfig
@@ -46,10 +46,10 @@ class Rig:
         return kv_pb2.StreamHello(namespace=block_format.namespace, layout=block_format.layout.to_proto())
 
     def writer(self, block_format: Any = FORMAT) -> StoreWriter:
-        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, StreamOptions(self.dialer))
+        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
 
     def reader(self, block_format: Any = FORMAT) -> BlockReader:
-        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, StreamOptions(self.dialer))
+        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
 
     @property
     def stub(self) -> Any:

@@ -4,13 +4,13 @@ from math import inf, nextafter
 
 import pytest
 
-from simulator.clock import PS, World, not_before, ps
-from simulator.cluster.store import Disk
+from simulator.clock import PS, SimulatedWorld, not_before, ps
+from simulator.cluster.store import SimulatedDisk
 from simulator.network import CallDelays, Calls
 
 
 def test_events_happen_in_order() -> None:
-    world, seen = World(), list[tuple[int, str]]()
+    world, seen = SimulatedWorld(), list[tuple[int, str]]()
 
     def note(name: str) -> None:
         seen.append((world.now, name))
@@ -30,15 +30,15 @@ def test_events_happen_in_order() -> None:
 
 
 def test_nothing_happens_in_the_past() -> None:
-    world = World()
+    world = SimulatedWorld()
     world.run(until=4)
     with pytest.raises(AssertionError):
         world.at(3, print)
 
 
 def test_a_disk_serves_one_after_the_other() -> None:
-    world, ends = World(), list[float]()
-    disk = Disk(world, bytes_per_s=100.0, access_s=1.0)
+    world, ends = SimulatedWorld(), list[float]()
+    disk = SimulatedDisk(world, bytes_per_s=100.0, access_s=1.0)
     for nbytes in (100, 200):
         disk.request(nbytes, lambda: ends.append(world.seconds))
     world.at(ps(10), lambda _: disk.request(50, lambda: ends.append(world.seconds)))
@@ -48,7 +48,7 @@ def test_a_disk_serves_one_after_the_other() -> None:
 
 
 def times(delays: CallDelays, seed: int, count: int) -> tuple[list[float], Calls]:
-    world, got = World(), list[float]()
+    world, got = SimulatedWorld(), list[float]()
     calls = Calls(world, delays, seed)
     for _ in range(count):
         calls.send(lambda: got.append(world.seconds))
@@ -72,7 +72,7 @@ def test_calls_are_dropped_and_late() -> None:
     assert got.count(8.0) == calls.late
     assert 250 < calls.dropped < 350
     assert 150 < calls.late < 250
-    world = World()
+    world = SimulatedWorld()
     sure = Calls(world, CallDelays(drop_share=1.0), 1)
     sure.send(lambda: None, reliable=True)
     assert len(world) == 1

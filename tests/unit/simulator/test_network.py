@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simulator.clock import World, ps
-from simulator.network import MANY, Flow, Link, Network, Priority, fair_rates
+from simulator.clock import SimulatedWorld, ps
+from simulator.network import MANY, Flow, Link, Priority, SimulatedNetwork, fair_rates
 
 
 class Rig:
     """A network, and when each flow ended."""
 
     def __init__(self, many: int = MANY) -> None:
-        self.world = World()
-        self.network = Network(self.world, many)
+        self.world = SimulatedWorld()
+        self.network = SimulatedNetwork(self.world, many)
         self.ends: dict[str, float] = {}
         self.flows: dict[str, Flow] = {}
 

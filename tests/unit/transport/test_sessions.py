@@ -13,7 +13,7 @@ import pytest
 
 from moonpool.errors import StreamBroken
 from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxStream, StreamOptions, StreamSpec
+from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxStream, StreamSettings, StreamSpec
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.transport.fakes import HELLO, SERVER, STORE, served
 
@@ -73,7 +73,7 @@ def session_of(message: kvstore_pb2.GetResponse) -> Hashable:
 
 
 @asynccontextmanager
-async def streaming(store: Store, options: StreamOptions = DEFAULT_OPTIONS) -> AsyncIterator[Stream]:
+async def streaming(store: Store, options: StreamSettings = DEFAULT_OPTIONS) -> AsyncIterator[Stream]:
     async with served((STORE, store)) as (channels, address):
         spec: StreamSpec[kvstore_pb2.GetRequest, kvstore_pb2.GetResponse] = StreamSpec(
             "test",
@@ -219,7 +219,7 @@ async def test_a_stream_is_given_up_after_a_long_silence_only() -> None:
         now = asyncio.get_running_loop().time()
         session.suspect(now - 100)  # it was heard of less than silence_s ago
         assert (handler.error, stream.connected) == (None, True)
-    async with streaming(store, StreamOptions(silence_s=0.0)) as stream:
+    async with streaming(store, StreamSettings(silence_s=0.0)) as stream:
         handler = Handler()
         await stream.open(1, handler)
         now = asyncio.get_running_loop().time()

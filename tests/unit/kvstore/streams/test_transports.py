@@ -17,7 +17,7 @@ from moonpool.kv.keys import slice_hash
 from moonpool.kv.pool import KVPool
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.transport.config import TRANSPORTS
-from moonpool.transport.sessions import StreamOptions
+from moonpool.transport.sessions import StreamSettings
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
 from tests.unit.transport.pairs import Cuttable, shared
@@ -48,7 +48,7 @@ async def storing(
 async def writing(store: Rig) -> AsyncIterator[StoreWriter]:
     """In small frames, so that a put has many."""
     writer = StoreWriter(
-        store.channels, store.address, store.hello(), LAYOUT, StreamOptions(store.dialer), frame_bytes=FRAME
+        store.channels, store.address, store.hello(), LAYOUT, StreamSettings(store.dialer), frame_bytes=FRAME
     )
     try:
         yield writer

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from simulator.clock import World, ps
+from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.clients import RETRY_S, Clients, Serving
 from simulator.cluster.requests import DONE, Request, TokenTimes
 from tests.unit.simulator.cluster.rig import config
@@ -34,9 +34,9 @@ class Scripted:
         self.has.clear()
 
 
-def made(*ups: bool) -> tuple[World, Clients, list[Scripted], list[Request]]:
+def made(*ups: bool) -> tuple[SimulatedWorld, Clients, list[Scripted], list[Request]]:
     ended: list[Request] = []
-    world = World()
+    world = SimulatedWorld()
     clients = Clients(world, config(), ended.append)
     conductors = [Scripted(clients, up=up) for up in ups]
     clients.conductors = conductors

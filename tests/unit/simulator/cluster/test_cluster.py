@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.decode.core.settings import Preemption
 from simulator.clock import PS, ps
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import DecodeMemory, Runs, Slo
+from simulator.cluster.config import DecodeMemory, Runs, SloTargets
 from simulator.cluster.requests import DONE, GIVEN_UP, REFUSED, TOO_LARGE, Request, TokenTimes
 from simulator.network import CallDelays, exponential
 from simulator.traces.mooncake import TraceRequest
@@ -133,7 +133,7 @@ def test_blocks_come_from_disk_when_dram_is_small() -> None:
 
 def test_what_is_predicted_to_miss_the_limit_is_refused() -> None:
     trace = [request(0.0, 1000, 2, number * 100) for number in range(4)]
-    ended = run(config(kvstore=0, admission="early", slo=Slo(ttft_s=2.5)), trace)[0]
+    ended = run(config(kvstore=0, admission="early", slo=SloTargets(ttft_s=2.5)), trace)[0]
     assert [one.outcome for one in ended] == [DONE, DONE, REFUSED, REFUSED]
 
 
@@ -157,7 +157,7 @@ def test_what_fits_nowhere_is_too_large() -> None:
 def test_the_tbt_limit_bounds_the_batch() -> None:
     """As the conductor does: who would be too slow, or make others too slow, is refused and does not wait."""
     trace = [request(0.0, 10, 200, number) for number in range(30)]
-    tight = config(kvstore=0, keep_tbt=True, slo=Slo(tbt_s=0.0205))
+    tight = config(kvstore=0, keep_tbt=True, slo=SloTargets(tbt_s=0.0205))
     crowded, cluster = run(tight, trace)
     assert cluster.decodes[0].use.most_sequences == 8  # nine at their answers' ends would be too slow
     assert [one.outcome for one in crowded] == [DONE] * 8 + [REFUSED] * 22

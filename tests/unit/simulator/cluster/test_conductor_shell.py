@@ -54,7 +54,7 @@ from simulator.cluster.admission import FOREVER_S, limits_of
 from simulator.cluster.clients import RETRY_S
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.conductor import Conductor
-from simulator.cluster.config import ClusterConfig, Runs, Slo
+from simulator.cluster.config import ClusterConfig, Runs, SloTargets
 from simulator.network import CallDelays
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.asked import Asked, Coming, asked
@@ -80,7 +80,7 @@ MODEL = conductor_pb2.ModelInfo(
 )
 CONFIG = ClusterConfig(
     profile=replace(PROFILE, token_bytes=LAYOUT.token_bytes), prefill=3, decode=3, kvstore=1,
-    block_tokens=LAYOUT.block_tokens, step_tokens=64, pool_blocks=40, max_batch=8, slo=Slo(0.6, 0.03),
+    block_tokens=LAYOUT.block_tokens, step_tokens=64, pool_blocks=40, max_batch=8, slo=SloTargets(0.6, 0.03),
     admission="promised", seed=SEED,
 )  # fmt: skip
 

@@ -22,12 +22,12 @@ from services.conductor.core.events import ReserveGranted
 from services.decode.core import actions
 from services.decode.core.events import AdoptRequest, ComputePrompt, StreamClosed, TransferProgress
 from services.decode.core.settings import Preemption
-from simulator.clock import World, ps
+from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig, DecodeMemory, Runs
-from simulator.cluster.decode import DecodeInstance, DecodeListener
+from simulator.cluster.decode import DecodeListener, SimulatedDecode
 from simulator.cluster.requests import PlacedSequence, Request, Resume
-from simulator.network import Network
+from simulator.network import SimulatedNetwork
 from tests.unit.simulator.cluster.decode_service import played
 from tests.unit.simulator.cluster.rig import PROFILE
 from tests.unit.simulator.cluster.scripts import BT, ONE_BY_ONE, SEED, Noted, requests, simulated
@@ -167,9 +167,9 @@ class Alone:
     def __init__(self, config: ClusterConfig, runs: Runs) -> None:
         self.noted: list[Noted] = []
         self.is_lost = False
-        self.world = World()
+        self.world = SimulatedWorld()
         ears = DecodeListener(lambda *_: None, lambda *_: None, lambda *_: None, lambda: None)
-        self.instance = DecodeInstance(self.world, Network(self.world), config, "d0", (), ears, runs)
+        self.instance = SimulatedDecode(self.world, SimulatedNetwork(self.world), config, "d0", (), ears, runs)
         self.instance.host.heard = lambda now, event, decided: self.noted.append(Noted(now, event, list(decided)))
         for stream in NAMES:
             self.instance.stream_opened(stream, NAMES[stream])

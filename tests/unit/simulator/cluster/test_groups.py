@@ -6,12 +6,12 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.events import Event, LoadReported
-from simulator.clock import World, ps
+from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.members import Members
 from simulator.cluster.requests import DONE, Request
 from simulator.cluster.store import Store
-from simulator.network import Calls, Link, Network
+from simulator.network import Calls, Link, SimulatedNetwork
 from simulator.traces.mooncake import TraceRequest
 from tests.unit.simulator.cluster.rig import NO_DELAYS, config, request, run
 
@@ -82,10 +82,10 @@ def test_the_flood_of_one_tenant_does_not_delay_another_one() -> None:
 
 def test_a_kvstore_reports_what_it_is_busy_with() -> None:
     """A read, then a write of ten blocks."""
-    wanted, world = config(), World()
+    wanted, world = config(), SimulatedWorld()
     heard: list[Event] = []
     members = Members(wanted, Calls(world, NO_DELAYS, 0), heard.append)
-    network, keys = Network(world), [BlockKey(bytes([number]) * 32) for number in range(10)]
+    network, keys = SimulatedNetwork(world), [BlockKey(bytes([number]) * 32) for number in range(10)]
     store = Store(world, network, wanted, "s0", lambda changes: None, lambda: members.changed("s0"))
     members.join("s0", store.load, store.held(), store.incarnation)
     loan = store.lend(keys, 0)

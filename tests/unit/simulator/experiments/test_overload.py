@@ -9,13 +9,13 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
 from simulator.cluster.admission import PoolLoad
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.cluster.requests import DONE
 from simulator.experiments.frame import RequestSource, simulate
 from simulator.experiments.serving import COMPARED, PICTURED, SMOOTH, correlation, overload, swing, swings
 
 CROWDED = ClusterConfig(
-    profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=1, rate=20.0, slo=Slo(10.0, 0.03)
+    profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=1, rate=20.0, slo=SloTargets(10.0, 0.03)
 )
 SOURCE = RequestSource(requests=150)
 
@@ -54,7 +54,7 @@ def test_whoever_is_let_in_at_a_load_of_eight_tenths_is_served_within_the_limits
         work_s = sum(prefill_seconds(profile.speeds, it.input_length, 0) for it in asked)
         span_s = (asked[-1].timestamp - asked[0].timestamp) / 1000
         rate = 2 * 1.4 * span_s / work_s  # two instances; four tenths of the prompts' tokens are cached
-        config = replace(CROWDED, rate=rate, slo=Slo(10.0, 0.05), admission="promised", seed=seed)
+        config = replace(CROWDED, rate=rate, slo=SloTargets(10.0, 0.05), admission="promised", seed=seed)
         summary, cluster = simulate(config, asked)
         kept += summary.goodput_share * summary.requests
         let_in += summary.outcomes[DONE]

@@ -9,7 +9,7 @@ from moonpool.errors import ConfigError
 from moonpool.scheduling.latency import prefill_seconds
 from services.conductor.core.roles import RoleLimits
 from simulator.cluster.cluster import Cluster
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.cluster.requests import DONE, Request, TokenTimes
 from simulator.experiments import pipeline as pipelines
 from simulator.experiments.faults import COUNTS, conductors
@@ -64,7 +64,7 @@ def test_parts_of_a_shifting_mix() -> None:
 
 
 def test_goodput_of_each_part() -> None:
-    phases = Phases(Slo(1.0, 0.1), 10.0, 2)
+    phases = Phases(SloTargets(1.0, 0.1), 10.0, 2)
     for arrived, first in ((0, 10**11), (0, 2 * 10**12), (11 * 10**12, 11 * 10**12)):
         one = Request(1, arrived, 10, 2, (), outcome=DONE)
         one.take(TokenTimes(first, [10**10], first + 10**10))
@@ -73,7 +73,9 @@ def test_goodput_of_each_part() -> None:
 
 
 def test_rows_of_roles() -> None:
-    plain = ClusterConfig(profile=PROFILE, prefill=2, decode=2, kvstore=1, slo=Slo(10.0, 0.06), roles=RoleLimits())
+    plain = ClusterConfig(
+        profile=PROFILE, prefill=2, decode=2, kvstore=1, slo=SloTargets(10.0, 0.06), roles=RoleLimits()
+    )
     result = roles(plain, Shifts((0.2, 0.5), part_s=60.0, parts=2), silent)
     assert [row["division"] for row in result.rows] == ["1 + 3", "2 + 2", "3 + 1", "swapping"]
     assert {row["requests"] for row in result.rows} == {row["done"] for row in result.rows}

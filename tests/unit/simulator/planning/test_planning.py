@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from benchmarks.eviction import SHIPPED
 from moonpool.cli.main import app
 from moonpool.errors import ConfigError
-from simulator.cluster.config import ClusterConfig, Slo
+from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.experiments.frame import RequestSource, simulate
 from simulator.experiments.report import Summary
 from simulator.planning.page import page
@@ -34,7 +34,7 @@ HARDWARE = Hardware("round", {"round": "none"}, {"prefill": 3.0, "decode": 2.0, 
 DEAR_DECODE = Hardware("dear decode", {"round": "none"}, {"prefill": 1.0, "decode": 10.0, "kvstore": 20.0}, 10**9, 0)
 
 
-def base(slo: Slo) -> ClusterConfig:
+def base(slo: SloTargets) -> ClusterConfig:
     return ClusterConfig(profile=PROFILE, block_tokens=64, step_tokens=256, slo=slo, delays=NO_DELAYS)
 
 
@@ -72,7 +72,7 @@ def full_search(
 
 def test_the_best_mix_is_that_of_a_full_search() -> None:
     """Prompts wait for room at decode, so with more prefill instances fewer decode instances will do, for a while."""
-    config, goal, bound = replace(base(Slo(1.5, 0.05)), pool_blocks=20), 0.9, 4
+    config, goal, bound = replace(base(SloTargets(1.5, 0.05)), pool_blocks=20), 0.9, 4
     trace = [request(0.125 * number, 500, 8, 100 * (number % 20)) for number in range(16)]
     known: dict[ClusterConfig, Summary] = {}
 
@@ -87,7 +87,7 @@ def test_the_best_mix_is_that_of_a_full_search() -> None:
 
 
 def test_a_plan_says_what_it_is_sensitive_to(trace: RequestSource) -> None:
-    config, goal = base(Slo(0.75, 0.03)), 0.9
+    config, goal = base(SloTargets(0.75, 0.03)), 0.9
     plan = PlanSearch(config, HARDWARE, serving(trace), goal, 3, silent).plan()
     assert plan.sensitivity["as planned"] >= goal
     assert plan.sensitivity["20 % more requests a second"] <= plan.sensitivity["20 % fewer requests a second"]
@@ -128,7 +128,7 @@ def test_no_mix_costs_less_where_more_instances_are_never_worse(
         return decode >= needed[min(kvstore, BOUND)][min(prefill, BOUND) - 1]
 
     hardware = Hardware("drawn", {}, dict(zip(("prefill", "decode", "kvstore"), costs, strict=True)), 1, 0)
-    config, serve = base(Slo()), good_where(need, [])
+    config, serve = base(SloTargets()), good_where(need, [])
     try:
         plan = PlanSearch(config, hardware, serve, 1.0, BOUND, silent).plan()
     except NoPlan:
@@ -146,24 +146,24 @@ def test_the_walk_goes_as_far_as_it_pays_and_looks_at_few_mixes() -> None:
     for cost, best in ((20.0, InstanceMix(40, 7, 0)), (1.0, InstanceMix(12, 10, 0))):
         tried.clear()
         hardware = Hardware("walk", {}, {"prefill": 1.0, "decode": cost, "kvstore": 100.0}, 1, 0)
-        assert PlanSearch(base(Slo()), hardware, serve, 1.0, 64, silent).plan().best == best
+        assert PlanSearch(base(SloTargets()), hardware, serve, 1.0, 64, silent).plan().best == best
         assert len(tried) < 60
 
 
 def test_kvstores_are_doubled_while_that_pays_and_then_counted_back() -> None:
     serve = good_where(lambda prefill, decode, kvstore: prefill >= 16 - min(kvstore, 13) and decode >= 2, [])
     hardware = Hardware("stores", {}, {"prefill": 1.0, "decode": 1.0, "kvstore": 0.5}, 1, 0)
-    assert PlanSearch(base(Slo()), hardware, serve, 1.0, 32, silent).plan().best == InstanceMix(3, 2, 13)
+    assert PlanSearch(base(SloTargets()), hardware, serve, 1.0, 32, silent).plan().best == InstanceMix(3, 2, 13)
 
 
 def test_no_mix_is_good_enough(trace: RequestSource) -> None:
-    search = PlanSearch(base(Slo(0.01, 0.03)), HARDWARE, serving(trace), 0.9, 2, silent)
+    search = PlanSearch(base(SloTargets(0.01, 0.03)), HARDWARE, serving(trace), 0.9, 2, silent)
     with pytest.raises(NoPlan, match=r"no mix of at most 2 instances of a kind reaches a goodput of 90\.0%"):
         search.plan()
 
 
 def test_limits_are_read() -> None:
-    assert parse_slo("ttft=30,tbt=0.1") == parse_slo("tbt=0.1, ttft=30") == Slo(30.0, 0.1)
+    assert parse_slo("ttft=30,tbt=0.1") == parse_slo("tbt=0.1, ttft=30") == SloTargets(30.0, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +187,11 @@ def test_absurd_limits_are_refused(text: str, message: str) -> None:
 
 
 def test_limits_below_one_token_are_refused() -> None:
-    check_possible(PROFILE, Slo(0.01, 0.012))
+    check_possible(PROFILE, SloTargets(0.01, 0.012))
     with pytest.raises(ConfigError, match=r"tbt=0.01 cannot be kept: on round numbers one token alone takes 0.011 s"):
-        check_possible(PROFILE, Slo(0.01, 0.01))
+        check_possible(PROFILE, SloTargets(0.01, 0.01))
     with pytest.raises(ConfigError, match=r"ttft=0.0005 cannot be kept"):
-        check_possible(PROFILE, Slo(0.0005, 0.1))
+        check_possible(PROFILE, SloTargets(0.0005, 0.1))
 
 
 def test_bundled_hardware_is_whole() -> None:
