@@ -61,12 +61,17 @@ Read = Callable[[int, int, Sequence[FileSpan]], ReadOutcome]
 """
 
 
+def _own_memory(nbytes: int) -> mmap.mmap:
+    """Page-aligned memory that a forked process does not share: reads of both would overwrite each other."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
 class _AlignedMemory(threading.local):
     """Page-aligned memory of one thread, made when it is first used."""
 
     def __init__(self) -> None:
-        self.scratch = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
-        self.aligned = memoryview(mmap.mmap(-1, SCRATCH_BYTES))
+        self.scratch = memoryview(_own_memory(SCRATCH_BYTES))
+        self.aligned = memoryview(_own_memory(SCRATCH_BYTES))
 
 
 _memory = _AlignedMemory()
@@ -74,7 +79,7 @@ _memory = _AlignedMemory()
 
 def aligned_memory(nbytes: int) -> memoryview:
     """This thread's page-aligned memory, valid until its next call; a new one where it is larger than usual."""
-    return _memory.aligned[:nbytes] if nbytes <= SCRATCH_BYTES else memoryview(mmap.mmap(-1, nbytes))
+    return _memory.aligned[:nbytes] if nbytes <= SCRATCH_BYTES else memoryview(_own_memory(nbytes))
 
 
 def read_slice_by_slice(fd: int, sector: int, spans: Sequence[FileSpan]) -> ReadOutcome:

@@ -169,7 +169,10 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         found = super().find_class(module, name) if self._modules.fullmatch(module) else None
         if not isinstance(found, type):
-            raise JournalError(f"it names {module}.{name}, which is no class of a core")
+            raise JournalError(
+                f"it names {module}.{name}, which is no class of a core of this version: if another version of "
+                "Moonpool wrote the journal, rerun the journal with that version"
+            )
         return found
 
 

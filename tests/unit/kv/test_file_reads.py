@@ -127,3 +127,15 @@ def test_aligned_memory_is_the_threads_own_and_grows() -> None:
     large = aligned_memory(SCRATCH_BYTES + 1)
     assert len(large) == SCRATCH_BYTES + 1
     assert bytes(again[:10]) == b"0123456789"
+
+
+@pytest.mark.parametrize("nbytes", [SECTOR, SCRATCH_BYTES + SECTOR])
+def test_a_forked_process_has_aligned_memory_of_its_own(nbytes: int) -> None:
+    memory = aligned_memory(nbytes)
+    memory[:5] = b"ours."
+    child = os.fork()
+    if child == 0:
+        memory[:5] = b"other"
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bytes(memory[:5]) == b"ours."
