@@ -24,10 +24,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 run: $(STAMP)  ## serve a small model on this machine (fetched once, else the bundled one), show what happens, stop
-	$(BIN)/moonpool demo $(if $(MODEL),--model $(MODEL))
+	$(BIN)/moonpool demo $(MODEL)
 
 chat: $(STAMP)  ## chat with a small model on this machine (fetched once, 93 MB)
-	$(BIN)/moonpool chat --model $(or $(MODEL),smollm2)
+	$(BIN)/moonpool run $(or $(MODEL),smollm2)
 
 up:  ## a stack: containers where a docker engine answers, else as up-local; says which
 	@MODEL="$(MODEL)" MAKE="$(MAKE)" deploy/stack.sh up
@@ -36,10 +36,10 @@ down:  ## stop the stack that `make up` or `make up-local` started
 	@MAKE="$(MAKE)" deploy/stack.sh down
 
 up-local: $(STAMP)  ## a stack of local processes in the foreground, until Ctrl-C
-	$(BIN)/moonpool up $(if $(MODEL),--model $(MODEL))
+	$(BIN)/moonpool serve $(MODEL)
 
 down-local: $(STAMP)  ## stop the local stack
-	$(BIN)/moonpool down
+	$(BIN)/moonpool stop
 
 test-containers: $(STAMP)  ## build the images, run them, one request, stop; needs docker (docs/deploy.md)
 	PYTHON=$(BIN)/python deploy/test_containers.sh

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run
-from moonpool.cli.models import cache_folder, cached_model
+from moonpool.checkpoint.named_models import cache_folder, cached_model
 
 _FRAME = """
 import json, resource, sys, time
@@ -57,7 +57,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row | A
     """See `benchmarks.frame.Measure`."""
     path = cached_model("smollm2", cache_folder())
     if path is None:
-        raise Skipped("SmolLM2 is not here (`moonpool model fetch smollm2`)")
+        raise Skipped("SmolLM2 is not here (`moonpool pull smollm2`)")
     rows: list[Row | Absent] = []
     for name, ours, theirs, whose in (
         ("header", _HEADER, _READER, "gguf's reader"),

@@ -37,7 +37,7 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
 from benchmarks.serving_limits import Limits, Span, measured_limits, memory_now, rate, with_limit
-from moonpool.cli.models import cache_folder, cached_model
+from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
 from moonpool.sampling_params import SamplingParams

@@ -218,7 +218,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--answer-tokens", type=int, default=64)
     parser.add_argument("--time-scale", type=float, default=TIME_SCALE, help="emulated seconds per second")
-    parser.add_argument("--model", default="", help="of the chat, as of `moonpool up`; default: the bundled model")
+    parser.add_argument("--model", default="", help="of the chat, as of `moonpool serve`; default: the bundled model")
     parser.add_argument("--turn-words", type=int, default=24, help="of each turn of the chat")
     parser.add_argument("--turn-tokens", type=int, default=128, help="of each answer of the chat")
     parser.add_argument("--seed", type=int, default=0)

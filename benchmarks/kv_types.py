@@ -25,7 +25,7 @@ from kernels.attention import paged_attention
 from kernels.plan import make_plan
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
-from moonpool.cli.models import cache_folder, cached_model
+from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.random_checkpoint import create

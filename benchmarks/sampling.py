@@ -30,7 +30,7 @@ from benchmarks.frame import Absent, Progress, Row, bounded, paired, run
 from kernels.native import library
 from kernels.native.library import Library
 from moonpool.checkpoint import Tokenizer, kv_layout, load_config
-from moonpool.cli.models import cache_folder, cached_model
+from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.engine.executor import RUN_STEPS
 from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import BlocksFetched, StageDone
@@ -311,7 +311,7 @@ def rows_of(options: argparse.Namespace) -> Iterator[Row | Absent]:
     trained = cached_model("smollm2", cache_folder())
     if trained is None:
         name = f"step with masks, {TRAINED}, batch {BATCH}"
-        yield Absent(name, "the step without", "it is not here (`moonpool model fetch smollm2`)")
+        yield Absent(name, "the step without", "it is not here (`moonpool pull smollm2`)")
     else:
         yield from mask_rows(trained, TRAINED, options.runs, options.steps)
 

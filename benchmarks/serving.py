@@ -1,7 +1,7 @@
 """Time to first token through all four services: cold, cached, and with the prefix in the kvstore.
 
 `python -m benchmarks.serving [--model MODEL,MODEL] [--json]`. One instance of each kind in bfloat16; the engines share
-the cores as in `moonpool up`. A model is a shape of `moonpool model create` (`small`: 8 layers of 512) with random
+the cores as in `moonpool serve`. A model is a shape of `moonpool model create` (`small`: 8 layers of 512) with random
 weights, a folder, or `bundled`, which has 4.7 M parameters and shows mostly the services' own cost. Prompts are fresh
 in every run, so nothing is cached unless the row says so. Every request decodes after its first token.
 `benchmarks.engine` has the rates beside other engines.

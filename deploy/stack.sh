@@ -49,7 +49,7 @@ case "${1:-}" in
     if [ "${MOONPOOL_MODEL:-}" = smollm2 ]; then
       # A name of the command line's: fetched within the image, once, into the volume `hub` that all of them see.
       MOONPOOL_MODEL=$("${compose[@]}" run --rm --no-deps -T -e XDG_CACHE_HOME=/var/lib/moonpool/hub \
-        -e PIP_INDEX_URL -e PIP_EXTRA_INDEX_URL -e PIP_TRUSTED_HOST conductor model fetch smollm2 | tail -n 1)
+        -e PIP_INDEX_URL -e PIP_EXTRA_INDEX_URL -e PIP_TRUSTED_HOST conductor pull smollm2 | tail -n 1)
     fi
     "${compose[@]}" up -d || not_ready
     # Asked inside, where the services' names mean something.

@@ -18,7 +18,7 @@ Each service has settings. You set a setting in four ways; an earlier way goes b
 3. In a YAML file, `--config FILE`: `max_num_seqs: 32`.
 4. The default.
 
-`moonpool up` passes settings to its services: `--set decode.max_num_seqs=32`, or `--config FILE` with a section for
+`moonpool serve` passes settings to its services: `--set decode.max_num_seqs=32`, or `--config FILE` with a section for
 each service. The section `engine` is for prefill and decode, `all` for every service. A narrower section goes before a
 wider one.
 

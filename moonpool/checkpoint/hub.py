@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
+    CacheNotFound,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
@@ -43,6 +44,16 @@ def cached(name: str, revision: str | None) -> Path | None:
     except CheckpointError:
         return None
     return folder if (folder / "tokenizer.json").exists() else None
+
+
+def complete_models() -> dict[str, Path]:
+    """Return the snapshots of the local cache that can be loaded, by hub id."""
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return {}
+    ids = sorted(repo.repo_id for repo in repos if repo.repo_type == "model")
+    return {name: folder for name in ids if (folder := cached(name, None)) is not None}
 
 
 def fetch(name: str, revision: str | None) -> Path:

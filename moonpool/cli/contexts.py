@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from moonpool.cli.options import Address, addresses, text_of
+from moonpool.cli.options import HELP, Address, addresses, text_of
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client, Context, DeletedKV, Message
 from moonpool.errors import InvalidRequest
@@ -17,7 +17,9 @@ from moonpool.errors import InvalidRequest
 EXIT_INCOMPLETE = 1
 
 app = typer.Typer()
-delete_app = typer.Typer(name="moonpool delete", add_completion=False, pretty_exceptions_enable=False)
+delete_app = typer.Typer(
+    name="moonpool delete", add_completion=False, pretty_exceptions_enable=False, context_settings=HELP
+)
 
 Tenant = Annotated[str, typer.Option(help="Tenant that the context belongs to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]

@@ -1,4 +1,4 @@
-"""`moonpool generate` and `moonpool chat`: one prompt or a conversation, streamed to the terminal."""
+"""`moonpool generate`, `run` and `chat`: one prompt or a conversation, streamed to the terminal."""
 
 import contextlib
 import dataclasses
@@ -13,6 +13,7 @@ from typing import TextIO
 import typer
 
 from moonpool.cli.options import addresses
+from moonpool.cli.running_stacks import running_stacks
 from moonpool.client import Client, GenerateArguments, GenerateResult, Message
 from moonpool.client.transport import NotConnected
 from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Overloaded, Unavailable, UnsupportedModel
@@ -23,13 +24,13 @@ from moonpool.sampling_params import SamplingParams
 def error_advice(error: MoonpoolError) -> str:
     """A sentence that says what to do next; "" where the error says it all."""
     if isinstance(error, NotConnected):
-        return "`moonpool up` starts a stack on this machine; --address HOST:PORT names one that runs elsewhere."
+        return "`moonpool serve MODEL` starts a stack here; --address HOST:PORT names the conductor of another one."
     if isinstance(error, Overloaded):
         return f"Try again in {max(1.0, error.retry_after_s):.0f} s; `moonpool state` shows how busy it is."
     if isinstance(error, Unavailable | DeadlineExceeded):
         return "`moonpool state` shows which instances there are and how busy they are."
     if isinstance(error, UnsupportedModel):
-        return "docs/models.md says which models are supported; --model smollm2 fetches one that is."
+        return "docs/models.md says which models are supported; `moonpool pull smollm2` fetches one that is."
     return ""
 
 
@@ -160,7 +161,7 @@ def run_chat(conversation: ChatSession, lines: Iterable[str], out: TextIO, err: 
 
 def _answer_line(conversation: ChatSession, text: str, out: TextIO, err: TextIO, *, forgiving: bool) -> None:
     try:
-        result = conversation.ask(text, out)
+        run_chat_turn(conversation, text, out, err)
     except MoonpoolError as error:
         if not forgiving:
             raise
@@ -168,25 +169,53 @@ def _answer_line(conversation: ChatSession, text: str, out: TextIO, err: TextIO,
         if isinstance(error, InvalidRequest) and conversation.turns:
             next_step = "/new begins a new conversation."
         print("\n".join(filter(None, (f"moonpool: {error}", next_step))), file=err)
-        return
-    print("[stopped]" if result is None else usage_line(result), file=err)
 
 
 @contextlib.contextmanager
-def conductor_address(address: str, model: str) -> Iterator[str]:
-    """The address of the conductor to talk to: `address`, or that of a stack which serves `model` meanwhile."""
-    if not model:
-        yield address
+def serving_address(model: str) -> Iterator[str]:
+    """The conductors of a stack that serves `model`: of one of this user's that runs, or of one meanwhile."""
+    found = next((stack.address for stack in running_stacks() if stack.model == model and stack.address), "")
+    if found:
+        yield found
         return
     from moonpool.cli.stack import LocalStack, StackPlan, loading_bars
 
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
     with contextlib.ExitStack() as running:
-        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-chat-"))
+        folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-run-"))
         plan = StackPlan(model=model, data_dir=Path(folder), block_tokens=CHAT_BLOCK_TOKENS)
         with loading_bars() as on_loading:
             stack = running.enter_context(LocalStack(plan, on_loading=on_loading))
         yield stack.address
+
+
+def run_model(model: str, prompt: str, converse: Callable[[Client], ChatSession]) -> None:
+    """Answers a prompt as a user's turn, or chats.
+
+    Args:
+        model: see `serving_address`.
+        prompt: "" = chat.
+        converse: begins the conversation.
+
+    Raises:
+        MoonpoolError: no stack, or the request failed.
+    """
+    with serving_address(model) as address:
+        if not prompt:
+            run_terminal_chat(address, converse)
+            return
+        with Client(addresses(address)) as client:
+            run_chat_turn(converse(client), prompt, sys.stdout, sys.stderr)
+
+
+def run_chat_turn(conversation: ChatSession, text: str, out: TextIO, err: TextIO) -> None:
+    """Answers one turn; the figures go to `err`.
+
+    Raises:
+        MoonpoolError: there is no answer.
+    """
+    result = conversation.ask(text, out)
+    print("[stopped]" if result is None else usage_line(result), file=err)
 
 
 def typed_lines() -> Iterator[str]:
@@ -202,20 +231,19 @@ def typed_lines() -> Iterator[str]:
             return
 
 
-def run_terminal_chat(address: str, model: str, converse: Callable[[Client], ChatSession]) -> None:
+def run_terminal_chat(address: str, converse: Callable[[Client], ChatSession]) -> None:
     """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends it.
 
     Args:
-        address: see `serving`.
-        model: see `serving`.
+        address: conductors, with commas between them.
         converse: begins the conversation.
 
     Raises:
         MoonpoolError: no stack, or a request of a pipe failed.
     """
     typed = sys.stdin.isatty()
-    with conductor_address(address, model) as there, Client(addresses(there)) as client:
+    with Client(addresses(address)) as client:
         served = client.cluster_state().model
-        print(f"{served or 'a model that is still loading'} at {there}", file=sys.stderr)
+        print(f"{served or 'a model that is still loading'} at {address}", file=sys.stderr)
         lines = typed_lines() if typed else sys.stdin
         run_chat(converse(client), lines, sys.stdout, sys.stderr, forgiving=typed)

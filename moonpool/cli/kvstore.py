@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from moonpool.cli.options import HELP
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.tls import open_blocking_channel
@@ -96,7 +97,9 @@ CALL_TIMEOUT_S = 10.0
 PAUSE_S = 0.2
 EXIT_FAULTY = 1
 GB = 1e9
-app = typer.Typer(name="moonpool kvstore", help="Inspect and maintain kvstores.", add_completion=False)
+app = typer.Typer(
+    name="moonpool kvstore", help="Inspect and maintain kvstores.", add_completion=False, context_settings=HELP
+)
 VERBS = ("stat", "verify", "compact", "warm", "advise")
 Store = Annotated[str, typer.Argument(help="The kvstore, HOST:PORT.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]

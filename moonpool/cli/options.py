@@ -1,19 +1,26 @@
 """What several verbs have in common: headings, options, and what these name: conductors, and files of text."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from moonpool.errors import InvalidRequest
+from moonpool.errors import ConfigError, InvalidRequest
 
 Address = Annotated[
     str,
     typer.Option(help="The conductor, HOST:PORT; several with commas between them.", envvar="MOONPOOL_ADDRESS"),
 ]
-Model = Annotated[
-    str, typer.Option(help="Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one")
-]
+MODEL_HELP = "Hugging Face folder, GGUF file, hub id, or smollm2 (fetched once); empty = the bundled one."
+Model = Annotated[str, typer.Option(help=MODEL_HELP)]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+SystemTurn = Annotated[str, typer.Option("--system", help="The system turn: what the model is told first.")]
+AnswerTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 = greedy.")]
+TopP = Annotated[float, typer.Option(help="Draw from the likeliest tokens that together have this share.")]
+Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.")]
 UsedContext = Annotated[str, typer.Option("--context", help="Id or tag of a context that goes before the prompt.")]
 UsedContextTtl = Annotated[
     float,
@@ -22,11 +29,25 @@ UsedContextTtl = Annotated[
     ),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
+HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings of a verb that reads its flags itself."""
 START, LOOK, OPERATE = "Start here", "Look at a stack", "Operate a stack"
 PREDICT, SINGLE = "Measure and predict", "Run a single service"
 """Headings of the verbs in `moonpool --help`. They come in the order in which their first verbs are added."""
+
+FORMER_VERBS = {"up": "serve", "down": "stop", "model fetch": "pull"}
+"""Verbs that had another name; an old name is an error that says the new one."""
+
+
+class RootGroup(TyperGroup):
+    """The verbs of `moonpool`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        for words in (1, 2):
+            if now := FORMER_VERBS.get(was := " ".join(args[:words])):
+                raise ConfigError(was, f"is now `moonpool {now}`")
+        return super().resolve_command(ctx, args)
 
 
 def addresses(text: str) -> list[str]:
@@ -39,6 +60,22 @@ def addresses(text: str) -> list[str]:
     if not all(found):
         raise InvalidRequest("address", f"must be HOST:PORT, or several with commas between them, is {text!r}")
     return found
+
+
+def prompt_text(prompt: str) -> str:
+    """The prompt; "-" or "" = standard input, without the line's end that `echo` adds.
+
+    Raises:
+        InvalidRequest: it cannot be read, or nobody has piped anything.
+    """
+    if prompt not in ("", "-"):
+        return prompt
+    if sys.stdin.isatty():
+        raise InvalidRequest("prompt", "is missing: give it as the argument, or pipe it in")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("prompt", f"standard input is no text: {error}") from None
 
 
 def text_of(path: str, option: str) -> str:

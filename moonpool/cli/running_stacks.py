@@ -1,7 +1,7 @@
-"""Records of the stacks that `moonpool up` runs on this machine: one file per data folder.
+"""Records of the stacks that `moonpool serve` runs on this machine: one file per data folder.
 
 A record names a process by its number and its start, because numbers are given again. The records lie in a folder
-that only this user can write, so no other user can make `moonpool down` end a process.
+that only this user can write, so no other user can make `moonpool stop` end a process.
 """
 
 import contextlib
@@ -28,21 +28,25 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class RunningStack:
-    """A `moonpool up` that runs.
+    """A `moonpool serve` that runs.
 
     Attributes:
         pid: its process.
         epoch: `process_epoch` of that process.
         boot_id: of the machine, new at each start of the machine.
         data_dir: its data folder, an absolute path without links.
+        model: what it serves, as its services are told.
         address: its conductors, with commas between them; "" until the stack is ready.
+        http_address: its gateway's, likewise.
     """
 
     pid: int
     epoch: int
     boot_id: str
     data_dir: str
+    model: str
     address: str = ""
+    http_address: str = ""
 
     @property
     def alive(self) -> bool:
@@ -50,7 +54,7 @@ class RunningStack:
         return self.boot_id == _boot_id() and self.epoch == process_epoch(self.pid) != 0
 
     def __str__(self) -> str:
-        return f"{self.data_dir} (process {self.pid}, {self.address or 'starting'})"
+        return f"{self.data_dir} (process {self.pid}, {self.model}, {self.address or 'starting'})"
 
 
 def state_folder() -> Path:
@@ -74,8 +78,8 @@ def state_folder() -> Path:
 
 
 @contextlib.contextmanager
-def recorded_stack(data_dir: Path) -> Iterator["StackRecord"]:
-    """Records a stack of this process while the body runs.
+def recorded_stack(data_dir: Path, model: str) -> Iterator["StackRecord"]:
+    """Records a stack of this process, which serves `model`, while the body runs.
 
     Raises:
         ConfigError: naming `data_dir`: another stack that runs uses the folder.
@@ -84,8 +88,8 @@ def recorded_stack(data_dir: Path) -> Iterator["StackRecord"]:
     for other in _running(folder):
         if other.data_dir == str(data_dir.resolve()):
             raise ConfigError("data_dir", f"another stack uses it: {other}")
-    record = StackRecord(folder, data_dir)
-    record.write("")
+    record = StackRecord(folder, data_dir, model)
+    record.write("", "")
     try:
         yield record
     finally:
@@ -95,21 +99,40 @@ def recorded_stack(data_dir: Path) -> Iterator["StackRecord"]:
 class StackRecord:
     """The file of one stack of this process."""
 
-    def __init__(self, folder: Path, data_dir: Path) -> None:
+    def __init__(self, folder: Path, data_dir: Path, model: str) -> None:
+        self._model = model
         self._data_dir = str(data_dir.resolve())
         self.path = folder / f"{hashlib.blake2s(self._data_dir.encode(), digest_size=8).hexdigest()}.json"
 
-    def write(self, address: str) -> None:
-        """Writes the record with the conductors' addresses, "" while the stack starts."""
+    def write(self, address: str, http_address: str) -> None:
+        """Writes the record with the addresses of conductors and gateway, "" while the stack starts."""
         pid = os.getpid()
-        record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, address)
+        record = RunningStack(pid, process_epoch(pid), _boot_id(), self._data_dir, self._model, address, http_address)
         written = self.path.with_suffix(".new")
         written.write_text(json.dumps(dataclasses.asdict(record)))
         written.replace(self.path)
 
 
-def run_down(data_dir: Path | None) -> int:
-    """Stops a stack that `moonpool up` runs, and waits for its end.
+def running_stacks() -> list[RunningStack]:
+    """The stacks of this user that run, by data folder."""
+    return _running(state_folder())
+
+
+def run_ps(*, as_json: bool) -> None:
+    """Prints the stacks that run."""
+    running = running_stacks()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(stack) for stack in running]))
+        return
+    for stack in running:
+        at = f"http://{stack.http_address}, conductor {stack.address}" if stack.address else "starting"
+        typer.echo(f"{stack.pid}  {stack.model}  {at}  {stack.data_dir}")
+    if not running:
+        typer.echo("no stack is running: `moonpool serve MODEL` starts one", err=True)
+
+
+def run_stop(data_dir: Path | None) -> int:
+    """Stops a stack that `moonpool serve` runs, and waits for its end.
 
     Args:
         data_dir: of the stack; None = the only stack of this user.

@@ -1,4 +1,4 @@
-"""Settings of a stack's services for `moonpool up`: `--set SECTION.NAME=VALUE`, and a YAML file with sections."""
+"""Settings of a stack's services for `moonpool serve`: `--set SECTION.NAME=VALUE`, and a YAML file with sections."""
 
 import importlib
 import json
@@ -9,38 +9,36 @@ from typing import Any
 import yaml
 from typer.core import TyperCommand
 
-from moonpool.config import ServiceConfig, suggestion
+from moonpool.config import RENAMED, ServiceConfig, suggestion
 from moonpool.errors import ConfigError
 
 KINDS = ("conductor", "prefill", "decode", "kvstore", "gateway")
 SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}
 """Services that a section is for; a narrower section goes before a wider one."""
 OWN_NAMES = ("id", "listen", "advertise", "conductor", "model")
-"""Settings that `moonpool up` decides itself."""
-MOVED = {
-    "--block-tokens": "--set engine.block_size=N",
-    "--core-page": "--set engine.core_page=FILE",
-    "--dram-bytes": "--set kvstore.dram_bytes=N",
-    "--dtype": "--set engine.dtype=DTYPE",
-    "--kv-bytes": "--set engine.kv_cache_memory_bytes=N",
-    "--kv-dtype": "--set engine.kv_cache_dtype=DTYPE",
-    "--kvstore-replicas": "--set conductor.kvstore_replicas=N",
-    "--spans-dir": "--set all.spans_dir=FOLDER",
-    "--ssd-bytes": "--set kvstore.ssd_bytes=N",
-    "--stages": "--set prefill.pipeline_parallel_size=N",
-    "--swap-roles": "--set conductor.swap_roles=true",
-}
-"""Former flags of `moonpool up`."""
+"""Settings that `moonpool serve` decides itself."""
 
 
-class UpCommand(TyperCommand):
-    """`moonpool up`, which says how to set what once had a flag."""
+class ServeCommand(TyperCommand):
+    """`moonpool serve`, which says how to set what has no flag of its own."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}
         for argument in args:
-            if now := MOVED.get(flag := argument.partition("=")[0]):
-                raise ConfigError("up", f"{flag} is now {now}")
+            flag = argument.partition("=")[0]
+            if flag.startswith("--") and flag not in own and (now := _setting_of(flag)):
+                raise ConfigError("serve", f"{flag} is a setting of services: {now}")
         return super().parse_args(ctx, args)
+
+
+def _setting_of(flag: str) -> str:
+    """How a setting of services is given, of which this is the flag or the former flag; "" for none."""
+    name = flag.removeprefix("--no-").lstrip("-").replace("-", "_")
+    name = RENAMED.get(name, name)
+    for section, kinds in SECTIONS.items():
+        if name not in OWN_NAMES and all(name in config_class(kind).model_fields for kind in kinds):
+            return f"--set {section}.{name}=VALUE"
+    return ""
 
 
 def stack_settings(config: Path | None, given: Iterable[str]) -> dict[str, list[str]]:
@@ -120,7 +118,7 @@ def _check_section(section: str) -> None:
 def _takers(section: str, name: str) -> list[str]:
     """The kinds of services of a section that have the setting."""
     if name in OWN_NAMES:
-        raise ConfigError(f"{section}.{name}", "`moonpool up` decides this itself")
+        raise ConfigError(f"{section}.{name}", "`moonpool serve` decides this itself")
     takers = [kind for kind in SECTIONS[section] if name in config_class(kind).model_fields]
     if not takers:
         # The only or first kind names the setting that was meant, if there is one.

@@ -1,6 +1,6 @@
 """A local stack: all services as processes of this machine, with restarts and loading bars.
 
-`moonpool up`, `moonpool demo` and the integration tests run the same class.
+`moonpool serve`, `run`, `demo` and the integration tests run the same class.
 """
 
 import contextlib

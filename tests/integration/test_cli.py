@@ -76,11 +76,9 @@ def check_at_rest(address: str) -> None:
 def up(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`moonpool up --json` with the tiny checkpoint, and the address of its ready line."""
+    """`moonpool serve --json` of the tiny checkpoint, and the address of its ready line."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     flags = [
-        "--model",
-        str(checkpoint),
         "--port",
         "0",
         "--data-dir",
@@ -90,7 +88,9 @@ def up(
         "--json",
         *getattr(request, "param", ()),
     ]
-    process = subprocess.Popen([*CLI, "up", *flags], stdout=subprocess.PIPE, text=True, env=environment())
+    process = subprocess.Popen(
+        [*CLI, "serve", str(checkpoint), *flags], stdout=subprocess.PIPE, text=True, env=environment()
+    )
     try:
         assert process.stdout is not None
         lines = []
@@ -116,23 +116,23 @@ def up(
 def test_up_generate_check_interrupt(up: tuple[subprocess.Popen[str], str]) -> None:
     """A request through the command line, a clean check, Ctrl-C drains, and nothing is left."""
     process, address = up
-    done = moonpool("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--json")
+    done = moonpool("generate", "--address", address, "hello", "--max-tokens", "5", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["usage"]["completion_tokens"] == len(result["token_ids"]) <= 5
-    text = inside("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5")
+    text = inside("generate", "--address", address, "hello", "--max-tokens", "5")
     assert text.returncode == 0
     assert "TTFT" in text.stderr
-    several = inside("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--n", "2")
+    several = inside("generate", "--address", address, "hello", "--max-tokens", "5", "--n", "2")
     assert [line.split()[1] for line in several.stdout.splitlines() if line.startswith("---")] == ["0", "1"]
     how = ("--max-tokens", "5", "--beams", "3", "--n", "2", "--length-penalty", "0")
-    beams = inside("generate", "--address", address, "--prompt", "hello", *how)
+    beams = inside("generate", "--address", address, "hello", *how)
     heads = [line.split() for line in beams.stdout.splitlines() if line.startswith("---")]
     assert [head[1] for head in heads] == ["0", "1"]
     assert 0 > float(heads[0][3]) >= float(heads[1][3])
     chat_in_a_pipe(address)
     chat_on_a_terminal(address)
-    empty = moonpool("generate", "--address", address, "--prompt", "")
+    empty = moonpool("generate", "--address", address, "")
     assert empty.returncode == 2
     assert "prompt" in empty.stderr
     check_at_rest(address)
@@ -154,7 +154,7 @@ def chat_in_a_pipe(address: str) -> None:
     assert done.stdout.startswith(again.stdout)
     nobody = moonpool("chat", *flags, "127.0.0.1:1", said="hello\n")
     assert nobody.returncode == 2
-    assert "`moonpool up` starts a stack" in nobody.stderr
+    assert "`moonpool serve MODEL` starts a stack" in nobody.stderr
 
 
 def chat_on_a_terminal(address: str) -> None:
@@ -202,7 +202,7 @@ def test_killed_services_come_back_and_serve(up: tuple[subprocess.Popen[str], st
         assert (ended["service"], ended["ended"]) == (name, -signal.SIGKILL)
         assert next_event(process, "restarted")["pid"] != victim
         assert inside("health", "--address", address, "--joined", "3", "--wait-s", "30").returncode == 0
-        done = inside("generate", "--address", address, "--prompt", "hello", "--max-tokens", "5", "--json")
+        done = inside("generate", "--address", address, "hello", "--max-tokens", "5", "--json")
         assert done.returncode == 0, done.stderr
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0
@@ -217,18 +217,18 @@ def test_without_restarts_the_end_of_a_service_ends_the_stack(up: tuple[subproce
 
 
 @pytest.mark.parametrize("up", [EMULATED], indirect=True)
-def test_down(up: tuple[subprocess.Popen[str], str]) -> None:
-    """`moonpool down` ends the stack that `moonpool up` started."""
+def test_stop(up: tuple[subprocess.Popen[str], str]) -> None:
+    """`moonpool stop` ends the stack that `moonpool serve` started."""
     process, address = up
-    done = inside("down")
+    done = inside("stop")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"stopped {address}"
     assert process.wait(60) == 0
-    assert inside("down").stdout.strip() == "no stack is running"
+    assert inside("stop").stdout.strip() == "no stack is running"
 
 
 def test_killed_parent_leaves_nothing(up: tuple[subprocess.Popen[str], str]) -> None:
-    """Even `kill -9` of `moonpool up` ends every process of the stack."""
+    """Even `kill -9` of `moonpool serve` ends every process of the stack."""
     process, _ = up
     descendants = children_of(process.pid)
     poller = [os.pidfd_open(pid) for pid in descendants]
@@ -299,7 +299,7 @@ def test_model_create_and_inspect(tmp_path: Path) -> None:
     [
         (["conductor", "--nonsense", "1"], "nonsense"),
         (["kvstore", "--dram-bytes", "many"], "dram"),
-        (["up", "--prefill", "0"], "--prefill"),
+        (["serve", "--prefill", "0"], "--prefill"),
     ],
 )
 def test_wrong_use_names_the_field(arguments: list[str], named: str) -> None:
@@ -319,7 +319,7 @@ def test_a_model_that_is_nowhere_is_named() -> None:
 
 def test_demo(tmp_path: Path) -> None:
     """What `make run` shows: a table, a comparison, the way on; it leaves no process."""
-    done = moonpool("demo", "--model", "bundled", "--max-tokens", "6", timeout_s=110)
+    done = moonpool("demo", "bundled", "--max-tokens", "6", timeout_s=110)
     assert done.returncode == 0, done.stderr + done.stdout
     for text in ("a long prompt, cold", "the same again", "second turn", "8 of 8 at once", "times sooner", "Next:"):
         assert text in done.stdout

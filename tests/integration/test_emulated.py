@@ -78,10 +78,10 @@ def test_the_conversation_trace() -> None:
 def up(
     each: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[subprocess.Popen[str], dict[str, object]]]:
-    """`moonpool up` with so many prefill and decode instances, emulated, and its ready line."""
+    """`moonpool serve` with so many prefill and decode instances, emulated, and its ready line."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     flags = ["--engine", "emulated:llama-70b-a800", "--time-scale", "20", "--prefill", str(each), "--decode", str(each)]
-    command = [*CLI, "up", *flags, "--port", "0", "--data-dir", str(tmp_path / "data"), "--json"]
+    command = [*CLI, "serve", *flags, "--port", "0", "--data-dir", str(tmp_path / "data"), "--json"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
     try:
         assert process.stdout is not None
@@ -108,7 +108,7 @@ def test_up(up: tuple[subprocess.Popen[str], dict[str, object]], each: int, tmp_
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         assert int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") < 200 * MB
 
-    done = moonpool("generate", "--address", address, "--prompt", "hello " * 2000, "--max-tokens", "5")
+    done = moonpool("generate", "--address", address, "hello " * 2000, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
     assert "(emulated)" in done.stderr
     with Client(address) as client:
@@ -137,7 +137,7 @@ def test_calibrate_writes_a_profile_and_says_how_it_was_tested(tmp_path: Path) -
 
 
 def test_a_wrong_profile_is_named() -> None:
-    done = moonpool("up", "--engine", "emulated:nonsense")
+    done = moonpool("serve", "--engine", "emulated:nonsense")
     assert done.returncode == 2
     assert "nonsense" in done.stderr
     assert "llama-70b-a800" in done.stderr  # what there is
@@ -145,7 +145,7 @@ def test_a_wrong_profile_is_named() -> None:
 
 
 def test_the_former_spelling_names_the_new_one() -> None:
-    done = moonpool("up", "--engine", "paced:llama-70b-a800")
+    done = moonpool("serve", "--engine", "paced:llama-70b-a800")
     assert done.returncode == 2
     assert done.stderr.strip() == "moonpool: engine: 'paced:PROFILE' is now called 'emulated:PROFILE'"
 

@@ -138,7 +138,7 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
             stack.wait_healthy(name)
         joined = stack.moonpool("health", "--address", "conductor:50051", "--joined", "3", "--wait-s", "30")
         assert joined.returncode == 0, joined.stderr
-        request = ("generate", "--address", "conductor:50051", "--prompt", PROMPT, "--max-tokens", "8", "--json")
+        request = ("generate", "--address", "conductor:50051", PROMPT, "--max-tokens", "8", "--json")
         first, second = (_result(stack.moonpool(*request)) for _ in range(2))
         assert second["token_ids"] == first["token_ids"]
         assert second["usage"]["cached_tokens"] >= 16

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from its GGUF file: greedy answers are those of transformers, from short to full contexts.
 
-`moonpool model fetch smollm2` fetches the model; without it these tests are skipped.
+`moonpool pull smollm2` fetches the model; without it these tests are skipped.
 """
 
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moonpool.checkpoint import Tokenizer
-from moonpool.cli.models import cache_folder, cached_model
+from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, Message
 from moonpool.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ def model() -> Path:
     """The fetched file."""
     file = cached_model("smollm2", cache_folder())
     if file is None:
-        pytest.skip("SmolLM2 is not here; `moonpool model fetch smollm2` fetches it")
+        pytest.skip("SmolLM2 is not here; `moonpool pull smollm2` fetches it")
     return file
 
 

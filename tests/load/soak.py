@@ -304,8 +304,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs; returns 0 where nothing is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=3600.0, help="how long")
-    parser.add_argument("--model", default="smollm2", help="as of `moonpool up`; empty = the bundled one")
-    parser.add_argument("--kv-dtype", default="auto", help="as of `moonpool up`; answers are known for auto only")
+    parser.add_argument("--model", default="smollm2", help="as of `moonpool serve`; empty = the bundled one")
+    parser.add_argument("--kv-dtype", default="auto", help="as of `moonpool serve`; answers are known for auto only")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30), help="of all draws")
     options = parser.parse_args(argv)
     path = Path(chosen_model(options.model))

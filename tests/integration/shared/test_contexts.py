@@ -226,7 +226,7 @@ def test_the_command_line_makes_uses_lists_renews_and_deletes(stack: CheckedStac
     assert renewed["expires_at"] > made["expires_at"] + 80000
     with Client(stack.address) as client:
         ready = settled(client, "cli", "cli")
-    asked = ("--prompt", str(QUESTION["content"]), "--chat", "--max-tokens", "2", "--tenant", "cli")
+    asked = (str(QUESTION["content"]), "--chat", "--max-tokens", "2", "--tenant", "cli")
     used = run("generate", *asked, "--context", "cli", "--context-ttl-s", "180000")
     assert used["usage"]["cached_tokens"] >= ready.blocks * BLOCK
     assert run("context", "show", "cli", "--tenant", "cli")["expires_at"] > renewed["expires_at"] + 80000

@@ -17,7 +17,7 @@ import pytest
 
 from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
 from moonpool.cli.check import wait_at_rest
-from moonpool.cli.up import curl_line
+from moonpool.cli.serve import curl_line
 from moonpool.client import Client, Message
 from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens, wait_busy
@@ -153,7 +153,7 @@ def test_where_the_time_went(stack: CheckedStack, address: str, client: openai.O
 
 
 def test_pasted_command(address: str) -> None:
-    """What `moonpool up` prints, in a shell."""
+    """What `moonpool serve` prints, in a shell."""
     if shutil.which("curl") is None:
         pytest.skip("no curl")
     done = subprocess.run(["sh", "-c", curl_line(address)], capture_output=True, text=True, check=True)

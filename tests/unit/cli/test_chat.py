@@ -90,7 +90,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_came() -> None:
 @pytest.mark.parametrize(
     ("error", "words"),
     [
-        (NotConnected("nobody"), "`moonpool up` starts a stack"),
+        (NotConnected("nobody"), "`moonpool serve MODEL` starts a stack"),
         (Overloaded("full", reason="queue_full", retry_after_s=7.2), "in 7 s"),
         (Unavailable("no instance"), "`moonpool state` shows"),
         (UnsupportedModel("hidden_act", "gelu"), "docs/models.md"),

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from moonpool.cli.health import run_health
-from moonpool.cli.up import curl_line
+from moonpool.cli.serve import curl_line
 
 
 @contextmanager

@@ -1,21 +1,64 @@
 """What `moonpool --help` shows first, and what is said of files that a flag names and nobody can read."""
 
+import importlib.metadata
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from moonpool.cli import generate
 from moonpool.cli.main import app
-from moonpool.errors import InvalidRequest
+from moonpool.cli.options import FORMER_VERBS
+from moonpool.client import GenerateArguments
+from moonpool.errors import ConfigError, InvalidRequest
+
+CLI = [sys.executable, "-m", "moonpool.cli.main"]
 
 
 def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["--help"]).output
     verbs = re.findall(r"^│ ([a-z]+) {2,}", shown, re.MULTILINE)
-    assert verbs[:7] == ["up", "down", "generate", "chat", "demo", "model", "bench"]
+    assert verbs[:9] == ["serve", "run", "chat", "pull", "list", "ps", "stop", "generate", "demo"]
     assert sorted(verbs[-5:]) == ["conductor", "decode", "gateway", "kvstore", "prefill"]
     assert "─ Commands ─" not in shown, "each verb stands under a heading"
+
+
+@pytest.mark.parametrize("verb", ["", "serve", "bench serve", "delete", "prefill", "kvstore stat"])
+def test_h_explains_every_verb(verb: str) -> None:
+    short, long = (
+        subprocess.run([*CLI, *verb.split(), flag], capture_output=True, text=True, check=True)
+        for flag in ("-h", "--help")
+    )
+    assert short.stdout == long.stdout
+    assert "usage" in short.stdout.lower()
+
+
+@pytest.mark.parametrize("flag", ["-V", "--version"])
+def test_version(flag: str) -> None:
+    assert CliRunner().invoke(app, [flag]).output == f"moonpool {importlib.metadata.version('moonpool')}\n"
+
+
+@pytest.mark.parametrize(("was", "now"), FORMER_VERBS.items())
+def test_a_former_verb_says_the_new_one(was: str, now: str) -> None:
+    done = CliRunner().invoke(app, [*was.split(), "x"])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception) == f"{was}: is now `moonpool {now}`"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "prompt"),
+    [(["one two"], "not read", "one two"), ([], "piped\n", "piped"), (["-"], "two\nlines\n\n", "two\nlines\n")],
+)
+def test_a_prompt_is_the_argument_or_piped(
+    arguments: list[str], said: str, prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[GenerateArguments] = []
+    monkeypatch.setattr(generate, "run_generate", lambda conductors, request, as_json: asked.append(request))
+    assert CliRunner().invoke(app, ["generate", *arguments], input=said).exit_code == 0
+    assert [request.get("prompt") for request in asked] == [prompt]
 
 
 @pytest.mark.parametrize(
@@ -23,7 +66,7 @@ def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
     [
         (["context", "create", "FILE"], "file"),
         (["context", "create", "-", "--tools", "FILE"], "tools"),
-        (["generate", "--prompt", "a", "--grammar", "@FILE"], "grammar"),
+        (["generate", "a", "--grammar", "@FILE"], "grammar"),
     ],
 )
 @pytest.mark.parametrize("content", [None, b"\xff"])

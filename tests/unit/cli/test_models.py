@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.bundled import model_dir
-from moonpool.cli.models import MODEL_PACKAGES, ModelPackage, cached_model, chosen_model, fetch_model, pip_install
+from moonpool.checkpoint import model_name, resolve
+from moonpool.checkpoint.named_models import MODEL_PACKAGES, ModelPackage, cached_model, fetch_model, pip_install
+from moonpool.cli.models import chosen_model, local_models
 from moonpool.errors import CheckpointError
 
 SMOLLM2 = MODEL_PACKAGES["smollm2"]
@@ -55,6 +57,21 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen_model("smollm2").endswith(".gguf")
     (tmp_path / "smollm2").mkdir()
     assert chosen_model("smollm2") == "smollm2"
+
+
+def test_services_know_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fetched = fetch_model("smollm2", tmp_path / "moonpool" / "models", unpack)
+    assert (resolve("bundled"), model_name("bundled")) == (model_dir(), "tiny")
+    assert (resolve("smollm2"), model_name("smollm2")) == (fetched, "SmolLM2-135M-Instruct.Q4_1")
+
+
+def test_what_is_here_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "smollm2" not in {model.name for model in local_models()}
+    file = fetch_model("smollm2", tmp_path / "moonpool" / "models", unpack)
+    (found,) = [model for model in local_models() if model.name == "smollm2"]
+    assert (found.path, found.bytes) == (str(file), 4)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""`moonpool down` ends the stack that `moonpool up` recorded, and nothing else."""
+"""`moonpool stop` ends the stack that `moonpool serve` recorded, and nothing else."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.cli.running_stacks import RunningStack, recorded_stack, run_down, state_folder
+from moonpool.cli.running_stacks import RunningStack, recorded_stack, run_ps, run_stop, state_folder
 from moonpool.errors import ConfigError
 
 STACK = """
@@ -20,8 +20,8 @@ from pathlib import Path
 from moonpool.cli.running_stacks import recorded_stack
 stopping = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-with recorded_stack(Path(sys.argv[1])) as record:
-    record.write("host:1")
+with recorded_stack(Path(sys.argv[1]), "m") as record:
+    record.write("host:1", "host:2")
     print("ready", flush=True)
     stopping.wait()
 """
@@ -37,7 +37,7 @@ def runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def start() -> Iterator[Callable[[Path], subprocess.Popen[str]]]:
-    """Starts a process that records a stack as `moonpool up` does."""
+    """Starts a process that records a stack as `moonpool serve` does."""
     started: list[subprocess.Popen[str]] = []
 
     def one(data_dir: Path) -> subprocess.Popen[str]:
@@ -72,14 +72,14 @@ def put(name: str, text: str) -> Path:
 
 def record_of(pid: int, **other: object) -> str:
     """This test's record, of another process."""
-    with recorded_stack(Path("d")) as record:
+    with recorded_stack(Path("d"), "m") as record:
         written = RunningStack(**json.loads(record.path.read_text()))
     return json.dumps(dataclasses.asdict(written) | {"pid": pid, **other})
 
 
 def test_a_number_that_was_given_again(stranger: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     stale = put("a.json", record_of(stranger.pid))
-    assert run_down(None) == 0
+    assert run_stop(None) == 0
     told = capsys.readouterr()
     assert told.out == "no stack is running\n"
     assert told.err.startswith("removed a record of a stack that ended without removing it: ")
@@ -89,14 +89,14 @@ def test_a_number_that_was_given_again(stranger: subprocess.Popen[bytes], capsys
 
 def test_a_record_from_before_the_machine_started(capsys: pytest.CaptureFixture[str]) -> None:
     put("a.json", record_of(os.getpid(), boot_id="another"))
-    assert run_down(None) == 0
+    assert run_stop(None) == 0
     assert capsys.readouterr().out == "no stack is running\n"
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"pid": 1}', "\0"])
 def test_a_record_that_cannot_be_read(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = put("a.json", text)
-    assert run_down(None) == 0
+    assert run_stop(None) == 0
     assert capsys.readouterr().err == f"removed a record that cannot be read: {path}\n"
     assert not path.exists()
 
@@ -106,7 +106,7 @@ def test_a_state_file_of_an_older_version(
 ) -> None:
     old = {"pid": stranger.pid, "address": "127.0.0.1:1", "data_dir": "x"}
     (runtime_dir / f"moonpool-up-{os.getuid()}.json").write_text(json.dumps(old))
-    assert run_down(None) == 0
+    assert run_stop(None) == 0
     assert capsys.readouterr().out == "no stack is running\n"
 
 
@@ -114,21 +114,32 @@ def test_two_stacks(
     start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second = start(tmp_path / "a"), start(tmp_path / "b")
-    assert run_down(None) == 1
+    assert run_stop(None) == 1
     assert capsys.readouterr().err.splitlines() == [
         "several stacks are running; choose one with --data-dir:",
-        f"  {tmp_path / 'a'} (process {first.pid}, host:1)",
-        f"  {tmp_path / 'b'} (process {second.pid}, host:1)",
+        f"  {tmp_path / 'a'} (process {first.pid}, m, host:1)",
+        f"  {tmp_path / 'b'} (process {second.pid}, m, host:1)",
     ]
-    assert run_down(tmp_path / "a") == 0
+    assert run_stop(tmp_path / "a") == 0
     assert first.wait(10) == 0
-    assert run_down(tmp_path / "a") == 1
+    assert run_stop(tmp_path / "a") == 1
     assert capsys.readouterr().err.startswith("another stack is running; ")
     assert second.poll() is None
-    assert run_down(None) == 0
+    assert run_stop(None) == 0
     assert second.wait(10) == 0
     assert capsys.readouterr().out == "stopped host:1\n"
     assert list(state_folder().iterdir()) == []
+
+
+def test_ps(start: Callable[[Path], subprocess.Popen[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_ps(as_json=False)
+    assert "no stack is running" in capsys.readouterr().err
+    process = start(tmp_path / "a")
+    run_ps(as_json=False)
+    assert capsys.readouterr().out == f"{process.pid}  m  http://host:2, conductor host:1  {tmp_path / 'a'}\n"
+    run_ps(as_json=True)
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["pid"], found["model"], found["http_address"]) == (process.pid, "m", "host:2")
 
 
 def test_a_killed_stack_leaves_a_record_that_the_next_one_replaces(
@@ -137,13 +148,13 @@ def test_a_killed_stack_leaves_a_record_that_the_next_one_replaces(
     first = start(tmp_path)
     with (
         pytest.raises(ConfigError, match=f"data_dir: another stack uses it: .*process {first.pid}"),
-        recorded_stack(tmp_path),
+        recorded_stack(tmp_path, "m"),
     ):
         pass
     first.send_signal(signal.SIGKILL)
     first.wait()
     second = start(tmp_path)
-    assert run_down(tmp_path) == 0
+    assert run_stop(tmp_path) == 0
     assert second.wait(10) == 0
 
 
@@ -153,11 +164,11 @@ def test_the_folder_must_be_this_users_alone(runtime_dir: Path, tmp_path: Path) 
     assert folder.stat().st_mode & 0o777 == 0o700
     folder.chmod(0o770)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
-        run_down(None)
+        run_stop(None)
     folder.rmdir()
     folder.symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
-        run_down(None)
+        run_stop(None)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
@@ -165,4 +176,4 @@ def test_a_folder_of_another_user_is_refused(stranger: subprocess.Popen[bytes]) 
     put("a.json", record_of(stranger.pid))
     os.chown(state_folder(), 12345, 12345)
     with pytest.raises(ConfigError, match="must be a folder of this user with mode 0700"):
-        run_down(None)
+        run_stop(None)

@@ -1,4 +1,4 @@
-"""Settings of services through `moonpool up`: `--set SERVICE.NAME=VALUE` and a file with a section per service."""
+"""Settings of services through `moonpool serve`: `--set SERVICE.NAME=VALUE` and a file with a section per service."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.main import app
-from moonpool.cli.settings import KINDS, MOVED, SECTIONS, config_class, stack_settings
+from moonpool.cli.settings import KINDS, config_class, stack_settings
 from moonpool.errors import ConfigError
 from tools.gen_flags import PAGE, page
 
@@ -48,7 +48,7 @@ def test_a_narrower_section_and_the_command_line_go_before(tmp_path: Path) -> No
         ("engine.block_tokens=16", "engine.block_tokens", "it is now block_size"),
         ("decode.max_num_seqs=0", "decode.max_num_seqs", "greater than or equal to 1"),
         ("conducter.admission=early", "conducter", "did you mean conductor?"),
-        ("decode.id=x", "decode.id", "`moonpool up` decides this itself"),
+        ("decode.id=x", "decode.id", "`moonpool serve` decides this itself"),
         ("admission=early", "set", "must be SERVICE.NAME=VALUE, got 'admission=early'"),
         ("conductor.admission", "set", "must be SERVICE.NAME=VALUE"),
     ],
@@ -72,13 +72,26 @@ def test_a_bad_file(text: str, field: str, tmp_path: Path) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("flag", MOVED)
-def test_former_flags_of_up_say_how_to_set_it(flag: str) -> None:
-    done = CliRunner().invoke(app, ["up", f"{flag}=1"])
+@pytest.mark.parametrize(
+    ("flag", "now"),
+    [
+        ("--dtype", "--set engine.dtype=VALUE"),
+        ("--max-model-len=9", "--set engine.max_model_len=VALUE"),
+        ("--kv-bytes", "--set engine.kv_cache_memory_bytes=VALUE"),
+        ("--swap-roles", "--set conductor.swap_roles=VALUE"),
+        ("--no-log-json", "--set all.log_json=VALUE"),
+        ("--dram-bytes", "--set kvstore.dram_bytes=VALUE"),
+    ],
+)
+def test_a_flag_of_a_service_says_how_serve_sets_it(flag: str, now: str) -> None:
+    done = CliRunner().invoke(app, ["serve", flag, "1"])
     assert isinstance(done.exception, ConfigError)
-    assert done.exception.message == f"{flag} is now {MOVED[flag]}"
-    section, _, name = MOVED[flag].removeprefix("--set ").partition("=")[0].partition(".")
-    assert all(name in config_class(kind).model_fields for kind in SECTIONS[section])
+    assert done.exception.message == f"{flag.partition('=')[0]} is a setting of services: {now}"
+
+
+def test_an_unknown_flag_is_no_setting() -> None:
+    done = CliRunner().invoke(app, ["serve", "--nonsense", "1"])
+    assert (done.exit_code, "No such option: --nonsense" in done.stderr) == (2, True)
 
 
 def test_few_flags() -> None:

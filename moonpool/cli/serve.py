@@ -1,4 +1,4 @@
-"""`moonpool up` and `moonpool demo`: run a local stack in the foreground, and try one out."""
+"""`moonpool serve` and `moonpool demo`: run a local stack in the foreground, and try one out."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ def _data_dir(data_dir: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def run_up(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
+def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
     """Starts a stack, reports its addresses, runs it until SIGINT or SIGTERM, drains it.
 
     Args:
@@ -62,14 +62,14 @@ def run_up(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bo
     def on_ready(service: ServiceProcess) -> None:
         say({"service": service.id, "address": service.address, "pid": service.pid}, f"{service.id} {service.address}")
 
-    with _data_dir(data_dir) as folder, recorded_stack(folder) as record:
+    with _data_dir(data_dir) as folder, recorded_stack(folder, plan.model) as record:
         planned = replace(plan, data_dir=folder)
         ready, note = _emulated_note(planned)
         with contextlib.ExitStack() as running:
             with loading_bars() as on_loading:
                 stack = running.enter_context(LocalStack(planned, on_ready=on_ready, on_loading=on_loading))
             where = ",".join(stack.addresses)
-            record.write(where)
+            record.write(where, stack.http_address)
             ready |= {"http": stack.http_address}
             say({"ready": where, "data_dir": str(folder), **ready}, f"ready: {where}{note}")
             if not as_json:
@@ -185,10 +185,8 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
         "prompt tokens were in the KV pool."
     )
     console.print("Everything reserved came back; all services have stopped.")
-    console.print("Next: `make chat` chats; `.venv/bin/moonpool up` keeps a stack running, for prompts of your own:")
-    console.print(
-        "`.venv/bin/moonpool generate --prompt 'def main('`. --model takes a folder, a GGUF file or a hub id."
-    )
+    console.print("Next: `make chat` chats; `.venv/bin/moonpool serve` keeps a stack running, for prompts of your own:")
+    console.print("`.venv/bin/moonpool generate 'def main('`. `serve` takes a folder, a GGUF file or a hub id.")
     return 0 if all(status == 0 for status in statuses.values()) else 1
 
 

