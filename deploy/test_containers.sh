@@ -100,7 +100,7 @@ for service in conductor kvstore prefill decode; do
 done
 
 say "one request, from this machine"
-"$PYTHON" -m moonpool.cli.main generate --address "$MOONPOOL_STACK_PUBLISH" --prompt "import os" --max-tokens 16 --json
+"$PYTHON" -m moonpool.cli.main generate --address "$MOONPOOL_STACK_PUBLISH" "import os" --max-tokens 16 --json
 say "a health check of a port where nobody listens says no"
 nobody=prefill:50054
 if stack prefill moonpool health --address "$nobody"; then say "it said yes"; exit 1; fi
