@@ -53,7 +53,7 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
     if unknown:
         raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
     request = conductor_pb2.GenerateRequest(whole=whole)
-    for name in ("tenant", "model", "request_id"):
+    for name in ("tenant", "model", "request_id", "cache_salt"):
         _assign(request, name, given.get(name, ""))
     _assign(request, "priority", given.get("priority", 0))
     prompt_field = _set_prompt(request, given)

@@ -77,6 +77,7 @@ class GenerateArguments(TypedDict, total=False):
         context: id or tag of a context that precedes the messages or tokens; "" for none.
         context_ttl_s: new time to live of the context in seconds; 0 leaves the time as it is.
         priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
+        cache_salt: requests with different salts share no KV; "": no salt. At most 256 characters.
         timeout_s: time limit of the request in seconds; None for the client's default.
     """
 
@@ -92,6 +93,7 @@ class GenerateArguments(TypedDict, total=False):
     context: str
     context_ttl_s: float
     priority: int
+    cache_salt: str
     timeout_s: float | None
 
 

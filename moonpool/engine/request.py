@@ -12,7 +12,7 @@ from typing import Self
 
 from moonpool.contracts import sampling_from_proto
 from moonpool.errors import InvalidRequest, Overloaded, Unavailable
-from moonpool.kv.keys import BlockKey, chain_root, pack_keys, tokens_from_bytes
+from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
 from moonpool.kv.native_library import chain_keys, tokens_below
 from moonpool.logprobs import bytes_per_token
 from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
@@ -57,6 +57,8 @@ class IncomingRequest:
         """
         _check_name("sequence.request_id", spec.request_id, least=1)
         _check_name("sequence.tenant", spec.tenant, least=0)
+        if len(spec.cache_salt) > MAX_SALT_CHARS:
+            raise InvalidRequest("sequence.cache_salt", f"at most {MAX_SALT_CHARS} characters")
         check_priority(spec.priority, "sequence.priority")
         weight = spec.weight or 1.0
         if not 0.0 < weight < inf:
@@ -76,9 +78,9 @@ class IncomingRequest:
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")
         if not 1 <= spec.prompt_tokens <= len(tokens):
             raise InvalidRequest("sequence.prompt_tokens", f"must be in [1, {len(tokens)}], is {spec.prompt_tokens}")
-        root = chain_root(namespace, spec.tenant)
+        root = chain_root(namespace, spec.tenant, spec.cache_salt)
         if spec.chain_root != root:
-            raise InvalidRequest("sequence.chain_root", "is not that of this namespace and tenant")
+            raise InvalidRequest("sequence.chain_root", "is not that of this namespace, tenant and salt")
         keys = chain_keys(root, spec.token_ids, block_tokens)
         if spec.block_keys != pack_keys(keys):
             raise InvalidRequest("sequence.block_keys", f"are not the {len(keys)} keys of these tokens")

@@ -25,6 +25,7 @@ from moonpool.kv.layout import KVLayout
 BlockKey = NewType("BlockKey", bytes)
 """32 bytes that identify a block's tokens, everything before them, the namespace and the tenant."""
 KEY_BYTES = 32
+MAX_SALT_CHARS = 256
 _TOKEN_BYTES = 4
 _NAMESPACE_CONTEXT = b"moonpool kv namespace v1"
 _ANSWER_CONTEXT = b"moonpool answer tokens"
@@ -45,9 +46,10 @@ def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
     return blake3(b"".join(parts)).digest()
 
 
-def chain_root(namespace: bytes, tenant: str) -> bytes:
-    """32-byte parent of a chain's first block. Tenants have different roots, hence share no key."""
-    return blake3(_field(_ROOT_CONTEXT) + _field(namespace) + _field(tenant.encode())).digest()
+def chain_root(namespace: bytes, tenant: str, salt: str = "") -> bytes:
+    """32-byte parent of a chain's first block. Chains of different tenants or salts share no key. "" = no salt."""
+    salted = _field(salt.encode()) if salt else b""
+    return blake3(_field(_ROOT_CONTEXT) + _field(namespace) + _field(tenant.encode()) + salted).digest()
 
 
 def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_tokens: int) -> list[BlockKey]:

@@ -231,6 +231,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
@@ -245,6 +246,8 @@ class GenerateRequest(_message.Message):
     """As in vLLM: who has a lower one is served earlier; default 0, from -100 to 100. Among the tenant's own requests."""
     whole: _builtins.bool
     """The answer is not read token by token: its tokens come together, with its end."""
+    cache_salt: _builtins.str
+    """Requests with different salts share no KV; empty = no salt. Not together with `context`."""
     @_builtins.property
     def tokens(self) -> Global___TokenPrompt:
         """Token ids as they are."""
@@ -287,10 +290,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         context: Global___ContextUse | None = ...,
         whole: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "context", b"context", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

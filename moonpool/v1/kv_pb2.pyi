@@ -1025,6 +1025,7 @@ class SequenceSpec(_message.Message):
     TRANSIENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id, unique in the cluster."""
     token_ids: _builtins.bytes
@@ -1036,7 +1037,7 @@ class SequenceSpec(_message.Message):
     block_keys: _builtins.bytes
     """Concatenated 32-byte keys of all full blocks of token_ids."""
     tenant: _builtins.str
-    """Root of the key chain's tenant salt; empty for none."""
+    """Tenant, a part of `chain_root`; empty for the tenant without a name."""
     chain_root: _builtins.bytes
     """32-byte root of the block-key chain, the parent of the first block's key."""
     transient: _builtins.bool
@@ -1045,6 +1046,8 @@ class SequenceSpec(_message.Message):
     """`GenerateRequest.priority`."""
     weight: _builtins.float
     """The tenant's share of an instance that several tenants wait for, relative to others'; 0 = 1."""
+    cache_salt: _builtins.str
+    """`GenerateRequest.cache_salt`, a part of `chain_root`."""
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """Sampling parameters; `seed` is set, every other unset field has its default."""
@@ -1072,10 +1075,11 @@ class SequenceSpec(_message.Message):
         transient: _builtins.bool = ...,
         priority: _builtins.int = ...,
         weight: _builtins.float = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bad_tokens", b"bad_tokens", "block_keys", b"block_keys", "cache_salt", b"cache_salt", "chain_root", b"chain_root", "end_token_ids", b"end_token_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "token_ids", b"token_ids", "transient", b"transient", "weight", b"weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

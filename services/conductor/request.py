@@ -23,7 +23,7 @@ from moonpool.checkpoint import ModelConfig, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.grammar import check_grammar
-from moonpool.kv.keys import BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
+from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
 from moonpool.scheduling.fair_share import check_priority
@@ -151,6 +151,7 @@ class ValidRequest:
         bad_tokens: of each run, the last token is never chosen after the others.
         whole: the client reads the answer at its end only.
         resume: how far the client is, if it resumes the request.
+        cache_salt: the salt in `chain_root`; "" for none.
     """
 
     spec: RequestSpec
@@ -164,6 +165,7 @@ class ValidRequest:
     bad_tokens: tuple[tuple[int, ...], ...] = ()
     whole: bool = False
     resume: ResumeRequest | None = None
+    cache_salt: str = ""
 
     def ends_with(self, token_id: int, generated: int) -> bool:
         """Whether `token_id`, as the `generated`-th token of a choice, is its regular end."""
@@ -200,6 +202,7 @@ class ValidRequest:
             end_token_ids=self.end_token_ids,
             tenant=self.spec.tenant,
             chain_root=self.chain_root,
+            cache_salt=self.cache_salt,
             bad_tokens=[kv_pb2.TokenRun(token_ids=run) for run in self.bad_tokens],
             priority=self.spec.priority,
             weight=self.spec.weight,
@@ -294,7 +297,8 @@ def read_request(
     _check_envelope(message, served)
     prompt = _read_prompt(message, served)
     sampling = _read_sampling(message.sampling, served, len(prompt), draw_seed)
-    root, vocabulary = chain_root(served.namespace, message.tenant), served.config.vocab_size
+    root = chain_root(served.namespace, message.tenant, message.cache_salt)
+    vocabulary = served.config.vocab_size
     end_token_ids = _read_end_tokens(sampling, served)
     check_grammar(sampling)
     slo, bad_tokens = _read_slo(message.slo, served.queue_s), _read_bad_words(sampling, served, len(end_token_ids))
@@ -329,6 +333,7 @@ def read_request(
         bad_tokens=bad_tokens,
         whole=message.whole,
         resume=resume,
+        cache_salt=message.cache_salt,
     )
 
 
@@ -371,6 +376,10 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModel)
     _require("request_id", printable, f"printable characters other than {ATTEMPT_MARK!r} only")
     _require("tenant", len(message.tenant) <= MAX_TENANT_CHARS, f"at most {MAX_TENANT_CHARS} characters")
     _require("tenant", message.tenant.isprintable(), "printable characters only")
+    salt = message.cache_salt
+    _require("cache_salt", len(salt) <= MAX_SALT_CHARS, f"at most {MAX_SALT_CHARS} characters")
+    unsalted = not (salt and message.HasField("context"))
+    _require("cache_salt", unsalted, "is not allowed with a context, whose KV has no salt")
     check_priority(message.priority, "priority")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
 

@@ -184,6 +184,7 @@ class RequestBuilder:
             "priority": body.priority or 0,
             "tenant": checked.caller.tenant,
             "model": body.model or "",
+            "cache_salt": body.cache_salt or "",
             "timeout_s": self._timeout_s,
         }
         headers = dict(checked.warning_headers)

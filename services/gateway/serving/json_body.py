@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.client import Slo
 from moonpool.errors import InvalidRequest
+from moonpool.kv.keys import MAX_SALT_CHARS
 from moonpool.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from services.gateway.serving.errors import HttpError
 from services.gateway.serving.tool_calls import ToolSet
@@ -178,6 +179,7 @@ class GenerateBody(Body):
     stream: bool | None = None
     slo: SloBody | None = None
     priority: int | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 
     def parts(self) -> Iterator[tuple[str, Body]]:
         if self.slo is not None:

@@ -35,6 +35,20 @@ SCHEMA = {
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
+def test_two_salts_share_no_kv(client: openai.OpenAI) -> None:
+    """Each salt finds its own blocks again; a request without a salt finds none of either's."""
+    prompt = tokens(5 * BLOCK, "salted")
+
+    def cached(**salt: str) -> int:
+        answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=2, temperature=0, extra_body=salt)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(cache_salt="alice"), cached(cache_salt="bob"), cached()] == [0, 0, 0]
+    assert min(cached(cache_salt="alice"), cached(cache_salt="bob"), cached()) >= BLOCK
+
+
 def test_chat_equals_the_sdk(stack: CheckedStack, client: openai.OpenAI) -> None:
     """Whole and streamed: the SDK's greedy text, and the second time from cached KV."""
     with Client(stack.address) as sdk:

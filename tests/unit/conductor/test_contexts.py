@@ -66,6 +66,9 @@ async def test_a_context_of_tokens_is_computed_pinned_and_goes_before_prompts() 
             used = await s.client.generate(token_ids=[7, 8], context=name, tenant="ours", sampling=TWO)
             assert used.usage.prompt_tokens == len(PROMPT) + 2
         assert tokens_from_bytes(p.requests[-1].sequence.token_ids).tolist() == [*PROMPT, 7, 8]
+        with pytest.raises(InvalidRequest) as salted:
+            await s.client.generate(token_ids=[7], context=made.id, tenant="ours", cache_salt="s", sampling=TWO)
+        assert salted.value.field == "cache_salt"
         counted = await settled(s, "t")
         assert (counted.hits, counted.saved_tokens) == (2, 4 * BLOCK_TOKENS)
 

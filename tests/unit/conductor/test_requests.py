@@ -29,6 +29,7 @@ GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
         ({"messages": [{"role": "user", "content": ""}] * 600}, "messages"),
         ({"model": "other"}, "model"),
         ({"tenant": "x" * 300}, "tenant"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
         ({"request_id": "a~b"}, "request_id"),
         ({"slo": Slo(ttft_s=0.0)}, "slo.ttft_s"),
         ({"sampling": SamplingParams(max_tokens=0)}, "sampling.max_tokens"),

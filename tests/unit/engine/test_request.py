@@ -59,6 +59,8 @@ WRONG: list[tuple[str, Callable[[kv_pb2.SequenceSpec], object]]] = [
     ("token_ids", lambda s: setattr(s, "token_ids", tokens_to_bytes([VOCABULARY]))),
     ("prompt_tokens", lambda s: setattr(s, "prompt_tokens", 41)),
     ("chain_root", lambda s: setattr(s, "tenant", "somebody")),
+    ("chain_root", lambda s: setattr(s, "cache_salt", "salt")),
+    ("cache_salt", lambda s: setattr(s, "cache_salt", "s" * 257)),
     ("chain_root", lambda s: setattr(s, "chain_root", bytes(32))),
     ("block_keys", lambda s: setattr(s, "block_keys", pack_keys(KEYS[:1]))),
     ("block_keys", lambda s: setattr(s, "block_keys", pack_keys(KEYS[::-1]))),
