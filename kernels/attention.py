@@ -11,11 +11,13 @@ from torch import Tensor
 from kernels import reference, torch_ops, triton
 from kernels.check import dense, expect
 from kernels.choice import choose
+from kernels.kind import PLAIN, AttentionKind
 from kernels.native import library
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 
 __all__ = [
-    "AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "plan_of_shapes", "selected", "write_kv",
+    "AttentionKind", "AttentionPlan", "copy_blocks", "make_plan", "paged_attention", "plan_of_shapes", "selected",
+    "write_kv",
 ]  # fmt: skip
 
 
@@ -33,6 +35,7 @@ def paged_attention(
     scale: float,
     out: Tensor | None = None,  # [T, heads, head_dim], contiguous
     *,
+    kind: AttentionKind = PLAIN,
     scales: Tensor | None = None,  # [blocks, kv_heads, 2, block_tokens] float32, of quantised KV
     plan: AttentionPlan | None = None,
     deterministic: bool = False,
@@ -42,6 +45,8 @@ def paged_attention(
     Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
     context_lens[s] - n + i and sees the keys up to its own position. Token t of a sequence is slot t % block_tokens of
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
+
+    `kind` adds a window, a soft cap or sinks. Native and Triton kernels have none of them: plain torch attends then.
 
     `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the entry of
     `scales` that its token has for this head and plane (K or V), see `kernels.kv_quantization`.
@@ -55,14 +60,16 @@ def paged_attention(
         ValueError: an argument has a wrong shape, stride, type, device or value; the message begins with its name.
     """
     if plan is None:
-        plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic)
+        plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic, window=kind.window)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _check(q, kv, scales, out, plan)
+    if kind.window != plan.window or (kind.sinks is not None and kind.sinks.shape != q.shape[1:2]):
+        raise ValueError(f"kind: {kind} does not belong to the plan's window {plan.window} and q's {q.shape[1]} heads")
     name = choose("attention", q.device, q.dtype)
-    if name == "native" and native_head(kv):
+    if name == "native" and native_head(kv) and kind.plain:
         _native(q, kv, scales, block_tables, plan, scale, out)
-    elif name == "triton" and kv.shape[4] <= triton.MAX_HEAD_DIM and scale > 0.0:
+    elif name == "triton" and kind.plain and kv.shape[4] <= triton.MAX_HEAD_DIM and scale > 0.0:
         from kernels.triton import ops
 
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
@@ -71,9 +78,9 @@ def paged_attention(
             max_context=plan.max_context, singles=plan.decode.shape[0], deterministic=plan.deterministic,
         )  # fmt: skip
     elif name in ("native", "torch"):
-        torch_ops.paged_attention(q, kv, scales, plan, scale, out)
+        torch_ops.paged_attention(q, kv, scales, plan, scale, out, kind=kind)
     else:
-        reference.prefill_attention(q, kv, scales, block_tables, query_start, context_lens, scale, out)
+        reference.prefill_attention(q, kv, scales, block_tables, query_start, context_lens, scale, out, kind=kind)
     return out
 
 

@@ -53,6 +53,7 @@ def divide(
     *,
     alone: bool,
     gather_bytes: int,
+    window: int | None = None,
 ) -> Division:
     """Return the batch in parts.
 
@@ -63,7 +64,10 @@ def divide(
         lengths: context of each sequence.
         alone: every sequence by itself, so that its result does not depend on others.
         gather_bytes: most bytes of gathered keys and values of a group of several sequences.
+        window: tokens that a query row sees; blocks that no row sees are not gathered.
     """
+    if window is not None:
+        tables, lengths = _within(window, kv.shape[3], tables, starts, lengths)
     division = Division()
     kv_heads = kv.shape[1]
     singles = []
@@ -83,16 +87,33 @@ def divide(
         if group and (
             alone or widest > 2 * len(tables[group[0]]) or (len(group) + 1) * widest * block_bytes > gather_bytes
         ):
-            division.decode.append(_decode_group(kv, tables, starts, lengths, group))
+            division.decode.append(_decode_group(kv, tables, starts, lengths, group, window))
             group = []
         group.append(s)
     if group:
-        division.decode.append(_decode_group(kv, tables, starts, lengths, group))
+        division.decode.append(_decode_group(kv, tables, starts, lengths, group, window))
     return division
 
 
+def _within(
+    window: int, block_tokens: int, tables: Sequence[list[int]], starts: Sequence[int], lengths: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """Return tables and contexts without the leading blocks that lie behind every row's window."""
+    kept, contexts = [], []
+    for table, (begin, end), context in zip(tables, pairwise(starts), lengths, strict=True):
+        skipped = max(0, context - (end - begin) + 1 - window) // block_tokens
+        kept.append(table[skipped:])
+        contexts.append(context - skipped * block_tokens)
+    return kept, contexts
+
+
 def _decode_group(
-    kv: Tensor, tables: Sequence[list[int]], starts: Sequence[int], contexts: Sequence[int], group: list[int]
+    kv: Tensor,
+    tables: Sequence[list[int]],
+    starts: Sequence[int],
+    contexts: Sequence[int],
+    group: list[int],
+    window: int | None,
 ) -> DecodeGroup:
     """Return the indices of one group; padding reads the sequence's own first block, which is masked."""
     _, kv_heads, _, block_tokens, _ = kv.shape
@@ -103,11 +124,14 @@ def _decode_group(
     index = None if rows == list(range(starts[-1])) else torch.tensor(rows)
     gather = _gather_index(padded, kv_heads)
     tokens = width * block_tokens
-    if min(lengths) == tokens:
+    if min(lengths) == tokens and (window is None or tokens <= window):
         return DecodeGroup(index, len(group), gather, None, None)
     position = torch.arange(tokens)
     length = torch.tensor(lengths)[:, None]
-    mask = torch.zeros((len(group), tokens), dtype=kv.dtype).masked_fill_(position >= length, -torch.inf)
+    hidden = position >= length
+    if window is not None:
+        hidden |= position < length - window
+    mask = torch.zeros((len(group), tokens), dtype=kv.dtype).masked_fill_(hidden, -torch.inf)
     # Only the slots after a sequence's last token: padding beyond its last block repeats a block that is valid, unless
     # that first block is itself the last one.
     single = torch.tensor([len(tables[s]) == 1 for s in group])[:, None]
@@ -138,6 +162,7 @@ class AttentionPlan:
     context_lens: list[int]
     deterministic: bool
     tables: list[list[int]]  # per sequence the blocks of its context
+    window: int | None  # tokens that a query row sees, itself included; None: all
     decode: Tensor  # [n, 4] int32: query row, 1, sequence, context; sequences with one query row
     prefill: Tensor  # [n, 4] int32: first query row, rows, sequence, context; sequences with several
     _division: Division | None = field(default=None, repr=False)
@@ -175,14 +200,23 @@ class AttentionPlan:
                 self.context_lens,
                 alone=self.deterministic,
                 gather_bytes=gather_bytes,
+                window=self.window,
             )
         return self._division
 
 
 def make_plan(
-    kv: Tensor, block_tables: Tensor, query_start: Tensor, context_lens: Tensor, *, deterministic: bool = False
+    kv: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    *,
+    deterministic: bool = False,
+    window: int | None = None,
 ) -> AttentionPlan:
     """Check the arguments of `paged_attention` that do not change between layers, and list the batch.
+
+    `window`: tokens that a query row sees, itself included; None: all before it.
 
     Raises:
         ValueError: an argument has a wrong shape, type or value; the message begins with its name.
@@ -215,6 +249,7 @@ def make_plan(
         lengths,
         deterministic,
         tables,
+        window,
         decode=_items([row for row in rows if row[1] == 1]),
         prefill=_items([row for row in rows if row[1] > 1]),
     )
@@ -231,7 +266,7 @@ def plan_of_shapes(kv: Tensor, rows: int, most_context: int, *, deterministic: b
     """
     rows_of = [(row, 1, row, most_context) for row in range(rows)]
     starts, lengths = list(range(rows + 1)), [most_context] * rows
-    return AttentionPlan(kv.shape, rows, starts, lengths, deterministic, [], _items(rows_of), _items([]))
+    return AttentionPlan(kv.shape, rows, starts, lengths, deterministic, [], None, _items(rows_of), _items([]))
 
 
 def _check_lengths(starts: Sequence[int], lengths: Sequence[int]) -> None:

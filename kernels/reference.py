@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.kind import PLAIN, AttentionKind
+
 #: Largest magnitude of a stored value, per type of quantised KV.
 QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
@@ -47,6 +49,8 @@ def prefill_attention(
     context_lens: Tensor,  # [S] int32
     scale: float,
     out: Tensor,  # [T, heads, D], rows dense, stride(0) free
+    *,
+    kind: AttentionKind = PLAIN,
 ) -> None:
     """Write the causal attention of every query row to `out`.
 
@@ -68,7 +72,15 @@ def prefill_attention(
         key_position = torch.arange(context, device=q.device)
         query_position = torch.arange(context - (end - begin), context, device=q.device)
         hidden = key_position[None, :] > query_position[:, None]  # [rows, context]
-        weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
+        if kind.window is not None:
+            hidden |= key_position[None, :] <= query_position[:, None] - kind.window
+        if kind.soft_cap is not None:
+            scores = torch.tanh(scores / kind.soft_cap) * kind.soft_cap
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if kind.sinks is not None:
+            sinks = kind.sinks.to(precision)[:, None, None].expand(-1, end - begin, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :context]
         out[begin:end] = torch.matmul(weights, values).transpose(0, 1).to(q.dtype)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import reference
+from kernels.kind import PLAIN, AttentionKind
 from kernels.plan import AttentionPlan, DecodeGroup, Division, PrefillItem
 
 
@@ -56,6 +57,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
     *,
+    kind: AttentionKind = PLAIN,
     gather_bytes: int = GATHER_BYTES,
     tile_bytes: int = TILE_BYTES,
 ) -> None:
@@ -73,9 +75,9 @@ def paged_attention(
     pool = kv.view(blocks * kv_heads * 2, block_tokens * head_dim)
     division = plan.division(kv, gather_bytes)
     for group in division.decode:
-        _decode(q, pool, group, division, plan.kv_shape[1], scale, out)
+        _decode(q, pool, group, division, plan.kv_shape[1], scale, out, kind)
     for item in division.prefill:
-        _prefill(q, pool, item, division, plan.kv_shape[1], scale, out, tile_bytes)
+        _prefill(q, pool, item, division, plan.kv_shape[1], scale, out, kind, tile_bytes)
 
 
 def _widen(kv: Tensor, scales: Tensor, plan: AttentionPlan, dtype: torch.dtype) -> Tensor:
@@ -87,7 +89,14 @@ def _widen(kv: Tensor, scales: Tensor, plan: AttentionPlan, dtype: torch.dtype) 
 
 
 def _decode(
-    q: Tensor, pool: Tensor, group: DecodeGroup, division: Division, kv_heads: int, scale: float, out: Tensor
+    q: Tensor,
+    pool: Tensor,
+    group: DecodeGroup,
+    division: Division,
+    kv_heads: int,
+    scale: float,
+    out: Tensor,
+    kind: AttentionKind,
 ) -> None:
     """Attend with one row per sequence."""
     members, (heads, head_dim) = group.members, q.shape[1:]
@@ -97,11 +106,13 @@ def _decode(
     keys, values = gathered.view(2, members * kv_heads, -1, head_dim)
     shape = (members * kv_heads, heads // kv_heads, head_dim)
     queries = (q if group.rows is None else q[group.rows]).reshape(shape)
-    if group.mask is None:
-        scores = torch.bmm(queries, keys.transpose(1, 2)).mul_(scale)
-    else:
+    if group.mask is not None and kind.soft_cap is None:
         scores = torch.baddbmm(group.mask, queries, keys.transpose(1, 2), alpha=scale)
-    weights = torch.softmax(scores, dim=-1)
+    else:
+        scores = kind.capped(torch.bmm(queries, keys.transpose(1, 2)).mul_(scale))
+        if group.mask is not None:
+            scores += group.mask
+    weights = kind.softmax(scores)
     if group.rows is None:
         torch.bmm(weights, values, out=out.view(shape))
     else:
@@ -116,6 +127,7 @@ def _prefill(
     kv_heads: int,
     scale: float,
     out: Tensor,
+    kind: AttentionKind,
     tile_bytes: int,
 ) -> None:
     """Attend with the rows of one sequence, in tiles of rows and key/value heads."""
@@ -128,15 +140,17 @@ def _prefill(
     for begin in range(item.begin, item.end, step):
         rows = min(step, item.end - begin)
         seen = item.context - (item.end - begin) + rows
-        later = _later(rows, share, q.dtype)
+        first = 0 if kind.window is None else max(0, seen - rows + 1 - kind.window)
+        later = _unseen(rows, seen - first, share, kind.window, q.dtype)
         tile = q[begin : begin + rows].view(rows, kv_heads, share, head_dim)
         target = out[begin : begin + rows].view(rows, kv_heads, share, head_dim)
         for head in range(0, kv_heads, together):
             some = slice(head, head + together)
             queries = tile[:, some].transpose(0, 1).reshape(-1, rows * share, head_dim)
-            scores = torch.bmm(queries, keys[some, :seen].transpose(1, 2)).mul_(scale)
-            scores[:, :, seen - rows :].add_(later)
-            result = torch.bmm(torch.softmax(scores, dim=-1), values[some, :seen])
+            scores = kind.capped(torch.bmm(queries, keys[some, first:seen].transpose(1, 2)).mul_(scale))
+            scores[:, :, scores.shape[2] - later.shape[1] :].add_(later)
+            weights = kind.softmax(scores, some, rows)
+            result = torch.bmm(weights, values[some, first:seen])
             target[:, some] = result.view(-1, rows, share, head_dim).transpose(0, 1)
 
 
@@ -149,7 +163,14 @@ def _gather(pool: Tensor, index: Tensor, division: Division) -> Tensor:
     return torch.index_select(pool, 0, index, out=buffer)
 
 
-def _later(rows: int, share: int, dtype: torch.dtype) -> Tensor:
-    """Return [rows * share, rows] with -inf where a key comes after the query row."""
-    mask = torch.full((rows, rows), -torch.inf, dtype=dtype).triu_(1)
+def _unseen(rows: int, keys: int, share: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return what hides keys from the last rows of a context: [rows * share, n] with -inf, over the last n keys.
+
+    Row i of `rows` is at the place of key keys - rows + i. Without a window only the last `rows` keys can be hidden.
+    """
+    if window is None:
+        mask = torch.full((rows, rows), -torch.inf, dtype=dtype).triu_(1)
+    else:
+        row, key = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)
+        mask = torch.zeros((rows, keys), dtype=dtype).masked_fill_((key > row) | (key <= row - window), -torch.inf)
     return mask.repeat_interleave(share, 0)

@@ -6,13 +6,13 @@ Nothing from a checkpoint is executed and no pickle is read.
 from moonpool.checkpoint.config import (
     DefaultSampling,
     ModelConfig,
-    RopeScaling,
     config_hash,
     kv_layout,
     resolve_dtype,
 )
 from moonpool.checkpoint.formats import CheckpointReport, inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.checkpoint.resolve import model_name, resolve
+from moonpool.checkpoint.spec import RopeScaling
 from moonpool.checkpoint.tokenizer import Detokenizer, StopWatcher, Tokenizer
 
 __all__ = [

@@ -18,6 +18,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from moonpool.checkpoint.spec import DecoderSpec, FeedForwardSpec, RopeSpec
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.kv.layout import QUANTISED, KVLayout
 
@@ -87,22 +88,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How rotary frequencies are changed for a longer context.
-
-    `kind` is "linear" (all frequencies divided by `factor`) or "llama3" (low frequencies divided by `factor`, high
-    ones kept, smooth between; the other fields bound the two regions), or "divisors" (each divided by one of its own).
-    """
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    divisors: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class DefaultSampling:
     """Sampling that the checkpoint's `generation_config.json` suggests; None where it says nothing.
 
@@ -122,34 +107,50 @@ class DefaultSampling:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama family.
+    """A decoder-only transformer: its layers, its sizes, and what its checkpoint says of answers.
 
-    `qkv_bias`, `output_bias` and `mlp_bias` say which projections have one; `qk_norm` that queries and keys are
-    normalised per head before RoPE. `dtype` is the type the weights are declared in. No sequence may be longer than
-    `max_position_embeddings`.
+    `dtype` is the type the weights are declared in. No sequence may be longer than `max_position_embeddings`.
     """
 
     architecture: str
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
+    decoder: DecoderSpec
     max_position_embeddings: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_sampling: DefaultSampling = DefaultSampling()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of the layer that has most."""
+        return max(layer.attention.num_heads for layer in self.decoder.layers)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads that the KV pool holds of each token, in every layer."""
+        return self.decoder.layers[0].attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head in the KV pool."""
+        return self.decoder.layers[0].attention.head_dim
+
+    @property
+    def intermediate_size(self) -> int:
+        """Widest inner states that a token has at a time; of experts, those of all chosen ones."""
+        return max(_inner_width(layer.feed_forward) for layer in self.decoder.layers)
+
+
+def _inner_width(spec: FeedForwardSpec) -> int:
+    experts = spec.experts
+    return spec.inner if experts is None else experts.inner * experts.chosen + experts.shared_inner
 
 
 def config_hash(config: ModelConfig) -> bytes:
@@ -157,10 +158,51 @@ def config_hash(config: ModelConfig) -> bytes:
 
     The declared dtype, the end tokens and the suggested sampling are left out: they change neither KV nor logits.
     """
-    fields = dataclasses.asdict(config)
-    for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling"):
-        del fields[name]
+    fields = _llama_fields(config)
+    if fields is None:
+        fields = dataclasses.asdict(config)
+        for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling"):
+            del fields[name]
+        return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()
+
+
+def _llama_fields(config: ModelConfig) -> dict[str, Any] | None:
+    """Return version 1's fields of a decoder that version 1 can describe: KV that it named keeps its name."""
+    decoder, layer, rope = config.decoder, config.decoder.layers[0], config.decoder.ropes[:1]
+    attention, inner = layer.attention, layer.feed_forward
+    plain = DecoderSpec(decoder.layers, decoder.ropes, layer.norm)
+    if (
+        decoder != plain
+        or decoder.not_plain
+        or not rope
+        or rope[0] != RopeSpec(rope[0].theta, attention.head_dim, rope[0].scaling)
+        or attention.scale != attention.head_dim**-0.5
+        or (rope[0].scaling is not None and rope[0].scaling.kind == "yarn")
+    ):
+        return None
+    scaling = None if rope[0].scaling is None else dataclasses.asdict(rope[0].scaling)
+    if scaling is not None:
+        del scaling["ramp"]
+    return {
+        "architecture": config.architecture,
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_heads": attention.num_heads,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
+        "intermediate_size": inner.inner,
+        "vocab_size": config.vocab_size,
+        "rms_norm_eps": layer.norm.eps,
+        "rope_theta": rope[0].theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": config.max_position_embeddings,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "qkv_bias": attention.qkv_bias,
+        "output_bias": attention.output_bias,
+        "mlp_bias": inner.bias,
+        "qk_norm": attention.qk_norm is not None,
+    }
 
 
 def resolve_dtype(config: ModelConfig, dtype: str = "auto") -> str:
@@ -191,18 +233,23 @@ def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str 
 
 
 def check_shape(config: ModelConfig, source: str) -> None:
-    """Refuse shapes that no weights can have.
+    """Refuse shapes that no weights can have, and KV that differs between layers.
 
     Raises:
         CheckpointError: names `source`.
+        UnsupportedModel: layers differ in the shape of their KV.
     """
-    if config.num_heads % config.num_kv_heads:
-        raise CheckpointError(
-            f"{source}: num_attention_heads ({config.num_heads}) must be a multiple of num_key_value_heads "
-            f"({config.num_kv_heads})"
-        )
-    if config.head_dim % 2:
-        raise CheckpointError(f"{source}: head_dim ({config.head_dim}) must be even")
+    for layer in config.decoder.layers:
+        attention = layer.attention
+        if attention.num_heads % attention.num_kv_heads:
+            raise CheckpointError(
+                f"{source}: num_attention_heads ({attention.num_heads}) must be a multiple of num_key_value_heads "
+                f"({attention.num_kv_heads})"
+            )
+        if attention.head_dim % 2:
+            raise CheckpointError(f"{source}: head_dim ({attention.head_dim}) must be even")
+        if (attention.num_kv_heads, attention.head_dim) != (config.num_kv_heads, config.head_dim):
+            raise UnsupportedModel("head_dim", "layers whose KV has different shapes are not supported")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from moonpool.checkpoint.config import DTYPES, JsonFields, ModelConfig, RopeScaling, TensorInfo, check_shape
+from moonpool.checkpoint.config import DTYPES, JsonFields, ModelConfig, TensorInfo, check_shape
 from moonpool.checkpoint.families import FAMILIES, gguf_family
 from moonpool.checkpoint.families.base import GgufNames, TensorNames
+from moonpool.checkpoint.spec import RopeScaling
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 GGUF_SUFFIX = ".gguf"
@@ -316,24 +317,32 @@ def config_of(file: GgufFile) -> ModelConfig:
     positions = fields.positive(f"{name}.context_length")
     _refuse(fields, name, head_dim, positions)
     tokens = JsonFields(file.metadata, f"{file.path.name}: tokenizer")
+    # The family builds its layers from the keys that config.json would have.
+    common = {
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.positive(f"{name}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _kv_heads(fields, name, heads),
+        "head_dim": head_dim,
+        "intermediate_size": fields.positive(f"{name}.feed_forward_length"),
+        "rms_norm_eps": fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
+        "rope_theta": fields.number(f"{name}.rope.freq_base", 10000.0),
+        "max_position_embeddings": positions,
+    }
+    decoder = family.decoder(family.fields(common, file.path.name))
+    scaling = _rope_scaling(file, fields, name, head_dim)
+    biases = {leaf: f"blk.0.{leaf}.bias" in file.tensors for leaf in ("attn_q", "attn_output", "ffn_up")}
     config = ModelConfig(
         architecture=family.architecture,
         hidden_size=hidden,
-        num_layers=fields.positive(f"{name}.block_count"),
-        num_heads=heads,
-        num_kv_heads=_kv_heads(fields, name, heads),
-        head_dim=head_dim,
-        intermediate_size=fields.positive(f"{name}.feed_forward_length"),
         vocab_size=_vocabulary(file),
-        rms_norm_eps=fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number(f"{name}.rope.freq_base", 10000.0),
-        rope_scaling=_rope_scaling(file, fields, name, head_dim),
+        decoder=replace(decoder, ropes=(replace(decoder.ropes[0], scaling=scaling),)).each(
+            lambda _, layer: layer.with_attention(
+                qkv_bias=biases["attn_q"], output_bias=biases["attn_output"]
+            ).with_feed_forward(bias=biases["ffn_up"])
+        ),
         max_position_embeddings=positions,
         tie_word_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
-        qk_norm=family.qk_norm,
         dtype=_most_common_dtype(file),
         eos_token_ids=_end_tokens(file, tokens),
         bos_token_id=_token_id(tokens, "tokenizer.ggml.bos_token_id"),
@@ -458,7 +467,7 @@ def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str
         raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
     ours: str = getattr(names, known[match["leaf"]])
     if match["layer"] is None:
-        return f"{ours.rpartition('.')[0]}.{match['kind']}", match["leaf"]
+        return f"{ours.removesuffix('.weight')}.{match['kind']}", match["leaf"]
     return f"{names.layer.format(index=match['layer'])}{ours}.{match['kind']}", match["leaf"]
 
 

@@ -19,13 +19,12 @@ from moonpool.checkpoint.config import (
     DefaultSampling,
     JsonFields,
     ModelConfig,
-    RopeScaling,
     TensorInfo,
     check_shape,
     read_json,
 )
 from moonpool.checkpoint.families import family_of
-from moonpool.checkpoint.families.base import ModelFamily
+from moonpool.checkpoint.families.rope import longest
 from moonpool.errors import CheckpointError, UnsupportedModel
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
@@ -115,34 +114,19 @@ def folder_config(folder: Path) -> ModelConfig:
         CheckpointError: the folder has no readable configuration, or a field is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
-    fields = JsonFields(read_json(folder / "config.json"), "config.json")
-    family = family_of(fields.get("architectures"), fields.get("model_type"))
-    _refuse_unsupported(fields)
-    hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
-    layers = fields.positive("num_hidden_layers")
-    positions = fields.positive("max_position_embeddings", family.max_positions)
-    _refuse_sliding_window(fields, family, layers, positions)
-    theta, scaling = _rope(fields, positions)
+    data = read_json(folder / "config.json")
+    family = family_of(data.get("architectures"), data.get("model_type"))
+    inner = data.get(family.inner_config) if family.inner_config else None
+    fields = family.fields(inner if isinstance(inner, Mapping) else data, "config.json")
+    _refuse_quantised(fields)
     generation = _generation_fields(folder)
-    attention_bias = fields.flag("attention_bias", False)
     config = ModelConfig(
         architecture=family.architecture,
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=fields.positive("num_key_value_heads", family.kv_heads or heads, null=heads),
-        head_dim=fields.positive("head_dim", family.head_dim or hidden // heads, null=hidden // heads),
-        intermediate_size=fields.positive("intermediate_size"),
+        hidden_size=fields.positive("hidden_size"),
         vocab_size=fields.positive("vocab_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=theta,
-        rope_scaling=scaling,
-        max_position_embeddings=positions,
+        decoder=family.decoder(fields),
+        max_position_embeddings=longest(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
-        output_bias=attention_bias if family.output_bias is None else family.output_bias,
-        mlp_bias=fields.flag("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias,
-        qk_norm=family.qk_norm,
         dtype=_declared_dtype(fields),
         eos_token_ids=_token_ids(generation, "eos_token_id") or _token_ids(fields, "eos_token_id"),
         bos_token_id=next(iter(_token_ids(generation, "bos_token_id") or _token_ids(fields, "bos_token_id")), None),
@@ -152,8 +136,8 @@ def folder_config(folder: Path) -> ModelConfig:
     return config
 
 
-def _refuse_unsupported(fields: JsonFields) -> None:
-    """Refuse options that would change the result and are not implemented.
+def _refuse_quantised(fields: JsonFields) -> None:
+    """Refuse weights that are stored in a form that cannot be read.
 
     Raises:
         UnsupportedModel: names the key.
@@ -163,34 +147,6 @@ def _refuse_unsupported(fields: JsonFields) -> None:
             method = fields.get(name)
             label = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method
             raise UnsupportedModel(name, f"quantised weights ({label}) are not supported")
-    activation = fields.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedModel("hidden_act", f"activation {activation!r} is not supported, only silu")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel("partial_rotary_factor", "RoPE on a part of each head is not supported")
-
-
-def _refuse_sliding_window(fields: JsonFields, family: ModelFamily, layers: int, positions: int) -> None:
-    """Refuse a sliding window that a layer would use.
-
-    A window that no sequence can outgrow (`>= max_position_embeddings`) changes nothing and is accepted.
-
-    Raises:
-        UnsupportedModel: names the key.
-    """
-    kinds = fields.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
-        other = sorted({str(kind) for kind in kinds if kind != "full_attention"}) if isinstance(kinds, list) else kinds
-        raise UnsupportedModel("layer_types", f"{other} are not supported, only full_attention")
-    if family.window == "none" or (family.window == "flag" and not fields.flag("use_sliding_window", False)):
-        return
-    # transformers: the class default of an absent key is 4096, null switches the window off.
-    window = fields.get("sliding_window", 4096)
-    if window is None or fields.positive("sliding_window", 4096) >= positions:
-        return
-    if family.window == "flag" and (kinds is not None or fields.number("max_window_layers", 28) >= layers):
-        return
-    raise UnsupportedModel("sliding_window", f"attention to the last {window} tokens only is not supported")
 
 
 def folder_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, str | None, Mapping[str, str]]:
@@ -209,38 +165,6 @@ def folder_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, str | None, Ma
     settings_file = folder / "tokenizer_config.json"
     settings = read_json(settings_file) if settings_file.exists() else {}
     return backend, _find_chat_template(folder, settings), _special_tokens(settings)
-
-
-def _rope(fields: JsonFields, positions: int) -> tuple[float, RopeScaling | None]:
-    """Return the base and the scaling, from either spelling; a set `rope_scaling` wins, as in transformers."""
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    raw = fields.get(name) or {}
-    if not isinstance(raw, Mapping):
-        raise CheckpointError(f"config.json: {name} must be an object, not {raw!r}")
-    if any(isinstance(value, Mapping) for value in raw.values()):
-        raise UnsupportedModel(name, "RoPE that differs between layers is not supported")
-    rope = JsonFields(raw, f"config.json: {name}")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"{name}.partial_rotary_factor", "RoPE on a part of each head is not supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if kind == "linear":
-        return theta, RopeScaling("linear", rope.number("factor"))
-    if kind != "llama3":
-        raise UnsupportedModel(f"{name}.rope_type", f"{kind!r} is none of default, linear, llama3")
-    original = fields.positive("original_max_position_embeddings", positions)
-    scaling = RopeScaling(
-        "llama3",
-        rope.number("factor"),
-        rope.number("low_freq_factor"),
-        rope.number("high_freq_factor"),
-        rope.positive("original_max_position_embeddings", original),
-    )
-    if not 0 < scaling.low_freq_factor < scaling.high_freq_factor:
-        raise CheckpointError(f"config.json: {name}.low_freq_factor must be positive and below high_freq_factor")
-    return theta, scaling
 
 
 def _declared_dtype(fields: JsonFields) -> str:

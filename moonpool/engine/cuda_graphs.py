@@ -205,7 +205,7 @@ class DecodeGraphs:
             most_context=shape.context,
         )
         model, memory = self._model, self._memory
-        hidden = model.embed(batch.token_ids) if model.is_first else self._hidden[: shape.rows]
+        hidden = model.embed(batch.token_ids, batch.positions) if model.is_first else self._hidden[: shape.rows]
         begin, end = model.layer_begin, model.layer_end
         return model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
 

@@ -643,7 +643,7 @@ class StageRunner:
         run.hidden = run.hidden.to(self.platform.torch_device)
 
     def _embed(self, run: StepRun) -> None:
-        run.hidden = self.model.embed(run.batch.token_ids)
+        run.hidden = self.model.embed(run.batch.token_ids, run.batch.positions)
 
     def _compute_layers(
         self, first: int, last: int, run: StepRun, signals: StepState | None, progress: Progress | None

@@ -1,4 +1,4 @@
-"""Building blocks of a layer: linear layers, rotary position embeddings, and the weights of one layer.
+"""Building blocks of a layer: linear layers, rotary position embeddings, norms, feed-forward networks.
 
 Where native kernels run, weights are packed for them (`kernels.packed_weights`). Elsewhere oneDNN's packed form is
 used if it can be had. Source of the embeddings: Su et al. 2021 (RoFormer), in the half-split form of transformers'
@@ -8,7 +8,9 @@ used if it can be had. Source of the embeddings: Su et al. 2021 (RoFormer), in t
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from torch.nn import functional
 from kernels import ops
 from kernels.memory import WeightArena
 from kernels.packed_weights import PackedWeights, pack_weights
-from moonpool.checkpoint.config import ModelConfig, RopeScaling
+from moonpool.checkpoint.spec import FeedForwardSpec, NormSpec, RopeScaling, RopeSpec
 
 # Arrangements chosen for many rows turned out best for few rows too.
 _ROWS_HINT = 512
@@ -42,7 +44,9 @@ class Linear:
         self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
         self.panels: PackedWeights | None = pack_weights(weight, bias, gated=gated, arena=arena or WeightArena())
         self._bias = bias
-        self._gated = gated
+        self.gated = gated
+        self.dtype = weight.dtype
+        self.device = weight.device
         self._weight: Tensor | None = None
         self._packed = False
         if self.panels is None:
@@ -61,7 +65,7 @@ class Linear:
         if self.panels is not None:
             return self.panels.product(x, wide=wide, out=out)
         result = self._in_tiles(x) if deterministic else self._product(x)
-        if self._gated:
+        if self.gated:
             result = ops.silu_mul(result)
         return result.float() if wide else result
 
@@ -111,16 +115,17 @@ TABLE = 8192
 
 
 class RopeTable:
-    """Angles for one model in one element type."""
+    """Angles of one table of rotary embeddings in one element type, for `positions` positions at least."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(config).to(device)
+    def __init__(self, rope: RopeSpec, positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rope = rope
+        self._frequencies = inverse_frequencies(rope).to(device)
         self._dtype = dtype
-        kept = self._computed(torch.arange(min(TABLE, config.max_position_embeddings), device=device))
-        self._kept = torch.stack(kept)  # [2, positions, head_dim]: one look-up for both
+        kept = self._computed(torch.arange(min(TABLE, positions), device=device))
+        self._kept = torch.stack(kept)  # [2, positions, width]: one look-up for both
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and *signed* sin for `positions` [T], each [T, head_dim], computed in float32.
+        """Return cos and *signed* sin for `positions` [T], each [T, width], computed in float32.
 
         The first half of sin is negated, as `kernels.ops.rope` wants it.
         """
@@ -131,7 +136,7 @@ class RopeTable:
         return cos, sin
 
     def ahead(self, positions: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cos and signed sin, each [N, head_dim], of `positions` [T] (on a CPU) and of those after them.
+        """Return cos and signed sin, each [N, width], of `positions` [T] (on a CPU) and of those after them.
 
         Row `turns[i]` belongs to `positions[i]`, and as many as `steps` follow it for the next ones; `turns` [T] int64.
         """
@@ -140,22 +145,40 @@ class RopeTable:
         later = positions[:, None] + torch.arange(steps + 1)
         return *self._computed(later.flatten()), torch.arange(len(positions)) * (steps + 1)
 
+    def query_factors(self, positions: Tensor) -> Tensor | None:
+        """Return what queries at `positions` [T] are multiplied with, [T, 1, 1]; None where it is 1."""
+        if self._rope.by_length is None:
+            return None
+        beta, length = self._rope.by_length
+        factors = 1 + beta * torch.log1p(torch.div(positions, length, rounding_mode="floor").float())
+        return factors.to(self._dtype)[:, None, None]
+
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[:, None] * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = angles.cos() * self._rope.magnitude, angles.sin() * self._rope.magnitude
         return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
 
 
-def inverse_frequencies(config: ModelConfig) -> Tensor:
-    """Return the angle per position of each pair of elements, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
-    scaling = config.rope_scaling
+def inverse_frequencies(rope: RopeSpec) -> Tensor:
+    """Return the angle per position of each pair of elements, float32 [width / 2]."""
+    exponents = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
+    frequencies = 1.0 / (rope.theta**exponents)
+    scaling = rope.scaling
     if scaling is None:
         return frequencies
     if scaling.kind == "divisors":
         return frequencies / torch.tensor(scaling.divisors)
-    return frequencies / scaling.factor if scaling.kind == "linear" else _llama3(frequencies, scaling)
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    return (_yarn if scaling.kind == "yarn" else _llama3)(frequencies, scaling)
+
+
+def _yarn(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Keep the frequencies of the ramp's first pairs, divide those of its last ones by `factor`."""
+    low, high = scaling.ramp
+    high = high + 0.001 if low == high else high
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies / scaling.factor * ramp + frequencies * (1 - ramp)
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -171,15 +194,85 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(medium, between, slowed)
 
 
-@dataclass(slots=True)
-class LayerWeights:
-    """Weights of one layer; projections that read the same input are one matrix."""
+class Norm:
+    """A norm with its stored weight [n], or [heads, head_dim] for a norm of each head, and bias."""
 
-    input_norm: Tensor  # [hidden]
-    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None  # [head_dim]
-    output: Linear  # heads * head_dim to hidden
-    post_norm: Tensor  # [hidden]
-    gate_up: Linear  # gated: hidden to intermediate
+    def __init__(self, spec: NormSpec, weight: Tensor | None, bias: Tensor | None = None) -> None:
+        self.spec = spec
+        self.weight = weight
+        self._bias = bias
+        self._wide = None if weight is None else weight.float() + spec.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return sum(part.nbytes for part in (self.weight, self._bias) if part is not None)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the norm of `x` [T, ..., n]; with `residual`, it becomes x + residual first and is what is normed."""
+        if self.spec.plain and x.dim() == 2:
+            assert self.weight is not None
+            return ops.rms_norm(x, self.weight, self.spec.eps, residual=residual)
+        if residual is not None:
+            x = residual.add_(x)
+        shape = (x.shape[-1],)
+        if self.spec.kind == "layer":
+            normed = functional.layer_norm(x.float(), shape, None, None, self.spec.eps)
+        else:
+            normed = functional.rms_norm(x.float(), shape, None, self.spec.eps)
+        if not self.spec.wide and self.spec.kind == "rms":
+            rounded = normed.to(x.dtype)
+            return rounded if self._wide is None else rounded * self._wide.to(x.dtype)
+        if self._wide is not None:
+            normed *= self._wide
+        if self._bias is not None:
+            normed += self._bias.float()
+        return normed.to(x.dtype)
+
+
+@dataclass(slots=True)
+class FeedForward:
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+
+    spec: FeedForwardSpec
+    gate_up: Linear  # hidden to intermediate if the activation is silu, else to gates and ups, or ups alone
     down: Linear  # intermediate to hidden
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return self.gate_up.nbytes + self.down.nbytes
+
+    def __call__(self, x: Tensor, *, deterministic: bool) -> Tensor:
+        """Return the network's output [T, hidden] for `x` [T, hidden]."""
+        inner = self.gate_up(x, deterministic=deterministic)
+        if not self.gate_up.gated:
+            inner = activate(self.spec, inner)
+        return self.down(inner, deterministic=deterministic)
+
+
+def fused_gate(spec: FeedForwardSpec) -> bool:
+    """Whether the product of gates and ups also computes the activation."""
+    return spec.gated and spec.activation == "silu"
+
+
+def activate(spec: FeedForwardSpec, inner: Tensor) -> Tensor:
+    """Return activation(gates) * ups of [T, gates and ups], or activation(ups) of [T, ups]."""
+    if spec.activation == "clamped_swiglu":  # gpt-oss
+        gate, up = inner.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * spec.alpha))
+    function = _ACTIVATIONS[spec.activation]
+    if not spec.gated:
+        return function(inner)
+    gate, up = inner.chunk(2, dim=-1)
+    return function(gate) * up
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}

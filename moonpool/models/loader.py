@@ -7,8 +7,9 @@ dequantised piece by piece, so that no whole tensor exists in float32 beside the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +26,13 @@ from moonpool.checkpoint.config import ModelConfig, TensorInfo
 from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, is_gguf
+from moonpool.checkpoint.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.models.layers import LayerWeights, Linear
+from moonpool.models.experts import Experts
+from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.stage import StageModel
+from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
+from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
 
 _PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
 _GGUF_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
@@ -149,36 +154,42 @@ def load_stage(
     """
     assert 0 <= layer_begin < layer_end <= config.num_layers
     with ExitStack() as stack, torch.inference_mode():
-        reader = _TensorReader(Path(path), dtype, torch.device(device), stack)
+        reader = _TensorReader(
+            Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
+        )
         first, last = layer_begin == 0, layer_end == config.num_layers
-        tied, names = config.tie_word_embeddings, FAMILIES[config.architecture].names
-        outer: dict[str, tuple[int, ...]] = {}
+        tied, outer = config.tie_word_embeddings, outer_tensors(config)
+        wanted = []
         if first or (last and tied):
-            outer[names.embedding] = (config.vocab_size, config.hidden_size)
+            wanted.append("embedding")
+        if first and config.decoder.learnt_positions:
+            wanted.append("positions")
         if last:
-            outer[names.norm] = (config.hidden_size,)
-            if not tied:
-                outer[names.head] = (config.vocab_size, config.hidden_size)
-        for name, shape in outer.items():
-            reader.expect(name, shape)
-        for index in range(layer_begin, layer_end):
-            for name, shape in layer_shapes(config, index).items():
-                reader.expect(name, shape)
+            wanted += [slot for slot in outer if slot.startswith(("norm", "head"))]
+        for slot in wanted:
+            reader.expect(outer[slot])
+        slots = {index: layer_tensors(config, index) for index in range(layer_begin, layer_end)}
+        for parts in slots.values():
+            for part in parts.values():
+                reader.expect(part)
+
+        def read(slot: str) -> Tensor | None:
+            return reader.read(outer[slot]) if slot in wanted else None
+
         arena = WeightArena()
-        norm = reader.read([names.norm]) if last else None
-        embedding: Tensor | PackedWeights | None = None
-        if names.embedding in outer:
-            embedding = reader.read([names.embedding])
+        norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
+        embedding: Tensor | PackedWeights | None = read("embedding")
+        positions = read("positions")
         head = None
         if last:
-            head = Linear(
-                embedding if isinstance(embedding, Tensor) and tied else reader.read([names.head]), arena=arena
-            )
+            weight = embedding if isinstance(embedding, Tensor) and tied else read("head.weight")
+            assert weight is not None
+            head = Linear(weight, read("head.bias"), arena=arena)
             if tied and head.panels is not None:
                 embedding = head.panels  # held once: the arrangement gives rows back
         layers = []
         for index in range(layer_begin, layer_end):
-            layers.append(_read_layer(reader, config, index, arena))
+            layers.append(_LayerReader(reader, config.decoder.layers[index], slots[index], arena).read())
             on_layer(len(layers), layer_end - layer_begin)
         return StageModel(
             config,
@@ -186,6 +197,7 @@ def load_stage(
             layers,
             deterministic=deterministic,
             embedding=embedding if first else None,
+            positions=positions,
             final_norm=norm,
             head=head,
             int8_head=make_int8_head(head.panels, arena)
@@ -194,95 +206,190 @@ def load_stage(
         )
 
 
-def layer_shapes(config: ModelConfig, index: int) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the tensors of layer `index` in a checkpoint."""
-    names = FAMILIES[config.architecture].names
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    q_out, kv_out = config.num_heads * head, config.num_kv_heads * head
-    weights: dict[str, tuple[int, ...]] = {
-        names.input_norm: (hidden,),
-        names.q: (q_out, hidden),
-        names.k: (kv_out, hidden),
-        names.v: (kv_out, hidden),
-        names.output: (hidden, q_out),
-        names.post_norm: (hidden,),
-        names.gate: (inner, hidden),
-        names.up: (inner, hidden),
-        names.down: (hidden, inner),
-    }
-    biases = (
-        (config.qkv_bias, (names.q, names.k, names.v)),
-        (config.output_bias, (names.output,)),
-        (config.mlp_bias, (names.gate, names.up, names.down)),
-    )
-    shapes = {f"{name}.weight": shape for name, shape in weights.items()}
-    shapes |= {f"{name}.bias": weights[name][:1] for there, biased in biases if there for name in biased}
-    if config.qk_norm:
-        shapes |= {f"{names.q_norm}.weight": (head,), f"{names.k_norm}.weight": (head,)}
-    prefix = names.layer.format(index=index)
-    return {f"{prefix}{name}": shape for name, shape in shapes.items()}
+class _LayerReader:
+    """Reads and fuses the tensors of one layer."""
 
+    def __init__(
+        self, reader: _TensorReader, spec: LayerSpec, tensors: Mapping[str, Stored], arena: WeightArena
+    ) -> None:
+        self._reader = reader
+        self._spec = spec
+        self._tensors = tensors
+        self._arena = arena
 
-def _read_layer(reader: _TensorReader, config: ModelConfig, index: int, arena: WeightArena) -> LayerWeights:
-    """Read and fuse the tensors of one layer."""
-    names = FAMILIES[config.architecture].names
-    prefix = names.layer.format(index=index)
+    def read(self) -> LayerWeights:
+        """Return the layer's weights."""
+        spec = self._spec
+        return LayerWeights(
+            spec,
+            self._norm("attention_norm"),
+            self._attention(),
+            self._norm("attention_out_norm"),
+            self._norm("feed_forward_norm"),
+            self._experts(spec.feed_forward.experts)
+            if spec.feed_forward.experts is not None
+            else self._feed_forward("", spec.feed_forward),
+            self._norm("feed_forward_out_norm"),
+        )
 
-    def read(*tensors: str, kind: str = "weight") -> Tensor:
-        return reader.read([f"{prefix}{name}.{kind}" for name in tensors])
+    def _attention(self) -> AttentionWeights | LatentWeights:
+        spec = self._spec.attention
+        if spec.latent is not None:
+            return self._latent(spec, spec.latent)
+        fused = "qkv" if "qkv.weight" in self._tensors else "q k v"
+        return AttentionWeights(
+            self._linear(fused),
+            self._norm("q_norm", spec.qk_norm),
+            self._norm("k_norm", spec.qk_norm),
+            self._linear("output"),
+            self._optional("sinks"),
+        )
 
-    def linear(bias: bool, *tensors: str, gated: bool = False) -> Linear:
-        return Linear(read(*tensors), read(*tensors, kind="bias") if bias else None, gated=gated, arena=arena)
+    def _latent(self, spec: AttentionSpec, latent: LatentSpec) -> LatentWeights:
+        norm = NormSpec(eps=latent.norm_eps)
+        down = latent.q_rank is not None
+        both = self._one("kv_b.weight").view(spec.num_heads, latent.key_width + latent.value_width, latent.kv_rank)
+        return LatentWeights(
+            self._linear("q_a") if down else None,
+            self._norm("q_a_norm", norm),
+            self._linear("q_b"),
+            self._linear("kv_a"),
+            Norm(norm, self._one("kv_a_norm.weight")),
+            both[:, : latent.key_width].contiguous(),
+            both[:, latent.key_width :].transpose(1, 2).contiguous(),
+            self._linear("output"),
+        )
 
-    return LayerWeights(
-        input_norm=read(names.input_norm),
-        qkv=linear(config.qkv_bias, names.q, names.k, names.v),
-        q_norm=read(names.q_norm) if config.qk_norm else None,
-        k_norm=read(names.k_norm) if config.qk_norm else None,
-        output=linear(config.output_bias, names.output),
-        post_norm=read(names.post_norm),
-        gate_up=linear(config.mlp_bias, names.gate, names.up, gated=True),
-        down=linear(config.mlp_bias, names.down),
-    )
+    def _feed_forward(self, prefix: str, spec: FeedForwardSpec) -> FeedForward:
+        """Return the network whose tensors' slots begin with `prefix`."""
+        names = [f"{prefix}{name}" for name in ("gate", "up") if f"{prefix}{name}.weight" in self._tensors]
+        return FeedForward(
+            spec,
+            self._linear(" ".join(names) or f"{prefix}gate_up", gated=fused_gate(spec)),
+            self._linear(f"{prefix}down"),
+        )
+
+    def _experts(self, spec: ExpertsSpec) -> Experts:
+        one = replace(self._spec.feed_forward, inner=spec.inner, bias=spec.bias, experts=None)
+        shared = replace(one, inner=spec.shared_inner, bias=False) if spec.shared_inner else None
+        router_bias, correction = self._optional("router.bias"), self._optional("correction")
+        return Experts(
+            spec,
+            Linear(self._one("router.weight").float(), None if router_bias is None else router_bias.float()),
+            None if correction is None else correction.float(),
+            self._all_experts(one, spec.count)
+            if "experts_down.weight" in self._tensors
+            else [self._feed_forward(f"expert{expert}.", one) for expert in range(spec.count)],
+            None if shared is None else self._feed_forward("shared_", shared),
+            self._linear("shared_weight") if spec.shared_gate else None,
+        )
+
+    def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
+        """Return the experts of a checkpoint that has all of them in one tensor."""
+        parts = [self._optional(f"experts_{name}") for name in ("gate_up.weight", "gate_up.bias", "down.weight")]
+        gate_up, gate_up_bias, down = parts
+        down_bias = self._optional("experts_down.bias")
+        assert gate_up is not None
+        assert down is not None
+        return [
+            FeedForward(
+                spec,
+                Linear(
+                    gate_up[expert],
+                    None if gate_up_bias is None else gate_up_bias[expert],
+                    gated=fused_gate(spec),
+                    arena=self._arena,
+                ),
+                Linear(down[expert], None if down_bias is None else down_bias[expert], arena=self._arena),
+            )
+            for expert in range(count)
+        ]
+
+    def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
+        if name in ("q_norm", "k_norm", "q_a_norm"):
+            there = f"{name}.weight" in self._tensors
+        else:
+            there = getattr(self._spec, name)
+        if not there:
+            return None
+        return Norm(spec or self._spec.norm, self._optional(f"{name}.weight"), self._optional(f"{name}.bias"))
+
+    def _linear(self, names: str, *, gated: bool = False) -> Linear:
+        """Return the projections `names`, which have the same inputs, as one."""
+        slots = names.split()
+        weight = self._reader.read(*(self._tensors[f"{name}.weight"] for name in slots))
+        biased = f"{slots[0]}.bias" in self._tensors
+        bias = self._reader.read(*(self._tensors[f"{name}.bias"] for name in slots)) if biased else None
+        return Linear(weight, bias, gated=gated, arena=self._arena)
+
+    def _one(self, slot: str) -> Tensor:
+        return self._reader.read(self._tensors[slot])
+
+    def _optional(self, slot: str) -> Tensor | None:
+        return self._one(slot) if slot in self._tensors else None
 
 
 class _TensorReader:
     """Checks and reads tensors of one checkpoint; keeps its files open until the exit stack closes."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, stack: ExitStack) -> None:
+    def __init__(self, path: Path, renamed: Mapping[str, str], place: Tensor, stack: ExitStack) -> None:
         self._tensors = tensor_index(path)
         self._stored = stored_tensors(path, stack)
         self._path = path
-        self._dtype = dtype
-        self._device = device
+        self._renamed = renamed
+        self._like = place
 
-    def expect(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless the checkpoint has tensor `name` in this shape and a supported type."""
+    def expect(self, wanted: Stored) -> None:
+        """Raise CheckpointError unless the checkpoint has the tensor in this shape and a supported type."""
+        name = self._name(wanted)
         info = self._tensors.get(name)
         if info is None:
-            raise CheckpointError(f"{self._path}: tensor {name} is missing")
-        if info.shape != shape:
+            raise CheckpointError(f"{self._path}: tensor {wanted.name} is missing")
+        if info.shape != wanted.shape:
             raise CheckpointError(
-                f"{self._path}: tensor {name} has shape {list(info.shape)}, the configuration makes it {list(shape)}"
+                f"{self._path}: tensor {name} has shape {list(info.shape)}, the configuration makes it "
+                f"{list(wanted.shape)}"
             )
         if info.dtype not in self._stored.dtypes:
             known = ", ".join(sorted(self._stored.dtypes))
             raise CheckpointError(f"{self._path}: tensor {name} is stored as {info.dtype}, not {known}")
 
-    def read(self, names: Sequence[str]) -> Tensor:
+    def read(self, *wanted: Stored) -> Tensor:
         """Return the tensors stacked along their first dimension, in this reader's type and on its device."""
-        infos = [self._tensors[name] for name in names]
-        rows = sum(info.shape[0] for info in infos)
-        fused = self._empty((rows, *infos[0].shape[1:]))
+        if len(wanted) == 1 and wanted[0].arrange is not None:
+            return wanted[0].arrange(self._copied(wanted[0])).contiguous()
+        shapes = [part.kept_shape for part in wanted]
+        fused = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         begin = 0
-        for name, info in zip(names, infos, strict=True):
-            self._stored.copy(name, info, fused[begin : begin + info.shape[0]])
-            begin += info.shape[0]
+        for part, shape in zip(wanted, shapes, strict=True):
+            target = fused[begin : begin + shape[0]]
+            if part.arrange is None:
+                self._copy(part, target)
+            else:
+                target.copy_(part.arrange(self._copied(part)))
+            begin += shape[0]
         return fused
+
+    def _copied(self, part: Stored) -> Tensor:
+        out = self._empty(part.shape)
+        self._copy(part, out)
+        return out
+
+    def _copy(self, part: Stored, out: Tensor) -> None:
+        name = self._name(part)
+        self._stored.copy(name, self._tensors[name], out)
+
+    def _name(self, wanted: Stored) -> str:
+        """Return the tensor's name in this checkpoint."""
+        if wanted.name in self._tensors:
+            return wanted.name
+        others = (wanted.name.replace(ours, its) for ours, its in self._renamed.items() if ours in wanted.name)
+        return next((name for name in others if name in self._tensors), wanted.name)
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for a tensor; a large one is dropped as soon as it is arranged, and must leave nothing behind."""
-        nbytes = math.prod(shape) * self._dtype.itemsize
-        if self._device.type != "cpu" or nbytes < LARGE_PAGE:
-            return torch.empty(shape, dtype=self._dtype, device=self._device)
-        return mapped(nbytes).view(self._dtype).view(shape)
+        dtype, device = self._like.dtype, self._like.device
+        nbytes = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or nbytes < LARGE_PAGE:
+            return torch.empty(shape, dtype=dtype, device=device)
+        return mapped(nbytes).view(dtype).view(shape)

@@ -21,7 +21,8 @@ from kernels.plan import AttentionPlan
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import InvalidRequest
 from moonpool.models.batch import PackedBatch, logits_rows
-from moonpool.models.layers import LayerWeights, Linear
+from moonpool.models.layers import FeedForward, Linear
+from moonpool.models.weights import AttentionWeights, LayerWeights
 
 
 class StepSignals(Protocol):
@@ -96,12 +97,13 @@ class NativeLayers:
         self._index = index
         self._weights = list(layers)  # kept alive
         self._layers = (structures.Layer * len(layers))(*map(_layer_structure, layers))
-        first = layers[0].input_norm
+        first, spec = layers[0], layers[0].spec
+        heads = spec.attention
         self.model = structures.Model(
             self._layers,
-            config.hidden_size, config.intermediate_size,
-            TYPES[first.dtype], config.num_heads, config.num_kv_heads, config.head_dim,
-            config.rms_norm_eps, config.head_dim**-0.5,
+            config.hidden_size, spec.feed_forward.inner,
+            TYPES[first.attention.output.dtype], heads.num_heads, heads.num_kv_heads, heads.head_dim,
+            spec.norm.eps, heads.scale,
         )  # fmt: skip
 
     def progress(self) -> Progress:
@@ -152,7 +154,7 @@ class NativeLayers:
 
 def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> NativeLayers | str:
     """Return the layers from `index` on for the native step, or why they run operation by operation."""
-    first = layers[0].input_norm
+    first = layers[0].attention.output
     missing = why_not_native(first.device, first.dtype) or _why_not(config, layers)
     if missing:
         return missing
@@ -163,21 +165,35 @@ def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights
 
 def _why_not(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
     """Return why the native step does not take these layers; "" where it does."""
+    other = config.decoder.not_plain
+    if not other and config.decoder.final_norm != layers[0].spec.norm:
+        other = "another final norm"
+    if other:
+        return f"layers have {other}"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
-    linears = [linear for layer in layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    if any(linear.panels is None for linear in linears):
+    if any(linear.panels is None for layer in layers for linear in _linears(layer)):
         return "a matrix cannot be arranged in panels"
     return ""
 
 
+def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
+    attention, inner = layer.attention, layer.feed_forward
+    assert isinstance(attention, AttentionWeights)
+    assert isinstance(inner, FeedForward)
+    return attention.qkv, attention.output, inner.gate_up, inner.down
+
+
 def _layer_structure(weights: LayerWeights) -> structures.Layer:
     matrices = []
-    for linear in (weights.qkv, weights.output, weights.gate_up, weights.down):
+    for linear in _linears(weights):
         assert linear.panels is not None
         matrices.append(linear.panels.structure)
-    norms = (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm)
-    return structures.Layer(*(None if norm is None else norm.data_ptr() for norm in norms), *matrices)
+    attention = weights.attention
+    assert isinstance(attention, AttentionWeights)
+    norms = (weights.attention_norm, weights.feed_forward_norm, attention.q_norm, attention.k_norm)
+    stored = (None if norm is None else norm.weight for norm in norms)
+    return structures.Layer(*(None if weight is None else weight.data_ptr() for weight in stored), *matrices)
 
 
 def _items_structure(single: Tensor, several: Tensor) -> structures.Items:

@@ -16,10 +16,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
 from moonpool.checkpoint.config import ModelConfig
-from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.formats import load_config
 from moonpool.errors import ConfigError
-from moonpool.models.loader import layer_shapes, torch_dtype
+from moonpool.models.loader import torch_dtype
+from moonpool.models.tensors import layer_tensors, outer_tensors
 
 ModelShape = Mapping[str, Any]
 _LLAMA3_SCALING = {
@@ -232,14 +232,10 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
 
 def _tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return all tensors of the checkpoint."""
-    names = FAMILIES[config.architecture].names
-    shapes: dict[str, tuple[int, ...]] = {names.embedding: (config.vocab_size, config.hidden_size)}
+    slots = [*outer_tensors(config).values()]
     for index in range(config.num_layers):
-        shapes |= layer_shapes(config, index)
-    shapes[names.norm] = (config.hidden_size,)
-    if not config.tie_word_embeddings:
-        shapes[names.head] = (config.vocab_size, config.hidden_size)
-    return shapes
+        slots += layer_tensors(config, index).values()
+    return {slot.name: slot.shape for slot in slots}
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels import choice, ops
-from kernels.attention import paged_attention, write_kv
+from kernels.attention import AttentionKind, paged_attention, write_kv
 from kernels.int8_head import Int8Head
 from kernels.packed_weights import PackedWeights
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
+from moonpool.checkpoint.spec import AttentionSpec
 from moonpool.models.batch import PackedBatch
-from moonpool.models.layers import LayerWeights, Linear, RopeTable
+from moonpool.models.layers import Linear, Norm, RopeTable
 from moonpool.models.native_step import (
     NativeRun,
     Progress,
@@ -32,6 +35,7 @@ from moonpool.models.native_step import (
     make_native_run,
     native_layers,
 )
+from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
 
 InferenceParameters = ParamSpec("InferenceParameters")
 InferenceResult = TypeVar("InferenceResult")
@@ -68,8 +72,9 @@ class StageModel:
         layers: Sequence[LayerWeights],
         *,
         embedding: Tensor | PackedWeights | None,
-        final_norm: Tensor | None,
+        final_norm: Norm | None,
         head: Linear | None,
+        positions: Tensor | None = None,
         int8_head: Int8Head | None = None,
         deterministic: bool = False,
     ) -> None:
@@ -78,14 +83,15 @@ class StageModel:
         self.layer_end = layer_begin + len(layers)
         self.layers = list(layers)
         self.embedding = embedding  # [vocab, hidden], first stage; the head's own panels where the two are tied
-        self.final_norm = final_norm  # [hidden], last stage
+        self.positions = positions  # [positions, hidden], learnt ones, first stage
+        self.final_norm = final_norm  # last stage
         self.head = head  # hidden to vocab, last stage
         self.int8_head = int8_head
-        first = self.layers[0].input_norm
+        first = self.layers[0].attention.output
         self.dtype = first.dtype
         self.device = first.device
-        self._rope = RopeTable(config, self.dtype, self.device)
-        self._scale = config.head_dim**-0.5
+        positions_of_all = config.max_position_embeddings
+        self._ropes = [RopeTable(rope, positions_of_all, self.dtype, self.device) for rope in config.decoder.ropes]
         self.deterministic = deterministic
         self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
         native = native_layers(config, layer_begin, self.layers)
@@ -110,14 +116,13 @@ class StageModel:
     @property
     def weight_bytes(self) -> int:
         """Memory of all weights, bytes, with the int8 head; a tied head counts beside an embedding that is held."""
-        parts = [
+        parts: list[Any] = [
             self.embedding if isinstance(self.embedding, Tensor) else None,
             self.final_norm,
             self.head,
             self.int8_head,
         ]
-        for layer in self.layers:
-            parts += [getattr(layer, name) for name in LayerWeights.__slots__]
+        parts += [self.positions, *self.layers]
         return sum(part.nbytes for part in parts if part is not None)
 
     def progress(self) -> Progress | None:
@@ -125,13 +130,24 @@ class StageModel:
         return None if self._native is None else self._native.progress()
 
     @in_inference_mode
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only."""
+    def embed(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return hidden states [T, hidden] of `token_ids` [T] (int64); first stage only.
+
+        `positions` [T] (int64): of the tokens, for models that learn them.
+        """
         assert self.is_first
         assert self.embedding is not None
+        decoder = self.config.decoder
         if isinstance(self.embedding, PackedWeights):
-            return self.embedding.rows(token_ids)
-        return self.embedding.index_select(0, token_ids)  # torch's embedding takes three times as long for few
+            hidden = self.embedding.rows(token_ids)
+        else:
+            hidden = self.embedding.index_select(0, token_ids)  # torch's embedding takes three times as long for few
+        if decoder.embedding_factor != 1.0:
+            hidden *= torch.tensor(decoder.embedding_factor, dtype=self.dtype)
+        if self.positions is not None:
+            assert positions is not None
+            hidden += self.positions.index_select(0, positions)
+        return hidden
 
     @in_inference_mode
     def run(
@@ -164,7 +180,7 @@ class StageModel:
             assert self.dtype == hidden.dtype
             assert scales is not None or kv.dtype == self.dtype
             assert hidden.is_contiguous()
-            angles, plan = self._angles(batch), self._plan(batch, kv[0])
+            angles, plan = self._angles(batch, 0), self._plan(batch, kv[0], self.layers[0].spec.attention)
             inputs = StepInputs(hidden, batch, angles, plan, kv, scales, last_rows, signals, progress)
             return self._native.run(self._native.step(inputs, first, last)), hidden
         assert progress is None
@@ -184,10 +200,17 @@ class StageModel:
         assert self.final_norm is not None
         assert self.head is not None
         if self._native is not None:
-            normed = self._native.normed(rows, self.final_norm)
+            assert self.final_norm.weight is not None
+            normed = self._native.normed(rows, self.final_norm.weight)
         else:
-            normed = ops.rms_norm(rows, self.final_norm, self.config.rms_norm_eps)
-        return self.head(normed, deterministic=self.deterministic, wide=True, out=out)
+            normed = self.final_norm(rows)
+        logits = self.head(normed, deterministic=self.deterministic, wide=True, out=out)
+        decoder = self.config.decoder
+        if decoder.logits_factor != 1.0:
+            logits *= decoder.logits_factor
+        if decoder.logits_soft_cap is not None:
+            logits.div_(decoder.logits_soft_cap).tanh_().mul_(decoder.logits_soft_cap)
+        return logits
 
     @in_inference_mode
     def native_run(
@@ -212,19 +235,20 @@ class StageModel:
             chosen: Address of each sequence's token in each step, int32.
             out: Logits of the step before, of which the memory may be used.
         """
-        if self._native is None or not (self.is_first and self.is_last):
+        if self._native is None or not (self.is_first and self.is_last) or self._factors:
             return None
         assert self.final_norm is not None
+        assert self.final_norm.weight is not None
         assert self.head is not None
         assert self.embedding is not None
         hidden = torch.empty(batch.num_tokens, self.config.hidden_size, dtype=self.dtype)
-        cos, sin, turns = self._rope.ahead(batch.positions, steps)
+        cos, sin, turns = self._ropes[0].ahead(batch.positions, steps)
         angles = torch.empty(2, batch.num_tokens, self.config.head_dim, dtype=self.dtype)
-        plan = self._plan(batch, kv[0])
+        plan = self._plan(batch, kv[0], self.layers[0].spec.attention)
         inputs = StepInputs(hidden, batch, (angles[0], angles[1]), plan, kv, scales, signals=signals)
         step = self._native.step(inputs, self.layer_begin, self.layer_end)
         parts = RunInputs(
-            step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm, self.head, self.int8_head
+            step, hidden, angles, cos, sin, turns, self.embedding, self.final_norm.weight, self.head, self.int8_head
         )
         return make_native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
 
@@ -232,59 +256,161 @@ class StageModel:
         self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None
     ) -> Tensor:
         """Run all layers of this stage, `kv` and `scales` as for `run`. Embeds on the first stage."""
-        hidden = self.embed(hidden_or_tokens) if self.is_first else hidden_or_tokens
+        hidden = self.embed(hidden_or_tokens, batch.positions) if self.is_first else hidden_or_tokens
         return self.run(hidden, batch, kv, self.layer_begin, self.layer_end, scales=scales)[1]
+
+    @property
+    def _factors(self) -> bool:
+        """Whether embeddings or logits are changed, which native runs do not do."""
+        decoder = self.config.decoder
+        return decoder.embedding_factor != 1.0 or decoder.logits_factor != 1.0 or decoder.logits_soft_cap is not None
 
     def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None) -> Tensor:
         """Run layer `index` in torch; `kv` [blocks, kv_heads, 2, block_tokens, head_dim] is its own part."""
         weights = self.layers[index - self.layer_begin]
-        eps = self.config.rms_norm_eps
-        normed = ops.rms_norm(hidden, weights.input_norm, eps)
-        attended = self._attention(weights, normed, batch, kv, scales)
-        projected = weights.output(attended, deterministic=self.deterministic)
-        normed = ops.rms_norm(projected, weights.post_norm, eps, residual=hidden)  # hidden is the sum from here on
-        inner = weights.gate_up(normed, deterministic=self.deterministic)
-        return weights.down(inner, deterministic=self.deterministic).add_(hidden)
+        spec = weights.spec
+        normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
+        if isinstance(weights.attention, LatentWeights):
+            added = self._latent_attention(weights.attention, spec.attention, normed, batch, kv, scales)
+        else:
+            added = self._attention(weights.attention, spec.attention, normed, batch, kv, scales)
+        if weights.attention_out_norm is not None:
+            added = weights.attention_out_norm(added)
+        if spec.residual_factor != 1.0:
+            added = added * spec.residual_factor
+        if spec.parallel:
+            inner = normed if weights.feed_forward_norm is None else weights.feed_forward_norm(hidden)
+            hidden = hidden + added
+        elif weights.feed_forward_norm is not None:
+            inner = weights.feed_forward_norm(added, residual=hidden)  # hidden is the sum from here on
+        else:
+            inner = hidden.add_(added)
+        added = weights.feed_forward(inner, deterministic=self.deterministic)
+        if weights.feed_forward_out_norm is not None:
+            added = weights.feed_forward_out_norm(added)
+        if spec.residual_factor != 1.0:
+            added = added * spec.residual_factor
+        return added.add_(hidden)
 
     def _attention(
-        self, weights: LayerWeights, normed: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None
+        self,
+        weights: AttentionWeights,
+        spec: AttentionSpec,
+        normed: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
     ) -> Tensor:
-        """Project, rotate, store keys and values, attend: [T, hidden] to [T, heads * head_dim]."""
-        config = self.config
-        tokens, heads, kv_heads = normed.shape[0], config.num_heads, config.num_kv_heads
-        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, heads + 2 * kv_heads, config.head_dim)
+        """Project, rotate, store keys and values, attend, project back: [T, hidden] to [T, hidden]."""
+        tokens, heads, kv_heads = normed.shape[0], spec.num_heads, spec.num_kv_heads
+        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, heads + 2 * kv_heads, spec.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            parts = ((qk[:, :heads], weights.q_norm), (qk[:, heads:], weights.k_norm))
-            normed_parts = [
-                ops.rms_norm(part.reshape(-1, config.head_dim), weight, config.rms_norm_eps).view(part.shape)
-                for part, weight in parts
-            ]
-            qk = torch.cat(normed_parts, dim=1)
-        qk = ops.rope(qk, *self._angles(batch))
-        plan = self._plan(batch, kv)
-        write_kv(qk[:, heads:], v, kv, batch.block_ids, batch.offsets, scales=scales)
-        tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
-        attended = paged_attention(qk[:, :heads], kv, tables, starts, lengths, self._scale, scales=scales, plan=plan)
-        return attended.view(tokens, heads * config.head_dim)
+        if not spec.qk_norm_last:
+            qk = _normed_heads(weights, spec, qk)
+        qk = self._rotated(spec, qk, batch)
+        if spec.qk_norm_last:
+            qk = _normed_heads(weights, spec, qk)
+        attended = self._attended(spec, qk[:, :heads], (qk[:, heads:], v), batch, kv, scales, sinks=weights.sinks)
+        return weights.output(attended.flatten(1), deterministic=self.deterministic)
 
-    def _angles(self, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return RoPE's cos and sin of the batch's positions, computed once per batch."""
-        key = (self.dtype, self.device)
+    def _latent_attention(
+        self,
+        weights: LatentWeights,
+        spec: AttentionSpec,
+        normed: Tensor,
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+    ) -> Tensor:
+        """As `_attention`, over the latent vectors: the pool's one head holds them and the rotated part of the key."""
+        latent, exact = spec.latent, self.deterministic
+        assert latent is not None
+        tokens = normed.shape[0]
+        narrow = normed if weights.q_a is None else weights.q_a(normed, deterministic=exact)
+        if weights.q_a_norm is not None:
+            narrow = weights.q_a_norm(narrow)
+        q = weights.q_b(narrow, deterministic=exact).view(tokens, spec.num_heads, -1)
+        stored = weights.kv_a(normed, deterministic=exact)
+        vector = weights.kv_a_norm(stored[:, : latent.kv_rank].contiguous())[:, None]
+        turned = torch.cat((q[..., latent.key_width :], stored[:, None, latent.kv_rank :]), dim=1)
+        turned = self._rotated(replace(spec, head_dim=latent.rope_width), turned, batch)
+        absorbed = _by_head(q[..., : latent.key_width], weights.to_latent)
+        q = torch.cat((absorbed, turned[:, :-1]), dim=-1)
+        key = torch.cat((vector, turned[:, -1:]), dim=-1)
+        value = functional.pad(vector, (0, latent.rope_width))
+        attended = self._attended(spec, q, (key, value), batch, kv, scales)[..., : latent.kv_rank]
+        return weights.output(_by_head(attended, weights.from_latent).flatten(1), deterministic=exact)
+
+    def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
+        """Return `heads` [T, n, head_dim] with rotary embeddings."""
+        if spec.rope is None:
+            return heads
+        rope, angles = self.config.decoder.ropes[spec.rope], self._angles(batch, spec.rope)
+        if rope.width == spec.head_dim:
+            turned = ops.rope(heads, *angles)
+        else:
+            turned = torch.cat(
+                (ops.rope(heads[..., : rope.width].contiguous(), *angles), heads[..., rope.width :]), dim=-1
+            )
+        return turned
+
+    def _attended(
+        self,
+        spec: AttentionSpec,
+        q: Tensor,
+        stored: tuple[Tensor, Tensor],
+        batch: PackedBatch,
+        kv: Tensor,
+        scales: Tensor | None,
+        *,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store keys and values, and attend: [T, heads, head_dim]."""
+        if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
+            q = q * factors
+        plan = self._plan(batch, kv, spec)
+        write_kv(*stored, kv, batch.block_ids, batch.offsets, scales=scales)
+        tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
+        kind = AttentionKind(spec.window, spec.soft_cap, sinks)
+        return paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
+
+    def _angles(self, batch: PackedBatch, rope: int) -> tuple[Tensor, Tensor]:
+        """Return RoPE's cos and sin of the batch's positions, computed once per batch and table."""
+        key = (self.dtype, self.device, rope)
         if key not in batch.angles:
-            batch.angles[key] = self._rope.angles(batch.positions)
+            batch.angles[key] = self._ropes[rope].angles(batch.positions)
         return batch.angles[key]
 
-    def _plan(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
-        """Return the attention plan of the batch, made once per batch and shape of the pool."""
-        key = (kv.shape, self.config.num_heads, kv.dtype, kv.device, self.deterministic)
+    def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
+        """Return the attention plan of the batch, made once per batch, shape of the pool and window."""
+        key = (kv.shape, spec.num_heads, spec.window, kv.dtype, kv.device, self.deterministic)
         if key not in batch.plans:
-            batch.plans[key] = self._planned(batch, kv)
+            batch.plans[key] = self._planned(batch, kv, spec.window)
         return batch.plans[key]
 
-    def _planned(self, batch: PackedBatch, kv: Tensor) -> AttentionPlan:
+    def _planned(self, batch: PackedBatch, kv: Tensor, window: int | None) -> AttentionPlan:
         # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
             return plan_of_shapes(kv, batch.num_tokens, batch.most_context, deterministic=self.deterministic)
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
-        return make_plan(kv, tables, starts, lengths, deterministic=self.deterministic)
+        return make_plan(kv, tables, starts, lengths, deterministic=self.deterministic, window=window)
+
+
+def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:
+    """Return queries and keys [T, heads + kv_heads, head_dim] with their norms."""
+    if weights.q_norm is None or weights.k_norm is None:
+        return qk
+    parts = []
+    for part, norm in ((qk[:, : spec.num_heads], weights.q_norm), (qk[:, spec.num_heads :], weights.k_norm)):
+        if spec.qk_norm_over == "all":
+            parts.append(norm(part.flatten(1)).view(part.shape))
+        elif spec.qk_norm_over == "heads":
+            parts.append(norm(part))
+        else:
+            parts.append(norm(part.reshape(-1, spec.head_dim)).view(part.shape))
+    return torch.cat(parts, dim=1)
+
+
+def _by_head(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return rows [T, heads, n] by weight [heads, n, m]: [T, heads, m]."""
+    return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)

@@ -2,18 +2,90 @@
 
 from collections.abc import Mapping
 
+from moonpool.checkpoint.families.arcee import ARCEE
 from moonpool.checkpoint.families.base import ModelFamily
+from moonpool.checkpoint.families.cohere import COHERE, COHERE2
+from moonpool.checkpoint.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from moonpool.checkpoint.families.dots1 import DOTS1
+from moonpool.checkpoint.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
+from moonpool.checkpoint.families.exaone4 import EXAONE4
+from moonpool.checkpoint.families.falcon import FALCON
+from moonpool.checkpoint.families.gemma import GEMMA, GEMMA2, GEMMA3
+from moonpool.checkpoint.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
+from moonpool.checkpoint.families.gpt2 import GPT2
+from moonpool.checkpoint.families.gpt_neox import GPT_NEOX
+from moonpool.checkpoint.families.gpt_oss import GPT_OSS
+from moonpool.checkpoint.families.granite import GRANITE, GRANITE_MOE
+from moonpool.checkpoint.families.helium import HELIUM
+from moonpool.checkpoint.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from moonpool.checkpoint.families.llama import LLAMA
-from moonpool.checkpoint.families.mistral import MISTRAL
-from moonpool.checkpoint.families.qwen2 import QWEN2
-from moonpool.checkpoint.families.qwen3 import QWEN3
+from moonpool.checkpoint.families.minimax_m2 import MINIMAX_M2
+from moonpool.checkpoint.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
+from moonpool.checkpoint.families.mixtral import MIXTRAL
+from moonpool.checkpoint.families.nemotron import NEMOTRON
+from moonpool.checkpoint.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
+from moonpool.checkpoint.families.phi import PHI, PHI3
+from moonpool.checkpoint.families.qwen2 import QWEN2, QWEN2_MOE
+from moonpool.checkpoint.families.qwen3 import QWEN3, QWEN3_MOE
+from moonpool.checkpoint.families.seed_oss import SEED_OSS
+from moonpool.checkpoint.families.smollm3 import SMOLLM3
+from moonpool.checkpoint.families.stablelm import STABLELM
+from moonpool.checkpoint.families.starcoder2 import STARCODER2
 from moonpool.errors import UnsupportedModel
 
-FAMILIES: Mapping[str, ModelFamily] = {it.architecture: it for it in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+_ALL = (
+    ARCEE,
+    COHERE,
+    COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DOTS1,
+    ERNIE4_5,
+    ERNIE4_5_MOE,
+    EXAONE4,
+    FALCON,
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GLM4,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GPT2,
+    GPT_NEOX,
+    GPT_OSS,
+    GRANITE,
+    GRANITE_MOE,
+    HELIUM,
+    HUNYUAN,
+    HUNYUAN_MOE,
+    LLAMA,
+    MINIMAX_M2,
+    MISTRAL,
+    MINISTRAL,
+    MINISTRAL3,
+    MIXTRAL,
+    NEMOTRON,
+    OLMO,
+    OLMO2,
+    OLMO3,
+    OLMOE,
+    PHI,
+    PHI3,
+    QWEN2,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_MOE,
+    SEED_OSS,
+    SMOLLM3,
+    STABLELM,
+    STARCODER2,
+)
+FAMILIES: Mapping[str, ModelFamily] = {name: it for it in _ALL for name in (it.architecture, *it.other_architectures)}
 """By architecture, as config.json names it."""
 
-_BY_MODEL_TYPE = {it.model_type: it for it in FAMILIES.values()}
-_BY_GGUF = {it.gguf.architecture: it for it in FAMILIES.values() if it.gguf is not None}
+_BY_MODEL_TYPE = {it.model_type: it for it in _ALL}
+_BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None}
 
 
 def family_of(declared: object, model_type: object) -> ModelFamily:

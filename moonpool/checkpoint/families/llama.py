@@ -1,10 +1,11 @@
 """Llama, and models that were converted to its architecture."""
 
-from moonpool.checkpoint.families.base import GgufNames, ModelFamily
+from moonpool.checkpoint.families.base import GgufNames, ModelFamily, llama_decoder
 
 LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
     model_type="llama",
-    max_positions=2048,
+    decoder=llama_decoder,
+    defaults={"max_position_embeddings": 2048},
     gguf=GgufNames(architecture="llama", paired_rows=True),
 )

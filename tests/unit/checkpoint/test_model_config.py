@@ -9,6 +9,7 @@ import pytest
 
 from moonpool.checkpoint import (
     DefaultSampling,
+    ModelConfig,
     RopeScaling,
     config_hash,
     kv_layout,
@@ -29,6 +30,27 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 
 
+def facts(config: ModelConfig) -> dict[str, Any]:
+    """What the first and the last layer have, in words."""
+    first, last, rope = config.decoder.layers[0], config.decoder.layers[-1], config.decoder.ropes[0]
+    return {
+        "architecture": config.architecture,
+        "dtype": config.dtype,
+        "num_kv_heads": first.attention.num_kv_heads,
+        "head_dim": first.attention.head_dim,
+        "qkv_bias": first.attention.qkv_bias,
+        "output_bias": first.attention.output_bias,
+        "qk_norm": first.attention.qk_norm is not None,
+        "mlp_bias": first.feed_forward.bias,
+        "activation": first.feed_forward.activation,
+        "windows": (first.attention.window, last.attention.window),
+        "rope_theta": rope.theta,
+        "rope_width": rope.width,
+        "rope_scaling": rope.scaling,
+        "positions": config.max_position_embeddings,
+    }
+
+
 def test_llama(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path))
     assert (config.architecture, config.num_layers, config.num_heads, config.num_kv_heads) == (
@@ -38,9 +60,11 @@ def test_llama(tmp_path: Path) -> None:
         2,
     )
     assert (config.head_dim, config.dtype, config.eos_token_ids, config.bos_token_id) == (16, "bfloat16", (1,), 0)
-    assert not config.qkv_bias
-    assert not config.qk_norm
-    assert config.rope_scaling is None
+    described = facts(config)
+    assert not described["qkv_bias"]
+    assert not described["qk_norm"]
+    assert described["rope_scaling"] is None
+    assert config.decoder.not_plain == ""
 
 
 @pytest.mark.parametrize(
@@ -53,8 +77,31 @@ def test_llama(tmp_path: Path) -> None:
         ({"head_dim": None}, {"head_dim": 16}),
         ({"architectures": ...}, {"architecture": "LlamaForCausalLM"}),
         ({**MISTRAL, "sliding_window": None}, {"architecture": "MistralForCausalLM", "qkv_bias": False}),
-        ({**MISTRAL, "sliding_window": 4096}, {"architecture": "MistralForCausalLM"}),
-        ({**MISTRAL}, {"architecture": "MistralForCausalLM"}),
+        ({**MISTRAL, "sliding_window": 4096}, {"windows": (None, None)}),
+        ({**MISTRAL}, {"windows": (None, None)}),
+        ({**MISTRAL, "sliding_window": 1024}, {"windows": (1024, 1024)}),
+        ({**MISTRAL, "max_position_embeddings": 8192}, {"windows": (4096, 4096)}),
+        (
+            {**QWEN2, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1},
+            {"windows": (None, 100)},
+        ),
+        (
+            {**QWEN3, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0},
+            {"windows": (100, 100)},
+        ),
+        ({**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}, {"windows": (None, None)}),
+        ({"hidden_act": "gelu"}, {"activation": "gelu"}),
+        ({"partial_rotary_factor": 0.5}, {"rope_width": 8}),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, {"rope_scaling": None}),
+        (
+            {
+                "architectures": ["Phi3ForCausalLM"],
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 64,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8},
+            },
+            {"rope_scaling": RopeScaling("divisors", 1.0, divisors=(1.5,) * 8), "positions": 64},
+        ),
         ({**QWEN2}, {"qkv_bias": True, "output_bias": False}),
         ({**QWEN2, "use_sliding_window": False, "sliding_window": 100}, {"qkv_bias": True}),
         ({**QWEN2, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 2}, {"qkv_bias": True}),
@@ -79,27 +126,24 @@ def test_llama(tmp_path: Path) -> None:
 )
 def test_spellings_and_defaults(changed: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, **changed))
-    assert {name: getattr(config, name) for name in expected} == expected
+    described = facts(config)
+    assert {name: described[name] for name in expected} == expected
 
 
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
-        ("architectures", {"architectures": ["MixtralForCausalLM"]}),
+        ("architectures", {"architectures": ["MambaForCausalLM"]}),
         ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
         ("architectures", {"architectures": []}),
-        ("model_type", {"architectures": ..., "model_type": "gpt2"}),
+        ("model_type", {"architectures": ..., "model_type": "mamba"}),
         ("quantization_config", {"quantization_config": {"quant_method": "gptq", "bits": 4}}),
-        ("hidden_act", {"hidden_act": "gelu"}),
-        ("partial_rotary_factor", {"partial_rotary_factor": 0.5}),
-        ("sliding_window", {**MISTRAL, "sliding_window": 1024}),
-        ("sliding_window", {**MISTRAL, "max_position_embeddings": 8192}),
-        ("sliding_window", {**QWEN2, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1}),
-        ("sliding_window", {**QWEN3, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 0}),
-        ("layer_types", {**QWEN3, "layer_types": ["full_attention", "sliding_attention"]}),
-        ("rope_scaling.rope_type", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
-        ("rope_scaling.rope_type", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}),
-        ("rope_parameters.rope_type", {"rope_parameters": {"rope_type": "longrope"}}),
+        ("hidden_act", {"hidden_act": "xielu"}),
+        ("layer_types", {**MISTRAL, "layer_types": ["full_attention", "linear_attention"]}),
+        ("rope_scaling.rope_type", {"rope_scaling": {"type": "proportional", "factor": 4.0}}),
+        ("clip_qkv", {"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}),
+        ("alibi", {"architectures": ["FalconForCausalLM"], "alibi": True}),
+        ("topk_method", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32, "topk_method": "other"}),
         ("rope_parameters", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
         ("torch_dtype", {"torch_dtype": "float8_e4m3fn"}),
     ],
@@ -121,6 +165,8 @@ def test_unsupported_is_refused_by_name(field: str, changed: dict[str, Any], tmp
         ("eos_token_id", {"eos_token_id": "x"}),
         ("rms_norm_eps must be a number", {"rms_norm_eps": True}),
         ("rope_scaling: factor is missing", {"rope_scaling": {"rope_type": "llama3"}}),
+        ("short_factor must be a list of 8 numbers", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}),
+        ("layer_types must be a list of 2 kinds", {**MISTRAL, "layer_types": ["full_attention"]}),
     ],
 )
 def test_malformed_is_named(words: str, changed: dict[str, Any], tmp_path: Path) -> None:
@@ -154,8 +200,45 @@ def test_hash_follows_the_arithmetic(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path))
     assert config_hash(config).hex() == "c50f431a9b8575e28439d328ac896d54427d14e8cb16613a4d5800f5ab889ed6"
     assert config_hash(replace(config, dtype="float32", eos_token_ids=(9,))) == config_hash(config)
-    for changed in ({"rope_theta": 1.0}, {"qk_norm": True}, {"rope_scaling": RopeScaling("linear", 2.0)}):
-        assert config_hash(replace(config, **changed)) != config_hash(config)
+    rope = config.decoder.ropes[0]
+    decoders = [
+        replace(config.decoder, ropes=(replace(rope, theta=1.0),)),
+        replace(config.decoder, ropes=(replace(rope, scaling=RopeScaling("linear", 2.0)),)),
+        replace(config.decoder, ropes=(replace(rope, magnitude=1.1),)),
+        replace(config.decoder, logits_factor=2.0),
+        config.decoder.each(lambda _, layer: layer.with_attention(qk_norm=layer.norm)),
+        config.decoder.each(lambda _, layer: layer.with_attention(window=64)),
+        config.decoder.each(lambda index, layer: layer.with_attention(window=64) if index else layer),
+        config.decoder.each(lambda _, layer: layer.with_feed_forward(activation="gelu")),
+    ]
+    hashes = {config_hash(replace(config, decoder=decoder)) for decoder in decoders}
+    assert len(hashes | {config_hash(config)}) == 9
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        (
+            {**QWEN2, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "ab0c19523b3b84d5d01ad0055c137aa3429de6e2346dac9096367e0bb7e6f4ee",
+        ),
+        (
+            {**QWEN3, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            "d591c31099d55965dba8a11933138258769afdd8daa4c2779a4139d21d49572d",
+        ),
+        (
+            {**MISTRAL, "sliding_window": None, "mlp_bias": True},
+            "efaa242e683b47961f279200b7149df75ba4fe545b1c46a2d9a5936fac07af10",
+        ),
+        (
+            {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+            "83b40e5996ba15677b3cb324d05aa80d563665a11030e52cf69c56834e9ce7f7",
+        ),
+    ],
+)
+def test_hashes_of_the_first_version_stay(changed: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    """KV that was stored under them is found again."""
+    assert config_hash(load_config(write_config(tmp_path, **changed))).hex() == expected
 
 
 def test_dtype_and_layout(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention import paged_attention
+from kernels.kind import PLAIN, AttentionKind
 
 MODES = ["reference", "torch", "native"]
 
@@ -29,9 +30,10 @@ class Case:
     context_lens: Tensor
     dense: list[Tensor]  # per sequence [2, context, kv_heads, head_dim]
     scale: float = 0.25
+    kind: AttentionKind = PLAIN
 
     def run(self, **changed: Any) -> Tensor:
-        names = ("q", "kv", "block_tables", "query_start", "context_lens", "scale")
+        names = ("q", "kv", "block_tables", "query_start", "context_lens", "scale", "kind")
         return paged_attention(**{name: getattr(self, name) for name in names} | changed)
 
     def exact(self) -> Tensor:
@@ -42,8 +44,15 @@ class Case:
             for row in range(begin, end):
                 seen = keys.shape[0] - (end - 1 - row)
                 q = self.q[row].double().view(keys.shape[1], -1, keys.shape[2])  # [kv_heads, group, head_dim]
-                weights = torch.softmax(torch.einsum("hgd,thd->hgt", q, keys[:seen]) * self.scale, dim=-1)
-                rows.append(torch.einsum("hgt,thd->hgd", weights, values[:seen]).flatten(0, 1))
+                first = 0 if self.kind.window is None else max(0, seen - self.kind.window)
+                scores = torch.einsum("hgd,thd->hgt", q, keys[first:seen]) * self.scale
+                if self.kind.soft_cap is not None:
+                    scores = torch.tanh(scores / self.kind.soft_cap) * self.kind.soft_cap
+                weights = scores.exp()
+                total = weights.sum(-1, keepdim=True)
+                if self.kind.sinks is not None:
+                    total = total + self.kind.sinks.double().view(total.shape).exp()
+                rows.append(torch.einsum("hgt,thd->hgd", weights / total, values[first:seen]).flatten(0, 1))
         return torch.stack(rows)
 
     def check(self, out: Tensor, times: float = 1.0) -> None:

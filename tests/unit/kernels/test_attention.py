@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import torch_ops
 from kernels.attention import selected, write_kv
+from kernels.kind import AttentionKind
 from kernels.plan import make_plan
 from tests.unit.kernels.cases import BATCHES, MODES, make
 
@@ -28,6 +29,53 @@ def test_all_follow_the_formula(
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     case = make(BATCHES[batch], heads=heads[0], kv_heads=heads[1], dtype=dtype)
     case.check(case.run())
+
+
+KINDS = {
+    "window": AttentionKind(window=20),
+    "narrow": AttentionKind(window=1),
+    "soft cap": AttentionKind(soft_cap=1.5),
+    "sinks": AttentionKind(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+    "all": AttentionKind(window=33, soft_cap=1.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_windows_caps_and_sinks(batch: str, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    case = replace(make(BATCHES[batch]), kind=KINDS[kind])
+    case.check(case.run())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_groups_and_tiles_see_the_same_window(kind: str) -> None:
+    case = replace(make(BATCHES["mixed"] + BATCHES["decode"]), kind=KINDS[kind])
+    window = KINDS[kind].window
+    plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens, window=window)
+    out = torch.full_like(case.q, torch.nan)
+    torch_ops.paged_attention(
+        case.q, case.kv, None, plan, case.scale, out, kind=case.kind, gather_bytes=1, tile_bytes=1
+    )
+    case.check(out)
+
+
+def test_blocks_behind_the_window_are_not_read() -> None:
+    """They may hold anything, as if their tokens' KV were gone."""
+    case = replace(make([(1, 100), (3, 90)]), kind=KINDS["window"])
+    expected = case.run()
+    for table, rows, context in zip(case.block_tables, (1, 3), (100, 90), strict=True):
+        case.kv[table[: (context - rows + 1 - 20) // 16].long()] = torch.nan
+    assert torch.equal(case.run(), expected)
+
+
+def test_a_kind_must_belong_to_its_plan() -> None:
+    case = make(BATCHES["mixed"])
+    plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens)
+    for kind in (KINDS["window"], AttentionKind(sinks=torch.zeros(3))):
+        with pytest.raises(ValueError, match="kind"):
+            case.run(kind=kind, plan=plan)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,10 +109,12 @@ def test_any_batch(parts: list[tuple[int, int]], block_tokens: int) -> None:
 def test_groups_and_tiles_do_not_change_the_result() -> None:
     case = make(BATCHES["mixed"] + BATCHES["decode"])
     outs = []
-    for small in ({}, {"gather_bytes": 1, "tile_bytes": 1}):
+    for gather, tile in ((torch_ops.GATHER_BYTES, torch_ops.TILE_BYTES), (1, 1)):
         plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens)
         outs.append(torch.full_like(case.q, torch.nan))
-        torch_ops.paged_attention(case.q, case.kv, None, plan, case.scale, outs[-1], **small)
+        torch_ops.paged_attention(
+            case.q, case.kv, None, plan, case.scale, outs[-1], gather_bytes=gather, tile_bytes=tile
+        )
         case.check(outs[-1])
     torch.testing.assert_close(*outs, rtol=0, atol=1e-6)
 

@@ -18,6 +18,7 @@ from moonpool.checkpoint.formats import tensor_index, weight_files
 from moonpool.checkpoint.gguf import TENSOR_TYPES
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.models.loader import load_stage
+from moonpool.models.weights import AttentionWeights
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.gguf_files import SHAPES, make_folder
 
@@ -104,14 +105,19 @@ def test_a_stage_reads_what_its_folder_has(folders: Callable[[str], Path], tmp_p
     folder = make_folder("llama", tmp_path / "folder", attention_bias=True)
     file = write_gguf("llama", folder, tmp_path / "model.gguf")
     ours, theirs = load_config(file), load_config(folder)
-    assert ours == replace(theirs, rms_norm_eps=ours.rms_norm_eps, default_sampling=ours.default_sampling)
-    assert ours.rms_norm_eps == pytest.approx(theirs.rms_norm_eps, rel=1e-6)
+    eps = [its.decoder.final_norm.eps for its in (ours, theirs)]
+    assert eps[0] == pytest.approx(eps[1], rel=1e-6)
+    norm = ours.decoder.final_norm
+    decoder = replace(theirs.decoder, final_norm=norm).each(lambda _, layer: replace(layer, norm=norm))
+    assert ours == replace(theirs, decoder=decoder, default_sampling=ours.default_sampling)
     stages = [load_stage(path, load_config(path), torch.float32, 0, 2) for path in (file, folder)]
     for mine, expected in zip(*(stage.layers for stage in stages), strict=True):
-        assert torch.equal(mine.qkv.dense(), expected.qkv.dense())
-        assert torch.equal(mine.down.dense(), expected.down.dense())
+        assert torch.equal(mine.attention.qkv.dense(), expected.attention.qkv.dense())
+        assert torch.equal(mine.feed_forward.down.dense(), expected.feed_forward.down.dense())
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(stages[0].layers[1].qkv(x), stages[1].layers[1].qkv(x))
+    projected = [stage.layers[1].attention for stage in stages]
+    assert all(isinstance(its, AttentionWeights) for its in projected)
+    assert torch.equal(*(its.qkv(x) for its in projected if isinstance(its, AttentionWeights)))
     assert inspect_checkpoint(file).parameters == inspect_checkpoint(folder).parameters
     assert len({weights_fingerprint(file), weights_fingerprint(folder)}) == 2
 

@@ -42,7 +42,7 @@ def test_stages_have_their_share(folder: Path) -> None:
     assert whole.weight_bytes == first.weight_bytes + last.weight_bytes == inspect_checkpoint(folder).weight_bytes
     stored = load_file(folder / "model.safetensors")
     names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
-    assert torch.equal(last.layers[0].qkv.dense(), torch.cat([stored[name] for name in names]))
+    assert torch.equal(last.layers[0].attention.qkv.dense(), torch.cat([stored[name] for name in names]))
 
 
 @pytest.mark.parametrize("mode", ["", "torch"])
@@ -89,7 +89,7 @@ def test_wrong_tensors_are_named(words: str, tensor: torch.Tensor, folder: Path)
 def test_weights_are_converted(folder: Path) -> None:
     stored = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
     model = load(folder, dtype=torch_dtype("bfloat16"))
-    assert torch.equal(model.layers[0].down.dense(), stored.bfloat16())
+    assert torch.equal(model.layers[0].feed_forward.down.dense(), stored.bfloat16())
     with pytest.raises(UnsupportedModel, match="int8"):
         torch_dtype("int8")
 
@@ -102,7 +102,9 @@ def test_created_checkpoints_are_functions_of_the_seed(folder: Path, tmp_path: P
     assert weights_fingerprint(again) == weights_fingerprint(folder) != weights_fingerprint(other)
     index = json.loads((cut / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
-    assert torch.equal(load(cut).layers[1].gate_up.dense(), load(folder).layers[1].gate_up.dense())
+    assert torch.equal(
+        load(cut).layers[1].feed_forward.gate_up.dense(), load(folder).layers[1].feed_forward.gate_up.dense()
+    )
 
 
 def test_created_tokenizers_give_text_for_every_token(folder: Path) -> None:

@@ -1,0 +1,51 @@
+"""What attention has beside softmax(q k^T * scale) v: a window, a soft cap, sinks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionKind:
+    """How one layer attends.
+
+    Sources: windows, Beltagy et al. 2020; soft caps, Gemma 2 (2024); sinks, gpt-oss (2025).
+    """
+
+    window: int | None = None
+    """Tokens that a query row sees, itself included; None: all before it."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap) before keys are hidden."""
+    sinks: Tensor | None = None
+    """[heads]: a further score of each head, which takes part in the softmax and has no value."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is nothing of the three."""
+        return self.window is None and self.soft_cap is None and self.sinks is None
+
+    def capped(self, scores: Tensor) -> Tensor:
+        """Return `scores`, changed in place, with the soft cap."""
+        if self.soft_cap is None:
+            return scores
+        return scores.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+
+    def softmax(self, scores: Tensor, heads: slice | None = None, repeats: int = 1) -> Tensor:
+        """Return the weights of scores [..., rows, n] over the last dimension.
+
+        `heads`: the KV heads that the first dimension has, whose query heads lie `repeats` times in the rows; None: the
+        first dimension has all KV heads of some sequences, and the rows the query heads of each.
+        """
+        if self.sinks is None:
+            return torch.softmax(scores, dim=-1)
+        if heads is None:
+            sinks = self.sinks.view(-1, scores.shape[1]).repeat(scores.shape[0] * scores.shape[1] // len(self.sinks), 1)
+        else:
+            sinks = self.sinks.view(-1, scores.shape[1] // repeats)[heads].repeat(1, repeats)
+        return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)[..., None]), dim=-1), dim=-1)[..., :-1]
+
+
+PLAIN = AttentionKind()

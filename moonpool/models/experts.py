@@ -1,0 +1,81 @@
+"""A mixture of experts: a router chooses some networks for each token, and their weighted outputs are added.
+
+The router computes in float32. Rows are gathered by expert, so that each chosen expert is one product over its rows;
+a row's outputs are added in the order of experts, whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moonpool.checkpoint.spec import ExpertsSpec
+from moonpool.models.layers import FeedForward, Linear
+
+
+@dataclass(slots=True)
+class Experts:
+    """The experts of one layer."""
+
+    spec: ExpertsSpec
+    router: Linear  # hidden to count, float32
+    correction: Tensor | None  # [count] float32
+    experts: Sequence[FeedForward]
+    shared: FeedForward | None
+    shared_gate: Linear | None  # hidden to 1
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        parts = (self.router, self.correction, *self.experts, self.shared, self.shared_gate)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def __call__(self, x: Tensor, *, deterministic: bool) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs [T, hidden] for `x` [T, hidden]."""
+        weights, chosen = self._route(self.router(x.float(), deterministic=deterministic))
+        out = torch.zeros_like(x)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=self.spec.count).tolist()
+        rows, share = order // self.spec.chosen, weights.flatten()[order, None]
+        begin = 0
+        for expert, count in zip(self.experts, counts, strict=True):
+            if count:
+                its = slice(begin, begin + count)
+                result = expert(x[rows[its]], deterministic=deterministic)
+                out.index_add_(0, rows[its], (result * share[its]).to(x.dtype))
+                begin += count
+        if self.shared is not None:
+            beside = self.shared(x, deterministic=deterministic)
+            if self.shared_gate is not None:
+                beside = beside * torch.sigmoid(self.shared_gate(x, deterministic=deterministic))
+            out += beside
+        return out
+
+    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights, float32, and the indices of each row's experts, both [T, chosen]."""
+        spec = self.spec
+        if spec.scores == "softmax_chosen":
+            best, chosen = logits.topk(spec.chosen, dim=-1)
+            return best.softmax(-1), chosen
+        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+        chosen = self._choose(scores).topk(spec.chosen, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        if spec.normalised:
+            weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
+        return weights * spec.factor, chosen
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """Return what experts are chosen by: corrected scores, -inf in groups that are not looked at."""
+        spec = self.spec
+        if self.correction is not None:
+            scores = scores + self.correction
+        if spec.groups_chosen >= spec.groups:
+            return scores
+        grouped = scores.view(len(scores), spec.groups, -1)
+        best = grouped.topk(spec.group_top, dim=-1).values.sum(-1).topk(spec.groups_chosen, dim=-1).indices
+        closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
+        found: Tensor = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
+        return found

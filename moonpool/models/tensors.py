@@ -1,0 +1,246 @@
+"""Which tensors of a checkpoint each part of a model comes from, and how they lie there.
+
+A slot is what the loader asks for, for example "q.weight"; a `Stored` says where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moonpool.checkpoint.config import ModelConfig
+from moonpool.checkpoint.families import FAMILIES
+from moonpool.checkpoint.families.base import TensorNames
+from moonpool.checkpoint.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
+
+Shape = tuple[int, ...]
+Slots = dict[str, "Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: Shape
+    """As it is stored."""
+    kept_shape: Shape
+    """As the model takes it."""
+    arrange: Callable[[Tensor], Tensor] | None = None
+    """From the one to the other; None: they are the same."""
+
+
+def outer_tensors(config: ModelConfig) -> Slots:
+    """Return the tensors outside layers: embedding, positions, final norm, and a head that is not the embedding."""
+    names, decoder = FAMILIES[config.architecture].names, config.decoder
+    hidden, vocab = config.hidden_size, config.vocab_size
+    slots = {"embedding": _plain(names.embedding, (vocab, hidden))}
+    if decoder.learnt_positions:
+        rows, skipped = (decoder.learnt_positions, hidden), decoder.positions_from
+        kept = (decoder.learnt_positions - skipped, hidden)
+        slots["positions"] = Stored(names.positions, rows, kept, lambda table: table[skipped:])
+    slots |= _norm("norm", names.norm, decoder.final_norm, (hidden,))
+    if not config.tie_word_embeddings:
+        slots["head.weight"] = _plain(names.head, (vocab, hidden))
+    if decoder.head_bias:
+        slots["head.bias"] = _plain(f"{names.head.removesuffix('.weight')}.bias", (vocab,))
+    return slots
+
+
+def layer_tensors(config: ModelConfig, index: int) -> Slots:
+    """Return the tensors of layer `index`, by slot."""
+    names, spec = FAMILIES[config.architecture].names, config.decoder.layers[index]
+    slots: Slots = {}
+    for slot in ("attention_norm", "attention_out_norm", "feed_forward_norm", "feed_forward_out_norm"):
+        if getattr(spec, slot):
+            slots |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
+    rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
+    paired = rope.width if rope is not None and rope.paired else 0
+    if spec.attention.latent is not None:
+        slots |= _latent(names, config, spec.attention, spec.attention.latent, paired)
+    else:
+        slots |= _attention(names, config, spec.attention, paired)
+    slots |= dict(_feed_forward(names, config.hidden_size, spec))
+    prefix = names.layer.format(index=index)
+    return {
+        slot: Stored(f"{prefix}{part.name}", part.shape, part.kept_shape, part.arrange) for slot, part in slots.items()
+    }
+
+
+def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, paired: int) -> Slots:
+    hidden, size = config.hidden_size, spec.head_dim
+    q, kv = spec.num_heads * size, spec.num_kv_heads * size
+    slots: Slots = {}
+    if names.qkv:
+        arrange = partial(_ungrouped, spec) if names.qkv_order == "grouped" else None
+        slots |= _linear(names, "qkv", names.qkv, (q + 2 * kv, hidden), bias=spec.qkv_bias, arrange=arrange)
+        assert not paired
+    else:
+        turn = partial(_unpaired, size, paired) if paired else None
+        for slot, rows, arrange in (("q", q, turn), ("k", kv, turn), ("v", kv, None)):
+            its = getattr(names, slot)
+            slots |= _linear(names, slot, its, (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
+    slots |= _linear(names, "output", names.output, (hidden, q), bias=spec.output_bias)
+    if spec.qk_norm is not None:
+        for slot, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
+            kept = {"head": (size,), "heads": (heads, size), "all": (heads * size,)}[spec.qk_norm_over]
+            norms = _norm(slot, getattr(names, slot), spec.qk_norm, kept)
+            if paired:  # the elements of a head have other places here
+                turn_norm = partial(_unpaired_norm, size, paired)
+                norms = {
+                    name: Stored(part.name, part.shape, part.kept_shape, turn_norm) for name, part in norms.items()
+                }
+            slots |= norms
+    if spec.sinks:
+        slots["sinks"] = _plain(names.sinks, (spec.num_heads,))
+    return slots
+
+
+def _latent(names: TensorNames, config: ModelConfig, spec: AttentionSpec, latent: LatentSpec, paired: int) -> Slots:
+    hidden, heads = config.hidden_size, spec.num_heads
+    width = latent.key_width + latent.rope_width
+    norm = NormSpec(eps=latent.norm_eps)
+    slots: Slots = {}
+    if latent.q_rank is None:
+        slots |= _linear(names, "q_b", names.q, (heads * width, hidden))
+    else:
+        slots |= _linear(names, "q_a", names.q_a, (latent.q_rank, hidden), bias=spec.qkv_bias)
+        slots |= _norm("q_a_norm", names.q_a_norm, norm, (latent.q_rank,))
+        slots |= _linear(names, "q_b", names.q_b, (heads * width, latent.q_rank))
+    slots |= _linear(names, "kv_a", names.kv_a, (latent.kv_rank + latent.rope_width, hidden), bias=spec.qkv_bias)
+    slots |= _norm("kv_a_norm", names.kv_a_norm, norm, (latent.kv_rank,))
+    slots |= _linear(names, "kv_b", names.kv_b, (heads * (latent.key_width + latent.value_width), latent.kv_rank))
+    slots |= _linear(names, "output", names.output, (hidden, heads * latent.value_width), bias=spec.output_bias)
+    if paired:  # the rotated elements are the last ones of a query, and of the latent vector's projection
+        for slot, size in (("q_b", width), ("kv_a", latent.kv_rank + latent.rope_width)):
+            for kind in ("weight", "bias"):
+                if part := slots.get(f"{slot}.{kind}"):
+                    turn = partial(_unpaired, size, paired, first=size - paired)
+                    slots[f"{slot}.{kind}"] = Stored(part.name, part.shape, part.kept_shape, turn)
+    return slots
+
+
+def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec) -> Iterator[tuple[str, Stored]]:
+    spec = layer.feed_forward
+    if spec.experts is not None:
+        yield from _experts(names, hidden, spec, spec.experts).items()
+        return
+    if names.gate_up and spec.gated:
+        yield from _linear(names, "gate_up", names.gate_up, (2 * spec.inner, hidden), bias=spec.bias).items()
+    else:
+        if spec.gated:
+            yield from _linear(names, "gate", names.gate, (spec.inner, hidden), bias=spec.bias).items()
+        yield from _linear(names, "up", names.up, (spec.inner, hidden), bias=spec.bias).items()
+    yield from _linear(names, "down", names.down, (hidden, spec.inner), bias=spec.bias).items()
+
+
+def _experts(names: TensorNames, hidden: int, spec: FeedForwardSpec, experts: ExpertsSpec) -> Slots:
+    slots = _linear(names, "router", names.router, (experts.count, hidden), bias=experts.router_bias)
+    if experts.correction:
+        stored = (1, experts.count) if names.correction_row else (experts.count,)
+        slots["correction"] = Stored(names.correction, stored, (experts.count,), torch.Tensor.flatten)
+    if names.experts_gate_up:
+        slots |= _all_experts(names, hidden, experts)
+    else:
+        for expert in range(experts.count):
+            prefix = names.expert.format(expert=expert)
+            for slot, its, shape in (
+                ("gate", names.expert_gate, (experts.inner, hidden)),
+                ("up", names.expert_up, (experts.inner, hidden)),
+                ("down", names.expert_down, (hidden, experts.inner)),
+            ):
+                slots |= _linear(names, f"expert{expert}.{slot}", f"{prefix}{its}", shape, bias=experts.bias)
+    if experts.shared_inner:
+        slots |= _linear(names, "shared_gate", names.shared_gate, (experts.shared_inner, hidden))
+        slots |= _linear(names, "shared_up", names.shared_up, (experts.shared_inner, hidden))
+        slots |= _linear(names, "shared_down", names.shared_down, (hidden, experts.shared_inner))
+    if experts.shared_gate:
+        slots |= _linear(names, "shared_weight", names.shared_weight, (1, hidden))
+    return slots
+
+
+def _all_experts(names: TensorNames, hidden: int, experts: ExpertsSpec) -> Slots:
+    """Return the experts' tensors where all experts are one: [count, outputs, inputs], or gpt-oss's form."""
+    count, inner = experts.count, experts.inner
+    gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
+    if not experts.bias:
+        return {
+            "experts_gate_up.weight": _plain(names.experts_gate_up, gate_up),
+            "experts_down.weight": _plain(names.experts_down, down),
+        }
+    # gpt-oss: inputs first; gates and ups take turns
+    return {
+        "experts_gate_up.weight": Stored(
+            names.experts_gate_up, (count, hidden, 2 * inner), gate_up, lambda x: _in_turns(x.transpose(1, 2))
+        ),
+        "experts_gate_up.bias": Stored(
+            f"{names.experts_gate_up}_bias", (count, 2 * inner), (count, 2 * inner), _in_turns
+        ),
+        "experts_down.weight": Stored(names.experts_down, (count, inner, hidden), down, lambda x: x.transpose(1, 2)),
+        "experts_down.bias": _plain(f"{names.experts_down}_bias", (count, hidden)),
+    }
+
+
+def _plain(name: str, shape: Shape) -> Stored:
+    return Stored(name, shape, shape)
+
+
+def _linear(
+    names: TensorNames,
+    slot: str,
+    name: str,
+    shape: Shape,
+    *,
+    bias: bool = False,
+    arrange: Callable[[Tensor], Tensor] | None = None,
+) -> Slots:
+    """Return weight and bias of a projection [outputs, inputs]; `arrange` gives its outputs other places."""
+    slots = {f"{slot}.weight": Stored(f"{name}.weight", shape, shape, arrange)}
+    if names.inputs_first:
+        turn: Callable[[Tensor], Tensor] = lambda x: x.t() if arrange is None else arrange(x.t())  # noqa: E731
+        slots = {f"{slot}.weight": Stored(f"{name}.weight", shape[::-1], shape, turn)}
+    if bias:
+        slots[f"{slot}.bias"] = Stored(f"{name}.bias", shape[:1], shape[:1], arrange)
+    return slots
+
+
+def _norm(slot: str, name: str, spec: NormSpec, shape: Shape) -> Slots:
+    slots: Slots = {}
+    if spec.weighted:
+        slots[f"{slot}.weight"] = _plain(f"{name}.weight", shape)
+    if spec.bias:
+        slots[f"{slot}.bias"] = _plain(f"{name}.bias", shape)
+    return slots
+
+
+def _unpaired(size: int, width: int, rows: Tensor, *, first: int = 0) -> Tensor:
+    """Return `rows` [heads * size, ...] with the pairs among elements first .. first + width of a head drawn apart.
+
+    Elements 0, 2, 4, ... of these become their first half and 1, 3, 5, ... their second one.
+    """
+    places = torch.arange(size)
+    turned = places[first : first + width]
+    places[first : first + width] = torch.cat((turned[0::2], turned[1::2]))
+    turned_rows: Tensor = rows.reshape(-1, size, *rows.shape[1:])[:, places.to(rows.device)]
+    return turned_rows.flatten(0, 1)
+
+
+def _unpaired_norm(size: int, width: int, weight: Tensor) -> Tensor:
+    return _unpaired(size, width, weight.reshape(-1)).view(weight.shape)
+
+
+def _ungrouped(spec: AttentionSpec, rows: Tensor) -> Tensor:
+    """Return all of q, then k, then v, of rows that lie by KV head: its queries, its key, its value."""
+    share, size = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    grouped = rows.reshape(spec.num_kv_heads, share + 2, size, *rows.shape[1:])
+    parts = (grouped[:, :share], grouped[:, share : share + 1], grouped[:, share + 1 :])
+    return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def _in_turns(x: Tensor) -> Tensor:
+    """Return gates, then ups, along dimension 1, where they took turns."""
+    return torch.cat((x[:, 0::2], x[:, 1::2]), dim=1)

@@ -1,0 +1,70 @@
+"""The weights of one layer, as the torch path and the native step take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from moonpool.checkpoint.spec import LayerSpec
+from moonpool.models.experts import Experts
+from moonpool.models.layers import FeedForward, Linear, Norm
+
+
+@dataclass(slots=True)
+class AttentionWeights:
+    """Weights of one layer's attention; projections that read the same input are one matrix."""
+
+    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v
+    q_norm: Norm | None
+    k_norm: Norm | None
+    output: Linear  # heads * head_dim to hidden
+    sinks: Tensor | None  # [heads]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return _nbytes(self.qkv, self.q_norm, self.k_norm, self.output, self.sinks)
+
+
+@dataclass(slots=True)
+class LatentWeights:
+    """Weights of multi-head latent attention, `moonpool.checkpoint.spec.LatentSpec`."""
+
+    q_a: Linear | None  # hidden to q_rank
+    q_a_norm: Norm | None
+    q_b: Linear  # q_rank (or hidden) to heads * (key_width + rope_width)
+    kv_a: Linear  # hidden to kv_rank + rope_width
+    kv_a_norm: Norm
+    to_latent: Tensor  # [heads, key_width, kv_rank]: takes queries into the latent space
+    from_latent: Tensor  # [heads, kv_rank, value_width]: takes attention's result out of it
+    output: Linear  # heads * value_width to hidden
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        parts = (self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm, self.to_latent, self.from_latent)
+        return _nbytes(*parts, self.output)
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """Weights of one layer; norms that the layer does not have are None."""
+
+    spec: LayerSpec
+    attention_norm: Norm | None
+    attention: AttentionWeights | LatentWeights
+    attention_out_norm: Norm | None
+    feed_forward_norm: Norm | None
+    feed_forward: FeedForward | Experts
+    feed_forward_out_norm: Norm | None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        return _nbytes(*(getattr(self, name) for name in self.__slots__ if name != "spec"))
+
+
+def _nbytes(*parts: Any) -> int:
+    return sum(part.nbytes for part in parts if part is not None)

@@ -1,0 +1,237 @@
+"""Every family: transformers makes a tiny checkpoint, and greedy float32 tokens are the same.
+
+Prompts are computed whole, and in chunks beside decode steps over two stages; windows are shorter than prompts.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from moonpool.checkpoint.families import FAMILIES
+from tests.unit.models.forward import Runner
+from tests.unit.models.test_parity import assert_greedy
+
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+WINDOW = {"sliding_window": 20}
+HEAD = {"head_dim": 16}
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+GROUPS = {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+FACTORS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ALTERNATING = ["sliding_attention", "full_attention"] * 2
+CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "arcee": ("arcee", HEAD),
+    "cohere": ("cohere", {}),
+    "cohere, norms": ("cohere", {"use_qk_norm": True}),
+    "cohere2": ("cohere2", {**HEAD, **WINDOW}),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, **ROUTED, "head_dim": 8, "first_k_dense_replace": 1}),
+    "deepseek_v2, groups": (
+        "deepseek_v2",
+        {**LATENT, **ROUTED, **GROUPS, "head_dim": 8, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, **ROUTED, **GROUPS}),
+    "deepseek_v3, yarn": (
+        "deepseek_v3",
+        {**LATENT, **ROUTED, **GROUPS, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "dots1": (
+        "dots1",
+        {**HEAD, **ROUTED, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
+    "ernie4_5": ("ernie4_5", HEAD),
+    "ernie4_5_moe": (
+        "ernie4_5_moe",
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_end_index": 3},
+    ),
+    "exaone4": ("exaone4", {**WINDOW, "sliding_window_pattern": 4}),
+    "exaone4, full": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 4}),
+    "falcon": ("falcon", {"num_kv_heads": 1}),
+    "falcon, new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, all heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "gemma": ("gemma", HEAD),
+    "gemma2": (
+        "gemma2",
+        {
+            **HEAD,
+            **WINDOW,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 3.0,
+            "layer_types": ALTERNATING,
+        },
+    ),
+    "gemma3": ("gemma3_text", {**HEAD, **WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}),
+    "glm": ("glm", HEAD),
+    "glm4": ("glm4", HEAD),
+    "glm4_moe": ("glm4_moe", {**HEAD, **ROUTED, **GROUPS, "use_qk_norm": True, "routed_scaling_factor": 1.5}),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        {**LATENT, **ROUTED, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    ),
+    "gpt2": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, serial": ("gpt_neox", {"use_parallel_residual": False}),
+    "gpt_oss": ("gpt_oss", {**HEAD, **WINDOW, **LOCAL, "layer_types": ALTERNATING}),
+    "granite": ("granite", FACTORS),
+    "granitemoe": ("granitemoe", {**FACTORS, **LOCAL}),
+    "helium": ("helium", HEAD),
+    "hunyuan": ("hunyuan_v1_dense", HEAD),
+    "hunyuan, experts": ("hunyuan_v1_moe", {**HEAD, "num_experts": 4, "moe_topk": 2}),
+    "llama": ("llama", {}),
+    "llama, yarn": ("llama", {"rope_scaling": YARN}),
+    "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "minimax_m2": ("minimax_m2", {**HEAD, **LOCAL}),
+    "minimax_m2, half rotated": (
+        "minimax_m2",
+        {
+            **HEAD,
+            **LOCAL,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "ministral": ("ministral", {**HEAD, **WINDOW}),
+    "ministral3": (
+        "ministral3",
+        {**HEAD, "rope_parameters": {**YARN, "rope_theta": 10000.0, "llama_4_scaling_beta": 0.1}},
+    ),
+    "mistral": ("mistral", WINDOW),
+    "mixtral": ("mixtral", LOCAL),
+    "nemotron": ("nemotron", HEAD),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", WINDOW),
+    "olmo3, yarn": ("olmo3", {**WINDOW, "rope_scaling": YARN}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "phi": ("phi", {"num_key_value_heads": 4}),
+    "phi3": ("phi3", WINDOW),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 2.0],
+                "long_factor": [2.0] * 8,
+            },
+        },
+    ),
+    "phi4 mini": ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {**WINDOW, "use_sliding_window": True, "max_window_layers": 2}),
+    "qwen2_moe": (
+        "qwen2_moe",
+        {
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "qwen3": ("qwen3", HEAD),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {**HEAD, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "seed_oss": ("seed_oss", HEAD),
+    "smollm3": ("smollm3", {}),
+    "stablelm": ("stablelm", {}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "starcoder2": ("starcoder2", WINDOW),
+}
+LENGTHS, NEW = (5, 33, 80), 12
+
+
+@torch.no_grad()
+def reference(model_type: str, changed: Mapping[str, Any]) -> transformers.PreTrainedModel:
+    """A model with weights drawn from one seed: norms and biases differ from 1 and 0, so that each is seen."""
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, **changed})
+    model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
+    model.train(False)
+    generator = torch.Generator().manual_seed(6)
+    for name, weight in (*model.named_parameters(), *model.named_buffers()):
+        drawn = torch.randn(weight.shape, generator=generator)
+        if "correction" in name:
+            weight.copy_(drawn * 0.1)
+        elif "inv_freq" in name or "embed_scale" in name:
+            continue
+        elif "norm" in name or "ln_" in name or "sinks" in name:
+            weight.add_(drawn * (0.2 if name.endswith("weight") or "sinks" in name else 0.05))
+        elif name.endswith("bias"):
+            weight.copy_(drawn * 0.1)
+        elif any(word in name for word in ("embed", "wte", "wpe")):
+            weight.copy_(drawn * (0.06 if config.tie_word_embeddings else 0.5))
+        else:
+            weight.copy_(drawn * 1.2 / weight.shape[-1] ** 0.5)
+    return model
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = reference(*CASES[case])
+    model.save_pretrained(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in LENGTHS]
+    whole = Runner(tmp_path, torch.float32).generate(prompts, NEW, chunk=1000, budget=1000)
+    chunked = Runner(tmp_path, torch.float32, borders=(1,)).generate(prompts, NEW, chunk=16, budget=40)
+    for prompt, output, other in zip(prompts, whole, chunked, strict=True):
+        assert_greedy(model, prompt, output)
+        assert_greedy(model, prompt, other)
+
+
+def test_every_family_has_a_case() -> None:
+    assert {family.model_type for family in FAMILIES.values()} == {model_type for model_type, _ in CASES.values()}
+
+
+@pytest.mark.parametrize("family", {family.model_type: family for family in FAMILIES.values()}.values())
+def test_absent_keys_have_the_defaults_of_transformers(family: Any) -> None:
+    theirs = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    rope = theirs.get("rope_parameters") or {}
+    for key, value in family.defaults.items():
+        if key in ("rope_theta", "partial_rotary_factor"):
+            found = theirs.get(key, rope.get(key, rope.get("full_attention", {}).get(key)))
+        elif key in DIFFERENT.get(family.model_type, ()):
+            continue
+        else:
+            found = theirs.get(key)
+        assert found == value or (isinstance(value, dict) and value.items() <= found.items()), key
+
+
+DIFFERENT: Mapping[str, tuple[str, ...]] = {
+    # Set to null where `use_sliding_window` is not set: the default shows where it is.
+    "qwen2": ("sliding_window",),
+    "qwen2_moe": ("sliding_window",),
+    "qwen3": ("sliding_window",),
+    "qwen3_moe": ("sliding_window",),
+    # -1 stands for the last layer, which the class works out.
+    "ernie4_5_moe": ("moe_layer_end_index",),
+}
