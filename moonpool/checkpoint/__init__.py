@@ -12,8 +12,8 @@ from moonpool.checkpoint.config import (
 )
 from moonpool.checkpoint.formats import CheckpointReport, inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.checkpoint.resolve import model_name, resolve
-from moonpool.checkpoint.spec import RopeScaling
 from moonpool.checkpoint.tokenizer import Detokenizer, StopWatcher, Tokenizer
+from moonpool.families.spec import RopeScaling
 
 __all__ = [
     "CheckpointReport",

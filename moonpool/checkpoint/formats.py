@@ -8,10 +8,10 @@ from pathlib import Path
 from blake3 import blake3
 
 from moonpool.checkpoint.config import ModelConfig, TensorInfo, config_hash, kv_layout, resolve_dtype
-from moonpool.checkpoint.families import FAMILIES
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
 from moonpool.errors import CheckpointError, InvalidRequest
+from moonpool.families import FAMILIES
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
 

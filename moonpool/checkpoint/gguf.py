@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from moonpool.checkpoint.config import DTYPES, JsonFields, ModelConfig, TensorInfo, check_shape
-from moonpool.checkpoint.families import FAMILIES, gguf_family
-from moonpool.checkpoint.families.base import GgufNames, TensorNames
-from moonpool.checkpoint.spec import RopeScaling
+from moonpool.checkpoint.config import DTYPES, ModelConfig, TensorInfo, check_shape
 from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.families import FAMILIES, gguf_family
+from moonpool.families.base import GgufNames, TensorNames
+from moonpool.families.fields import JsonFields
+from moonpool.families.spec import RopeScaling
 
 GGUF_SUFFIX = ".gguf"
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")

@@ -17,15 +17,14 @@ import tokenizers
 from moonpool.checkpoint.config import (
     DTYPES,
     DefaultSampling,
-    JsonFields,
     ModelConfig,
     TensorInfo,
     check_shape,
-    read_json,
 )
-from moonpool.checkpoint.families import family_of
-from moonpool.checkpoint.families.rope import longest
 from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.families import family_of
+from moonpool.families.fields import JsonFields, read_json
+from moonpool.families.rope import longest
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
 _INDEX = "model.safetensors.index.json"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moonpool.checkpoint.spec import ExpertsSpec
+from moonpool.families.spec import ExpertsSpec
 from moonpool.models.layers import FeedForward, Linear
 
 

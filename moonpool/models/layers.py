@@ -19,7 +19,7 @@ from torch.nn import functional
 from kernels import ops
 from kernels.memory import WeightArena
 from kernels.packed_weights import PackedWeights, pack_weights
-from moonpool.checkpoint.spec import FeedForwardSpec, NormSpec, RopeScaling, RopeSpec
+from moonpool.families.spec import FeedForwardSpec, NormSpec, RopeScaling, RopeSpec
 
 # Arrangements chosen for many rows turned out best for few rows too.
 _ROWS_HINT = 512

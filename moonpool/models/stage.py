@@ -23,7 +23,7 @@ from kernels.int8_head import Int8Head
 from kernels.packed_weights import PackedWeights
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
-from moonpool.checkpoint.spec import AttentionSpec
+from moonpool.families.spec import AttentionSpec
 from moonpool.models.batch import PackedBatch
 from moonpool.models.layers import Linear, Norm, RopeTable
 from moonpool.models.native_step import (

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint.config import ModelConfig
-from moonpool.checkpoint.families import FAMILIES
-from moonpool.checkpoint.families.base import TensorNames
-from moonpool.checkpoint.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
+from moonpool.families import FAMILIES
+from moonpool.families.base import TensorNames
+from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
 
 Shape = tuple[int, ...]
 Slots = dict[str, "Stored"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moonpool.checkpoint.spec import LayerSpec
+from moonpool.families.spec import LayerSpec
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm
 
@@ -30,7 +30,7 @@ class AttentionWeights:
 
 @dataclass(slots=True)
 class LatentWeights:
-    """Weights of multi-head latent attention, `moonpool.checkpoint.spec.LatentSpec`."""
+    """Weights of multi-head latent attention, `moonpool.families.spec.LatentSpec`."""
 
     q_a: Linear | None  # hidden to q_rank
     q_a_norm: Norm | None

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from moonpool.checkpoint.families import FAMILIES
+from moonpool.families import FAMILIES
 from tests.unit.models.forward import Runner
 from tests.unit.models.test_parity import assert_greedy
 

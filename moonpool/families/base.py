@@ -1,0 +1,213 @@
+"""The contract of a model family: what its checkpoints say, and what their tensors are called. Torch-free.
+
+A family is one file beside this one, with a `ModelFamily`, and an entry of `FAMILIES`; docs/extend/model_family.md
+lists the steps. Readers of checkpoints and the loader of weights read the description, and nothing else, to tell
+families apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.families.fields import JsonFields
+from moonpool.families.rope import read_rope
+from moonpool.families.spec import Activation, AttentionSpec, DecoderSpec, FeedForwardSpec, LayerSpec, NormSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorNames:
+    """Names of tensors in a Hugging Face checkpoint; of a layer's tensors between `layer` and .weight or .bias.
+
+    Where several projections are one tensor in the checkpoint, `qkv` or `gate_up` names it.
+    """
+
+    embedding: str = "model.embed_tokens.weight"
+    positions: str = ""
+    norm: str = "model.norm"
+    head: str = "lm_head.weight"
+    layer: str = "model.layers.{index}."
+    attention_norm: str = "input_layernorm"
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    qkv: str = ""
+    qkv_order: Literal["stacked", "grouped"] = "stacked"
+    """Rows of `qkv`: all of q, then k, then v; or for each KV head its queries, its key and its value."""
+    inputs_first: bool = False
+    """Whether weights are stored [inputs, outputs]."""
+    output: str = "self_attn.o_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+    attention_out_norm: str = "post_attention_layernorm"
+    feed_forward_norm: str = "post_attention_layernorm"
+    feed_forward_out_norm: str = "post_feedforward_layernorm"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    gate_up: str = ""
+    router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
+    correction_row: bool = False
+    """Whether the correction is stored as a row [1, count]."""
+    expert: str = "mlp.experts.{expert}."
+    expert_gate: str = "gate_proj"
+    expert_up: str = "up_proj"
+    expert_down: str = "down_proj"
+    experts_gate_up: str = ""
+    """Gates and ups of all experts as one tensor, by its whole name; "": each expert has tensors of its own."""
+    experts_down: str = ""
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
+    shared_weight: str = "mlp.shared_expert_gate"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufNames:
+    """How GGUF files name the family and its tensors."""
+
+    architecture: str
+    """Value of `general.architecture`."""
+    paired_rows: bool = False
+    """Whether the file's q and k have rows that RoPE turns together beside one another. llama.cpp's converter reorders
+    them so for the llama architecture only; Hugging Face has them half a head apart."""
+    outer: Mapping[str, str] = field(
+        default_factory=lambda: {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
+    )
+    """Field of `TensorNames` by GGUF's name, for tensors outside layers."""
+    layer: Mapping[str, str] = field(
+        default_factory=lambda: {
+            "attn_norm": "attention_norm",
+            "attn_q": "q",
+            "attn_k": "k",
+            "attn_v": "v",
+            "attn_q_norm": "q_norm",
+            "attn_k_norm": "k_norm",
+            "attn_output": "output",
+            "ffn_norm": "feed_forward_norm",
+            "ffn_gate": "gate",
+            "ffn_up": "up",
+            "ffn_down": "down",
+        }
+    )
+    """Field of `TensorNames` by GGUF's name, for tensors of a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFamily:
+    """One architecture."""
+
+    architecture: str
+    """Name in `architectures` of config.json."""
+    model_type: str
+    """Name in `model_type` of config.json."""
+    decoder: Callable[[JsonFields], DecoderSpec]
+    """Builds the layers from config.json; absent keys have their `defaults`."""
+    defaults: Mapping[str, Any]
+    """Values of absent keys: those of transformers' configuration class where they are not the ones of
+    `COMMON_DEFAULTS`."""
+    names: TensorNames = TensorNames()
+    gguf: GgufNames | None = None
+    """None: no GGUF file is of this family."""
+    other_architectures: tuple[str, ...] = ()
+    """Further names in `architectures` of checkpoints that are of this family to the last tensor."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Parts of tensors' names that some checkpoints of the family have in place of others."""
+    inner_config: str = ""
+    """Key of the object with the decoder's fields in checkpoints with further parts, such as for pictures."""
+
+    other_keys: Mapping[str, str] = field(default_factory=dict)
+    """The family's own names of keys, by the common ones."""
+
+    def fields(self, data: Mapping[str, Any], source: str) -> JsonFields:
+        """Return config.json's fields under their common names, absent ones with their defaults."""
+        given = {**COMMON_DEFAULTS, **self.defaults, **data}
+        return JsonFields(
+            {**given, **{ours: given[its] for ours, its in self.other_keys.items() if its in given}}, source
+        )
+
+
+COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+_ACTIVATIONS: Mapping[object, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "relu2": "relu2",
+}  # fmt: skip
+
+
+def activation(fields: JsonFields, key: str = "hidden_act") -> Activation:
+    """Return the activation that config.json names.
+
+    Raises:
+        UnsupportedModel: it is not built; names the key.
+    """
+    name = fields.get(key)
+    name = "silu" if name is None else name
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(key, f"activation {name!r} is none of {', '.join(map(str, _ACTIVATIONS))}")
+    return _ACTIVATIONS[name]
+
+
+def llama_decoder(fields: JsonFields, *, rope_kind: str | None = None) -> DecoderSpec:
+    """Return Llama's decoder from the keys that most families share; families change what differs.
+
+    `rope_kind`: of layers whose RoPE is the first table, where it differs between kinds of layers.
+    """
+    hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
+    size = fields.positive("head_dim", hidden // heads, null=hidden // heads)
+    bias = fields.flag("attention_bias", False)
+    attention = AttentionSpec(
+        num_heads=heads,
+        num_kv_heads=fields.positive("num_key_value_heads", heads, null=heads),
+        head_dim=size,
+        scale=size**-0.5,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    inner = FeedForwardSpec(
+        fields.positive("intermediate_size"), activation(fields), bias=fields.flag("mlp_bias", False)
+    )
+    norm = NormSpec(eps=fields.number("rms_norm_eps"))
+    layers = fields.positive("num_hidden_layers")
+    return DecoderSpec((LayerSpec(attention, inner, norm),) * layers, (read_rope(fields, size, kind=rope_kind),), norm)
+
+
+def layer_kinds(fields: JsonFields, layers: int, default: Sequence[str]) -> Sequence[str]:
+    """Return each layer's kind from `layer_types`, `default` where the key is absent.
+
+    Raises:
+        CheckpointError: it is no list of as many kinds as layers.
+    """
+    kinds = fields.get("layer_types")
+    if kinds is None:
+        return default
+    if not isinstance(kinds, list) or len(kinds) < layers:
+        raise CheckpointError(f"{fields.source}: layer_types must be a list of {layers} kinds, not {kinds!r}")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel("layer_types", f"{kind!r} is none of full_attention, sliding_attention")
+    return [str(kind) for kind in kinds[:layers]]
+
+
+def windowed(fields: JsonFields, decoder: DecoderSpec, kinds: Sequence[str]) -> DecoderSpec:
+    """Return `decoder` with `sliding_window` on its layers of the kind "sliding_attention".
+
+    A window that no sequence can outgrow changes nothing and is left out.
+    """
+    if fields.get("sliding_window") is None:
+        return decoder
+    window = fields.positive("sliding_window")
+    if window >= fields.positive("max_position_embeddings"):
+        return decoder
+    return decoder.each(
+        lambda index, layer: layer.with_attention(window=window) if kinds[index] == "sliding_attention" else layer
+    )

@@ -1,0 +1,121 @@
+"""DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups, shared experts."""
+
+from dataclasses import replace
+
+from moonpool.errors import UnsupportedModel
+from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.fields import JsonFields
+from moonpool.families.rope import read_rope, yarn_scale
+from moonpool.families.spec import DecoderSpec, ExpertsSpec, LatentSpec
+
+
+def latent_decoder(fields: JsonFields, *, paired: bool) -> DecoderSpec:
+    """Return Llama's decoder with multi-head latent attention."""
+    latent = LatentSpec(
+        kv_rank=fields.positive("kv_lora_rank"),
+        q_rank=None if fields.get("q_lora_rank") is None else fields.positive("q_lora_rank"),
+        rope_width=fields.positive("qk_rope_head_dim"),
+        key_width=fields.positive("qk_nope_head_dim"),
+        value_width=fields.positive("v_head_dim"),
+        norm_eps=1e-6,
+    )
+    scale = yarn_scale(fields, (latent.key_width + latent.rope_width) ** -0.5)
+    decoder = replace(llama_decoder(fields), ropes=(read_rope(fields, latent.rope_width, paired=paired),))
+    return decoder.each(
+        lambda _, layer: layer.with_attention(
+            num_kv_heads=1, head_dim=latent.kv_rank + latent.rope_width, scale=scale, latent=latent
+        )
+    )
+
+
+def shared_experts(fields: JsonFields) -> ExpertsSpec:
+    """Return DeepSeek V3's experts: sigmoid scores, a correction of the choice, groups, shared experts."""
+    inner = fields.positive("moe_intermediate_size")
+    return ExpertsSpec(
+        fields.positive("n_routed_experts"),
+        fields.positive("num_experts_per_tok"),
+        inner,
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        least_sum=1e-20,
+        factor=fields.number("routed_scaling_factor", 1.0),
+        correction=True,
+        groups=fields.positive("n_group", 1),
+        groups_chosen=fields.positive("topk_group", 1),
+        shared_inner=inner * fields.positive("n_shared_experts", 1),
+    )
+
+
+def _decoder2(fields: JsonFields) -> DecoderSpec:
+    method = fields.get("topk_method")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise UnsupportedModel("topk_method", f"{method!r} is none of greedy, group_limited_greedy")
+    groups = method == "group_limited_greedy"
+    experts = replace(
+        shared_experts(fields),
+        scores="softmax",
+        normalised=False,
+        correction=False,
+        groups=fields.positive("n_group") if groups else 1,
+        groups_chosen=fields.positive("topk_group") if groups else 1,
+        group_top=1,
+    )
+    return with_dense_layers(fields, latent_decoder(fields, paired=True), experts)
+
+
+def _decoder3(fields: JsonFields) -> DecoderSpec:
+    if fields.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise UnsupportedModel("topk_method", f"{fields.get('topk_method')!r} is not noaux_tc")
+    decoder = latent_decoder(fields, paired=fields.flag("rope_interleave", True))
+    return with_dense_layers(fields, decoder, shared_experts(fields))
+
+
+def with_dense_layers(fields: JsonFields, decoder: DecoderSpec, experts: ExpertsSpec) -> DecoderSpec:
+    """Return `decoder` with experts in all layers but the first `first_k_dense_replace`."""
+    dense = int(fields.number("first_k_dense_replace", 0))
+    return decoder.each(
+        lambda index, layer: layer.with_feed_forward(experts=experts if index >= dense else None, bias=False)
+    )
+
+
+DEEPSEEK_V2 = ModelFamily(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    decoder=_decoder2,
+    defaults={
+        "max_position_embeddings": 2048,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 1407,
+        "topk_method": "greedy",
+        "first_k_dense_replace": 0,
+    },
+)
+DEEPSEEK_V3 = ModelFamily(
+    architecture="DeepseekV3ForCausalLM",
+    other_architectures=("KimiK2ForCausalLM",),
+    model_type="deepseek_v3",
+    decoder=_decoder3,
+    defaults={
+        "max_position_embeddings": 4096,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 2048,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 3,
+    },
+)

@@ -1,0 +1,117 @@
+"""Gemma 1, 2 and 3 (text): norms with 1 + weight, scaled embeddings; soft caps in 2; two tables of RoPE in 3."""
+
+from dataclasses import replace
+
+from moonpool.errors import UnsupportedModel
+from moonpool.families.base import (
+    ModelFamily,
+    TensorNames,
+    activation,
+    layer_kinds,
+    llama_decoder,
+    windowed,
+)
+from moonpool.families.fields import JsonFields
+from moonpool.families.rope import read_rope
+from moonpool.families.spec import DecoderSpec, RopeSpec
+
+
+def _decoder(fields: JsonFields, rope_kind: str | None = None) -> DecoderSpec:
+    decoder = llama_decoder(fields, rope_kind=rope_kind)
+    norm = replace(decoder.final_norm, offset=1.0, wide=True)
+    factor = float(fields.positive("hidden_size") ** 0.5)
+    decoder = replace(decoder, final_norm=norm, embedding_factor=factor)
+    return decoder.each(lambda _, layer: replace(layer, norm=norm).with_feed_forward(bias=False))
+
+
+def _decoder2(fields: JsonFields, rope_kind: str | None = None) -> DecoderSpec:
+    scale = fields.number("query_pre_attn_scalar") ** -0.5
+    caps = [None if fields.get(key) is None else fields.number(key) for key in _SOFT_CAPS]
+    act = activation(fields, "hidden_activation")
+    decoder = replace(_decoder(fields, rope_kind), logits_soft_cap=caps[1]).each(
+        lambda _, layer: (
+            replace(layer, attention_out_norm=True, feed_forward_out_norm=True)
+            .with_attention(scale=scale, soft_cap=caps[0])
+            .with_feed_forward(activation=act)
+        )
+    )
+    layers = len(decoder.layers)
+    pattern = ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
+    return windowed(fields, decoder, layer_kinds(fields, layers, pattern))
+
+
+_SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def _decoder3(fields: JsonFields) -> DecoderSpec:
+    if fields.get("use_bidirectional_attention"):
+        raise UnsupportedModel("use_bidirectional_attention", "attention to later tokens is not supported")
+    decoder = _decoder2(fields, "full_attention")
+    layers, size = len(decoder.layers), decoder.layers[0].attention.head_dim
+    every = fields.positive("sliding_window_pattern", fields.positive("_sliding_window_pattern", 6))
+    pattern = ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(layers)]
+    kinds = layer_kinds(fields, layers, pattern)
+    plain = decoder.each(
+        lambda index, layer: layer.with_attention(
+            qk_norm=layer.norm, window=None, rope=1 if kinds[index] == "sliding_attention" else 0
+        )
+    )
+    local = read_rope(fields, size, kind="sliding_attention")
+    if fields.get("rope_local_base_freq") is not None:  # the old spelling, whose rope_scaling is of full layers only
+        local = RopeSpec(fields.number("rope_local_base_freq"), size)
+    return windowed(fields, replace(plain, ropes=(decoder.ropes[0], local)), kinds)
+
+
+_NAMES = TensorNames(feed_forward_norm="pre_feedforward_layernorm")
+GEMMA = ModelFamily(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    decoder=_decoder,
+    defaults={
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+)
+GEMMA2 = ModelFamily(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    decoder=_decoder2,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    names=_NAMES,
+)
+GEMMA3 = ModelFamily(
+    architecture="Gemma3ForCausalLM",
+    other_architectures=("Gemma3ForConditionalGeneration",),
+    model_type="gemma3_text",
+    decoder=_decoder3,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+    },
+    names=_NAMES,
+    renamed={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    inner_config="text_config",
+)

@@ -1,0 +1,49 @@
+"""Hunyuan V1, dense and with experts: norms of queries and keys behind RoPE."""
+
+from moonpool.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.families.fields import JsonFields
+from moonpool.families.spec import DecoderSpec, ExpertsSpec
+
+
+def _decoder(fields: JsonFields) -> DecoderSpec:
+    return llama_decoder(fields).each(
+        lambda _, layer: layer.with_attention(qk_norm=layer.norm, qk_norm_last=True).with_feed_forward(bias=False)
+    )
+
+
+def _moe_decoder(fields: JsonFields) -> DecoderSpec:
+    chosen = fields.get("moe_topk")
+    inner = fields.positive("intermediate_size")
+    experts = ExpertsSpec(
+        fields.positive("num_experts"),
+        chosen[0] if isinstance(chosen, list) else fields.positive("moe_topk", 1),
+        inner,
+        "softmax",
+        normalised=True,
+        shared_inner=inner,
+    )
+    return _decoder(fields).each(lambda _, layer: layer.with_feed_forward(experts=experts))
+
+
+_NAMES = TensorNames(
+    q_norm="self_attn.query_layernorm",
+    k_norm="self_attn.key_layernorm",
+    router="mlp.gate.wg",
+    shared_gate="mlp.shared_mlp.gate_proj",
+    shared_up="mlp.shared_mlp.up_proj",
+    shared_down="mlp.shared_mlp.down_proj",
+)
+HUNYUAN = ModelFamily(
+    architecture="HunYuanDenseV1ForCausalLM",
+    model_type="hunyuan_v1_dense",
+    decoder=_decoder,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    names=_NAMES,
+)
+HUNYUAN_MOE = ModelFamily(
+    architecture="HunYuanMoEV1ForCausalLM",
+    model_type="hunyuan_v1_moe",
+    decoder=_moe_decoder,
+    defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_experts": 1, "moe_topk": 1},
+    names=_NAMES,
+)

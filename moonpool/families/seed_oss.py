@@ -1,0 +1,20 @@
+"""Seed-OSS: Llama with biases of queries, keys and values."""
+
+from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.fields import JsonFields
+from moonpool.families.spec import DecoderSpec
+
+
+def _decoder(fields: JsonFields) -> DecoderSpec:
+    bias = fields.flag("attention_out_bias", False)
+    return llama_decoder(fields).each(lambda _, layer: layer.with_attention(output_bias=bias))
+
+
+SEED_OSS = ModelFamily(
+    architecture="SeedOssForCausalLM",
+    model_type="seed_oss",
+    decoder=_decoder,
+    defaults={
+        "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288,
+    },
+)  # fmt: skip

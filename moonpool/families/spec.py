@@ -1,0 +1,261 @@
+"""What a decoder-only transformer computes, layer by layer, in values: one `LayerSpec` per kind of layer. Torch-free.
+
+Families (`moonpool.families`) build these values from config.json. `moonpool.models` interprets them: the
+torch path all of them, the native step those that `LayerSpec.plain` says are of Llama's kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are changed for a longer context.
+
+    `kind` is one of:
+
+    - "linear": all frequencies are divided by `factor`.
+    - "llama3": low frequencies are divided by `factor`, high ones kept, smooth between; the bounds of the two regions
+      are `low_freq_factor` and `high_freq_factor`.
+    - "yarn": the same idea over `ramp`, the pairs of elements between which division sets in (Peng et al. 2023).
+    - "divisors": each frequency is divided by one of its own, `divisors`.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    divisors: tuple[float, ...] = ()
+    ramp: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One table of rotary position embeddings (Su et al. 2021).
+
+    `width`: elements of a head that are rotated, its first ones; the others stay as they are. `paired`: the checkpoint
+    has elements that turn together beside one another; the loader moves them half a head apart. `magnitude`: cosine and
+    sine are multiplied with this factor (YaRN's attention factor). `by_length`: a query at position p is multiplied
+    with 1 + by_length[0] * log(1 + p // by_length[1]).
+    """
+
+    theta: float
+    width: int
+    scaling: RopeScaling | None = None
+    paired: bool = False
+    magnitude: float = 1.0
+    by_length: tuple[float, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A normalisation over the last dimension.
+
+    `kind`: "rms" (Zhang and Sennrich 2019) or "layer" (with the mean taken off). `offset` is added to the stored
+    weight. `bias`: a bias is stored too. `weighted`: a weight is stored. `wide`: the weight multiplies before the
+    result is rounded to the weights' type, instead of after.
+    """
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0
+    bias: bool = False
+    weighted: bool = True
+    wide: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is Llama's norm, which native kernels compute."""
+        return self == NormSpec(eps=self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one latent vector.
+
+    The pool holds the latent vector and the rotated part of the key, as one head. Queries are taken into the latent
+    space ("absorbed"), so that attention reads the latent vectors alone.
+    """
+
+    kv_rank: int
+    """Width of the latent vector."""
+    q_rank: int | None
+    """Width of the queries' latent vector; None: queries are projected at once."""
+    rope_width: int
+    """Rotated elements of queries and keys."""
+    key_width: int
+    """Other elements of a head's queries and keys."""
+    value_width: int
+    """Elements of a head's values."""
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    """Of keys and values in the pool; with `latent`, kv_rank + rope_width."""
+    scale: float
+    """Scores are multiplied with it."""
+    rope: int | None = 0
+    """Index of the model's table of rotary embeddings; None: no position embeddings."""
+    window: int | None = None
+    """Tokens that a query sees, itself included; None: all."""
+    soft_cap: float | None = None
+    """Scores become soft_cap * tanh(scores / soft_cap)."""
+    sinks: bool = False
+    """Each head has a stored score that takes part in the softmax and has no value."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: NormSpec | None = None
+    """Norm of queries and keys."""
+    qk_norm_over: Literal["head", "heads", "all"] = "head"
+    """What is normed: each head with one weight for all heads, each head with a weight of its own, or all heads as one
+    vector."""
+    qk_norm_last: bool = False
+    """Norm after rotation instead of before."""
+    latent: LatentSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in place of one feed-forward network."""
+
+    count: int
+    chosen: int
+    inner: int
+    """Width inside an expert."""
+    scores: Literal["softmax", "sigmoid", "softmax_chosen"]
+    """How the router's outputs become weights; "softmax_chosen": softmax over those of the chosen experts."""
+    normalised: bool = False
+    """Whether the chosen weights are divided by their sum."""
+    least_sum: float = 0.0
+    """The divisor is at least this number."""
+    factor: float = 1.0
+    """The chosen weights are multiplied with it."""
+    correction: bool = False
+    """A stored bias is added to the scores by which experts are chosen, but not to their weights."""
+    groups: int = 1
+    """Experts are in so many groups, of which `groups_chosen` are looked at."""
+    groups_chosen: int = 1
+    group_top: int = 2
+    """A group counts by the sum of so many of its highest scores."""
+    router_bias: bool = False
+    bias: bool = False
+    """Whether the experts' projections have biases."""
+    shared_inner: int = 0
+    """Width of a network that all tokens pass beside the chosen experts; 0: there is none."""
+    shared_gate: bool = False
+    """Whether that network's output is weighted by a sigmoid of a stored projection."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForwardSpec:
+    """The feed-forward part of one layer: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+
+    inner: int
+    activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+    experts: ExpertsSpec | None = None
+    limit: float = 7.0
+    """Of "clamped_swiglu" (gpt-oss): gates are at most this number, ups within it on both sides."""
+    alpha: float = 1.702
+    """Of "clamped_swiglu": (up + 1) * gate * sigmoid(alpha * gate)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: norms, attention, feed-forward part, residual sums.
+
+    Norms may stand before either part (`attention_norm`, `feed_forward_norm`) and behind either part
+    (`attention_out_norm`, `feed_forward_out_norm`). `parallel`: both parts read the layer's input, the feed-forward
+    part through `feed_forward_norm` or, without one, through `attention_norm`.
+    """
+
+    attention: AttentionSpec
+    feed_forward: FeedForwardSpec
+    norm: NormSpec
+    """Kind of all of the layer's norms but those of queries and keys."""
+    attention_norm: bool = True
+    attention_out_norm: bool = False
+    feed_forward_norm: bool = True
+    feed_forward_out_norm: bool = False
+    parallel: bool = False
+    residual_factor: float = 1.0
+    """What each part adds is multiplied with it."""
+
+    def with_attention(self, **changes: Any) -> LayerSpec:
+        """Return this layer with fields of its attention replaced."""
+        return replace(self, attention=replace(self.attention, **changes))
+
+    def with_feed_forward(self, **changes: Any) -> LayerSpec:
+        """Return this layer with fields of its feed-forward part replaced."""
+        return replace(self, feed_forward=replace(self.feed_forward, **changes))
+
+    @property
+    def not_plain(self) -> str:
+        """What Llama's layer does not have, in a word or two; "" if this layer is of Llama's kind."""
+        attention, inner = self.attention, self.feed_forward
+        heads = attention.qk_norm is None or (
+            attention.qk_norm.plain and attention.qk_norm.eps == self.norm.eps and attention.qk_norm_over == "head"
+        )
+        places = (True, False, True, False)
+        found = (self.attention_norm, self.attention_out_norm, self.feed_forward_norm, self.feed_forward_out_norm)
+        reasons = (
+            ("another norm", not self.norm.plain or found != places),
+            ("latent attention", attention.latent is not None),
+            ("a sliding window", attention.window is not None),
+            ("a soft cap", attention.soft_cap is not None),
+            ("attention sinks", attention.sinks),
+            ("another norm of queries and keys", not heads or attention.qk_norm_last),
+            ("no rotary embeddings", attention.rope != 0),
+            ("experts", inner.experts is not None),
+            ("another activation", inner.activation != "silu" or not inner.gated),
+            ("parallel parts", self.parallel),
+            ("a residual factor", self.residual_factor != 1.0),
+        )
+        return next((word for word, found in reasons if found), "")
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """All layers, and what stands before and behind them."""
+
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    final_norm: NormSpec
+    embedding_factor: float = 1.0
+    """Embeddings are multiplied with it, in the weights' type."""
+    logits_factor: float = 1.0
+    """Logits are multiplied with it."""
+    logits_soft_cap: float | None = None
+    """Logits become soft_cap * tanh(logits / soft_cap)."""
+    head_bias: bool = False
+    learnt_positions: int = 0
+    """Rows of a stored table that is added to the embeddings by position, less its first `positions_from`; 0: none."""
+    positions_from: int = 0
+
+    def each(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
+        """Return this decoder with `change(index, layer)` in place of each layer."""
+        return replace(self, layers=tuple(change(index, layer) for index, layer in enumerate(self.layers)))
+
+    @property
+    def not_plain(self) -> str:
+        """Why the layers are not all alike and of Llama's kind; "" if they are."""
+        first = self.layers[0]
+        rope = self.ropes[0] if self.ropes else None
+        if any(layer != first for layer in self.layers):
+            return next((layer.not_plain for layer in self.layers if layer.not_plain), "layers of several kinds")
+        if rope is not None and (rope.width != first.attention.head_dim or rope.by_length is not None):
+            return "rotary embeddings of a part of each head"
+        return first.not_plain
