@@ -14,10 +14,15 @@ struct Options {
 #undef X
 };
 
-// Penalises tokens of `history`, of which the first `prompt` are the prompt's: repetition over all of them, frequency
-// and presence over the output. `times` [vocab] is memory to count in; nothing is expected of its contents.
-INLINE void penalise(const Options& options, float* logits, int64_t vocab, const int32_t* history, int count, int prompt,
-                     int32_t* times) {
+// Whether an option changes logits: `process_logits` is called, and the int8 head alone does not choose the token.
+INLINE bool changes_logits(const Options& options) {
+    return options.repetition_penalty != 1.0f || options.frequency_penalty != 0 || options.presence_penalty != 0;
+}
+
+// Changes a row's logits. Penalises tokens of `history`, of which the first `prompt` are the prompt's: repetition over
+// all of them, frequency and presence over the output. `times` [vocab] is memory to count in, with any contents.
+INLINE void process_logits(const Options& options, float* logits, int64_t vocab, const int32_t* history, int count,
+                           int prompt, int32_t* times) {
     auto known = [&](int32_t token) { return token >= 0 && token < vocab; };
     auto each_once = [&](int from, auto&& f) {
         for (int i = from; i < count; i++) if (known(history[i])) times[history[i]] = 0;

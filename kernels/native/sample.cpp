@@ -99,8 +99,10 @@ void RowSampler::adjust() {
     const int32_t* banned = tokens(row.banned);
     for (int i = 0; i < row.banned_count; i++) if (known(banned[i])) logits[banned[i]] = -INFINITY;
     // Counts lie where weights will.
-    if (row.history_count)
-        penalise(row.options, logits, s.vocab, tokens(row.history), row.history_count, row.prompt_tokens, (int32_t*)scratch.weights);
+    if (changes_logits(row.options)) {
+        const int32_t* history = tokens(row.history);
+        process_logits(row.options, logits, s.vocab, history, row.history_count, row.prompt_tokens, (int32_t*)scratch.weights);
+    }
 }
 
 // Logits of tokens whose bit is set, the lowest for the first, and minus infinity for the others.

@@ -16,7 +16,7 @@ struct Row {
     int32_t mask_bytes;                     // tokens behind them may not be chosen
 
     // Whether logits change before a token is chosen, but for the mask.
-    bool adjusted() const { return bias_count || banned_count || history_count; }
+    bool adjusted() const { return bias_count || banned_count || changes_logits(options); }
 };
 struct Sampling {
     float* logits; int64_t rows, vocab;     // overwritten
