@@ -43,7 +43,7 @@ from moonpool.engine.messages import (
 from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.platforms.registry import DeviceName
+from moonpool.platforms.registry import HOST_COLLECTIVES, DeviceName
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
 from moonpool.telemetry.logs import get_logger
@@ -123,7 +123,7 @@ class ProcessEngine:
         self._flights: dict[int, _StepInFlight] = {}
         self._last_step_id: int | None = None
         self._closing = False
-        self._one_pool = DeviceName.parse(spec.device).kind == "cpu"
+        self._one_pool = DeviceName.parse(spec.device).platform.in_host_pool
         self._numbers = itertools.count(1)
         self._fetches: dict[int, _PendingFetch] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
@@ -483,10 +483,9 @@ async def start_processes(
             async with asyncio.timeout(start_timeout_s):
                 await engine.ready(on_loading)
                 engine.listen()
-                if (
-                    rendezvous and DeviceName.parse(spec.device).platform.collectives != "nccl"
-                ):  # which reads it later, too
-                    shutil.rmtree(rendezvous, ignore_errors=True)  # they have met
+                # Stages have met. Backends other than the host's may read the folder later, too.
+                if rendezvous and DeviceName.parse(spec.device).platform.collectives == HOST_COLLECTIVES:
+                    shutil.rmtree(rendezvous, ignore_errors=True)
                 if spec.measure:
                     engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too
                 if spec.speeds is not None:

@@ -8,7 +8,7 @@ Status words go over gloo, as the host looks at them. Tensors go over NCCL betwe
 import contextlib
 import datetime
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,21 +17,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonpool.errors import Internal, Unavailable
-from moonpool.platforms.registry import Collectives, Platform
+from moonpool.platforms.registry import HOST_COLLECTIVES, Platform
 
 _ABORTED = -1  # in place of the number of rows
 _GREETING = -(1 << 62)  # id of no step
 
 
-def collectives_of(platform: Platform, *, nccl: bool | None = None) -> Collectives:
+def collectives_of(platform: Platform, available: Callable[[str], bool] = dist.is_backend_available) -> str:
     """Return the backend that sends tensors between stages on devices of a platform.
 
     Args:
         platform: of all stages.
-        nccl: whether torch has NCCL; None = look.
+        available: whether torch has a backend.
     """
-    has_nccl = dist.is_nccl_available() if nccl is None else nccl
-    return platform.collectives if has_nccl else "gloo"
+    return platform.collectives if available(platform.collectives) else HOST_COLLECTIVES
 
 
 class Links(Protocol):
@@ -75,7 +74,7 @@ class StageLinks:
         rendezvous: Path,
         stage: int,
         stages: int,
-        collectives: Collectives,
+        collectives: str,
         *,
         device: torch.device,
         hidden_size: int,
@@ -90,7 +89,7 @@ class StageLinks:
             stage: This stage.
             stages: Number of stages.
             collectives: Backend that sends the hidden states.
-            device: Of the hidden states under NCCL; gloo sends them from the host.
+            device: Of the hidden states; `HOST_COLLECTIVES` sends them from the host.
             hidden_size: Columns of the hidden states.
             dtype: Type of the hidden states.
             timeout_s: Longest wait for a neighbour.
@@ -104,11 +103,11 @@ class StageLinks:
         self._outstanding = outstanding
         # Sends under way, with the tensors that they keep alive.
         self._under_way: deque[tuple[list[dist.Work], list[Tensor]]] = deque()
-        self._device = torch.device("cpu") if collectives == "gloo" else device
+        self._device = torch.device("cpu") if collectives == HOST_COLLECTIVES else device
         timeout = datetime.timedelta(seconds=timeout_s)
         with self._heard("another stage"):
             dist.init_process_group(
-                "gloo",
+                HOST_COLLECTIVES,
                 init_method=f"file://{rendezvous / 'store'}",
                 rank=stage,
                 world_size=stages,

@@ -6,12 +6,12 @@ lists the steps.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 from moonpool.errors import ConfigError
 
-Collectives = Literal["gloo", "nccl"]
-"""Backends of `torch.distributed`."""
+HOST_COLLECTIVES = "gloo"
+"""The backend of `torch.distributed` that sends from the host's memory: every platform can use it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,15 @@ class Platform:
     """"MODULE:CLASS" of its `Device`, called with the device's number; "" computes in the host's pool itself."""
     numbered: bool = True
     """Whether a name may end with a number; further pipeline stages then take the next numbers."""
-    collectives: Collectives = "gloo"
-    """Backend that sends hidden states between stages."""
+    collectives: str = HOST_COLLECTIVES
+    """Backend of `torch.distributed` that sends hidden states between stages, where torch has it."""
     uses_host_cores: bool = True
     """Whether steps compute on the host's cores, which engines of one host lend each other."""
+
+    @property
+    def in_host_pool(self) -> bool:
+        """Whether steps compute in the host's KV pool itself, so that no block needs to be fetched."""
+        return not self.device
 
 
 PLATFORMS: Mapping[str, Platform] = {

@@ -44,7 +44,7 @@ def open_device(name: DeviceName) -> Device | None:
     Raises:
         ConfigError: there is no such platform or device here; names the field `device`.
     """
-    if not name.platform.device:
+    if name.platform.in_host_pool:
         return None
     module, _, opener = name.platform.device.partition(":")
     device: Device = getattr(import_module(module), opener)(name.number)
