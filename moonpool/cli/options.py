@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from moonpool.config import RENAMED
 from moonpool.errors import ConfigError, InvalidRequest
 
 Address = Annotated[
@@ -41,13 +42,34 @@ FORMER_VERBS = {"up": "serve", "down": "stop", "model fetch": "pull"}
 
 
 class RootGroup(TyperGroup):
-    """The verbs of `moonpool`."""
+    """The verbs of `moonpool`. An error about a verb or a flag that had another name says the new name."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         for words in (1, 2):
             if now := FORMER_VERBS.get(was := " ".join(args[:words])):
                 raise ConfigError(was, f"is now `moonpool {now}`")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            flag, usage = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+            if usage is not None and (now := _renamed_flag(flag, usage.command)):
+                verb = usage.command_path.removeprefix(ctx.command_path).strip()
+                raise ConfigError(verb, f"{flag} is now {now}") from None
+            raise
+
+
+def _renamed_flag(flag: str, command: Any) -> str:
+    """The new name of a former flag of a verb, or the argument that the flag has become; "" for any other flag."""
+    options = {name for parameter in command.params for name in parameter.opts}
+    if flag in options:
+        return ""
+    name = flag.lstrip("-").replace("-", "_")
+    now = "--" + RENAMED.get(name, "").replace("_", "-")
+    argument = name in options  # arguments have their plain name there
+    return now if now in options else f"the argument {name.upper()}" if argument else ""
 
 
 def addresses(text: str) -> list[str]:

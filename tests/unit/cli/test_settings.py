@@ -94,6 +94,23 @@ def test_an_unknown_flag_is_no_setting() -> None:
     assert (done.exit_code, "No such option: --nonsense" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("verb", "old", "now"),
+    [
+        ("calibrate", "--kv-dtype", "--kv-cache-dtype"),
+        ("model inspect", "--block-tokens", "--block-size"),
+        ("replay", "--step-tokens", "--max-num-batched-tokens"),
+        ("generate", "--prompt", "the argument PROMPT"),
+        ("demo", "--model", "the argument MODEL"),
+    ],
+)
+def test_renamed_flags_of_other_verbs_say_the_new_name(verb: str, old: str, now: str) -> None:
+    done = CliRunner().invoke(app, [*verb.split(), f"{old}=1"])
+    assert isinstance(done.exception, ConfigError)
+    assert (done.exception.field, done.exception.message) == (verb, f"{old} is now {now}")
+    assert CliRunner().invoke(app, [*verb.split(), "--no-such-flag"]).exit_code == 2
+
+
 def test_few_flags() -> None:
     """What `--help` of the five services shows, `--help`, `--config` and `--set` among them."""
     counts = {kind: 3 + sum(map(len, config_class(kind).flags().values())) for kind in KINDS}
