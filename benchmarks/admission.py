@@ -18,7 +18,7 @@ from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.store import BlockStore
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.queues import LRU
+from services.kvstore.eviction.policies import LRU
 from services.kvstore.ssd.records import record_size
 from services.kvstore.ssd.tier import ADMIT_ALL, ADMIT_REUSED, SsdAdmission, open_tier
 

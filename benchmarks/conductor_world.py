@@ -13,7 +13,7 @@ from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.decode_pool import PlacedAnswer
 from services.conductor.core.events import KeysChanged
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import KVShape
+from services.conductor.core.latency_model import KVShape, LinkRead
 from services.conductor.core.router import RoutingConfig, RoutingRequest
 
 SEED = 1
@@ -122,7 +122,7 @@ class ConductorWorld:
         begin = time.thread_time()
         plan = self.cluster.plan(RoutingRequest(len(keys) * BLOCK_TOKENS + 5, 400, keys, keys[0], self._now))
         best = plan.prefill
-        read = best.source, None, best.read, plan.send_s
+        read = best.source, None, LinkRead.of(best), plan.send_s
         prefill = self.cluster.claim_prefill(best.id, best.busy_s, self._now, *read)
         self.cluster.prefills.in_flight.placed(prefill, best.id, keys)
         self.cluster.replication.placed(keys, plan.hint, "", self._now)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
-from services.kvstore.policies.queues import LRU
+from services.kvstore.eviction.policies import LRU
 from simulator.eviction import optimum, replay
 from simulator.experiments.prefix_caching import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
 from simulator.traces.mooncake import TraceError, read_trace

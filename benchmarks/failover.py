@@ -196,7 +196,7 @@ def plan_of(kind: Kind, folder: Path) -> StackPlan:
         conductors=2,
         prefill=2,
         decode=2,
-        stages=kind.stages,
+        pipeline_parallel_size=kind.stages,
         engine=kind.engine,
         log_level="warning",
         extra=extra,

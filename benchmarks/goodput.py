@@ -29,7 +29,7 @@ from moonpool.cli.stack import CONDUCTOR, LocalStack, StackPlan
 from moonpool.client import Slo
 from moonpool.engine.emulated.profile import load_profile
 from services.conductor.core.admission import AdmissionMode
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
+from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from simulator.cluster.admission import SERVICES, slo_of
 from simulator.cluster.config import ClusterConfig, SloTargets
 from simulator.experiments.frame import simulate
@@ -174,7 +174,7 @@ def plan_of(options: argparse.Namespace, folder: Path) -> StackPlan:
     """The stack that serves all modes."""
     return StackPlan(
         str(model_dir()), folder, engine=f"emulated:{options.profile}", time_scale=options.time_scale,
-        prefill=options.prefill, decode=options.decode, block_tokens=STEP_TOKENS // 8, dram_bytes=STORE_BYTES,
+        prefill=options.prefill, decode=options.decode, block_size=STEP_TOKENS // 8, dram_bytes=STORE_BYTES,
         log_level="warning", extra={"prefill": ["--max-num-batched-tokens", str(STEP_TOKENS)]},
     )  # fmt: skip
 

@@ -48,7 +48,7 @@ class Kind:
             in which the prompt's KV comes: where a tenth of the answers were so short, the p90 lay between such gaps
             and steps.
         step_tokens: of a prefill step.
-        company: what `ClusterConfig.company` begins with: above 1 where engines share the machine's cores.
+        host_slowdown: what `ClusterConfig.host_slowdown` begins with: above 1 where engines share the machine's cores.
         requests: of a slice.
         rate: requests per second.
     """
@@ -61,7 +61,7 @@ class Kind:
     most_tokens: int
     least_answer: int
     step_tokens: int
-    company: float
+    host_slowdown: float
     requests: int
     rate: float
 
@@ -112,11 +112,11 @@ def measured(kind: Kind, wanted: Sequence[TraceRequest], profile: str, folder: P
     """Starts a stack and sends it both slices."""
     plan = StackPlan(
         str(model_dir()), folder, engine=kind.engine, time_scale=0.0 if kind.engine == "real" else 1.0,
-        prefill=kind.prefill, decode=kind.decode, block_tokens=kind.block_tokens, log_level="warning",
+        prefill=kind.prefill, decode=kind.decode, block_size=kind.block_tokens, log_level="warning",
         extra={"prefill": ["--max-num-batched-tokens", str(kind.step_tokens)]},
     )  # fmt: skip
     config = ClusterConfig(profile=load_profile(profile), block_tokens=kind.block_tokens, step_tokens=kind.step_tokens,
-                           company=kind.company)  # fmt: skip
+                           host_slowdown=kind.host_slowdown)  # fmt: skip
     vocab_size = load_config(model_dir()).vocab_size
     with LocalStack(plan) as stack:
         config = asyncio.run(cluster_like(stack.address, config))
@@ -160,7 +160,7 @@ def _calibrated(folder: Path) -> Path:
         name="bundled",
         hardware="this machine",
         dtype="auto",
-        kv_dtype="auto",
+        kv_cache_dtype="auto",
         threads=0,
         repeats=3,
     )

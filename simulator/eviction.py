@@ -9,7 +9,7 @@ from blake3 import blake3
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.eviction.base import EvictionPolicy
 
 _FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 

@@ -220,14 +220,14 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
         share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
         _take(flows[0].path, share, spare)
         return
-    crowds: dict[Link, list[Flow]] = {}
+    flows_by_link: dict[Link, list[Flow]] = {}
     for flow in flows:
         for link in flow.path:
-            if (crowd := crowds.get(link)) is None:
-                crowds[link] = [flow]
+            if (on_link := flows_by_link.get(link)) is None:
+                flows_by_link[link] = [flow]
             else:
-                crowd.append(flow)
-    counts = {link: len(crowd) for link, crowd in crowds.items()}
+                on_link.append(flow)
+    counts = {link: len(on_link) for link, on_link in flows_by_link.items()}
     heap = [(spare[link] / count, place, link) for place, (link, count) in enumerate(counts.items())]
     heapify(heap)
     waiting = len(flows)
@@ -239,9 +239,9 @@ def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, floa
         elif count:
             waiting -= count
             if last and not waiting:
-                rates.update([(flow.number, share) for flow in crowds[link] if flow.number not in rates])
+                rates.update([(flow.number, share) for flow in flows_by_link[link] if flow.number not in rates])
                 return
-            for flow in crowds[link]:
+            for flow in flows_by_link[link]:
                 if flow.number not in rates:
                     rates[flow.number] = share
                     _take(flow.path, share, spare)

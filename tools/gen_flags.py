@@ -76,7 +76,7 @@ def _default(cls: type[ServiceConfig], name: str) -> str:
 
 def _cell(text: str) -> str:
     """A description in a cell; a page of docs becomes a link."""
-    return re.sub(r"docs/([a-z-]+\.md)", r"[\1](\1)", text.replace("|", "\\|").replace("*", "\\*"))
+    return re.sub(r"docs/((?:\w+/)?([a-z_-]+\.md))", r"[\2](\1)", text.replace("|", "\\|").replace("*", "\\*"))
 
 
 if __name__ == "__main__":

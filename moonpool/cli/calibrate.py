@@ -62,7 +62,7 @@ decode:
 
 
 def run_calibrate(
-    model: str, out: Path, *, name: str, hardware: str, dtype: str, kv_dtype: str, threads: int, repeats: int
+    model: str, out: Path, *, name: str, hardware: str, dtype: str, kv_cache_dtype: str, threads: int, repeats: int
 ) -> None:
     """Measures, fits, prints times and errors of the fit, and writes the profile.
 
@@ -73,7 +73,7 @@ def run_calibrate(
     folder = resolve(model)
     config = load_config(folder)
     kind = resolve_dtype(config, dtype)
-    layout = kv_layout(config, kind, DEFAULT_BLOCK_SIZE, kv_dtype)
+    layout = kv_layout(config, kind, DEFAULT_BLOCK_SIZE, kv_cache_dtype)
     threads = threads or len(os.sched_getaffinity(0))
     spec = EngineSpec(
         checkpoint=str(folder),

@@ -183,7 +183,7 @@ def serving_address(model: str) -> Iterator[str]:
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
     with contextlib.ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-run-"))
-        plan = StackPlan(model=model, data_dir=Path(folder), block_tokens=CHAT_BLOCK_TOKENS)
+        plan = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_TOKENS)
         with loading_bars() as on_loading:
             stack = running.enter_context(LocalStack(plan, on_loading=on_loading))
         yield stack.address

@@ -219,7 +219,7 @@ def replay(
         trace=trace, addresses=addresses(address), model=chosen_model(model), requests=requests, time_scale=time_scale,
         prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=SloTargets(ttft_slo_s, tbt_slo_s),
         profile=simulate,
-        step_tokens=max_num_batched_tokens, calibrate_on=calibrate_on,
+        max_num_batched_tokens=max_num_batched_tokens, calibrate_on=calibrate_on,
     )  # fmt: skip
     raise typer.Exit(run_replay(plan, as_json=as_json))
 
@@ -575,7 +575,7 @@ def calibrate(
     from moonpool.cli.models import chosen_model
 
     run_calibrate(chosen_model(model), out, name=name, hardware=hardware, dtype=dtype,
-                  kv_dtype=kv_cache_dtype, threads=threads, repeats=repeats)  # fmt: skip
+                  kv_cache_dtype=kv_cache_dtype, threads=threads, repeats=repeats)  # fmt: skip
 
 
 @app.command(rich_help_panel=START)

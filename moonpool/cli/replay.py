@@ -215,7 +215,7 @@ class ReplayPlan:
         prompt_tokens, output_tokens: of each request at most; 0 = all.
         slo: for goodput.
         profile: simulates the same; "" = no simulation.
-        step_tokens: prompt tokens that a simulated prefill instance computes in a step.
+        max_num_batched_tokens: prompt tokens that a simulated prefill instance computes in a step.
         calibrate_on: first requests to fit the simulation to; the others are compared.
     """
 
@@ -228,7 +228,7 @@ class ReplayPlan:
     prompt_tokens: int = 0
     output_tokens: int = 0
     profile: str = ""
-    step_tokens: int = 512
+    max_num_batched_tokens: int = 512
     calibrate_on: int = 0
 
 
@@ -251,7 +251,7 @@ def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
     config = None
     if plan.profile:
         config = ClusterConfig(profile=load_profile(plan.profile), slo=slo, block_tokens=source.block_tokens,
-                               step_tokens=plan.step_tokens)  # fmt: skip
+                               step_tokens=plan.max_num_batched_tokens)  # fmt: skip
         config = asyncio.run(cluster_like(plan.addresses, config))
     vocab_size = load_config(resolve(plan.model)).vocab_size
     replay = TraceReplay(wanted, source.block_tokens, plan.time_scale, vocab_size, slo)

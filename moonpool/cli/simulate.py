@@ -15,7 +15,7 @@ import typer
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
+from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, SloTargets
 from simulator.experiments import faults as conductors_experiment
 from simulator.experiments import memory as memory_experiment

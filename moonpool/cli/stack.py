@@ -49,19 +49,19 @@ class StackPlan:
         model: folder of a checkpoint, or a hub id.
         data_dir: kvstore data and logs live below it.
         dtype: "auto", "float32", "bfloat16" or "float16".
-        kv_dtype: "auto", "int8" or "fp8".
+        kv_cache_dtype: "auto", "int8" or "fp8".
         prefill, decode, kvstore: number of instances of each.
         conductors: side by side; all instances join all of them.
         kvstore_replicas: kvstores that hold a copy of each prefix.
-        stages: pipeline stages of each prefill instance.
+        pipeline_parallel_size: pipeline stages of each prefill instance.
         port: the first conductor's port, the others have the following ones; 0 = any free ones.
         http_port: the gateway's port; 0 = any free one, None = no gateway.
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
         core_page: file by which its engines lend each other cores, and to nobody else; None = this user's.
-        block_tokens: tokens per KV block.
-        kv_bytes: bytes of KV pool of each engine instance; 0 = `EngineConfig.kv_cache_memory_bytes` by default.
+        block_size: tokens per KV block.
+        kv_cache_memory_bytes: bytes of KV pool of each engine instance; 0 = the default of `EngineConfig`.
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
@@ -73,21 +73,21 @@ class StackPlan:
     model: str
     data_dir: Path
     dtype: str = "auto"
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     prefill: int = 1
     decode: int = 1
     kvstore: int = 1
     conductors: int = 1
     kvstore_replicas: int = 1
-    stages: int = 1
+    pipeline_parallel_size: int = 1
     port: int = 0
     http_port: int | None = None
     engine: str = "real"
     time_scale: float = 0.0
     threads: int = 0
     core_page: Path | None = None
-    block_tokens: int = DEFAULT_BLOCK_SIZE
-    kv_bytes: int = 0
+    block_size: int = DEFAULT_BLOCK_SIZE
+    kv_cache_memory_bytes: int = 0
     dram_bytes: int = 256 << 20
     ssd_bytes: int = 4 << 30
     log_level: str = "info"
@@ -386,13 +386,18 @@ class LocalStack:
             arguments += ["--data-dir", str(plan.data_dir / service_id)]
             arguments += ["--dram-bytes", str(plan.dram_bytes), "--ssd-bytes", str(plan.ssd_bytes)]
         else:
-            arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-size", str(plan.block_tokens)]
-            arguments += ["--kv-cache-dtype", plan.kv_dtype, "--kv-cache-memory-bytes", str(plan.kv_bytes)]
+            arguments += ["--model", plan.model, "--dtype", plan.dtype, "--block-size", str(plan.block_size)]
+            arguments += [
+                "--kv-cache-dtype",
+                plan.kv_cache_dtype,
+                "--kv-cache-memory-bytes",
+                str(plan.kv_cache_memory_bytes),
+            ]
             arguments += ["--threads", str(plan.threads), "--engine", plan.engine]
             arguments += ["--set", f"time_scale={plan.time_scale:g}", "--set", "either_role=true"]
             arguments += ["--set", f"core_page={plan.core_page}"] if plan.core_page is not None else []
         if kind == "prefill":
-            arguments += ["--pipeline-parallel-size", str(plan.stages)]
+            arguments += ["--pipeline-parallel-size", str(plan.pipeline_parallel_size)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
 
 

@@ -29,7 +29,7 @@ from moonpool.telemetry.logs import get_logger
 log = get_logger(__name__)
 MAGIC = b"moonpool journal 1\n"
 _LENGTH = struct.Struct("<I")
-CORE_MODULES = re.compile(r"(moonpool\.(kv|sampling_params|scheduling)|services\.\w+\.core)(\..*)?")
+CORE_MODULES = re.compile(r"(moonpool\.(kv|sampling_params|scheduling)|services\.\w+\.(core|placement))(\..*)?")
 """Whose classes a journal may name."""
 _PLAIN_CLASSES = {
     ("builtins", "set"),

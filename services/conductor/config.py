@@ -14,9 +14,9 @@ from moonpool.kv.delete_kv import check_ttls
 from moonpool.rpc.auth import ClientPortConfig
 from moonpool.runtime.driver import CoreServiceConfig
 from services.conductor.core.admission import AdmissionMode
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
 from services.conductor.core.roles import RoleLimits
 from services.conductor.core.router import MAX_REPLICAS
+from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 
 def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
@@ -51,7 +51,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     policy: str = Field(
         DEFAULT_POLICY,
         description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
-        "installed policy, or MODULE:OBJECT; docs/policies.md",
+        "installed policy, or MODULE:OBJECT; docs/extend/placement_policy.md",
     )
     policy_seed: int | None = Field(
         None,

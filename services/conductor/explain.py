@@ -22,8 +22,8 @@ from moonpool.errors import ConfigError, NotFound
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metrics
 from moonpool.v1 import conductor_pb2
-from services.conductor.core.latency_model import PrefillChoice
 from services.conductor.core.scheduler import RequestScheduler
+from services.conductor.placement.base import PrefillChoice
 from services.conductor.proto_conversion import candidate_proto
 from services.conductor.request import ValidRequest
 from services.conductor.session import Session

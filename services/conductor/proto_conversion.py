@@ -16,7 +16,8 @@ from services.conductor.core.events import (
     ReserveGranted,
 )
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import KVShape, PrefillChoice
+from services.conductor.core.latency_model import KVShape
+from services.conductor.placement.base import PrefillChoice
 
 FINISH_REASONS = {
     CompletionReason.STOP: kv_pb2.FINISH_REASON_STOP,

@@ -22,7 +22,6 @@ from services.conductor.config import ConductorConfig
 from services.conductor.contexts import ContextServices, NamedContextManager
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import Action, Event
-from services.conductor.core.policies import load_policy, seed_of
 from services.conductor.core.router import RoutingConfig
 from services.conductor.core.scheduler import ConductorCore, SchedulerLimits
 from services.conductor.deletion import KVDeletions
@@ -34,6 +33,7 @@ from services.conductor.explain import (
     RequestReports,
     TraceRecording,
 )
+from services.conductor.placement.registry import load_policy, seed_of
 from services.conductor.records import RecordSync
 from services.conductor.registry import Checkpoint, ClusterMembers
 from services.conductor.request import RequestValidator

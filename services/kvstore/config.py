@@ -8,8 +8,8 @@ from moonpool.config import Folders, PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
 from moonpool.rpc.auth import ClientPortConfig
 from moonpool.transport.config import TransportConfig
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.tenants import TenantRow, check_rows
+from services.kvstore.eviction.policies import POLICIES
+from services.kvstore.eviction.tenants import TenantRow, check_rows
 
 
 def _policy_known(name: str) -> str:

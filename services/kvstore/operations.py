@@ -28,9 +28,9 @@ from moonpool.transport.flow_control import ByteCredits
 from moonpool.transport.streams import OpenStreams
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.store import BlockStore, DeletedCount
+from services.kvstore.eviction.tenants import DEFAULT_ROW, PinOutcome
 from services.kvstore.kv_streams import MemoryWaitQueue
 from services.kvstore.layer_reader import LayerReader
-from services.kvstore.policies.tenants import DEFAULT_ROW, PinOutcome
 from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.write_behind import WriteBehind
@@ -163,13 +163,13 @@ class DeletionWorker:
     """Deletes what `operations` keeps. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
 
     operations: StoreOperations
-    ledger: RecordStore
+    records: RecordStore
     writer: WriteBehind | None
     timeout_s: float
     clock: Callable[[], float] = world.unix_time
     turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
     unsaved: dict[str, DeletedCount] = dataclasses.field(default_factory=dict, init=False)
-    """Carried out, but the ledger does not know it yet: the disk may not have taken them."""
+    """Carried out, but not in the records yet: the disk may not have taken them."""
 
     async def forget(self, deletions: Sequence[kv_pb2.Deletion], ttl_s: Mapping[str, float]) -> DeletedCount:
         """Carries out what was not carried out before, and deletes what is older than its tenant's time to live.
@@ -188,7 +188,7 @@ class DeletionWorker:
         for portion in asked:
             counts = {name: count for name in portion if (count := self._done(name)) is not None}
             unsaved = [name for name in counts if name in self.unsaved]
-            await self.ledger.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
+            await self.records.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
             self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
             total = sum(counts.values(), start=total)
             await asyncio.sleep(0)
@@ -198,14 +198,14 @@ class DeletionWorker:
         if new:
             together = KVSelection.union(new.values())
             for name, selection in new.items():
-                self.ledger.deletions.add(name, selection)
+                self.records.deletions.add(name, selection)
             done = await run_in_steps(self.operations.store.delete_selected(together))
             self.operations.unpin_all(together.tenants)
             self.unsaved.update(dict.fromkeys(new, DeletedCount()) | {next(iter(new)): done})
 
     async def catch_up(self) -> None:
         """Deletes what some folder, left out then, may hold still; all that is older where it is known no more what."""
-        known, missing, store = self.ledger.deletions, self.ledger.incomplete, self.operations.store
+        known, missing, store = self.records.deletions, self.records.incomplete, self.operations.store
         if missing:
             await run_in_steps(
                 store.delete_selected(KVSelection.union(known[name] for name in missing if name in known))
@@ -214,7 +214,7 @@ class DeletionWorker:
                 await run_in_steps(store.delete_expired({EVERY_TENANT: 0.0}, max(over)))
             with contextlib.suppress(Unavailable):
                 await self._erased()
-                await self.ledger.applied(dict.fromkeys(missing, (0, 0)))
+                await self.records.applied(dict.fromkeys(missing, (0, 0)))
 
     async def drop(self, keys: Sequence[BlockKey]) -> DeletedCount:
         """Drops blocks that may be put again; raises Unavailable as `forget`."""
@@ -235,7 +235,7 @@ class DeletionWorker:
         return isinstance(name, str) and self._done(name) is not None
 
     def _done(self, name: str) -> DeletedCount | None:
-        counts = self.ledger.counts(name)
+        counts = self.records.counts(name)
         return self.unsaved.get(name) if counts is None else DeletedCount(*counts)
 
 

@@ -38,16 +38,16 @@ class RecordStore:
     """
 
     def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = world.unix_time) -> None:
-        self.book = ReplicatedRecords()
+        self.replicated = ReplicatedRecords()
         self.deletions = DeletionIndex()
         self._applied = ReplicatedRecords()
         self._clock, self._turn = clock, asyncio.Lock()  # of what was taken, in order
-        self._thread = world.thread_pool(1, "kvstore-ledger")
+        self._thread = world.thread_pool(1, "kvstore-records")
         self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
         found = [self._load(number, folder, last=number == len(folders) - 1) for number, folder in enumerate(folders)]
         for records in found:
             self._applied.merge(record for record in records if record.kind == _APPLIED)
-            newer = self.book.merge(record for record in records if record.kind != _APPLIED)
+            newer = self.replicated.merge(record for record in records if record.kind != _APPLIED)
             if len(found) > 1:
                 self._commit(newer, ())
         done = [{one.id: one.expires_at - KEEP_S for one in records if one.kind == _APPLIED} for records in found]
@@ -76,18 +76,21 @@ class RecordStore:
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
         """Keeps those that are newer than what is here; they are durable on return.
 
-        Raises, without having taken any, InvalidRequest if one is wrong, Overloaded if all together are too large. What
-        the book has becomes known and durable, also where the call is cancelled.
+        All become known and durable, also if the call is cancelled.
+
+        Raises:
+            InvalidRequest: a record is wrong; none was taken.
+            Overloaded: all records together are too large; none was taken.
         """
         for record in (one for one in records if one.kind == DELETION and one.value):
             deletion_from_record(record)  # raises before any is taken
             await asyncio.sleep(0)
-        await asyncio.shield(self._keep(self.book.merge(records)))
+        await asyncio.shield(self._keep(self.replicated.merge(records)))
 
     async def _keep(self, newer: Sequence[kv_pb2.Record]) -> None:
         async with self._turn:
             for record in [one for one in newer if one.kind == DELETION]:
-                if not record.value or self.book.get(DELETION, record.tenant, record.id) is record:
+                if not record.value or self.replicated.get(DELETION, record.tenant, record.id) is record:
                     self._note([record])  # its time may be over meanwhile
                 await asyncio.sleep(0)
             await self._write(newer)
@@ -118,9 +121,9 @@ class RecordStore:
         await self._write([mark for name in deletions if (mark := self._applied.get(_APPLIED, "", name)) is not None])
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
-        over = [record for book in (self.book, self._applied) for record in book.prune(self._clock())]
+        over = [record for records in (self.replicated, self._applied) for record in records.prune(self._clock())]
         for record in over:  # of a deletion its own time counts, or, where there is no record of it, its mark's
-            if record.kind in (DELETION, _APPLIED) and self.book.get(DELETION, "", record.id) is None:
+            if record.kind in (DELETION, _APPLIED) and self.replicated.get(DELETION, "", record.id) is None:
                 self.deletions.remove(record.id)
         if self._envs and (records or over):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)

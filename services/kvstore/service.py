@@ -40,10 +40,10 @@ from services.kvstore.core.tiered_store import StoreListener, find_blocks
 from services.kvstore.core.writes import MAX_SESSION_BLOCKS
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.eviction.policies import POLICIES
+from services.kvstore.eviction.tenants import Pins, TenantAccount
 from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue, PutResources, PutStream
 from services.kvstore.operations import DeletionWorker, StoreObserver, StoreOperations, store_gauges
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.tenants import Pins, TenantAccount
 from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
@@ -117,8 +117,8 @@ class KVStoreServicer:
         return kv_pb2.ForgetResponse(blocks=done.blocks, bytes=done.nbytes)
 
     async def SyncRecords(self, request: pb.SyncRecordsRequest, context: object) -> pb.SyncRecordsResponse:  # noqa: N802
-        await self.deletions.ledger.take(request.records)
-        records, sequence, more = self.deletions.ledger.book.after(request.after)
+        await self.deletions.records.take(request.records)
+        records, sequence, more = self.deletions.records.replicated.after(request.after)
         return pb.SyncRecordsResponse(records=records, sequence=sequence, more=more)
 
     async def Compact(self, request: pb.CompactRequest, context: object) -> pb.CompactResponse:  # noqa: N802
@@ -173,7 +173,7 @@ class KVStoreService(StoreListener):
         instance: kv_pb2.Instance,
         channels: Channels | None = None,
         on_drain: Callable[[], None] = lambda: None,
-        ledger: RecordStore | None = None,
+        records: RecordStore | None = None,
     ) -> None:
         self.config = config
         self.rooms = MemoryWaitQueue(MAX_WAITING_FOR_ROOM)
@@ -187,12 +187,12 @@ class KVStoreService(StoreListener):
         threads = config.read_threads * max(1, len(config.data_dir))
         self._pool = world.thread_pool(threads, "kvstore-read")
         self._observer = StoreObserver(self.metrics)
-        self._ledger = ledger = ledger or RecordStore()
+        self._records = records = records or RecordStore()
         sessions, leases = config.max_sessions, config.lease_budget_bytes
-        self.store = BlockStore(*tiers, self, max_sessions=sessions, lease_bytes=leases, deletions=ledger.deletions)
+        self.store = BlockStore(*tiers, self, max_sessions=sessions, lease_bytes=leases, deletions=records.deletions)
         ssd = self.store.tiers.ssd
         rate, queue, observe = config.ssd_write_bytes_per_s, self.store.writes.queue, self._observer.committed
-        self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._ledger.leave_out, rate)
+        self.writer = None if ssd is None else WriteBehind(queue, ssd, observe, self._records.leave_out, rate)
         held = HeldKeys(PARTS, self.store.tiers.part, self.store.tiers.cold)
         self._journal = KVEventJournal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
@@ -217,7 +217,7 @@ class KVStoreService(StoreListener):
         put = PutResources(store.writes, self.rooms, instance, config.window_bytes, timeout_s, config.room_timeout_s)
         lease_timeout_s, on_read = config.lease_timeout_s, self._observer.read
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
-        deletions = DeletionWorker(operations, self._ledger, self.writer, config.session_timeout_s)
+        deletions = DeletionWorker(operations, self._records, self.writer, config.session_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
         return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.lanes)
 
@@ -282,7 +282,7 @@ class KVStoreService(StoreListener):
                 await self.writer.aclose()
             await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
             await asyncio.to_thread(arena.close)
-            await asyncio.to_thread(self._ledger.close)
+            await asyncio.to_thread(self._records.close)
             if self.store.tiers.ssd is not None:
                 await asyncio.to_thread(self.store.tiers.ssd.close)
             arena.on_excess = lambda: None  # the loop may end before the last view
@@ -310,11 +310,11 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
     tiers = await asyncio.to_thread(open_tiers, config)
     await asyncio.to_thread(copy_verified.prepare)
     folders = config.data_dir if tiers[1] is None else [disk.folder.path for disk in tiers[1].disks]
-    ledger = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders])
+    records = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders])
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config, config.client_listen, config.api_keys)
     async with Channels(Security.tls_of(security)) as channels:
-        service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set, ledger)
+        service = KVStoreService(config, tiers, instance, channels, ctx.stopping.set, records)
         async with (
             service.running(),
             service.metrics.served(config.metrics_listen),

@@ -167,12 +167,12 @@ class BlockLoader:
         began = world.monotonic()
         try:
             reader = await self._peers[source.kind].get(source)
-            pace = EmulatedLoadPace(self._load_s(wanted), self._layout.layers, on_layer)
+            emulated = EmulatedLoadPace(self._load_s(wanted), self._layout.layers, on_layer)
             try:
-                loaded = await self._read(reader, read, pace.came)
-                await pace.over()
+                loaded = await self._read(reader, read, emulated.came)
+                await emulated.over()
             finally:
-                pace.close()
+                emulated.close()
             ended = world.monotonic()
             read.came(loaded * self._layout.block_tokens, began, ended)
             return LoadEnded(loaded, loaded if loaded < wanted else None, seconds=ended - began)

@@ -42,7 +42,7 @@ class Cluster:
         self.world = SimulatedWorld()
         self.network = SimulatedNetwork(self.world)
         self.calls = Calls(self.world, config.delays, config.seed)
-        self._company = SharedMachine(config.company)
+        self._machine = SharedMachine(config.host_slowdown)
         self.stores = [self._store(number) for number in range(config.kvstore)]
         self.prefills = [self._prefill(number) for number in config.prefill_numbers]
         self.decodes = [self._decode(number, runs) for number in config.decode_numbers]
@@ -74,7 +74,7 @@ class Cluster:
         )
         stores = self.stores, self._readable
         return SimulatedPrefill(
-            self.world, self.network, self.config, name, *stores, self.calls, peers, self._company, up=up
+            self.world, self.network, self.config, name, *stores, self.calls, peers, self._machine, up=up
         )
 
     def _readable(self, name: str) -> Readable:
@@ -88,7 +88,7 @@ class Cluster:
             partial(self._changed, name),
         )  # fmt: skip
         return SimulatedDecode(
-            self.world, self.network, self.config, name, self.stores, ears, runs, self._company, up=up
+            self.world, self.network, self.config, name, self.stores, ears, runs, self._machine, up=up
         )
 
     # Requests

@@ -6,8 +6,8 @@ from moonpool.engine.emulated.profile import Profile
 from moonpool.errors import ConfigError
 from moonpool.frozen import frozen
 from moonpool.scheduling.latency import DEFAULT_BYTES_PER_S
-from services.conductor.core.policies import DEFAULT_POLICY
 from services.conductor.core.roles import RoleLimits
+from services.conductor.placement.policies import DEFAULT_POLICY
 from services.decode.core.settings import DecodeSettings, Preemption
 from services.prefill.core.jobs import PrefillSettings
 from simulator.network import CallDelays
@@ -56,8 +56,8 @@ class ClusterConfig:
         widths: stages of each prefill instance's pipeline, each on a machine of its own; empty = one each.
         roles: when engines change between prefill and decode; as the conductor's flags.
         role_change_s: from an engine's leaving to its being there again in the other role.
-        company: times as long as alone that steps take while another instance computes, as all are on one machine and
-            share its cores; 1 = each has its own.
+        host_slowdown: times as long as alone that steps take while another instance computes, if all share the cores of
+            one machine; 1 = each has its own.
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
@@ -94,7 +94,7 @@ class ClusterConfig:
     widths: tuple[int, ...] = ()
     roles: RoleLimits = field(default_factory=RoleLimits)
     role_change_s: float = 15.0
-    company: float = 1.0
+    host_slowdown: float = 1.0
     policy: str = DEFAULT_POLICY
     decode_prompt_tokens: int = 0
     threshold: float = 1.0
@@ -133,8 +133,8 @@ class ClusterConfig:
             raise ConfigError("widths", "machines of a pipeline do not change their roles")
         if self.widths and (len(self.widths) != self.prefill or min(self.widths) < 1):
             raise ConfigError("widths", f"must be {self.prefill} positive numbers, are {self.widths}")
-        if not self.company >= 1.0:
-            raise ConfigError("company", f"must be at least 1, is {self.company}")
+        if not self.host_slowdown >= 1.0:
+            raise ConfigError("host_slowdown", f"must be at least 1, is {self.host_slowdown}")
         for name in ("rate", "disk_bytes_per_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, f"must be positive, is {getattr(self, name)}")

@@ -158,7 +158,7 @@ class SimulatedDecode:
         stores: of the cluster; the answers' blocks are written there.
         ears: are told what happens.
         runs: of steps.
-        company: of the machine's engines; None = it has cores of its own.
+        machine: engines that share cores; None = the instance has cores of its own.
         up: it is there at the beginning.
     """
 
@@ -171,7 +171,7 @@ class SimulatedDecode:
         stores: Iterable[Store],
         ears: DecodeListener,
         runs: Runs = LEAPS,
-        company: SharedMachine | None = None,
+        machine: SharedMachine | None = None,
         *,
         up: bool = True,
     ) -> None:
@@ -181,7 +181,7 @@ class SimulatedDecode:
         self._world, self._network, self._config, self._ears = world, network, config, ears
         self._stores = {store.name: store for store in stores}
         self._core_config = decode_core_config(config, runs)
-        self._company = company or SharedMachine()
+        self._machine = machine or SharedMachine()
         self._heard_gap = ps(config.memory.lease_s) // HEARD_PER_LEASE
         self._came = self._preempted = 0
         self.incarnation, self.up = 0, up
@@ -203,7 +203,7 @@ class SimulatedDecode:
         self._taken, self._told_at, self.draining = 0, self._world.now, False
         self._engine = DecodeEngine(
             self._world, self._config, self.core, self._sequences, self.use, self._stepped, self._run_ended, self._say,
-            self._company, int(self.name[1:]),
+            self._machine, int(self.name[1:]),
         )  # fmt: skip
 
     def crash(self) -> None:

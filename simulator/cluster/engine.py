@@ -34,11 +34,11 @@ class SharedMachine:
         self._computing: set[int] = set()
 
     def joins(self, changed: Callable[[], None]) -> "MachineEngine":
-        """One more engine; `changed` is called when it is to look at its pace again."""
+        """One more engine; `changed` is called when it is to look at its slowdown again."""
         self._changed.append(changed)
         return MachineEngine(self, len(self._changed) - 1)
 
-    def pace(self, member: int) -> float:
+    def slowdown(self, member: int) -> float:
         """Times as long as alone that the work of one of them takes now."""
         return self.slow if self.slow != 1.0 and self._computing - {member} else 1.0
 
@@ -46,29 +46,29 @@ class SharedMachine:
         """One of them computes, or does not any more."""
         if self.slow == 1.0 or (member in self._computing) == computing:
             return
-        before = [self.pace(other) for other in range(len(self._changed))]
+        before = [self.slowdown(other) for other in range(len(self._changed))]
         (self._computing.add if computing else self._computing.discard)(member)
         for other, changed in enumerate(self._changed):
-            if other != member and self.pace(other) != before[other]:
+            if other != member and self.slowdown(other) != before[other]:
                 changed()
 
 
 class MachineEngine:
     """One engine of a machine."""
 
-    __slots__ = ("_company", "_number")
+    __slots__ = ("_machine", "_number")
 
-    def __init__(self, company: SharedMachine, number: int) -> None:
-        self._company, self._number = company, number
+    def __init__(self, machine: SharedMachine, number: int) -> None:
+        self._machine, self._number = machine, number
 
     @property
-    def pace(self) -> float:
+    def slowdown(self) -> float:
         """Times as long as alone that its work takes now."""
-        return self._company.pace(self._number)
+        return self._machine.slowdown(self._number)
 
     def computes(self, computing: bool) -> None:
         """It computes, or does not any more."""
-        self._company.note(self._number, computing=computing)
+        self._machine.note(self._number, computing=computing)
 
 
 @frozen
@@ -139,7 +139,7 @@ class DecodeEngine:
         ended: called when a run is over, with the sequences that ended or made their first tokens in it, and whether
             the instance's load or keys have changed.
         begun: called when sequences have made their first tokens in a run that goes on.
-        company: of the machine's engines.
+        machine: engines that share cores.
         number: of the instance; each draws for itself how long the way to it takes.
     """
 
@@ -153,7 +153,7 @@ class DecodeEngine:
         post: Callable[[RunProgress | RunDone], None],
         ended: Callable[[list[DecodeSequence], bool], None],
         begun: Callable[[list[DecodeSequence]], None],
-        company: SharedMachine,
+        machine: SharedMachine,
         number: int,
     ) -> None:
         self._number = number
@@ -168,7 +168,7 @@ class DecodeEngine:
         """Steps of the run behind the leap."""
         self._ahead = core.settings.ahead_steps > 0
         """A run goes on where a block becomes full; its leaps end there."""
-        self._member = company.joins(self._look_again)
+        self._member = machine.joins(self._look_again)
 
     @property
     def idle(self) -> bool:
@@ -207,14 +207,14 @@ class DecodeEngine:
         self._shorten()
 
     def _go_on(self, first: int, steps: int) -> None:
-        """Leaps over steps of the run at the pace of now, the first of which takes `first` where it is alone."""
+        """Leaps over steps of the run at the slowdown of now, the first of which takes `first` where it is alone."""
         assert self._run is not None
         if self._ahead:
             size = self._config.block_tokens
             steps = min([steps, *(it.until_filled(size) for it in self._batch(self._run))])
-        more, pace = self._times.per_context_token * len(self._run.batch), self._member.pace
-        if pace != 1.0:
-            first, more = round(pace * first), round(pace * more)
+        more, slowdown = self._times.per_context_token * len(self._run.batch), self._member.slowdown
+        if slowdown != 1.0:
+            first, more = round(slowdown * first), round(slowdown * more)
         self._told, self._left = 0, max(0, self._left - steps)
         self._leap = Leap(self._world.now, steps, max(1, first), more)
         self._world.at(self._leap.end, self._over, self._leap, first=True)
@@ -318,7 +318,7 @@ class PipelineStep:
     done: int = 0
     """Layers that are computed."""
     late: int = 0
-    """So much longer it has taken in company."""
+    """So much longer it has taken beside other engines."""
     computing: bool = False
     aborted: bool = False
 
@@ -331,7 +331,7 @@ class Pipeline:
         stages: that these are divided among.
         layer_done: told of a step's io and a layer that is computed.
         over: told of a step's io, whether it was given up, and the seconds that its computing took in all stages.
-        company: of the machine's engines.
+        machine: engines that share cores.
     """
 
     def __init__(
@@ -341,13 +341,13 @@ class Pipeline:
         stages: int,
         layer_done: Callable[[int, int], None],
         over: Callable[[int, bool, float], None],
-        company: SharedMachine,
+        machine: SharedMachine,
     ) -> None:
         self._world, self._layers = world, layers
         self._ends = [end for begin, end in stage_ranges(layers, stages) for _ in range(begin, end)]  # by layer
         self._layer_done, self._over = layer_done, over
         self._steps: list[PipelineStep] = []
-        self._member = company.joins(lambda: None)  # its pace is looked at with each layer
+        self._member = machine.joins(lambda: None)  # the slowdown is looked at with each layer
 
     def begin(self, io: int, duration: int, *, gated: bool) -> None:
         """The next step; the gates of a gated one are opened afterwards."""
@@ -396,8 +396,8 @@ class Pipeline:
     def _compute(self, step: PipelineStep) -> None:
         step.computing = True
         alone = step.duration * (step.done + 1) // self._layers - step.duration * step.done // self._layers
-        pace = self._member.pace
-        took = alone if pace == 1.0 else round(pace * alone)
+        slowdown = self._member.slowdown
+        took = alone if slowdown == 1.0 else round(slowdown * alone)
         step.late += took - alone
         self._world.at(self._world.now + took, self._computed, step, first=True)
 

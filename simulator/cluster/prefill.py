@@ -209,7 +209,7 @@ class SimulatedPrefill:
         find: gives a store or another instance by name, to load from.
         calls: to decode.
         peers: are told what happens.
-        company: of the machine's engines; None = it has cores of its own.
+        machine: engines that share cores; None = the instance has cores of its own.
         up: it is there at the beginning.
     """
 
@@ -223,7 +223,7 @@ class SimulatedPrefill:
         find: Callable[[str], Readable],
         calls: Calls,
         peers: Peers,
-        company: SharedMachine | None = None,
+        machine: SharedMachine | None = None,
         *,
         up: bool = True,
     ) -> None:
@@ -236,7 +236,7 @@ class SimulatedPrefill:
         self.pool = SimulatedPoolReads(self.sends, self._hear)
         self._settings = prefill_core_settings(config, self.stages)
         self._receives = Link(f"{name} in", self.stages * config.load_bytes_per_s)
-        self._company = company or SharedMachine()
+        self._machine = machine or SharedMachine()
         self._came = self._copies_came = 0
         self.incarnation = 0
         self.up = up
@@ -254,7 +254,7 @@ class SimulatedPrefill:
         self._moving: dict[int, Flow | None] = {}
         self._write_back_room = max(1, self._settings.blocks // WRITE_BACK_SHARE)
         self._pipeline = Pipeline(
-            self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over, self._company
+            self._world, self._settings.layers, self._settings.stages, self._layer_done, self._over, self._machine
         )
         self._loading = PrefixLoader(
             self._world, self._network, self._find, self._receives, self._settings.slice_bytes,

@@ -9,7 +9,7 @@ from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
 from services.conductor.core.instances import LoadFacts
-from services.kvstore.policies import POLICIES
+from services.kvstore.eviction.policies import POLICIES
 from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.config import ClusterConfig
 from simulator.eviction import Pool

@@ -23,7 +23,7 @@ FIRST_STEP, LEAST_STEP = 0.8, 0.03
 """Steps of the search, in natural logarithms."""
 WORTH = 0.999
 """A try must be better by a thousandth: what hardly matters stays where it is."""
-FACTORS = {"prefill", "decode", "company", "links"}
+FACTORS = {"prefill", "decode", "host_slowdown", "links"}
 """Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
 
 
@@ -37,8 +37,8 @@ class Extras:
         decode_token_s: what each token of a decode step takes on top: it is told to a client.
         decode_run_s: mean of what a run of decode steps takes on top, its way to the engine and back. A run ends with
             each sequence that joins or ends, so a first token from decode waits for it, and a crowd has many.
-        company: times as long as alone that steps take while another engine of the machine computes; it is found where
-            the cluster says that engines share one (`ClusterConfig.company` above 1), else it is 1.
+        host_slowdown: times as long as alone that steps take while another engine of the machine computes. It is found
+            if engines share a machine (`ClusterConfig.host_slowdown` above 1), else it is 1.
         links: times as slow as the profile says KV is loaded and sent.
         prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
         call_s: mean of what chance adds to each message.
@@ -49,7 +49,7 @@ class Extras:
     decode: float = 1.0
     decode_token_s: float = 0.0005
     decode_run_s: float = 0.002
-    company: float = 1.0
+    host_slowdown: float = 1.0
     links: float = 1.0
     prompt_s: float = 0.005
     call_s: float = 0.001
@@ -65,8 +65,10 @@ class Extras:
             transfer_bytes_per_s=config.transfer_bytes_per_s / self.links,
         )
         delays = replace(config.delays, prompt_s=self.prompt_s, more_s=self.call_s, run_s=self.decode_run_s)
-        company = max(1.0, self.company)
-        return replace(config, profile=replace(config.profile, speeds=speeds), delays=delays, company=company)
+        host_slowdown = max(1.0, self.host_slowdown)
+        return replace(
+            config, profile=replace(config.profile, speeds=speeds), delays=delays, host_slowdown=host_slowdown
+        )
 
     def to_json(self) -> dict[str, float]:
         """By name."""
@@ -180,9 +182,9 @@ def fit(
         simulations: at most.
     """
     search = _Search(lambda extras: distance(Times.of(serve(extras.applied(config), requests)), measured), simulations)
-    ways = [way for way in DIRECTIONS if "company" not in way or config.company > 1.0]
+    ways = [way for way in DIRECTIONS if "host_slowdown" not in way or config.host_slowdown > 1.0]
     for start in STARTS:
-        search.better(replace(start, company=config.company))
+        search.better(replace(start, host_slowdown=config.host_slowdown))
     step, tried = FIRST_STEP, ways
     while search.left > 0 and step > LEAST_STEP:
         before, least = search.best, search.least

@@ -167,15 +167,15 @@ def run_pool(profile: Profile, load: MemoryLoad, way: FillPolicy) -> WaitingRequ
         pool_blocks=load.pool_blocks, max_batch=1_000_000,
     )  # fmt: skip
     longest = config.blocks_for(load.prompt_tokens + load.max_tokens)
-    crowd = WaitingRequests(
+    waiting = WaitingRequests(
         config, groups_of(load, sharing=way.sharing), load.pool_blocks // longest if way.longest_life else 0
     )
-    crowd.run()
-    return crowd
+    waiting.run()
+    return waiting
 
 
-def _row(name: str, load: MemoryLoad, way: FillPolicy, crowd: WaitingRequests) -> dict[str, object]:
-    use, core, seconds = crowd.instance.use, crowd.instance.core, crowd.ended_at / PS
+def _row(name: str, load: MemoryLoad, way: FillPolicy, waiting: WaitingRequests) -> dict[str, object]:
+    use, core, seconds = waiting.instance.use, waiting.instance.core, waiting.ended_at / PS
     longest = -(-(load.prompt_tokens + load.max_tokens) // load.block_tokens) * load.block_tokens
     slots = use.sequences_time * longest if way.longest_life else use.slots_time
     return {
@@ -184,7 +184,7 @@ def _row(name: str, load: MemoryLoad, way: FillPolicy, crowd: WaitingRequests) -
         "most_sequences": use.most_sequences,
         "mean_sequences": digits(use.sequence_steps / max(1, use.steps)),
         "slots_without_token": digits(1 - use.tokens_time / slots),
-        "tokens_per_s": digits(crowd.tokens / seconds),
+        "tokens_per_s": digits(waiting.tokens / seconds),
         "preempted": core.preempted.preemptions,
         "swapped": core.preempted.swaps,
         "recomputed_tokens": core.planner.recomputed_tokens,

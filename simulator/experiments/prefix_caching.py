@@ -15,9 +15,8 @@ from moonpool.errors import ConfigError
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
 from services.conductor.core.events import DecodeReservation, Failure, StalePlacement
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.policies.queues import LRU
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.policies import LRU, POLICIES
 from services.prefill.core.actions import ReportFirstToken
 from services.prefill.core.events import KVSource
 from simulator.clock import SimulatedWorld

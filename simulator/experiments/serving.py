@@ -6,8 +6,8 @@ from statistics import fmean, pstdev
 
 from moonpool.errors import ConfigError
 from services.conductor.core.admission import AdmissionMode
-from services.conductor.core.policies import POLICIES
 from services.conductor.core.roles import RoleLimits
+from services.conductor.placement.policies import POLICIES
 from simulator.clock import PS, ps
 from simulator.cluster.admission import PAPER, SERVICES
 from simulator.cluster.cluster import Cluster

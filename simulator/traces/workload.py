@@ -80,7 +80,7 @@ class Workload:
         self._prompts = [self._blocks(self._random.randint(1, 8)) for _ in range(self._mix.applications)]
         self._weights = [1 / (place + 1) for place in range(self._mix.applications)]
         self._names = [f"t{place}" for place in range(self._mix.tenants)]
-        self._turns: list[tuple[float, int, Sequence[int], int, str]] = []  # when, number, said before, turn, whose
+        self._turns: list[tuple[float, int, Sequence[int], int, str]] = []  # when, number, history before, turn, whose
         self._requests: list[TraceRequest] = []
 
     def requests(self, count: int) -> list[TraceRequest]:
@@ -89,8 +89,8 @@ class Workload:
         while len(self._requests) < count:
             now += self._random.expovariate(self._mix.rate_at(now))
             while self._turns and self._turns[0][0] <= now:
-                at, _, said, turn, tenant = heapq.heappop(self._turns)
-                self._turn(at, said, turn, tenant)
+                at, _, history, turn, tenant = heapq.heappop(self._turns)
+                self._turn(at, history, turn, tenant)
             self._arrival(now)
         return self._requests[:count]
 
@@ -109,12 +109,12 @@ class Workload:
         weights = [1 / (place + 1) for place in range(len(self._names))]
         return self._wishes.choices(self._names, weights)[0] if self._names else ""
 
-    def _turn(self, now: float, said: Sequence[int], turn: int, tenant: str) -> None:
-        said = [*said, *self._lengthened(self._mix.first_turn if turn == 1 else self._mix.later_turn)]
-        self._ask(now, said, tenant)
+    def _turn(self, now: float, history: Sequence[int], turn: int, tenant: str) -> None:
+        history = [*history, *self._lengthened(self._mix.first_turn if turn == 1 else self._mix.later_turn)]
+        self._ask(now, history, tenant)
         if self._random.random() < self._mix.goes_on + (0.2 if turn > 1 else 0.0):
             at = now + self._mix.pause_s * self._random.lognormvariate(0.0, 1.0)
-            heapq.heappush(self._turns, (at, len(self._requests), said, turn + 1, tenant))
+            heapq.heappush(self._turns, (at, len(self._requests), history, turn + 1, tenant))
 
     def _ask(self, now: float, chain: Sequence[int], tenant: str) -> None:
         """A request. Its last block is not full: when it is, it is another one, so that its id comes once."""

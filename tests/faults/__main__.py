@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 decode=args.decode,
                 kvstore=args.kvstore,
                 conductors=args.conductors,
-                stages=args.stages,
+                pipeline_parallel_size=args.stages,
             )
             report = run_storm(plan, base, judge, os.environ.__setitem__)
             found = report.failures + report.shortfalls()

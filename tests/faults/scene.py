@@ -31,7 +31,7 @@ def base_plan(model: Path, folder: Path, engine: str, *, blocks: int = 256, devi
         engine=engine,
         time_scale=0.0 if engine == "real" else 4.0,
         threads=1,
-        block_tokens=BLOCK,
+        block_size=BLOCK,
         dram_bytes=2 << 20,
         ssd_bytes=64 << 20,
         extra={"prefill": ["--max-num-batched-tokens", "64", *pool], "decode": pool},

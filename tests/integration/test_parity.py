@@ -151,10 +151,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prefill=topology.each,
         decode=topology.each,
         kvstore=int(topology.store),
-        stages=topology.stages,
+        pipeline_parallel_size=topology.stages,
         threads=1,
-        block_tokens=BLOCK,
-        kv_bytes=16 << 20,
+        block_size=BLOCK,
+        kv_cache_memory_bytes=16 << 20,
         dram_bytes=16 << 20,
         extra={
             "prefill": ["--max-num-batched-tokens", "64", *flags],

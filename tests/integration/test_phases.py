@@ -82,7 +82,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory, proxies: Fa
         prefill=2,
         decode=2,
         engine=ENGINE,
-        block_tokens=BLOCK,
+        block_size=BLOCK,
         extra={"prefill": ["--set", "load_timeout_s=120"], "kvstore": ["--kv-lanes", "grpc"]},
     )
     with Pair(plan, proxies, ["kvstore"]) as stack:
@@ -212,7 +212,9 @@ def test_whoever_is_killed_while_a_prefix_is_loaded(
 @pytest.fixture(scope="module")
 def staged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
     """Two real prefill instances of two stages each."""
-    plan = dataclasses.replace(small_plan(checkpoint, tmp_path_factory.mktemp("staged")), prefill=2, stages=2)
+    plan = dataclasses.replace(
+        small_plan(checkpoint, tmp_path_factory.mktemp("staged")), prefill=2, pipeline_parallel_size=2
+    )
     with CheckedStack(plan) as stack:
         yield stack
 

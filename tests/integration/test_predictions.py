@@ -115,7 +115,7 @@ def predictions(tmp_path_factory: pytest.TempPathFactory) -> list[Prediction]:
         engine="emulated:llama-70b-a800",
         time_scale=TIME_SCALE,
         extra={"prefill": NOISE, "decode": NOISE},
-        block_tokens=BLOCK,
+        block_size=BLOCK,
     )
     with CheckedStack(plan) as stack:
         return asyncio.run(everything(stack.address))

@@ -60,7 +60,7 @@ def torch_kernels() -> Iterator[None]:
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_dtype=request.param)
+    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), kv_cache_dtype=request.param)
     plan = with_flags(plan, "decode", "--set", "preempt_every=1", "--set", "preemption=swap")
     with torch_kernels():
         reference = Runner(

@@ -33,7 +33,7 @@ def pair(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         prefill=2,
         decode=2,
         engine=ENGINE,
-        block_tokens=BLOCK,
+        block_size=BLOCK,
         extra={"decode": ["--set", "emulated_slowdown=10"], "prefill": ["--set", "emulated_slowdown=10"]},
     )
     with CheckedStack(plan) as stack:

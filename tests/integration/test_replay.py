@@ -31,13 +31,13 @@ def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture
     prefill, decode, kvstore = INSTANCES
     plan = StackPlan(
         model=str(model_dir()), data_dir=tmp_path / "stack", engine=f"emulated:{PROFILE}", time_scale=TIME_SCALE,
-        prefill=prefill, decode=decode, kvstore=kvstore, block_tokens=512, log_level="warning",
+        prefill=prefill, decode=decode, kvstore=kvstore, block_size=512, log_level="warning",
         extra={"prefill": ["--max-num-batched-tokens", "4096"]},
     )  # fmt: skip
     with CheckedStack(plan) as stack:
         status = run_replay(
             ReplayPlan(trace, [stack.address], str(model_dir()), SloTargets(), time_scale=TIME_SCALE, profile=PROFILE,
-                       step_tokens=4096, calibrate_on=FITTED), as_json=True,
+                       max_num_batched_tokens=4096, calibrate_on=FITTED), as_json=True,
         )  # fmt: skip
     assert status == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -51,8 +51,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
         extra[kind] = [*extra[kind], "--set", "client_listen=127.0.0.1:0", "--set", f"api_keys={keys}"]
     operator = Tls(certificates / "ca.pem", certificates / "operator.pem", certificates / "operator.key")
     plan = StackPlan(
-        model=str(folder / "model"), data_dir=folder, dtype="float32", block_tokens=BLOCK, threads=1,
-        kv_bytes=16 << 20, dram_bytes=16 << 20, tls=operator, extra=extra,
+        model=str(folder / "model"), data_dir=folder, dtype="float32", block_size=BLOCK, threads=1,
+        kv_cache_memory_bytes=16 << 20, dram_bytes=16 << 20, tls=operator, extra=extra,
     )  # fmt: skip
     with CheckedStack(plan) as stack:
         yield stack

@@ -65,7 +65,7 @@ def reference(model: Path) -> Reference:
 
 
 def plan_of(model: Path, folder: Path, dtype: str) -> StackPlan:
-    return StackPlan(model=str(model), data_dir=folder, dtype=dtype, threads=1, kv_bytes=512 << 20)
+    return StackPlan(model=str(model), data_dir=folder, dtype=dtype, threads=1, kv_cache_memory_bytes=512 << 20)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])

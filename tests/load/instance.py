@@ -28,10 +28,10 @@ def instance(kind: str, options: argparse.Namespace) -> Iterator[str]:
             decode=int(kind == "decode"),
             kvstore=0,
             dtype=options.dtype,
-            block_tokens=options.block_tokens,
+            block_size=options.block_tokens,
             engine=options.engine,
             time_scale=options.engine_time_scale,
-            kv_bytes=options.kv_bytes,
+            kv_cache_memory_bytes=options.kv_bytes,
             log_level="warning",
         )
         with LocalStack(plan) as stack:

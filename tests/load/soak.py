@@ -316,8 +316,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     say(f"{len(known)} answers known, of {sum(len(it.answer) for it in known)} tokens")
     with tempfile.TemporaryDirectory(prefix="moonpool-soak-") as folder:
         plan = StackPlan(
-            model=str(path), data_dir=Path(folder), dtype="float32", kv_dtype=options.kv_dtype, kv_bytes=128 << 20,
-            dram_bytes=32 << 20, ssd_bytes=512 << 20,
+            model=str(path), data_dir=Path(folder), dtype="float32", kv_cache_dtype=options.kv_dtype,
+            kv_cache_memory_bytes=128 << 20, dram_bytes=32 << 20, ssd_bytes=512 << 20,
         )  # fmt: skip
         with LocalStack(plan) as stack:
             processes, begin = watched(stack), time.monotonic()

@@ -31,11 +31,11 @@ def cores() -> list[Any]:
 
 def machines() -> dict[str, Any]:
     """Hypothesis's state machines that walk each core alone, by the walk's name."""
-    from services.kvstore.policies import POLICIES
+    from services.kvstore.eviction.policies import POLICIES
     from tests.unit.conductor.core.test_scheduler_machine import RequestMachine
     from tests.unit.decode.core.test_scheduler import DecodeMachine
     from tests.unit.kvstore.core.test_machine import StoreMachine
-    from tests.unit.kvstore.policies.test_machine import PolicyMachine
+    from tests.unit.kvstore.eviction.test_machine import PolicyMachine
     from tests.unit.prefill.test_core_scheduler import PrefillMachine
 
     found = {"conductor": RequestMachine, "decode": DecodeMachine, "prefill": PrefillMachine, "kvstore": StoreMachine}
@@ -56,7 +56,7 @@ def beside() -> tuple[Any, str]:
 def state_of(machine: Any) -> object:
     """What is recorded after each rule of a machine without a core: what a store holds, or the order of eviction."""
     from tests.unit.kvstore.core.test_machine import StoreMachine
-    from tests.unit.kvstore.policies.test_machine import PolicyMachine
+    from tests.unit.kvstore.eviction.test_machine import PolicyMachine
 
     match machine:
         case StoreMachine():

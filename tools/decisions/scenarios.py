@@ -143,7 +143,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "small-stores": Scenario({"kvstore": 3, "store_bytes": 30 * GB, "eviction": "kv-aware"}),
     "stores-with-disks": Scenario({"kvstore": 2, "store_bytes": 15 * GB, "disk_bytes": 60 * GB, "eviction": "s3-fifo"}),
-    "one-machine": Scenario({"max_queue": 3, "company": 1.6, "peers": False, "slow_factor": 2.0}),
+    "one-machine": Scenario({"max_queue": 3, "host_slowdown": 1.6, "peers": False, "slow_factor": 2.0}),
     "single-steps": Scenario(
         {"memory": DecodeMemory(step_tokens=64)}, replace(TALK, answer_tokens=60.0), 60, runs=Runs(1)
     ),

@@ -11,7 +11,7 @@ from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.core.decode_pool import LoadForecast, LoadForecaster
 from services.conductor.core.events import NO_DECODE_ROOM, Failure, FailureKind
 from services.conductor.core.latency_model import DecodeChoice, SloLimits, Stratum
-from services.conductor.core.policies import TtftLimit
+from services.conductor.core.prefill_pool import TtftLimit
 from services.conductor.core.router import RoutingDecision
 
 HOPELESS_RETRY_S = 60.0

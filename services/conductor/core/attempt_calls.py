@@ -28,7 +28,7 @@ from services.conductor.core.events import (
     StartDecode,
     TakeOverSequence,
 )
-from services.conductor.core.latency_model import DecodeChoice, PrefillChoice
+from services.conductor.core.latency_model import DecodeChoice, LinkRead
 from services.conductor.core.request import (
     Attempt,
     DecodePhase,
@@ -39,6 +39,7 @@ from services.conductor.core.request import (
     TimerKind,
 )
 from services.conductor.core.router import EXPECTED_ANSWER_TOKENS, RoutingDecision
+from services.conductor.placement.base import PrefillChoice
 
 MAX_RESERVES = 2
 """`CallReserve` calls of one request at once."""
@@ -246,7 +247,7 @@ class AttemptCalls:
     def _claim_prefill(self, request: ScheduledRequest, decision: RoutingDecision, now: float) -> int:
         best = decision.prefill
         claim = self._cluster.claim_prefill(
-            best.id, best.busy_s, now, best.source, request.spec.queue_key, best.read, decision.send_s
+            best.id, best.busy_s, now, best.source, request.spec.queue_key, LinkRead.of(best), decision.send_s
         )
         self._cluster.prefills.in_flight.placed(claim, best.id, request.keys)
         return claim

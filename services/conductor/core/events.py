@@ -10,8 +10,9 @@ from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import PrefillChoice, SloLimits, Stratum, TpotForecast, stratum_of
+from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast, stratum_of
 from services.conductor.core.router import ReplicatePrefix, RoutingDecision
+from services.conductor.placement.base import PrefillChoice
 
 
 class FailureKind(Enum):

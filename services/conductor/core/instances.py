@@ -13,6 +13,7 @@ from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.latency_model import KVShape
 from services.conductor.core.prefix_index import slots_in
+from services.conductor.placement.base import RankedInstance
 
 
 class InstanceKind(Enum):
@@ -229,16 +230,7 @@ class SpeedClass:
     key: SpeedClassKey
     speeds: Speeds
     mask: int = 0
-    order: list["RankedInstance"] = field(default_factory=list)
-
-
-class RankedInstance(NamedTuple):
-    """An instance's rank in its class: least load first, then least recently chosen, then by name."""
-
-    load: float
-    turn: int
-    name: str
-    slot: int
+    order: list[RankedInstance] = field(default_factory=list)
 
 
 class RankedMatch(NamedTuple):

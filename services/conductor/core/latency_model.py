@@ -27,33 +27,7 @@ from moonpool.scheduling.latency import (
     work_seconds,
 )
 from moonpool.scheduling.state_machine import digest_of
-
-
-class LatencyParts(NamedTuple):
-    """Parts of a prompt's time at its instance: seconds of each, or the factors that correct each.
-
-    Attributes:
-        queue: waiting for earlier prompts.
-        load: loading the prefix, as far as computing does not hide it.
-        fixed: computing, the same for each step whatever its tokens: most of a prompt of few tokens.
-        growing: computing, in proportion to tokens.
-        tail: what later prompts take of the step in which the prompt ends. The factor is their share of a full step.
-    """
-
-    queue: float = 1.0
-    load: float = 1.0
-    fixed: float = 1.0
-    growing: float = 1.0
-    tail: float = 1.0
-
-    def slowed(self, by: float) -> "LatencyParts":
-        """Every part times a factor."""
-        return LatencyParts(*[part * by for part in self])
-
-    def computed(self, by: float) -> "LatencyParts":
-        """Loading and computing times a factor."""
-        return self._replace(load=self.load * by, fixed=self.fixed * by, growing=self.growing * by)
-
+from services.conductor.placement.base import LatencyParts, PrefillChoice, PrefillCost
 
 RATE_WEIGHT = 0.2
 """Weight of one read in the learned rate of a link."""
@@ -104,6 +78,11 @@ class LinkRead(NamedTuple):
 
     seconds: float = 0.0
     cold: float = 0.0
+
+    @classmethod
+    def of(cls, choice: PrefillChoice) -> "LinkRead":
+        """The read of a choice from its source."""
+        return cls(choice.read_s, choice.cold_blocks / max(1, choice.used_blocks - choice.local_blocks))
 
 
 NO_READ = LinkRead()
@@ -203,73 +182,6 @@ class ReadsInFlight:
         assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)
 
 
-class PrefillChoice(NamedTuple):
-    """The prediction of a prompt on one prefill instance. Times are seconds.
-
-    Attributes:
-        id: of the instance.
-        local_blocks: leading blocks that it holds, or will hold when prompts in flight are computed.
-        used_blocks: leading blocks that it need not compute, loaded ones included.
-        queue_s: wait for earlier prompts.
-        load_s: loading the prefix, as far as computing does not hide it.
-        prefill_s: computing.
-        busy_s: delay of the next prompt by this one; less than its own time if pipeline stages overlap.
-        source: instance to load from; "" = none.
-        excluded: why the instance cannot be used; "" = it can.
-        overhead_s: calls, tokenising, tokens on their way.
-        factors: corrections of the parts.
-        shared: share of the work beside other engines of its host; None = the host has none.
-        others: requests on the host when the prompt was placed.
-        read_s: time for which the source's link is busy.
-        tail_s: later prompts in the step in which this one ends.
-        fixed_s: part of `prefill_s` that does not grow with tokens.
-        cold_blocks: blocks to read that are on the source's SSD only.
-    """
-
-    id: str
-    local_blocks: int
-    used_blocks: int
-    queue_s: float
-    load_s: float
-    prefill_s: float
-    busy_s: float
-    source: str = ""
-    excluded: str = ""
-    overhead_s: float = 0.0
-    factors: LatencyParts = LatencyParts()
-    shared: float | None = None
-    others: int = 0
-    read_s: float = 0.0
-    tail_s: float = 0.0
-    fixed_s: float = 0.0
-    cold_blocks: int = 0
-
-    @property
-    def read(self) -> LinkRead:
-        """The read from `source`."""
-        return LinkRead(self.read_s, self.cold_blocks / max(1, self.used_blocks - self.local_blocks))
-
-    @property
-    def parts(self) -> LatencyParts:
-        """The time at the instance, in parts."""
-        return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.tail_s)
-
-    @property
-    def alone_s(self) -> float:
-        """Predicted TTFT on an idle instance."""
-        return self.overhead_s + self.load_s + self.prefill_s
-
-    @property
-    def known_s(self) -> float:
-        """Predicted TTFT without later prompts: instances are compared by it."""
-        return self.queue_s + self.alone_s
-
-    @property
-    def ttft_s(self) -> float:
-        """Predicted TTFT with later prompts: limits are checked by it."""
-        return self.known_s + self.tail_s
-
-
 class DecodeChoice(NamedTuple):
     """The prediction of a request on one decode instance.
 
@@ -284,24 +196,6 @@ class DecodeChoice(NamedTuple):
     tbt_s: float
     finish_s: float
     blocks: int = 0
-
-
-class PrefillCost(NamedTuple):
-    """Seconds of a prompt on an idle instance, and the prefix it uses; fields as in `PrefillChoice`."""
-
-    load_s: float
-    prefill_s: float
-    busy_s: float
-    used_blocks: int
-    source: str
-    read_s: float = 0.0
-    fixed_s: float = 0.0
-    cold_blocks: int = 0
-
-    @property
-    def alone_s(self) -> float:
-        """Time to first token."""
-        return self.load_s + self.prefill_s
 
 
 _LoadableSource = tuple[PrefixHolder, int, PrefillWork]
@@ -811,7 +705,7 @@ class TpotModel:
 
 def _length_bounds() -> tuple[int, ...]:
     exact = (2 ** (quarter / 4) for quarter in range(81))
-    return tuple(sorted({round(border) for border in exact}))
+    return tuple(sorted({round(bound) for bound in exact}))
 
 
 LENGTH_BOUNDS = _length_bounds()
@@ -868,7 +762,7 @@ class OutputLengthModel:
     """
 
     def __init__(self, assumed: int = 256) -> None:
-        widths = [border - before for before, border in zip((0, *LENGTH_BOUNDS), LENGTH_BOUNDS, strict=False)]
+        widths = [bound - before for before, bound in zip((0, *LENGTH_BOUNDS), LENGTH_BOUNDS, strict=False)]
         self._prior = tuple([max(-width / assumed, MIN_LOG_SURVIVAL) for width in widths])
         self._counts: OrderedDict[Stratum, _LengthCounts] = OrderedDict({(): _LengthCounts()})
         self._running: dict[int, _RunningAnswer] = {}
@@ -930,17 +824,17 @@ class OutputLengthModel:
         """Mean length of an answer that has at least `least` tokens and is cut off at `longest`."""
         curve, before = self._curve(stratum), min(least, longest)
         mean, known, share = float(before), _curve_at(curve, before), 1.0
-        for border in LENGTH_BOUNDS[bisect_left(LENGTH_BOUNDS, before + 1) :]:
+        for bound in LENGTH_BOUNDS[bisect_left(LENGTH_BOUNDS, before + 1) :]:
             if before >= longest:
                 break
-            end, share_before = min(border, longest), share
+            end, share_before = min(bound, longest), share
             share = exp(_curve_at(curve, end) - known)
             mean += (end - before) * (share_before + share) / 2
             before = end
         return mean
 
     def _curve(self, stratum: Stratum) -> tuple[float, ...]:
-        """Logarithm of the probability of outliving each border, and 0 before the first."""
+        """Logarithm of the probability of outliving each bound, and 0 before the first."""
         while stratum not in self._counts:
             stratum = stratum[:-1]
         total = self._counts[()].total

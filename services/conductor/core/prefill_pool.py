@@ -1,9 +1,10 @@
 """The prefill instances: when each will be free, which prefixes they are computing, and which is best for a prompt."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from typing import NamedTuple
 
 from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import QueueKey
@@ -23,13 +24,18 @@ from services.conductor.core.latency_model import (
     BusySpan,
     Demand,
     KVLink,
-    PrefillChoice,
     PrefillCorrections,
     PrefillLatencyModel,
     contended_seconds,
 )
-from services.conductor.core.policies import Candidates, PlacementPolicy, TtftLimit
 from services.conductor.core.prefix_index import slots_in
+from services.conductor.placement.base import (
+    Candidates,
+    PlacementPolicy,
+    PrefillChoice,
+    PrefillCost,
+    RankedInstance,
+)
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
 """Lengths in blocks at which chains are compared."""
@@ -325,6 +331,18 @@ class PrefillInstanceState:
         return digest_of(self.facts, self.slot, *state)
 
 
+class TtftLimit(NamedTuple):
+    """TTFT limit of a request.
+
+    Attributes:
+        within_s: seconds from now within which the first token must come.
+        queue_key: position of the request among others.
+    """
+
+    within_s: float
+    queue_key: QueueKey
+
+
 class PrefillPool(InstancePool[PrefillInstanceState]):
     """All prefill instances, ranked by when they will be free.
 
@@ -411,7 +429,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
-                candidates = self._candidates(model, prefixes, now, allowed, limit)
+                candidates = PoolCandidates(self, model, prefixes, now, allowed, limit)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
@@ -421,34 +439,18 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             choices += [self._excluded(model, prefixes, now, slot, demand) for slot in others]
         return choices
 
-    def _candidates(
-        self,
-        model: PrefillLatencyModel,
-        prefixes: Sequence[tuple[int, int]],
-        now: float,
-        allowed: int,
-        limit: TtftLimit | None,
-    ) -> Candidates:
-        decision = self._decisions
-        return Candidates(
-            now,
-            lambda limit, counter: draw_below(limit, self._seed, decision, counter),
-            allowed,
-            self.ranks,
-            prefixes,
-            lambda found, blocks: model.cost(found.speeds, found.key.stages, found.key.step_tokens, blocks),
-            lambda slot, blocks: self._choice(model, slot, blocks, now),
-            self.starved_slot(allowed),
-            lambda choice: limit is None or self._ttft_s(choice, limit.queue_key) <= limit.within_s,
-        )
-
-    def _ttft_s(self, choice: PrefillChoice, key: QueueKey) -> float:
+    def ttft_s(self, choice: PrefillChoice, key: QueueKey) -> float:
         """Predicted time to first token of a request with this queue key, as tenants share the instance's time."""
         return choice.ttft_s - choice.queue_s + self.queue_s(choice, key)
 
-    def _choice(
+    def draw(self, limit: int, counter: int) -> int:
+        """An integer in [0, limit), random by the seed, the number of this decision and `counter`."""
+        return draw_below(limit, self._seed, self._decisions, counter)
+
+    def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
     ) -> PrefillChoice:
+        """Predicts a prompt on an instance that holds so many leading blocks; `excluded`: why it cannot be used."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
@@ -495,7 +497,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         has = self.by_slot[slot].facts.total_blocks
         small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
         why = "draining" if self.draining_mask >> slot & 1 else "slow" if self.slow_mask >> slot & 1 else small
-        return self._choice(model, slot, blocks_at(prefixes, slot), now, why)
+        return self.predict(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:
         """Hash of the state."""
@@ -523,3 +525,58 @@ class TypicalPrefillSeconds:
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
         load_s = LOAD_BYTES / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0
         return work_seconds(speeds, *TYPICAL_PROMPT), work_seconds(speeds, *LONG_PROMPT_END), load_s
+
+
+@frozen
+class PoolCandidates(Candidates):
+    """Instances of a pool that are large enough and take requests: `allowed`, a mask."""
+
+    _pool: PrefillPool
+    _model: PrefillLatencyModel
+    _prefixes: Sequence[tuple[int, int]]
+    now: float
+    _allowed: int
+    _limit: TtftLimit | None
+
+    def __len__(self) -> int:
+        return self._allowed.bit_count()
+
+    def __iter__(self) -> Iterator[RankedInstance]:
+        return (self._pool.ranks.place(slot) for slot in slots_in(self._allowed))
+
+    def draw(self, limit: int, counter: int) -> int:
+        return self._pool.draw(limit, counter)
+
+    def predict(self, instance: RankedInstance) -> PrefillChoice:
+        blocks = blocks_at(self._prefixes, instance.slot)
+        return self._pool.predict(self._model, instance.slot, blocks, self.now)
+
+    def least(
+        self, limit: int, by: Callable[[PrefillChoice], float], cost: Callable[[PrefillCost], float]
+    ) -> list[PrefillChoice]:
+        model, ranks, now = self._model, self._pool.ranks, self.now
+        found = ranks.search(
+            self._allowed,
+            self._prefixes,
+            lambda ranked, blocks: cost(model.cost(ranked.speeds, ranked.key.stages, ranked.key.step_tokens, blocks)),
+            lambda free_at: max(free_at - now, 0.0),
+            limit,
+        )
+        instances = [(instance, blocks) for _, instance, blocks in found]
+        slot = self._pool.starved_slot(self._allowed)
+        if slot is not None and all(instance.slot != slot for instance, _ in instances):
+            instances.append((ranks.place(slot), blocks_at(self._prefixes, slot)))
+        predict, rated = self._pool.predict, []
+        for instance, blocks in instances:
+            choice = predict(model, instance.slot, blocks, now)
+            rated.append((by(choice), ranks.stages(instance.slot), instance, choice))
+        rated.sort()
+        return [choice for *_, choice in rated]
+
+    def keeping(self, choices: Sequence[PrefillChoice]) -> Sequence[PrefillChoice]:
+        at = next((at for at, choice in enumerate(choices) if self._keeps(choice)), 0)
+        return [choices[at], *choices[:at], *choices[at + 1 :]] if at else choices
+
+    def _keeps(self, choice: PrefillChoice) -> bool:
+        limit = self._limit
+        return limit is None or self._pool.ttft_s(choice, limit.queue_key) <= limit.within_s

@@ -24,14 +24,14 @@ from services.conductor.core.latency_model import (
     Demand,
     KVLink,
     KVShape,
-    PrefillChoice,
     PrefillLatencyModel,
     PrefixHolder,
     steps_of,
 )
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES, PlacementPolicy, TtftLimit
-from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
+from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, TtftLimit
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
+from services.conductor.placement.base import PlacementPolicy, PrefillChoice
+from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 EXPECTED_ANSWER_TOKENS = 256
 """Most answers are shorter than their limit: decode instances are compared for this many tokens at most."""

@@ -33,10 +33,10 @@ def peak_steps(forecasts: list[RequestForecast], watched: RequestForecast) -> It
 
     One of these is the longest step: between two ends every request grows and others only come.
     """
-    coming, sequences, at_zero = sorted(forecasts, reverse=True), 0, 0.0
+    incoming, sequences, at_zero = sorted(forecasts, reverse=True), 0, 0.0
     for forecast in sorted(forecasts, key=lambda forecast: forecast.ends):
-        while coming and coming[-1].begins <= forecast.ends:
-            come = coming.pop()
+        while incoming and incoming[-1].begins <= forecast.ends:
+            come = incoming.pop()
             sequences, at_zero = sequences + come.sequences, at_zero + come.context - come.begins * come.sequences
         if watched.begins <= forecast.ends <= watched.ends:
             yield sequences, math.ceil(at_zero + forecast.ends * sequences)

@@ -21,7 +21,7 @@ from services.kvstore.core.tiered_store import StoreListener, TieredStore
 from services.kvstore.core.writes import MAX_OPEN_KEYS, WriteSessions
 from services.kvstore.dram.arena import RETRY_AFTER_S
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.tenants import TenantBytes
+from services.kvstore.eviction.tenants import TenantBytes
 from services.kvstore.ssd.index import RecordFilter, RecordLocation
 from services.kvstore.ssd.records import SsdReader
 from services.kvstore.ssd.tier import SsdTier

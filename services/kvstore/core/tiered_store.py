@@ -188,8 +188,8 @@ class WriteQueue:
         ssd = self._tiers.ssd
         if ssd is None or disk in self.committing or ssd.disks[disk].out:
             return None
-        coming = {block.info.key for block in self.recalled}  # another disk writes what is gone for good
-        batch = self._first_batch(itertools.takewhile(lambda block: block.info.key not in coming, self.waiting))
+        recalled = {block.info.key for block in self.recalled}  # another disk writes what is gone for good
+        batch = self._first_batch(itertools.takewhile(lambda block: block.info.key not in recalled, self.waiting))
         if not (batch or ssd.disks[disk].has_housekeeping):
             return None
         for _ in batch:
@@ -240,12 +240,12 @@ class WriteQueue:
 
     def recall(self, blocks: Iterable[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable."""
-        coming = {block for block in blocks if block.info.key in self.queued}
-        if not coming:
+        queued = {block for block in blocks if block.info.key in self.queued}
+        if not queued:
             return
-        waiting = [block for block in self.waiting if block in coming]
-        self.waiting = collections.deque(block for block in self.waiting if block not in coming)
-        writing = [block for plan in self.committing.values() for block in plan.blocks if block in coming]
+        waiting = [block for block in self.waiting if block in queued]
+        self.waiting = collections.deque(block for block in self.waiting if block not in queued)
+        writing = [block for plan in self.committing.values() for block in plan.blocks if block in queued]
         self.recalled.update(dict.fromkeys(writing))
         self.queued.difference_update(block.info.key for block in (*waiting, *writing))
         self._tiers.release(waiting)

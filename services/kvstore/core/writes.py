@@ -19,7 +19,7 @@ from moonpool.kv.pool import BytesLike
 from moonpool.kv_transfer.receiver import SliceBitmap
 from services.kvstore.core.tiered_store import TieredStore, WriteQueue
 from services.kvstore.dram.arena import RETRY_AFTER_S
-from services.kvstore.policies.tenants import sum_by_tenant
+from services.kvstore.eviction.tenants import sum_by_tenant
 
 MAX_SESSION_BLOCKS = 16384
 PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most

@@ -9,8 +9,8 @@ from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock, PartTable
 from moonpool.kv.keys import BlockKey
 from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
-from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.policies.tenants import Pins, TenantAccount, TenantBytes, sum_by_tenant
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.tenants import Pins, TenantAccount, TenantBytes, sum_by_tenant
 
 
 class DramTier(PartTable[DramBlock]):
@@ -101,8 +101,8 @@ class DramTier(PartTable[DramBlock]):
 
     def has_room(self, nbytes: int, tenant: str) -> bool:
         """Whether `reserve` would succeed now without evicting anything."""
-        coming = self.reserved.get(tenant, 0) + nbytes
-        return nbytes <= self.free_bytes and not self.account.over_quota(tenant, coming)
+        incoming = self.reserved.get(tenant, 0) + nbytes
+        return nbytes <= self.free_bytes and not self.account.over_quota(tenant, incoming)
 
     def can_reserve(self, nbytes: int, tenant: str) -> bool:
         """Whether `reserve` would succeed now; evicts nothing."""

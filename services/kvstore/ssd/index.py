@@ -27,7 +27,7 @@ from moonpool.kv.delete_kv import KVSelection, ttl_of
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
-from services.kvstore.policies.tenants import TenantAccount, TenantBytes
+from services.kvstore.eviction.tenants import TenantAccount, TenantBytes
 from services.kvstore.ssd.files import ALIGN, FileLayer, open_lmdb
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Catalogue(PartTable[int]):
         self.segments: dict[int, Segment] = {}
         self.account = account or TenantAccount()
         self.live = self.account.used  # bytes of the records that are places of blocks
-        self.coming = TenantBytes()  # of new blocks in plans under way
+        self.incoming = TenantBytes()  # of new blocks in plans under way
         self.doubles: list[
             RecordLocation
         ] = []  # copies that are dead for another one's sake; no index knows that they are

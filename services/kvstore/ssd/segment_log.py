@@ -356,9 +356,9 @@ class SegmentSpace:
         limit = self.capacity_bytes - self._reserve
         if nbytes > limit:
             return False
-        while (coming := self._with(nbytes)) > limit and _may_take_more(nbytes, victims):
-            spare = self.capacity_bytes - coming + nbytes - sum(victim.segment.size for victim in victims)
-            if not self._reclaim(victims, max(0, spare), cheaply=coming <= self.capacity_bytes):
+        while (incoming := self._with(nbytes)) > limit and _may_take_more(nbytes, victims):
+            spare = self.capacity_bytes - incoming + nbytes - sum(victim.segment.size for victim in victims)
+            if not self._reclaim(victims, max(0, spare), cheaply=incoming <= self.capacity_bytes):
                 break
         return self._with(nbytes) <= self.capacity_bytes
 

@@ -17,7 +17,7 @@ from moonpool.errors import ConfigError
 from moonpool.kv.blocks import BlockInfo, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
-from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.eviction.tenants import TenantAccount
 from services.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, Segment, Slot
 from services.kvstore.ssd.records import SsdReader, record_size, resembles_records
@@ -203,18 +203,18 @@ class SsdTier:
         if full:
             disk.space.give_up(sum(record_size(block.info) for block in blocks), victims)
         taken, rejected, given_up = [], [], []
-        nbytes, coming = 0, self.catalogue.coming
+        nbytes, incoming = 0, self.catalogue.incoming
         for block in blocks:
             assert block.info.key not in self.catalogue
             tenant, size = block.info.tenant, record_size(block.info)
-            if excess := self.account.over_quota(tenant, coming[tenant] + size):
+            if excess := self.account.over_quota(tenant, incoming[tenant] + size):
                 oldest = self.catalogue.oldest_of(tenant, excess, self.admission.pins.__contains__)
                 self.forget(oldest)
                 given_up += oldest
-            fits = not self.account.over_quota(tenant, coming[tenant] + size)
+            fits = not self.account.over_quota(tenant, incoming[tenant] + size)
             if fits and disk.space.make_room(nbytes + size, victims):
                 taken.append(block)
-                coming.add(tenant, size)
+                incoming.add(tenant, size)
                 nbytes += size
             else:
                 rejected.append(block)
@@ -323,7 +323,7 @@ class SsdTier:
         for segment in plan.cut:
             segment.room = 0
         for block in plan.blocks:
-            self.catalogue.coming.add(block.info.tenant, -record_size(block.info))
+            self.catalogue.incoming.add(block.info.tenant, -record_size(block.info))
         for segment in segment_ends((*plan.carry, *plan.store)):
             if not segment.size and self.catalogue.segments.pop(segment.id, None) is not None:
                 disk.nameless.append(segment)

@@ -247,8 +247,8 @@ def running(model: Path, data_dir: Path) -> Iterator[Stack]:
         data_dir=data_dir,
         dtype="float32",
         threads=1,
-        block_tokens=BLOCK,
-        kv_bytes=16 << 20,
+        block_size=BLOCK,
+        kv_cache_memory_bytes=16 << 20,
         dram_bytes=16 << 20,
         ssd_bytes=64 << 20,
         extra={

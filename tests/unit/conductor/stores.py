@@ -21,7 +21,7 @@ class FakeStore(FakeMember):
 
     id: str = "kvstore-0"
     kind: kv_pb2.InstanceKind.ValueType = kv_pb2.INSTANCE_KIND_KVSTORE
-    book: ReplicatedRecords = field(default_factory=ReplicatedRecords)
+    replicated: ReplicatedRecords = field(default_factory=ReplicatedRecords)
     pins: dict[str, kvstore_pb2.PinRequest] = field(default_factory=dict)
     forgotten: list[kv_pb2.ForgetRequest] = field(default_factory=list)
     refusals: list[MoonpoolError] = field(default_factory=list)
@@ -35,8 +35,8 @@ class FakeStore(FakeMember):
     async def SyncRecords(self, request: kvstore_pb2.SyncRecordsRequest, context: Any) -> Any:
         self.synced += 1
         await self.answers.wait()
-        self.book.merge(request.records)
-        records, sequence, more = self.book.after(request.after)
+        self.replicated.merge(request.records)
+        records, sequence, more = self.replicated.after(request.after)
         return kvstore_pb2.SyncRecordsResponse(records=records, sequence=sequence, more=more)
 
     async def Forget(self, request: kv_pb2.ForgetRequest, context: Any) -> kv_pb2.ForgetResponse:

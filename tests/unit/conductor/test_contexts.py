@@ -162,7 +162,7 @@ async def test_a_deleted_context_is_gone_with_its_pin_and_its_kv() -> None:
         assert name == made.id
         assert {one.instance: one.blocks for one in deleted.instances}["kvstore-0"] == 3
         assert (store.keys, store.pins) == ([], {})
-        assert list(store.book.of("context")) == []
+        assert list(store.replicated.of("context")) == []
         for calling in _calls(s, made.id, "ours"):
             with pytest.raises(NotFound, match=f"there is no context '{made.id}'"):
                 await calling()
@@ -244,11 +244,11 @@ async def test_a_late_pin_writes_neither_an_old_status_nor_an_old_time_to_live()
         store.before_pin.append(pinning)
         await store.until(lambda: store.pin_calls == 1)
         record = kv_pb2.Record()
-        record.CopyFrom(next(store.book.of("context", "ours")))
+        record.CopyFrom(next(store.replicated.of("context", "ours")))
         renewed = pb.Context.FromString(record.value)
         renewed.expires_at += 5000.0
         value = renewed.SerializeToString()
-        store.book.merge(
+        store.replicated.merge(
             [
                 kv_pb2.Record(
                     kind="context", tenant="ours", id=made.id, version=record.version + 1, value=value, expires_at=1e12

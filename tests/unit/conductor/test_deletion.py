@@ -70,7 +70,7 @@ async def test_who_was_away_carries_it_out_before_it_is_a_member() -> None:
         assert told(away) == [deleted.id]
         assert away.refusals == []
         assert not task.done()
-        assert [record.id for record in away.book.of("deletion")] == [deleted.id]
+        assert [record.id for record in away.replicated.of("deletion")] == [deleted.id]
 
 
 async def test_a_conductor_that_was_not_there_learns_of_it_from_a_store() -> None:
@@ -80,7 +80,7 @@ async def test_a_conductor_that_was_not_there_learns_of_it_from_a_store() -> Non
     remembers.forgotten.clear()
     async with stack(remembers, away) as s:  # another one, with nothing in its memory
         assert told(remembers) == told(away) == [deleted.id]
-        assert [record.id for record in away.book.of("deletion")] == [deleted.id]
+        assert [record.id for record in away.replicated.of("deletion")] == [deleted.id]
         assert (await s.gauges())["deletions_owed"] == 0
 
 
@@ -88,7 +88,7 @@ async def test_members_carry_out_at_once_what_a_store_brings_that_joins_later(mo
     """As after a conductor's restart, when engines are quicker than the store."""
     monkeypatch.setattr(deletion, "SWEEP_INTERVAL_S", 3600.0)
     engine, store = FakeStore("decode-0", kv_pb2.INSTANCE_KIND_DECODE), FakeStore()
-    store.book.merge([record("theirs")])
+    store.replicated.merge([record("theirs")])
     async with stack(engine, store) as s:
         await s.rest()  # nothing is owed
         assert told(engine) == told(store) == ["theirs"]
@@ -97,7 +97,7 @@ async def test_members_carry_out_at_once_what_a_store_brings_that_joins_later(mo
 async def test_another_conductors_deletion_is_carried_out_when_it_is_heard_of() -> None:
     store = FakeStore()
     async with stack(store) as s:
-        store.book.merge([record("theirs")])
+        store.replicated.merge([record("theirs")])
         await s.servicer.deletions.sweep()
         assert told(store) == ["theirs"]
 
@@ -111,7 +111,7 @@ async def test_what_another_conductor_deletes_marks_what_is_on_its_way_here() ->
             s.client.generate(token_ids=list(range(30, 70)), tenant="ours", sampling=SamplingParams(max_tokens=3))
         )
         await p.until(lambda: bool(p.requests))
-        store.book.merge([record("theirs")])
+        store.replicated.merge([record("theirs")])
         await s.servicer.deletions.sweep()
         held.set()
         assert len((await running).token_ids) == 3
@@ -136,7 +136,7 @@ async def test_a_deletion_that_is_asked_for_again_is_carried_out_once() -> None:
     async with stack(store) as s:
         request.id, request.selection.keys = name, KEYS[0]
         await s.servicer.DeleteKV(request, None)
-        assert [record.id for record in store.book.of("deletion")] == [name]
+        assert [record.id for record in store.replicated.of("deletion")] == [name]
 
 
 async def test_a_deletion_that_comes_in_a_round_waits_for_the_engines_of_the_next() -> None:
@@ -146,7 +146,7 @@ async def test_a_deletion_that_comes_in_a_round_waits_for_the_engines_of_the_nex
     store = FakeStore(order=order)
 
     async with stack(store, engine) as s:
-        store.book.merge([record("first")])
+        store.replicated.merge([record("first")])
         engine.then = lambda: s.servicer.deletions.sync.merge([record("second")])
         await s.servicer.deletions.sweep()
         assert [told(engine), told(store)] == [["first"], ["first"]]

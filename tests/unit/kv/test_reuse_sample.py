@@ -6,7 +6,7 @@ from benchmarks.eviction import SHIPPED, read_chains
 from moonpool.cli.kvstore import hit_share
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.reuse_stats import ReuseSample
-from services.kvstore.policies.queues import LRU
+from services.kvstore.eviction.policies import LRU
 from simulator.eviction import Pool
 from tests.unit.kvstore.helpers import keys_of
 from tests.unit.kvstore.invariants import check

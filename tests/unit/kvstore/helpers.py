@@ -18,10 +18,10 @@ from services.kvstore.core.store import BlockStore, LeasedBlock
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.core.writes import PutSession, PutSpec
 from services.kvstore.dram.tier import DramTier
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.policies import LRU
+from services.kvstore.eviction.tenants import Pins, TenantAccount
 from services.kvstore.operations import StoreOperations
-from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.policies.queues import LRU
-from services.kvstore.policies.tenants import Pins, TenantAccount
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier

@@ -10,10 +10,10 @@ from services.kvstore.core.store import BlockStore, ReadLeases
 from services.kvstore.core.writes import WriteSessions
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.policies.kv_aware import KVAware, is_current
-from services.kvstore.policies.queues import LFU, MOST_USES, S3FIFO
-from services.kvstore.policies.tenants import Pins, TenantBytes, sum_by_tenant
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.kv_aware import KVAware, is_current
+from services.kvstore.eviction.policies import LFU, MOST_USES, S3FIFO
+from services.kvstore.eviction.tenants import Pins, TenantBytes, sum_by_tenant
 from services.kvstore.ssd.index import Catalogue, Segment
 from services.kvstore.ssd.tier import SsdTier
 

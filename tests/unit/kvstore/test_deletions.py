@@ -60,14 +60,14 @@ async def test_it_is_on_disk_when_it_is_answered_and_is_done_once(tmp_path: Path
 
 async def test_told_twice_at_once_it_is_done_once_and_both_are_answered_alike(tmp_path: Path) -> None:
     order, more = deletion("one", tenants=["ours"]), deletion("two", keys=pack_keys(THEIRS))
-    async with rig(tmp_path, ledger=RecordStore([tmp_path / "records"])) as store:
+    async with rig(tmp_path, records=RecordStore([tmp_path / "records"])) as store:
         await store.put(OURS, "ours")
         await store.put(THEIRS, "theirs")
         await store.durable()
         both = await asyncio.gather(forget(store, order), forget(store, order))
         assert list(both) == [(3, 3 * (BLOCK + RECORD))] * 2
         assert await forget(store, order, more) == (5, 5 * (BLOCK + RECORD))
-    async with rig(tmp_path, ledger=RecordStore([tmp_path / "records"])) as store:
+    async with rig(tmp_path, records=RecordStore([tmp_path / "records"])) as store:
         assert await forget(store, more, order) == (5, 5 * (BLOCK + RECORD))
 
 
@@ -91,9 +91,12 @@ async def test_many_deletions_and_many_keys_leave_others_their_turns() -> None:
     before = turns
     assert await it.drop(keys_of(9000)) == DeletedCount()
     assert turns - before >= 3
-    before, ledger = turns, RecordStore()
-    await ledger.take(records_of(20))
-    assert (len(ledger.deletions), turns - before >= 40) == (20, True)  # after each is checked, and after each is known
+    before, record_store = turns, RecordStore()
+    await record_store.take(records_of(20))
+    assert (len(record_store.deletions), turns - before >= 40) == (
+        20,
+        True,
+    )  # after each is checked, and after each is known
     beside.cancel()
 
 
@@ -102,17 +105,17 @@ async def test_records_are_durable_when_they_come_again_after_a_call_that_was_ca
     tmp_path: Path, turns: int
 ) -> None:
     """A conductor that waited for too long brings them again: they are not new any more."""
-    ledger, records = RecordStore([tmp_path]), records_of(12)
-    first = asyncio.create_task(ledger.take(records))
+    record_store, records = RecordStore([tmp_path]), records_of(12)
+    first = asyncio.create_task(record_store.take(records))
     for _ in range(turns):
         await asyncio.sleep(0)
     first.cancel()
     await asyncio.wait([first])
-    await ledger.take(records)
-    assert len(ledger.deletions) == 12
-    ledger.close()
+    await record_store.take(records)
+    assert len(record_store.deletions) == 12
+    record_store.close()
     again = RecordStore([tmp_path])
-    assert (len(again.book), len(again.deletions)) == (12, 12)
+    assert (len(again.replicated), len(again.deletions)) == (12, 12)
     again.close()
 
 
@@ -120,13 +123,13 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
     order, files = deletion("one", tenants=["ours"]), FaultyFiles()
     with driven_store(tmp_path, files=files) as driven:
         driven.flush(OURS, "ours")
-        ledger = RecordStore()
+        record_store = RecordStore()
         async with writing(driven, retry_after_s=()) as writer:
-            it = DeletionWorker(driven.operations, ledger, writer, timeout_s=0.05)
+            it = DeletionWorker(driven.operations, record_store, writer, timeout_s=0.05)
             files.fail("transaction", OSError(5, "an error"))
             with pytest.raises(Unavailable):
                 await it.forget([order], {})
-            assert ledger.counts("one") is None
+            assert record_store.counts("one") is None
             driven.store.tiers.reserve({"ours": BLOCK})
             driven.store.tiers.insert([block_of(OURS[0], "ours")])
             files.mend()
@@ -136,7 +139,7 @@ async def test_a_deletion_that_the_disk_did_not_take_is_not_done_anew(tmp_path: 
                     with contextlib.suppress(Unavailable):
                         done = await it.forget([order], {})
             assert done == DeletedCount(3, 3 * (BLOCK + RECORD))
-        ledger.close()
+        record_store.close()
         assert driven.store.tiers.match(OURS) == 1
 
 
@@ -163,7 +166,7 @@ async def test_a_write_back_that_may_be_older_than_a_deletion_is_refused_from_th
     kept = kv_pb2.Record(kind=DELETION, id="one", version=1, value=order.SerializeToString(), expires_at=1e12)
     read = hashed(lambda layer, index: slice_of(OURS[index], layer))
     for records in ([kept], []):
-        async with rig(ledger=RecordStore([tmp_path / "records"])) as store:
+        async with rig(records=RecordStore([tmp_path / "records"])) as store:
             await store.stub.SyncRecords(kvstore_pb2.SyncRecordsRequest(records=records))
             writer = store.writer()
             for known in ([], ["two"]):
@@ -219,19 +222,19 @@ def record(name: str, version: int, value: bytes = b"v", expires_at: float = 1e1
 
 async def test_records_and_what_was_carried_out_outlive_the_process(tmp_path: Path) -> None:
     now = [100.0]
-    ledger = RecordStore([tmp_path / "records"], lambda: now[0])
-    await ledger.take([record("a", 2), record("b", 1, expires_at=200.0), record("a", 1, b"older")])
-    await ledger.applied({"one": (3, 300)})
-    ledger.close()
+    record_store = RecordStore([tmp_path / "records"], lambda: now[0])
+    await record_store.take([record("a", 2), record("b", 1, expires_at=200.0), record("a", 1, b"older")])
+    await record_store.applied({"one": (3, 300)})
+    record_store.close()
     again = RecordStore([tmp_path / "records"], lambda: now[0])
-    assert sorted((it.id, it.version) for it in again.book.of("k", "t")) == [("a", 2), ("b", 1)]
+    assert sorted((it.id, it.version) for it in again.replicated.of("k", "t")) == [("a", 2), ("b", 1)]
     assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
     now[0] = 300.0
     await again.take([record("a", 3, b"")])
     again.close()
     last = RecordStore([tmp_path / "records"], lambda: now[0])
-    assert [it.id for it in last.book.of("k")] == []
-    assert last.book.after(0)[0] == [record("a", 3, b"")]  # that it was deleted is known still
+    assert [it.id for it in last.replicated.of("k")] == []
+    assert last.replicated.after(0)[0] == [record("a", 3, b"")]  # that it was deleted is known still
     last.close()
 
 
@@ -243,36 +246,36 @@ def order_of(name: str, version: int, *, over: bool = False) -> kv_pb2.Record:
 
 async def test_a_deletion_is_known_as_long_as_its_record_or_that_it_was_carried_out(tmp_path: Path) -> None:
     now = [100.0]
-    ledger = RecordStore([tmp_path], lambda: now[0])
-    await ledger.take([order_of("recorded", 1)])
-    ledger.deletions.add("told", KVSelection(tenants=frozenset({"ours"})))
-    await ledger.applied({"recorded": (1, 10), "told": (2, 20)})
-    assert list(ledger.deletions) == ["recorded", "told"]
+    record_store = RecordStore([tmp_path], lambda: now[0])
+    await record_store.take([order_of("recorded", 1)])
+    record_store.deletions.add("told", KVSelection(tenants=frozenset({"ours"})))
+    await record_store.applied({"recorded": (1, 10), "told": (2, 20)})
+    assert list(record_store.deletions) == ["recorded", "told"]
     now[0] += KEEP_S + 1.0
-    await ledger.take([])
-    assert (list(ledger.deletions), ledger.counts("told")) == (["recorded"], None)
-    await ledger.applied({"recorded": (1, 10)})
-    ledger.close()
+    await record_store.take([])
+    assert (list(record_store.deletions), record_store.counts("told")) == (["recorded"], None)
+    await record_store.applied({"recorded": (1, 10)})
+    record_store.close()
     again = RecordStore([tmp_path], lambda: now[0])
     assert (list(again.deletions), again.counts("recorded")) == (["recorded"], (1, 10))
     again.close()
 
 
 async def test_records_that_are_not_taken_are_no_deletions() -> None:
-    ledger = RecordStore()
-    ledger.book = ReplicatedRecords(max_bytes=400)
+    record_store = RecordStore()
+    record_store.replicated = ReplicatedRecords(max_bytes=400)
     with pytest.raises(Overloaded):
-        await ledger.take([order_of("one", 1), record("a", 1, bytes(500))])
+        await record_store.take([order_of("one", 1), record("a", 1, bytes(500))])
     wrong = kv_pb2.Record(kind=DELETION, id="two", version=1, value=b"\xff", expires_at=1e12)
     with pytest.raises(InvalidRequest, match="is no deletion"):
-        await ledger.take([order_of("one", 1), wrong])
-    assert (list(ledger.deletions), len(ledger.book)) == ([], 0)
-    await ledger.take([order_of("one", 2, over=True)])
-    await ledger.take([order_of("one", 1)])
-    assert list(ledger.deletions) == []
-    await ledger.take([order_of("one", 3)])
-    assert list(ledger.deletions) == ["one"]
-    ledger.close()
+        await record_store.take([order_of("one", 1), wrong])
+    assert (list(record_store.deletions), len(record_store.replicated)) == ([], 0)
+    await record_store.take([order_of("one", 2, over=True)])
+    await record_store.take([order_of("one", 1)])
+    assert list(record_store.deletions) == []
+    await record_store.take([order_of("one", 3)])
+    assert list(record_store.deletions) == ["one"]
+    record_store.close()
 
 
 def test_the_higher_version_is_kept_whoever_brings_it() -> None:
@@ -312,19 +315,19 @@ async def test_who_has_deleted_already_reads_nothing_until_it_is_deleted_here() 
 async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) -> None:
     """One that was left out, or is new, may hold what was deleted."""
     folders = [tmp_path / "a", tmp_path / "b"]
-    ledger = RecordStore(folders, lambda: 100.0)
-    await ledger.take([record("r", 1)])
-    await ledger.applied({"one": (3, 300)})
-    ledger.leave_out(1)
-    await ledger.applied({"two": (4, 400)})
-    await ledger.take([record("r", 2)])
-    ledger.close()
+    record_store = RecordStore(folders, lambda: 100.0)
+    await record_store.take([record("r", 1)])
+    await record_store.applied({"one": (3, 300)})
+    record_store.leave_out(1)
+    await record_store.applied({"two": (4, 400)})
+    await record_store.take([record("r", 2)])
+    record_store.close()
     again = RecordStore(folders[::-1], lambda: 100.0)
     assert (again.counts("one"), again.counts("two")) == ((3, 300), None)
-    assert [it.version for it in again.book.of("k", "t")] == [2]
+    assert [it.version for it in again.replicated.of("k", "t")] == [2]
     again.close()
     alone = RecordStore(folders[1:], lambda: 100.0)  # it has learnt what it had missed, but for that
-    assert (alone.counts("two"), [it.version for it in alone.book.of("k", "t")]) == (None, [2])
+    assert (alone.counts("two"), [it.version for it in alone.replicated.of("k", "t")]) == (None, [2])
     alone.close()
     with_new = RecordStore([folders[0], tmp_path / "c"], lambda: 100.0)
     assert with_new.counts("one") is None
@@ -333,13 +336,13 @@ async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) 
 
 async def test_records_of_a_folder_that_cannot_be_read_are_left_out_of_several(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
-    ledger = RecordStore(folders, lambda: 100.0)
-    await ledger.take([record("r", 1)])
-    await ledger.applied({"one": (3, 300)})
-    ledger.close()
+    record_store = RecordStore(folders, lambda: 100.0)
+    await record_store.take([record("r", 1)])
+    await record_store.applied({"one": (3, 300)})
+    record_store.close()
     (folders[1] / "data.mdb").write_bytes(b"no database" * 1000)
     some = RecordStore(folders, lambda: 100.0)
-    assert (some.counts("one"), [it.version for it in some.book.of("k", "t")]) == (None, [1])
+    assert (some.counts("one"), [it.version for it in some.replicated.of("k", "t")]) == (None, [1])
     await some.applied({"one": (0, 0)})
     assert some.counts("one") == (3, 300)
     some.close()
@@ -356,10 +359,10 @@ async def test_what_was_deleted_while_a_disk_was_away_does_not_come_back_with_it
         await store.put(THEIRS, "theirs")
         await store.durable()
     for folders in ([here], [here, away]):
-        ledger = RecordStore([folder / "records" for folder in folders])
-        async with rig(data_dir=folders, ledger=ledger) as store:
+        record_store = RecordStore([folder / "records" for folder in folders])
+        async with rig(data_dir=folders, records=record_store) as store:
             assert await store.read(OURS) == []
-            await ledger.take([kept])
+            await record_store.take([kept])
             assert (await forget(store, order))[0] == 0
     async with rig(data_dir=[away]) as store:
         assert await store.read(OURS) == []
@@ -377,10 +380,10 @@ async def test_of_a_deletion_that_nobody_knows_any_more_all_that_is_older_goes(
     async with rig(data_dir=[away]) as store:
         await store.put(OURS, "ours")
         await store.durable()
-    ledger = RecordStore([here / "records"], lambda: time.time() + later_s)
-    await ledger.applied({"one": (3, 300)})
-    ledger.close()
+    record_store = RecordStore([here / "records"], lambda: time.time() + later_s)
+    await record_store.applied({"one": (3, 300)})
+    record_store.close()
     for folders in ([away, here], [away]):
-        async with rig(data_dir=folders, ledger=RecordStore([folder / "records" for folder in folders])) as store:
+        async with rig(data_dir=folders, records=RecordStore([folder / "records" for folder in folders])) as store:
             assert len(await store.read(OURS)) == left
             assert "one" in store.service.servicer.deletions

@@ -11,8 +11,8 @@ from moonpool.scheduling.latency import Speeds
 from services.conductor.core.decode_pool import DecodePool, PlacedAnswer
 from services.conductor.core.instances import SHORTLIST, LoadRanking, RankedMatch, SpeedClass, blocks_at
 from services.conductor.core.latency_model import DecodeLatencyModel, Demand, PrefillLatencyModel, PrefixHolder
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES
 from services.conductor.core.prefill_pool import PrefillPool
+from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 from .worlds import SECOND_PER_TOKEN, SHAPE, World, decode_at, facts, prefill_at
 

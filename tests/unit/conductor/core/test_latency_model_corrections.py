@@ -13,11 +13,11 @@ from services.conductor.core.latency_model import (
     FIRST_SLOWDOWN,
     LATER_SHARE,
     BusySpan,
-    LatencyParts,
     PrefillCorrections,
     SlowdownModel,
     contended_seconds,
 )
+from services.conductor.placement.base import LatencyParts
 from tests.unit.conductor.core.worlds import World, decode_at, facts
 
 TOLD = Speeds(prefill_per_token_s=1e-3, load_bytes_per_s=1e9)

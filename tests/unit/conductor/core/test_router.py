@@ -18,10 +18,11 @@ from moonpool.scheduling.fair_share import QueueKey as Turn
 from moonpool.scheduling.latency import Speeds
 from services.conductor.core.decode_pool import SPEED_NOISE, PlacedAnswer
 from services.conductor.core.instances import SHORTLIST
-from services.conductor.core.latency_model import DecodeLatencyModel, PrefillChoice
-from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
-from services.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS
+from services.conductor.core.latency_model import DecodeLatencyModel
+from services.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS, TtftLimit
 from services.conductor.core.router import RoutingDecision
+from services.conductor.placement.base import Candidates, PrefillChoice
+from services.conductor.placement.policies import POLICIES
 
 from .worlds import BLOCK_TOKENS, SHAPE, World, facts
 

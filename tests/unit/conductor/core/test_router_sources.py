@@ -3,8 +3,8 @@
 import pytest
 
 from services.conductor.core.latency_model import LinkRead, PrefixHolder
-from services.conductor.core.policies import POLICIES
 from services.conductor.core.router import RoutingDecision
+from services.conductor.placement.policies import POLICIES
 
 from .worlds import SECOND_PER_TOKEN, World, facts
 
@@ -25,7 +25,7 @@ def rows(plan: RoutingDecision) -> list[tuple[str, int, str]]:
 
 def claim(world: World, plan: RoutingDecision, now: float = 0.0) -> int:
     best = plan.prefill
-    return world.cluster.claim_prefill(best.id, best.busy_s, now, best.source, None, best.read)
+    return world.cluster.claim_prefill(best.id, best.busy_s, now, best.source, None, LinkRead.of(best))
 
 
 @pytest.mark.parametrize("holder", ["prefill-1", "decode-0"])

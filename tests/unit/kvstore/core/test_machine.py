@@ -19,7 +19,7 @@ from moonpool.kv.keys import BlockKey
 from services.kvstore.core.store import ReadLease
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.core.writes import PutSession
-from services.kvstore.policies.tenants import Pins, TenantAccount, TenantRow
+from services.kvstore.eviction.tenants import Pins, TenantAccount, TenantRow
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,

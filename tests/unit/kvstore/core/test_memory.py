@@ -12,8 +12,8 @@ from moonpool.kv.layout import KVLayout
 from services.kvstore.core.store import PORTION_KEYS, ReadLease
 from services.kvstore.core.tiered_store import StoreListener
 from services.kvstore.core.writes import PORTION_BLOCKS, PUTS_AHEAD, split_portions
-from services.kvstore.policies.queues import LFU
-from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.eviction.policies import LFU
+from services.kvstore.eviction.tenants import TenantAccount
 from tests.unit.kvstore.helpers import (
     BLOCK,
     FORMAT,

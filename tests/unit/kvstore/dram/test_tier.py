@@ -3,8 +3,7 @@ import pytest
 from moonpool.errors import ConfigError
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.queues import LRU
+from services.kvstore.eviction.policies import LRU, POLICIES
 from tests.unit.kvstore.helpers import BLOCK, block_of, info_of, keys_of
 from tests.unit.kvstore.invariants import check
 

@@ -13,7 +13,7 @@ import pytest
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.tenants import TenantAccount, TenantRow
+from services.kvstore.eviction.tenants import TenantAccount, TenantRow
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles

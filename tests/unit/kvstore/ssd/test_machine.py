@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.eviction.tenants import TenantAccount
 from services.kvstore.ssd.records import BadRecordError, SsdReader
 from services.kvstore.ssd.recovery import Durability
 from services.kvstore.ssd.segment_log import WritePlan

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.blocks import BlockFormat
-from services.kvstore.policies.tenants import TenantAccount, TenantRow
+from services.kvstore.eviction.tenants import TenantAccount, TenantRow
 from services.kvstore.ssd.index import Index
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.tenants import TenantAccount
+from services.kvstore.eviction.tenants import TenantAccount
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdTier

@@ -186,9 +186,9 @@ def story(ended: list[Request]) -> list[object]:
 def test_steps_at_once_are_as_steps_one_by_one(
     way: Preemption, plans: list[tuple[int, int, int, int]], blocks: int, slow: float
 ) -> None:
-    """Also with preemption, full pools and company: every token of every request comes at the same picosecond."""
+    """Every token comes at the same picosecond, also with preemption, full pools and engines that share cores."""
     memory = DecodeMemory(preemption=way, assumed_answer_tokens=2)
-    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7, company=slow)
+    wanted = config(kvstore=0, pool_blocks=blocks, memory=memory, max_batch=7, host_slowdown=slow)
     leaping, leapt = run(wanted, trace_of(plans))
     single, stepped = run(wanted, trace_of(plans), runs=Runs(1))
     assert story(leaping) == story(single)

@@ -11,19 +11,19 @@ from tests.unit.simulator.cluster.rig import config, request, run
 
 
 def test_work_takes_longer_while_another_engine_computes() -> None:
-    company, looked = SharedMachine(2.0), [0, 0]
+    machine, looked = SharedMachine(2.0), [0, 0]
 
     def look(number: int) -> None:
         looked[number] += 1
 
-    one, other = company.joins(lambda: look(0)), company.joins(lambda: look(1))
+    one, other = machine.joins(lambda: look(0)), machine.joins(lambda: look(1))
     one.computes(True)
-    assert (one.pace, other.pace, looked) == (1.0, 2.0, [0, 1])
+    assert (one.slowdown, other.slowdown, looked) == (1.0, 2.0, [0, 1])
     other.computes(True)
     other.computes(True)
-    assert (one.pace, other.pace, looked) == (2.0, 2.0, [1, 1])
+    assert (one.slowdown, other.slowdown, looked) == (2.0, 2.0, [1, 1])
     one.computes(False)
-    assert (one.pace, other.pace, looked) == (2.0, 1.0, [1, 2])
+    assert (one.slowdown, other.slowdown, looked) == (2.0, 1.0, [1, 2])
 
 
 def test_a_prompt_and_an_answer_on_one_machine_slow_each_other_down() -> None:
@@ -33,13 +33,13 @@ def test_a_prompt_and_an_answer_on_one_machine_slow_each_other_down() -> None:
     (answer, prompt), _ = run(alike, trace)
     assert prompt.first_at == pytest.approx(0.3 * PS)
     assert answer.ended_at == pytest.approx((0.1025 + 19 * 0.0111) * PS, abs=0.001 * PS)
-    (answer, prompt), cluster = run(replace(alike, company=2.0), trace)
+    (answer, prompt), cluster = run(replace(alike, host_slowdown=2.0), trace)
     assert prompt.first_at == pytest.approx(0.4 * PS)
     # nine steps before the prompt is done with, the last of which has begun alone; nine at half the speed, one after it
     assert answer.ended_at == pytest.approx((0.1025 + 9 * 0.0111 + 9 * 0.0222 + 0.0111) * PS, abs=0.001 * PS)
-    assert cluster.decodes[0].core.planner.steps == 1, "another pace is no other run"
+    assert cluster.decodes[0].core.planner.steps == 1, "another slowdown is no other run"
 
 
 def test_company_makes_nothing_quicker() -> None:
-    with pytest.raises(ConfigError, match="company"):
-        config(company=0.9)
+    with pytest.raises(ConfigError, match="host_slowdown"):
+        config(host_slowdown=0.9)

@@ -56,7 +56,7 @@ def test_each_extra_is_applied() -> None:
     assert with_all.load_bytes_per_s == CONFIG.load_bytes_per_s / 4
     assert with_all.transfer_bytes_per_s == CONFIG.transfer_bytes_per_s / 4
     assert (with_all.delays.prompt_s, with_all.delays.more_s, with_all.delays.run_s) == (0.125, 0.0625, 0.03)
-    assert with_all.company == 1.75
+    assert with_all.host_slowdown == 1.75
     assert NOTHING.applied(CONFIG) == CONFIG
 
 
@@ -72,7 +72,7 @@ def test_a_fit_foresees_requests_that_it_has_not_seen() -> None:
     stack = serve(Extras(1.4, 0.05, 1.3, 0.004, 0.02, prompt_s=0.05).applied(CONFIG), REQUESTS)
     extras, near = fit(CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=60)
     assert near < 0.2
-    assert extras.company == 1.0, "each engine has cores of its own"
+    assert extras.host_slowdown == 1.0, "each engine has cores of its own"
     assert fit(CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=3) == fit(
         CONFIG, REQUESTS[:half], Times.of(stack[:half]), simulations=3
     )

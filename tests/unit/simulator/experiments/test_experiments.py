@@ -18,7 +18,7 @@ from moonpool.cli.main import app
 from moonpool.cli.simulate import app as experiments
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
-from services.conductor.core.policies import POLICIES
+from services.conductor.placement.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.faults import faults
 from simulator.experiments.frame import RequestSource, Result, Row
@@ -40,7 +40,7 @@ def by(result: Result, name: str) -> dict[Any, Any]:
 
 
 def test_hit_shares_of_the_shipped_trace() -> None:
-    """The same hits as the benchmark of the policies has (tests/unit/kvstore/policies/test_table.py)."""
+    """The same hits as the benchmark of the policies has (tests/unit/kvstore/eviction/test_table.py)."""
     result = cache(RequestSource(SHIPPED), silent, ["lru", "s3-fifo", "optimum"], [0, 1000, 300], "full")
     expected = {"inf": (8522, 8522, 8522), 1000: (6018, 6384, 8522), 300: (4928, 5888, 7368)}
     assert result.rows == [

@@ -6,10 +6,9 @@ import pytest
 
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.policies.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
-from services.kvstore.policies.queues import LFU, LRU, S3FIFO, LengthAware
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.kv_aware import FIRST_GROWTH, FRESH, MAX_GROWTH, POPULAR, POPULAR_USES, TAIL, KVAware
+from services.kvstore.eviction.policies import LFU, LRU, POLICIES, S3FIFO, LengthAware
 from simulator.experiments.prefix_caching import HeadFirstLRU
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, Driven, keys_of
 from tests.unit.kvstore.invariants import check

@@ -15,12 +15,14 @@ from services.conductor.core.admission import AdmissionMode
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
 from services.conductor.core.instances import InstanceFacts
-from services.conductor.core.latency_model import Demand, PrefillChoice, PrefillLatencyModel, SloLimits
-from services.conductor.core.policies import POLICIES, Candidates, TtftLimit
+from services.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
+from services.conductor.core.prefill_pool import TtftLimit
 from services.conductor.core.scheduler import ConductorCore
+from services.conductor.placement.base import Candidates, PrefillChoice
+from services.conductor.placement.policies import POLICIES
 
-from .world import LIMITS
-from .worlds import SECOND_PER_TOKEN, SHAPE, World, facts
+from ..core.world import LIMITS
+from ..core.worlds import SECOND_PER_TOKEN, SHAPE, World, facts
 
 KEYS = [bytes([number]) * 32 for number in range(4)]
 NAMES = ("prefill-0", "prefill-1", "prefill-2")

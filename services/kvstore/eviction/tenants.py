@@ -117,10 +117,10 @@ class TenantAccount:
         """Most bytes that a tenant may have; None for no limit."""
         return self.quotas.get(tenant, self.quotas.get(DEFAULT_ROW))
 
-    def over_quota(self, tenant: str, coming: int = 0) -> int:
-        """By how many bytes a tenant exceeds its quota with `coming` more; 0 when it does not."""
+    def over_quota(self, tenant: str, incoming: int = 0) -> int:
+        """By how many bytes a tenant exceeds its quota with `incoming` more; 0 when it does not."""
         quota = self.quota(tenant)
-        return 0 if quota is None else max(0, self.used[tenant] + coming - quota)
+        return 0 if quota is None else max(0, self.used[tenant] + incoming - quota)
 
     def guards(self, tenant: str, nbytes: int) -> bool:
         """Whether the tenant would have less than it is guaranteed without `nbytes` of what it has."""

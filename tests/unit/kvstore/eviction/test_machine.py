@@ -10,9 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies import POLICIES
-from services.kvstore.policies.base import EvictionPolicy
-from services.kvstore.policies.kv_aware import KVAware
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.kv_aware import KVAware
+from services.kvstore.eviction.policies import POLICIES
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 from tests.unit.kvstore.invariants import check
 

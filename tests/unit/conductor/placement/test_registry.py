@@ -11,13 +11,14 @@ from moonpool.cli.main import app
 from moonpool.errors import ConfigError
 from moonpool.runtime.journal import JournalError
 from moonpool.sampling_params import SamplingParams
-from services.conductor.core.policies import DEFAULT_POLICY, POLICIES, load_policy, seed_of
+from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
+from services.conductor.placement.registry import load_policy, seed_of
 
-from .core.worlds import SECOND_PER_TOKEN, World, facts
-from .fakes import decode, prefill
-from .stack import stack
+from ..core.worlds import SECOND_PER_TOKEN, World, facts
+from ..fakes import decode, prefill
+from ..stack import stack
 
-PAGE = Path(__file__).parents[3] / "docs/policies.md"
+PAGE = Path(__file__).parents[4] / "docs/extend/placement_policy.md"
 KEYS = [bytes([number]) * 32 for number in range(4)]
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)
 
@@ -33,7 +34,8 @@ def sticky(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_the_page_lists_the_policies_there_are() -> None:
-    listed = re.findall(r"^\| `(\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    table = PAGE.read_text(encoding="utf-8").partition("## The contract")[0]
+    listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert sorted(listed) == sorted(POLICIES)
     assert load_policy(DEFAULT_POLICY) is POLICIES[DEFAULT_POLICY]
 

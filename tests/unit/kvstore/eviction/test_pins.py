@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.tenants import MAX_TTL_S, PinLimit, PinOutcome, Pins, TenantAccount
+from services.kvstore.eviction.tenants import MAX_TTL_S, PinLimit, PinOutcome, Pins, TenantAccount
 from tests.unit.kvstore.helpers import BLOCK, Driven, data_of, keys_of, open_ssd, spec_of
 from tests.unit.kvstore.invariants import check
 

@@ -1,13 +1,14 @@
-"""Policies that keep keys in queues: LRU, LFU, LengthAware and S3-FIFO."""
+"""The eviction policies: LRU, LFU, LengthAware and S3-FIFO, which keep keys in queues, and all by name."""
 
 import bisect
 import collections
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from moonpool.kv.blocks import BlockInfo
 from moonpool.kv.keys import BlockKey
-from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.kv_aware import KVAware
 
 SMALL_SHARE = 10  # S3-FIFO's small queue may be 1 / `SMALL_SHARE` of all keys
 GHOSTS_PER_MAIN = 2  # keys remembered after they left the small queue, per key that fits the main queue
@@ -182,3 +183,13 @@ class S3FIFO(EvictionPolicy):
 
 def _takes_small(small: int, main: int) -> bool:
     return not main or small >= max(1, (small + main) // SMALL_SHARE)
+
+
+POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "length-aware": LengthAware,
+    "s3-fifo": S3FIFO,
+    "kv-aware": KVAware,
+}
+"""By the name that `--eviction` takes."""

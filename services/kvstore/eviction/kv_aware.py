@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.reuse_stats import ReturnRates
-from services.kvstore.policies.base import EvictionPolicy
+from services.kvstore.eviction.base import EvictionPolicy
 
 MEMORY = 8  # what was seen loses half its weight after this many times as many references as blocks are held
 HORIZON = 16  # a sampled key is followed for this many times as many references as blocks are held

@@ -10,8 +10,8 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.dram.tier import DramTier
-from services.kvstore.policies.queues import LRU
-from services.kvstore.policies.tenants import MAX_TENANT_ROWS, Pins, TenantAccount, TenantRow
+from services.kvstore.eviction.policies import LRU
+from services.kvstore.eviction.tenants import MAX_TENANT_ROWS, Pins, TenantAccount, TenantRow
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
 

@@ -15,7 +15,7 @@ from benchmarks import eviction
 from benchmarks.eviction import SHIPPED, read_chains, trace_file
 from benchmarks.frame import Skipped, run
 from services.kvstore.config import KVStoreConfig
-from services.kvstore.policies import POLICIES
+from services.kvstore.eviction.policies import POLICIES
 from simulator.eviction import Pool, optimum, replay
 from simulator.experiments.prefix_caching import BLOCKS, COMPARED, Chains, chains_in
 from simulator.traces.mooncake import TraceRequest, read_trace, write_trace

@@ -1,0 +1,186 @@
+"""The contract of a placement policy, and what a policy decides by."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+
+class PlacementPolicy(Protocol):
+    """How the prefill instance of a request is chosen. It keeps no state: equal arguments give equal answers.
+
+    Attributes:
+        stores: kvstores and other instances' pools count. A prefix is loaded from there if that is predicted to be
+            quicker than computing it, and new blocks are written to kvstores. Otherwise instances use their own blocks.
+    """
+
+    @property
+    def stores(self) -> bool: ...
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """The best of the candidates, best first; at least one, and not many more than `limit`.
+
+        The first one is taken. The others are kept for `explain`.
+        """
+        ...
+
+
+class Candidates(ABC):
+    """The prefill instances that a request may go to, and predictions of the prompt on each.
+
+    Attributes:
+        now: seconds of the clock of `RankedInstance.load`, which is the time at which an instance will be free.
+    """
+
+    now: float
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[RankedInstance]:
+        """All instances, in a fixed order: when each will be free, when it was chosen last, and its name."""
+
+    @abstractmethod
+    def draw(self, limit: int, counter: int) -> int:
+        """An integer in [0, limit), random by the conductor's seed, the number of this decision and `counter`."""
+
+    @abstractmethod
+    def predict(self, instance: RankedInstance) -> PrefillChoice:
+        """Predicts the prompt on an instance, in some microseconds."""
+
+    @abstractmethod
+    def least(
+        self, limit: int, by: Callable[[PrefillChoice], float], cost: Callable[[PrefillCost], float]
+    ) -> list[PrefillChoice]:
+        """Predictions with the least seconds, best first, without a look at each instance.
+
+        Equal predictions are ordered by: narrower pipeline (a wide one is worth more to a long prompt), idle longest,
+        chosen least recently. A starved instance, which has served nothing while others were preferred for long, is
+        looked at as well.
+
+        Args:
+            limit: predictions wanted; there may be one more.
+            by: the seconds.
+            cost: the seconds on an idle instance; `by` must be `cost` and the wait, or the wait alone.
+        """
+
+    @abstractmethod
+    def keeping(self, choices: Sequence[PrefillChoice]) -> Sequence[PrefillChoice]:
+        """The same choices; the first that keeps the request's TTFT limit goes before those that do not."""
+
+
+class RankedInstance(NamedTuple):
+    """An instance's rank in its class: least load first, then least recently chosen, then by name."""
+
+    load: float
+    turn: int
+    name: str
+    slot: int
+
+
+class LatencyParts(NamedTuple):
+    """Parts of a prompt's time at its instance: seconds of each, or the factors that correct each.
+
+    Attributes:
+        queue: waiting for earlier prompts.
+        load: loading the prefix, as far as computing does not hide it.
+        fixed: computing, the same for each step whatever its tokens: most of a prompt of few tokens.
+        growing: computing, in proportion to tokens.
+        tail: what later prompts take of the step in which the prompt ends. The factor is their share of a full step.
+    """
+
+    queue: float = 1.0
+    load: float = 1.0
+    fixed: float = 1.0
+    growing: float = 1.0
+    tail: float = 1.0
+
+    def slowed(self, by: float) -> LatencyParts:
+        """Every part times a factor."""
+        return LatencyParts(*[part * by for part in self])
+
+    def computed(self, by: float) -> LatencyParts:
+        """Loading and computing times a factor."""
+        return self._replace(load=self.load * by, fixed=self.fixed * by, growing=self.growing * by)
+
+
+class PrefillChoice(NamedTuple):
+    """The prediction of a prompt on one prefill instance. Times are seconds.
+
+    Attributes:
+        id: of the instance.
+        local_blocks: leading blocks that it holds, or will hold when prompts in flight are computed.
+        used_blocks: leading blocks that it need not compute, loaded ones included.
+        queue_s: wait for earlier prompts.
+        load_s: loading the prefix, as far as computing does not hide it.
+        prefill_s: computing.
+        busy_s: delay of the next prompt by this one; less than its own time if pipeline stages overlap.
+        source: instance to load from; "" = none.
+        excluded: why the instance cannot be used; "" = it can.
+        overhead_s: calls, tokenising, tokens on their way.
+        factors: corrections of the parts.
+        shared: share of the work beside other engines of its host; None = the host has none.
+        others: requests on the host when the prompt was placed.
+        read_s: time for which the source's link is busy.
+        tail_s: later prompts in the step in which this one ends.
+        fixed_s: part of `prefill_s` that does not grow with tokens.
+        cold_blocks: blocks to read that are on the source's SSD only.
+    """
+
+    id: str
+    local_blocks: int
+    used_blocks: int
+    queue_s: float
+    load_s: float
+    prefill_s: float
+    busy_s: float
+    source: str = ""
+    excluded: str = ""
+    overhead_s: float = 0.0
+    factors: LatencyParts = LatencyParts()
+    shared: float | None = None
+    others: int = 0
+    read_s: float = 0.0
+    tail_s: float = 0.0
+    fixed_s: float = 0.0
+    cold_blocks: int = 0
+
+    @property
+    def parts(self) -> LatencyParts:
+        """The time at the instance, in parts."""
+        return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.tail_s)
+
+    @property
+    def alone_s(self) -> float:
+        """Predicted TTFT on an idle instance."""
+        return self.overhead_s + self.load_s + self.prefill_s
+
+    @property
+    def known_s(self) -> float:
+        """Predicted TTFT without later prompts: instances are compared by it."""
+        return self.queue_s + self.alone_s
+
+    @property
+    def ttft_s(self) -> float:
+        """Predicted TTFT with later prompts: limits are checked by it."""
+        return self.known_s + self.tail_s
+
+
+class PrefillCost(NamedTuple):
+    """Seconds of a prompt on an idle instance, and the prefix it uses; fields as in `PrefillChoice`."""
+
+    load_s: float
+    prefill_s: float
+    busy_s: float
+    used_blocks: int
+    source: str
+    read_s: float = 0.0
+    fixed_s: float = 0.0
+    cold_blocks: int = 0
+
+    @property
+    def alone_s(self) -> float:
+        """Time to first token."""
+        return self.load_s + self.prefill_s
