@@ -114,6 +114,45 @@ def test_files() -> None:
     assert len(found) > 20
 
 
+EXTEND = sorted((ROOT / "docs/extend").glob("*.md"))
+EXTEND_LINES = [where for document in EXTEND for where in lines(document)]
+
+
+def test_paths_in_the_pages_for_extending() -> None:
+    """Folders and pages too, and what the tables say to touch."""
+    named = re.compile(rf"`((?:{'|'.join(CODE)}|protos|docs)/[\w./-]+)`")
+    found = [(where, name) for where, line in EXTEND_LINES for name in named.findall(line)]
+    assert [(where, name) for where, name in found if not (ROOT / name).exists()] == []
+    assert len(found) > 200
+
+
+def test_names_in_the_pages_for_extending() -> None:
+    """`NAME` in `path`, `NAME` of `path` and `path` (`NAME`): the file has the name."""
+    path = rf"`((?:{'|'.join(CODE)}|protos)/[\w./-]+\.\w+)`"
+    before, after = re.compile(rf"`([A-Za-z_]\w*)` (?:in|of) {path}"), re.compile(rf"{path} \(`([A-Za-z_]\w*)`")
+    found = [(where, *pair) for where, line in EXTEND_LINES for pair in before.findall(line)]
+    found += [(where, name, file) for where, line in EXTEND_LINES for file, name in after.findall(line)]
+    wrong = [it for it in found if not re.search(rf"\b{it[1]}\b", (ROOT / it[2]).read_text(encoding="utf-8"))]
+    assert wrong == []
+    assert len(found) > 30
+
+
+def test_the_index_of_extending_lists_every_page_and_contract() -> None:
+    index = (ROOT / "docs/extend/README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `([\w/.]+)` \| \[(\w+\.md)\]\(\2\) \|$", index, re.MULTILINE)
+    assert sorted(page for _, page in rows) == sorted(path.name for path in EXTEND if path.name != "README.md")
+    assert len(rows) == 12
+    for contract, page in rows:
+        text = (ROOT / "docs/extend" / page).read_text(encoding="utf-8")
+        assert (ROOT / contract).is_file(), page
+        assert f"`{contract}`" in text, page
+        assert re.search(r"^\| order \| file \| ", text, re.MULTILINE), page
+        assert re.search(r"^## .*[Tt]est", text, re.MULTILINE), page
+    seams = re.findall(r"^([\w/]+/) +base\.py", index, re.MULTILINE)
+    assert [seam for seam in seams if not (ROOT / seam / "base.py").is_file()] == []
+    assert len(seams) == 7
+
+
 def test_links_and_headings() -> None:
     for document in DOCUMENTS:
         for where, line in lines(document):
