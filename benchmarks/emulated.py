@@ -16,7 +16,7 @@ def grown(name: str, before: Sequence[GaugeReading], after: Sequence[GaugeReadin
 
 def late(before: Sequence[GaugeReading], after: Sequence[GaugeReading]) -> float:
     """Per cent of the steps' time by which the machine was late between two readings."""
-    seconds = grown("emulated_late_seconds", before, after), grown("emulated_step_seconds", before, after)
+    seconds = grown("emulated_late_seconds_total", before, after), grown("emulated_step_seconds_total", before, after)
     return 100 * seconds[0] / (seconds[1] or 1.0)
 
 

@@ -120,8 +120,8 @@ def figures(
         p90(ttft_s),
         sum(result.usage.cached_tokens for result in results) / prompt,
         p90(seconds for one, seconds in zip(asked, ttft_s, strict=True) if one.hot),
-        grown("loaded_blocks", before, after),
-        grown("copied_blocks", before, after),
+        grown("loaded_blocks_total", before, after),
+        grown("copied_blocks_total", before, after),
         late(before, after),
     )
 

@@ -11,7 +11,7 @@ from moonpool import world
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport, Notify
 from moonpool.cluster.join import keep_role
 from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.engine.emulated.engine import EmulatedEngine
+from moonpool.engine.emulated.engine import EMULATED_METRICS, EmulatedEngine
 from moonpool.engine.executor import start_engine
 from moonpool.engine.interface import Engine
 from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
@@ -25,14 +25,14 @@ from moonpool.rpc.server import RunningServer, Service, serving
 from moonpool.rpc.tls import Security
 from moonpool.runtime.journal import JournalWriter
 from moonpool.scheduling.block_manager import BlockManager
-from moonpool.telemetry.gauges import Entry, Gauges
 from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.flow_control import EgressLink
-from moonpool.transport.handshake import TransportDialer, TransportListener
+from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS, TransportDialer, TransportListener
 from moonpool.transport.regions import SharedRegion
 from moonpool.transport.registry import open_transports
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -81,10 +81,17 @@ class InstanceContext:
             sender=self.instance, namespace=self.setup.namespace, layout=self.setup.layout.to_proto()
         )
 
-    def engine_gauges(self) -> list[Entry]:
-        """Whether compute is emulated, and if so, how late its steps are."""
-        own = self.engine.gauges() if isinstance(self.engine, EmulatedEngine) else []
-        return [("emulated", lambda: float(bool(self.setup.model.emulated)), None), *own]
+    def metrics(self) -> MetricSet:
+        """What prefill and decode instances both report."""
+        metrics = MetricSet().add(PROCESS_METRICS, None).add(INSTANCE_METRICS, self)
+        metrics.add(DIALER_METRICS, self.dialer).add(LISTENER_METRICS, self.lanes)
+        return metrics.add(EMULATED_METRICS, self.engine) if isinstance(self.engine, EmulatedEngine) else metrics
+
+
+INSTANCE_METRICS: tuple[Metric[InstanceContext], ...] = (
+    Metric("emulated", "1 if compute is emulated, else 0.", lambda it: bool(it.setup.model.emulated)),
+    Metric("link_waiting", "Sends that wait for their turn on the network link.", lambda it: it.link.waiting, 0),
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,8 +131,8 @@ class EngineService(Protocol):
         """The load now."""
         ...
 
-    def gauges(self) -> Gauges:
-        """Everything the instance holds."""
+    def gauges(self) -> MetricSet:
+        """Everything the instance reports."""
         ...
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
@@ -181,7 +188,7 @@ async def run_instance(
         kv = link, instance, context.spans, bell.ring, dialer, lanes
         shared = InstanceContext(setup, engine, channels, *kv, beside)
         service, contract = build(shared)
-        metrics = Metrics(config.service())
+        metrics = PrometheusMetrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         await stack.enter_async_context(lanes.running(config))

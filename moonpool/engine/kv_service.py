@@ -27,8 +27,8 @@ from moonpool.scheduling.block_manager import (
     LendBlocks,
     ReturnBlocks,
 )
-from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metric, counter
 from moonpool.transport.flow_control import EgressLink, StreamTraffic
 from moonpool.transport.handshake import TransportListener
 from moonpool.transport.streams import OpenStreams
@@ -184,14 +184,19 @@ def pool_reads(
     return PoolReads(*own, calls, manager, closing, context.lanes, carried_out)
 
 
-def read_gauges(reads: PoolReads, lending: BlockLending) -> list[Entry]:
-    """What other instances read."""
-    return [
-        ("peer_reads", lambda: reads.sessions, 0),
-        ("lent_blocks", lambda: sum(1 for _ in lending), 0),
-        ("read_credits_out_bytes", lambda: reads.traffic.credits_out, 0),
-        ("peer_read_bytes", lambda: reads.sent_bytes, None),
-    ]
+READ_METRICS: tuple[Metric[PoolReads], ...] = (
+    Metric("peer_reads", "Open reads of other instances.", lambda reads: reads.sessions, 0),
+    Metric(
+        "read_credits_out_bytes",
+        "Bytes that were sent to reading instances and whose credits did not come back yet.",
+        lambda reads: reads.traffic.credits_out,
+        0,
+    ),
+    counter("peer_read_bytes_total", "Bytes that other instances read from the pool.", lambda reads: reads.sent_bytes),
+)
+LENDING_METRICS: tuple[Metric[BlockLending], ...] = (
+    Metric("lent_blocks", "Pool blocks kept while other instances read.", lambda lending: sum(1 for _ in lending), 0),
+)
 
 
 class PoolReadLease:

@@ -15,6 +15,7 @@ from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloade
 from moonpool.kv.keys import BlockKey
 from moonpool.kv_transfer.store_writer import PutOutcome
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metric, counter
 from moonpool.transport.flow_control import StreamTraffic
 from moonpool.transport.sessions import PeerClient, PeerClients
 from moonpool.v1 import kv_pb2
@@ -283,3 +284,18 @@ class WriteBack:
 def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
     """A store is an id at an address; its incarnation does not matter here."""
     return store.id, store.address
+
+
+WRITE_BACK_METRICS: tuple[Metric[WriteBack], ...] = (
+    Metric("write_back_blocks", "Blocks that wait for a kvstore.", lambda it: it.blocks_held, 0),
+    Metric("write_back_puts", "Open writing sessions at kvstores.", lambda it: it.sessions, 0),
+    Metric(
+        "write_back_credits_out_bytes",
+        "Bytes that were sent to kvstores and whose credits did not come back yet.",
+        lambda it: it.traffic.credits_out,
+        0,
+    ),
+    counter("write_back_stored_blocks_total", "Blocks that kvstores took.", lambda it: it.blocks_stored),
+    counter("write_back_present_blocks_total", "Blocks that kvstores had already.", lambda it: it.blocks_present),
+    counter("write_back_dropped_blocks_total", "Blocks that no kvstore got.", lambda it: it.blocks_dropped),
+)

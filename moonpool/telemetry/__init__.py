@@ -1,1 +1,1 @@
-"""Logs, recorded spans and gauges."""
+"""Logs, recorded spans and metrics."""

@@ -1,117 +1,145 @@
-"""Prometheus metrics over HTTP: a service's gauges as they are, and histograms of what its gauges cannot say.
+"""Metrics: numbers that a service reports over RPC (as `Gauge` messages) and to Prometheus.
 
-The endpoint has an address of its own, so that scraping never competes with the service's RPCs for a listener. Names
-are `moonpool_<service>_<gauge>`; a gauge whose name ends in `_total` is a counter, and one named `what{tenant="a"}` has
-these labels.
+Each service has a table of metrics, `..._METRICS`, which docs/metrics.md lists. A `MetricSet` joins tables with the
+objects that their functions read.
 """
+
+from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from moonpool.config import format_address, parse_address
-from moonpool.errors import ConfigError
-from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
-SCRAPE_TIMEOUT_S = 5.0
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
-"""Bucket bounds of latencies."""
-AGES = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0, 7 * 24 * 3600.0)
-"""Bucket bounds of lifetimes and gaps, from seconds to a week."""
-
-_LABELLED = re.compile(r"(?P<name>[a-z0-9_]+)\{(?P<label>[a-z_]+)=(?P<value>.*)\}", re.DOTALL)
-
-log = get_logger(__name__)
+S = TypeVar("S")
+_COUNTER_SUFFIX = "_total"
 
 
-class Metrics:
-    """The metrics of one process.
+class MetricKind(Enum):
+    """How a metric's value moves."""
+
+    GAUGE = "gauge"
+    """The value goes up and down."""
+    COUNTER = "counter"
+    """The value grows, and starts at 0 when the service starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metric(Generic[S]):
+    """One number that a service reports.
 
     Attributes:
-        registry: what is exported; independent of the library's global one, so that tests can have many.
+        name: lower case, with the unit at the end; a counter's name ends in `_total`, a gauge's does not.
+        help: meaning and unit in one sentence.
+        read: returns the value, given the object that the table of the metric is joined with. Runs on the event loop.
+        at_rest: value when no request is running; None = the metric may rest anywhere.
+        kind: gauge or counter.
     """
 
-    def __init__(self, service: str) -> None:
-        """Metrics of the service of that name, as in `moonpool_<service>_...`."""
-        self.registry = CollectorRegistry()
-        self._prefix = f"moonpool_{service}_"
+    name: str
+    help: str
+    read: Callable[[S], float]
+    at_rest: float | None = None
+    kind: MetricKind = MetricKind.GAUGE
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float], labels: Iterable[str] = ()) -> Histogram:
-        """A histogram; observing costs about a microsecond."""
-        return Histogram(self._prefix + name, text, tuple(labels), registry=self.registry, buckets=tuple(buckets))
+    def __post_init__(self) -> None:
+        if self.name.endswith(_COUNTER_SUFFIX) != (self.kind is MetricKind.COUNTER):
+            raise ValueError(f"metric {self.name!r}: names of counters, and no others, end in {_COUNTER_SUFFIX}")
 
-    def watch(self, read: Callable[[], list[kv_pb2.Gauge]]) -> None:
-        """Exports what `read` gives at each scrape; it is called on the event loop that runs now."""
-        self.registry.register(_GaugeCollector(self._prefix, read, asyncio.get_running_loop()))
 
-    @asynccontextmanager
-    async def served(self, listen: str) -> AsyncIterator[str]:
-        """Serves `GET /metrics` at "host:port" (port 0 = any free one), from threads of its own; "" serves nothing.
+def counter(name: str, text: str, read: Callable[[S], float]) -> Metric[S]:
+    """A metric that only grows.
 
-        Yields:
-            The address it is served at, "" for none.
+    Args:
+        name: ends in `_total`.
+        text: meaning and unit in one sentence.
+        read: see `Metric.read`.
+    """
+    return Metric(name, text, read, kind=MetricKind.COUNTER)
+
+
+class MetricSample(NamedTuple):
+    """A metric with the labels and the value of one source."""
+
+    metric: Metric[object]
+    labels: Mapping[str, str]
+    value: float
+
+
+class MetricSet:
+    """The metrics of one process, each read when somebody asks."""
+
+    def __init__(self) -> None:
+        self._readers: dict[str, tuple[Metric[object], Mapping[str, str], Callable[[], float]]] = {}
+
+    def add(self, metrics: Iterable[Metric[S]], source: S, **labels: str) -> MetricSet:
+        """Adds a table of metrics that are read from `source`; returns the set itself.
+
+        Args:
+            metrics: the table.
+            source: the object that the functions of the table get.
+            labels: Prometheus labels that tell this source's values from those of other sources of the table.
 
         Raises:
-            ConfigError: naming `metrics_listen`: the address cannot be used.
+            ValueError: a metric with the same name and labels exists already.
         """
-        if not listen:
-            yield ""
-            return
-        host, port = parse_address(listen)
-        try:
-            server, thread = start_http_server(port, addr=host, registry=self.registry)
-        except OSError as error:
-            raise ConfigError("metrics_listen", f"cannot listen at {listen}: {error.strerror or error}") from error
-        address = format_address(host, server.server_port)
-        log.info("serving metrics", address=address)
-        try:
-            yield address
-        finally:
-            await asyncio.to_thread(server.shutdown)
-            server.server_close()
-            await asyncio.to_thread(thread.join)
+        for metric in metrics:
+            name = _reported_name(metric.name, labels)
+            if name in self._readers:
+                raise ValueError(f"metric {name!r} exists already")
+            self._readers[name] = metric, labels, partial(metric.read, source)  # type: ignore[assignment]
+        return self
+
+    def read(self) -> list[kv_pb2.Gauge]:
+        """All metrics now, in the order of adding. A label stands in the name: `dram_bytes{tenant="a"}`."""
+        return [
+            kv_pb2.Gauge(name=name, value=read(), at_rest=metric.at_rest)
+            for name, (metric, _, read) in self._readers.items()
+        ]
+
+    def samples(self) -> Iterator[MetricSample]:
+        """All metrics now, in the order of adding."""
+        for metric, labels, read in self._readers.values():
+            yield MetricSample(metric, labels, read())
 
 
-class _GaugeCollector(Collector):
-    """Reads gauges on their event loop, from the thread of a scrape."""
-
-    def __init__(self, prefix: str, read: Callable[[], list[kv_pb2.Gauge]], loop: asyncio.AbstractEventLoop) -> None:
-        self._prefix = prefix
-        self._read = read
-        self._loop = loop
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: names are known only by reading, which must wait for the event loop."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """All gauges now."""
-
-        async def read() -> list[kv_pb2.Gauge]:
-            return self._read()
-
-        gauges = asyncio.run_coroutine_threadsafe(read(), self._loop).result(SCRAPE_TIMEOUT_S)
-        families: dict[str, Metric] = {}
-        for gauge in gauges:
-            name, labels = split_labels(gauge.name)
-            family = families.get(name)
-            if family is None:
-                kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-                family = families[name] = kind(self._prefix + name, name.replace("_", " "), labels=list(labels))
-            family.add_metric(list(labels.values()), gauge.value)  # type: ignore[attr-defined]
-        return families.values()
+def _reported_name(name: str, labels: Mapping[str, str]) -> str:
+    if not labels:
+        return name
+    return f"{name}{{{','.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in labels.items())}}}"
 
 
-def split_labels(name: str) -> tuple[str, dict[str, str]]:
-    """`what{tenant="a"}` as ("what", {"tenant": "a"}); the value is a JSON string."""
-    found = _LABELLED.fullmatch(name)
-    if found is None:
-        return name, {}
-    return found["name"], {found["label"]: str(json.loads(found["value"]))}
+def _resident_bytes(_: None) -> float:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0.0
+
+
+def _open_files(_: None) -> float:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0.0
+
+
+PROCESS_METRICS: tuple[Metric[None], ...] = (
+    Metric("tasks", "Tasks on the event loop.", lambda _: len(asyncio.all_tasks())),
+    Metric(
+        "resident_bytes", "Resident memory of the process in bytes; 0 on systems other than Linux.", _resident_bytes
+    ),
+    Metric("open_files", "Open file descriptors of the process; 0 on systems other than Linux.", _open_files),
+)
+"""What every service process reports."""
+
+
+def restless(gauges: Iterable[kv_pb2.Gauge]) -> dict[str, tuple[float, float]]:
+    """The gauges that are not at rest: name -> (value, value at rest)."""
+    return {g.name: (g.value, g.at_rest) for g in gauges if g.HasField("at_rest") and g.value != g.at_rest}

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -22,8 +21,8 @@ from google.protobuf.message import Message
 from moonpool import world
 from moonpool.config import ServiceConfig
 from moonpool.errors import FrameError, MoonpoolError, PermissionDenied, StreamBroken
-from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metric, counter
 from moonpool.transport.base import (
     Connection,
     ConnectionEnd,
@@ -75,13 +74,10 @@ class TransportListener:
         self.opened: Counter[str] = Counter()
         self.refused = 0
 
-    def gauges(self) -> list[Entry]:
-        """For a service's gauges."""
-        return [
-            *((f"lanes_{name}_opened", partial(self.opened.__getitem__, name), None) for name in TRANSPORTS),
-            ("lanes_refused", lambda: self.refused, None),
-            ("lane_offers", lambda: len(self._offers), 0),
-        ]
+    @property
+    def offers(self) -> int:
+        """Number of streams that may move to another transport and have not done so yet."""
+        return len(self._offers)
 
     @asynccontextmanager
     async def running(self, config: ServiceConfig) -> AsyncIterator[None]:
@@ -202,6 +198,19 @@ RETRY_S = 10.0
 MAX_FAILURES = 1024
 
 
+def _opened_connections(transport: str) -> Metric[TransportListener]:
+    text = f"Connections of transport `{transport}` that peers opened."
+    return counter(f"lanes_{transport}_opened_total", text, lambda listener: listener.opened[transport])
+
+
+LISTENER_METRICS: tuple[Metric[TransportListener], ...] = (
+    *map(_opened_connections, TRANSPORTS),
+    counter("lanes_refused_total", "Connections of peers that were not accepted.", lambda listener: listener.refused),
+    Metric("lane_offers", "Transports offered to peers that have not connected yet.", lambda it: it.offers, 0),
+)
+"""Reported by the side that streams are opened to."""
+
+
 class TransportDialer:
     """Opens connections of transports for the streams of a process to others; one per process.
 
@@ -232,13 +241,6 @@ class TransportDialer:
         self._failed: dict[int, float] = {}  # when, by the peer's incarnation
         self._connections: list[Connection[Any]] = []
         self.failures = 0
-
-    def gauges(self) -> list[Entry]:
-        """For a service's gauges."""
-        return [
-            *((f"lanes_{name}", partial(self._count_open, name), None) for name in TRANSPORTS),
-            ("lane_failures", lambda: self.failures, None),
-        ]
 
     def fill(self, hello: kv_pb2.StreamHello) -> None:
         """Says in a hello what this side can use."""
@@ -305,8 +307,25 @@ class TransportDialer:
                 sock.close(error if isinstance(error, Exception) else StreamBroken("given up"))
                 raise
 
-    def _count_open(self, name: str) -> int:
+    def count_open(self, name: str) -> int:
+        """Number of open connections of the transport of this name."""
         return sum(each.name == name and not each.closed for each in self._connections)
+
+
+def _open_connections(transport: str) -> Metric[TransportDialer]:
+    text = f"Open connections of transport `{transport}` to peers."
+    return Metric(f"lanes_{transport}", text, lambda dialer: dialer.count_open(transport))
+
+
+DIALER_METRICS: tuple[Metric[TransportDialer], ...] = (
+    *map(_open_connections, TRANSPORTS),
+    counter(
+        "lane_failures_total",
+        "Connections to peers that could not be opened or broke; gRPC takes their place.",
+        lambda dialer: dialer.failures,
+    ),
+)
+"""Reported by the side that opens streams."""
 
 
 async def _shake_hands(

@@ -20,7 +20,7 @@ from blake3 import blake3
 from moonpool import world
 from moonpool.errors import ConfigError, NotFound
 from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.v1 import conductor_pb2
 from services.conductor.core.scheduler import RequestScheduler
 from services.conductor.placement.base import PrefillChoice
@@ -119,11 +119,11 @@ class PredictionMetrics:
     The prediction of a second placement begins after the request's arrival, so it is not comparable.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: PrometheusMetrics) -> None:
         """Registers the histograms."""
-        ratio = "measured / predicted, of requests placed once"
-        self._ttft = metrics.histogram("ttft_over_predicted", f"time to first token, {ratio}", RATIO_BUCKETS)
-        self._tpot = metrics.histogram("tpot_over_predicted", f"mean time between tokens, {ratio}", RATIO_BUCKETS)
+        ratio = "measured / predicted, of requests that were placed once."
+        self._ttft = metrics.histogram("ttft_over_predicted", f"Time to first token, {ratio}", RATIO_BUCKETS)
+        self._tpot = metrics.histogram("tpot_over_predicted", f"Time per output token, {ratio}", RATIO_BUCKETS)
 
     def first_token(self, session: Session) -> None:
         """Observe the time to first token."""

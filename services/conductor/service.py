@@ -15,7 +15,7 @@ from moonpool.rpc.server import serving
 from moonpool.rpc.tls import Security
 from moonpool.runtime.driver import Driver
 from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
@@ -51,7 +51,7 @@ RESERVE_LIMIT = 2.0
 
 @asynccontextmanager
 async def conductor(
-    config: ConductorConfig, checkpoint: Checkpoint, incarnation: int, spans: Recorder, metrics: Metrics
+    config: ConductorConfig, checkpoint: Checkpoint, incarnation: int, spans: Recorder, metrics: PrometheusMetrics
 ) -> AsyncIterator[tuple[ConductorServicer, str]]:
     """Run a conductor while the body runs; yields its servicer and the address it advertises."""
     async with AsyncExitStack() as stack:
@@ -75,7 +75,7 @@ async def assembled(
     checkpoint: Checkpoint,
     channels: Channels,
     spans: Recorder,
-    metrics: Metrics,
+    metrics: PrometheusMetrics,
     clock: Callable[[], float] = world.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
     """All parts of a conductor except its ports, while the body runs; yields its servicer. `clock` gives seconds.
@@ -183,7 +183,7 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
         CheckpointError: the checkpoint cannot be used.
     """
     checkpoint = await asyncio.to_thread(Checkpoint.load, config.model)
-    metrics = Metrics(config.service())
+    metrics = PrometheusMetrics(config.service())
     async with conductor(config, checkpoint, context.incarnation, context.spans, metrics) as (servicer, address):
         log.info("serving", address=address, model=checkpoint.name)
         context.announce(address)

@@ -19,7 +19,7 @@ from moonpool.errors import DeadlineExceeded, InvalidRequest, Overloaded, Permis
 from moonpool.rpc.auth import is_client, tenant_of
 from moonpool.rpc.stream_writes import bare_write, write_each
 from moonpool.scheduling.fair_share import may_admit
-from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
@@ -152,9 +152,9 @@ class ConductorServicer:
         self._idle = asyncio.Event()
         self._idle.set()
         self._draining = False
-        self._served = 0
-        self._resumed = 0
-        self.gauges = self._make_gauges()
+        self.served = 0
+        self.resumed = 0
+        self.gauges = MetricSet().add(CONDUCTOR_METRICS, self).add(PROCESS_METRICS, None)
 
     def set_instance(self, instance: kv_pb2.Instance) -> None:
         """Set this conductor's address, once the port is known."""
@@ -189,11 +189,11 @@ class ConductorServicer:
                 else:
                     message, used = await self._contexts.expand(request, deadline - self._clock())
                     call.session = session = await self._dispatcher.open(message, request_id, arrived, deadline)
-                    self._resumed += session.request.resume is not None
+                    self.resumed += session.request.resume is not None
                     await self._send(call, session, deadline, context)
                     if used is not None and session.number:
                         used(session.cached_tokens)
-            self._served += self._calls.get(request_id) is call
+            self.served += self._calls.get(request_id) is call
         finally:
             self._leave(request_id, call)
 
@@ -208,7 +208,7 @@ class ConductorServicer:
         elif earlier.session is None or not _resumes(message, earlier.session):
             raise InvalidRequest("request_id", f"{request_id!r} is running already")
         elif self._dispatcher.rejoin(message, earlier.session):
-            self._resumed += 1
+            self.resumed += 1
             call.session = earlier.session
             earlier.replaced()
         self._calls[request_id] = call
@@ -330,38 +330,88 @@ class ConductorServicer:
     ) -> conductor_pb2.ConductorStatsResponse:
         return conductor_pb2.ConductorStatsResponse(instance=self._instance, gauges=self.gauges.read())
 
-    def _make_gauges(self) -> Gauges:
-        cluster, requests, view = self.cluster, self.core.scheduler, self.core.cluster
-        return Gauges(
-            [
-                ("requests_running", lambda: len(self._calls), 0),
-                ("requests_served", lambda: self._served, None),
-                ("requests_resumed", lambda: self._resumed, None),
-                ("steps_sequences", lambda: cluster.steps.sequences, 0),
-                ("requests_followed", lambda: len(requests), 0),
-                ("calls_out", lambda: requests.calls, 0),
-                ("waiting_for_room", lambda: len(requests.memory_queue), 0),
-                ("waiting_for_limits", lambda: len(requests.slo_queue), 0),
-                ("waiting_for_limits_bytes", lambda: requests.slo_queue.nbytes, 0),
-                ("prefills_in_flight", lambda: view.prompts_in_flight, 0),
-                ("decodes_in_flight", lambda: view.answers_in_flight, 0),
-                ("loads_in_flight", lambda: view.reads_in_flight, 0),
-                ("stale_answers", lambda: requests.stale, None),
-                ("copies_ordered", lambda: view.replication.ordered, None),
-                ("claims", lambda: len(view.claims), 0),
-                ("decode_blocks_unreported", lambda: view.blocks_unreported, 0),
-                ("steps_messages_unsent", lambda: cluster.steps.unsent, 0),
-                ("contexts", lambda: len(self._contexts), None),
-                ("context_tasks", lambda: self._contexts.tasks, 0),
-                ("deletions", lambda: self.deletions.deletions, None),
-                ("deletions_owed", lambda: self.deletions.owed, 0),
-                ("emulated", lambda: cluster.registry.emulated, None),
-                ("instances", lambda: len(cluster.registry), None),
-                ("index_keys", lambda: len(view.index), None),
-                ("decisions", lambda: len(self._reports.decisions), None),
-                *process_entries(),
-            ]
-        )
+    @property
+    def running(self) -> int:
+        """Calls of `Generate` that have not ended."""
+        return len(self._calls)
+
+    @property
+    def contexts(self) -> NamedContexts:
+        """Owner of the named contexts."""
+        return self._contexts
+
+    @property
+    def decisions(self) -> int:
+        """Requests that `Explain` can explain."""
+        return len(self._reports.decisions)
+
+
+CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
+    Metric("requests_running", "Calls of clients that have not ended.", lambda it: it.running, 0),
+    Metric(
+        "steps_sequences", "Sequences on the streams to decode instances.", lambda it: it.cluster.steps.sequences, 0
+    ),
+    Metric("requests_followed", "Requests from arrival to last token.", lambda it: len(it.core.scheduler), 0),
+    Metric("calls_out", "Calls to prefill and decode that have not ended.", lambda it: it.core.scheduler.calls, 0),
+    Metric(
+        "waiting_for_room", "Requests that wait for decode memory.", lambda it: len(it.core.scheduler.memory_queue), 0
+    ),
+    Metric(
+        "waiting_for_limits",
+        "Requests that wait because they would miss their SLO now.",
+        lambda it: len(it.core.scheduler.slo_queue),
+        0,
+    ),
+    Metric(
+        "waiting_for_limits_bytes",
+        "Bytes of the requests that wait because of their SLO.",
+        lambda it: it.core.scheduler.slo_queue.nbytes,
+        0,
+    ),
+    Metric(
+        "prefills_in_flight", "Prompts placed at prefill instances.", lambda it: it.core.cluster.prompts_in_flight, 0
+    ),
+    Metric("decodes_in_flight", "Answers placed at decode instances.", lambda it: it.core.cluster.answers_in_flight, 0),
+    Metric("loads_in_flight", "Prefixes that are being loaded.", lambda it: it.core.cluster.reads_in_flight, 0),
+    Metric("claims", "Placements that count as load.", lambda it: len(it.core.cluster.claims), 0),
+    Metric(
+        "decode_blocks_unreported",
+        "Decode blocks of own answers that no load report includes.",
+        lambda it: it.core.cluster.blocks_unreported,
+        0,
+    ),
+    Metric(
+        "steps_messages_unsent",
+        "Messages to decode instances that wait to be written.",
+        lambda it: it.cluster.steps.unsent,
+        0,
+    ),
+    Metric("contexts", "Named contexts.", lambda it: len(it.contexts)),
+    Metric("context_tasks", "Background tasks for named contexts.", lambda it: it.contexts.tasks, 0),
+    Metric("deletions", "Deletions of KV that are repeated to joining instances.", lambda it: it.deletions.deletions),
+    Metric(
+        "deletions_owed",
+        "Deletions that members have not carried out, over all members.",
+        lambda it: it.deletions.owed,
+        0,
+    ),
+    Metric("emulated", "1 if a member emulates compute, else 0.", lambda it: it.cluster.registry.emulated),
+    Metric("instances", "Members of the cluster.", lambda it: len(it.cluster.registry)),
+    Metric("index_keys", "Block keys in the prefix index.", lambda it: len(it.core.cluster.index)),
+    Metric("decisions", "Recent requests that can be explained.", lambda it: it.decisions),
+    counter("requests_served_total", "Calls of clients that ended.", lambda it: it.served),
+    counter("requests_resumed_total", "Streams that clients continued after a lost connection.", lambda it: it.resumed),
+    counter(
+        "stale_answers_total",
+        "Prompts that prefill instances refused because their queue was longer than predicted.",
+        lambda it: it.core.scheduler.stale,
+    ),
+    counter(
+        "copies_ordered_total",
+        "Copies of hot prefixes that were ordered.",
+        lambda it: it.core.cluster.replication.ordered,
+    ),
+)
 
 
 def _resumes(message: conductor_pb2.GenerateRequest, session: Session) -> bool:

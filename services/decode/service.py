@@ -10,20 +10,20 @@ import grpc.aio
 from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
-from moonpool.engine.kv_service import DeletionLog, KVDeletion, pool_reads, read_gauges
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, DeletionLog, KVDeletion, pool_reads
 from moonpool.engine.request import RequestReader
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.read_server import check_hello
 from moonpool.kv_transfer.receiver import TransferState
 from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.kv_transfer.write_back import WriteBack, WriteBackLimits
+from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
 from moonpool.rpc.stream_writes import write_each
-from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.transport.base import ReceiveBuffer
 from moonpool.transport.send_queue import STALL_S
 from moonpool.transport.sessions import StreamSettings
@@ -98,8 +98,7 @@ class DecodeInstance:
         self.lanes = context.lanes
         self.draining = False
         self._notify = context.notify
-        self._link = context.link
-        self._further_gauges = [*context.dialer.gauges(), *context.lanes.gauges(), *context.engine_gauges()]
+        self._context = context
         self._received_bytes = 0
         self._stray_frames = 0
 
@@ -173,70 +172,132 @@ class DecodeInstance:
             expected_answer_tokens=core.expected_answer_tokens,
         )
 
-    def gauges(self) -> Gauges:
-        """Gauges of the instance."""
-        executor, core, manager = self.executor, self.core, self.manager
-        return Gauges(
-            [
-                ("sequences_running", lambda: len(core.planner.batch), 0),
-                ("sequences_waiting", lambda: len(core.planner.waiting), 0),
-                ("sequences_parked", lambda: core.count(*PREEMPTED), 0),
-                ("sequences_catching_up", lambda: len(core.planner.recomputing), 0),
-                ("requests", lambda: len(executor), 0),
-                ("sequences_orphaned", lambda: len(core.orphans), 0),
-                ("sequences_adopted", lambda: executor.log.adopted, None),
-                ("logs", lambda: len(core.orphans.retained), None),
-                ("log_bytes", lambda: core.orphans.retained.bytes, None),
-                ("steps_in_flight", lambda: executor.step_in_flight, 0),
-                ("transfers_promised", lambda: executor.count(TransferState.PROMISED), 0),
-                ("transfers_receiving", lambda: executor.count(TransferState.RECEIVING), 0),
-                ("transfers_complete", lambda: executor.count(TransferState.COMPLETE), 0),
-                ("promised_blocks", lambda: core.budget.promised, 0),
-                ("expected_blocks", lambda: core.budget.expected, 0),
-                ("swapped_blocks", lambda: core.preempted.swapped_blocks, 0),
-                ("preemptions", lambda: core.preempted.preemptions, None),
-                ("swaps", lambda: core.preempted.swaps, None),
-                ("loads", lambda: executor.io.loads.sessions, 0),
-                ("loaded_blocks", lambda: core.stored_blocks.loaded_blocks, None),
-                ("load_failures", lambda: core.stored_blocks.failures, None),
-                ("load_credits_kept_bytes", lambda: executor.io.loads.traffic.credits_kept, 0),
-                ("recomputed_tokens", lambda: core.planner.recomputed_tokens, None),
-                ("prompts_computed", lambda: core.planner.prompts, None),
-                ("blocks_total", lambda: manager.num_blocks, None),
-                ("blocks_used", lambda: manager.num_used, 0),
-                ("blocks_cached", lambda: manager.num_cached, None),
-                ("blocks_free", lambda: manager.num_free, None),
-                ("context_tokens", lambda: core.context_tokens, 0),
-                ("tokens_unsent", lambda: sum(subscriber.waiting for subscriber in self.subscribers), 0),
-                *read_gauges(self.reads, core.lending),
-                ("credits_kept_bytes", lambda: sum(receiver.credits_kept for receiver in self.receivers), 0),
-                ("messages_unsent", lambda: self._messages_unsent(), 0),
-                ("link_waiting", lambda: self._link.waiting, 0),
-                ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
-                ("write_back_puts", lambda: self.write_back.sessions, 0),
-                ("write_back_credits_out_bytes", lambda: self.write_back.traffic.credits_out, 0),
-                ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
-                ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
-                ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
-                ("conductor_streams", lambda: len(self.subscribers), None),
-                ("prefill_streams", lambda: len(self.receivers), None),
-                ("received_bytes", self._all_received_bytes, None),
-                ("stray_frames", self._all_stray_frames, None),
-                ("steps", lambda: executor.running.steps, None),
-                *self._further_gauges,
-                *process_entries(),
-            ]
-        )
+    def gauges(self) -> MetricSet:
+        """Everything the instance reports."""
+        metrics = self._context.metrics().add(DECODE_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
+        return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.lending)
 
-    def _messages_unsent(self) -> int:
+    @property
+    def messages_unsent(self) -> int:
+        """Messages on KV streams that wait to be written."""
         stores = self.write_back.traffic + self.executor.io.loads.traffic + self.reads.traffic
         return stores.unsent + sum(len(receiver.send_queue) for receiver in self.receivers)
 
-    def _all_received_bytes(self) -> float:
+    @property
+    def received_bytes(self) -> int:
+        """KV bytes from prefill instances, on all streams so far."""
         return self._received_bytes + sum(receiver.received_bytes for receiver in self.receivers)
 
-    def _all_stray_frames(self) -> float:
+    @property
+    def stray_frames(self) -> int:
+        """Frames that belonged to no transfer, on all streams so far."""
         return self._stray_frames + sum(receiver.stray_frames for receiver in self.receivers)
+
+
+DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
+    Metric("sequences_running", "Sequences in the batch.", lambda it: len(it.core.planner.batch), 0),
+    Metric(
+        "sequences_waiting", "Requests that wait for a place in the batch.", lambda it: len(it.core.planner.waiting), 0
+    ),
+    Metric("sequences_parked", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
+    Metric(
+        "sequences_catching_up",
+        "Sequences whose KV is computed again after preemption.",
+        lambda it: len(it.core.planner.recomputing),
+        0,
+    ),
+    Metric("requests", "Requests that are promised, waiting, running or preempted.", lambda it: len(it.executor), 0),
+    Metric("sequences_orphaned", "Sequences whose conductor is lost.", lambda it: len(it.core.orphans), 0),
+    Metric("logs", "Ended requests whose output is kept for a conductor.", lambda it: len(it.core.orphans.retained)),
+    Metric("log_bytes", "Bytes of output of ended requests.", lambda it: it.core.orphans.retained.bytes),
+    Metric(
+        "steps_in_flight",
+        "1 while the engine computes a step or a run of steps.",
+        lambda it: it.executor.step_in_flight,
+        0,
+    ),
+    Metric(
+        "transfers_promised",
+        "Requests with reserved blocks whose transfer has not begun.",
+        lambda it: it.executor.count(TransferState.PROMISED),
+        0,
+    ),
+    Metric(
+        "transfers_receiving",
+        "Requests whose KV is arriving.",
+        lambda it: it.executor.count(TransferState.RECEIVING),
+        0,
+    ),
+    Metric(
+        "transfers_complete",
+        "Requests with all KV that have not started.",
+        lambda it: it.executor.count(TransferState.COMPLETE),
+        0,
+    ),
+    Metric(
+        "promised_blocks", "Blocks promised to requests and not allocated yet.", lambda it: it.core.budget.promised, 0
+    ),
+    Metric(
+        "expected_blocks",
+        "Further blocks that running answers will likely need.",
+        lambda it: it.core.budget.expected,
+        0,
+    ),
+    Metric(
+        "swapped_blocks", "Blocks of preempted requests in swap memory.", lambda it: it.core.preempted.swapped_blocks, 0
+    ),
+    Metric("loads", "Open reads at kvstores.", lambda it: it.executor.io.loads.sessions, 0),
+    Metric(
+        "load_credits_kept_bytes",
+        "Bytes that were read and whose credits were not handed back yet.",
+        lambda it: it.executor.io.loads.traffic.credits_kept,
+        0,
+    ),
+    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda it: it.manager.num_blocks),
+    Metric("blocks_used", "Pool blocks that requests hold.", lambda it: it.manager.num_used, 0),
+    Metric(
+        "blocks_cached",
+        "Pool blocks that no request holds and later prompts may hit.",
+        lambda it: it.manager.num_cached,
+    ),
+    Metric("blocks_free", "Pool blocks without KV.", lambda it: it.manager.num_free),
+    Metric("context_tokens", "Tokens of all started sequences.", lambda it: it.core.context_tokens, 0),
+    Metric(
+        "tokens_unsent",
+        "Outputs that wait to be sent to conductors.",
+        lambda it: sum(subscriber.waiting for subscriber in it.subscribers),
+        0,
+    ),
+    Metric(
+        "credits_kept_bytes",
+        "Bytes from prefill instances whose credits were not handed back yet.",
+        lambda it: sum(receiver.credits_kept for receiver in it.receivers),
+        0,
+    ),
+    Metric("messages_unsent", "Messages on KV streams that wait to be written.", lambda it: it.messages_unsent, 0),
+    Metric("conductor_streams", "Open streams of conductors.", lambda it: len(it.subscribers)),
+    Metric("prefill_streams", "Open streams of prefill instances.", lambda it: len(it.receivers)),
+    counter(
+        "sequences_adopted_total", "Sequences that another conductor took over.", lambda it: it.executor.log.adopted
+    ),
+    counter("preemptions_total", "Requests preempted.", lambda it: it.core.preempted.preemptions),
+    counter("swaps_total", "Preempted requests swapped out.", lambda it: it.core.preempted.swaps),
+    counter(
+        "loaded_blocks_total",
+        "Blocks of preempted requests loaded from kvstores.",
+        lambda it: it.core.stored_blocks.loaded_blocks,
+    ),
+    counter("load_failures_total", "Loads from kvstores that failed.", lambda it: it.core.stored_blocks.failures),
+    counter(
+        "recomputed_tokens_total",
+        "Tokens computed again after preemption.",
+        lambda it: it.core.planner.recomputed_tokens,
+    ),
+    counter("prompts_computed_total", "Prompts whose rest was computed here.", lambda it: it.core.planner.prompts),
+    counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda it: it.received_bytes),
+    counter("stray_frames_total", "Frames that belonged to no transfer.", lambda it: it.stray_frames),
+    counter("steps_total", "Steps computed.", lambda it: it.executor.running.steps),
+)
 
 
 def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSettings:
@@ -273,7 +334,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class DecodeServicer:
     """The gRPC service of one decode instance."""
 
-    def __init__(self, instance: DecodeInstance, gauges: Gauges) -> None:
+    def __init__(self, instance: DecodeInstance, gauges: MetricSet) -> None:
         self._instance = instance
         self._gauges = gauges
 

@@ -12,9 +12,9 @@ from moonpool.client import AsyncClient
 from moonpool.rpc.auth import ApiKeys
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.tls import Security
-from moonpool.telemetry.gauges import Gauges, process_entries
 from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.http_server import HttpServer, http_serving
@@ -27,6 +27,10 @@ from services.gateway.serving.tokenizer import GatewayTokenizer
 
 CONNECT_TIMEOUT_S = 2.0
 """Seconds for which the gateway retries a conductor that cannot be reached, before the request fails."""
+
+SERVER_METRICS: tuple[Metric[HttpServer], ...] = (
+    Metric("connections", "Open connections of HTTP clients.", lambda server: server.open_connections),
+)
 
 log = get_logger(__name__)
 
@@ -48,11 +52,11 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
                 tls=Security.tls_of(Security.of(config)),
             )
         )
-        metrics = Metrics(config.service())
+        metrics = PrometheusMetrics(config.service())
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, config.tool_call_parser)
         app = make_app(gateway_context(config, client, tokenizer, metrics))
         server, port = await stack.enter_async_context(http_serving(app, config))
-        metrics.watch(_gauges(server))
+        metrics.watch(MetricSet().add(SERVER_METRICS, server).add(PROCESS_METRICS, None))
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         yield config.advertised(port)
 
@@ -61,7 +65,7 @@ def gateway_context(
     config: GatewayConfig,
     client: AsyncClient,
     tokenizer: GatewayTokenizer,
-    metrics: Metrics,
+    metrics: PrometheusMetrics,
     keys: ApiKeys | None = None,
 ) -> GatewayContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
@@ -103,7 +107,3 @@ async def serve(context: ProcessContext, config: GatewayConfig) -> None:
         log.info("serving", address=address, conductor=config.conductor)
         context.announce(address)
         await context.stopping.wait()
-
-
-def _gauges(server: HttpServer) -> Gauges:
-    return Gauges([("connections", lambda: server.open_connections, None), *process_entries()])

@@ -1,35 +1,24 @@
-"""Runs a store: gauges and histograms, pins, warming, compaction, and deletions on behalf of conductors.
-
-Gauges with a value at rest have it again when no session is open. Figures per tenant exist for tenants that have a
-row in the configuration, and one for all others together ("*"), so that a peer cannot add any.
-"""
+"""Operations of a store: pins, warming, compaction, and deletions on behalf of conductors."""
 
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import itertools
-import json
 from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping, Sequence
 from concurrent.futures import Executor
 
 from moonpool import world
-from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.cluster.proto_conversion import read_deletions
 from moonpool.errors import InvalidRequest, Unavailable, Unsupported
 from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.delete_kv import EVERY_TENANT, KVSelection, check_ttls
 from moonpool.kv.keys import BlockKey
-from moonpool.kv.reuse_stats import HitCurve, KeySample, ReuseSample
-from moonpool.telemetry.gauges import Gauges, process_entries
-from moonpool.telemetry.metrics import AGES, SECONDS, Metrics
+from moonpool.kv.reuse_stats import HitCurve, ReuseSample
 from moonpool.transport.async_utils import run_in_steps, wait_within
 from moonpool.transport.flow_control import ByteCredits
-from moonpool.transport.streams import OpenStreams
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.store import BlockStore, DeletedCount
-from services.kvstore.eviction.tenants import DEFAULT_ROW, PinOutcome
-from services.kvstore.kv_streams import MemoryWaitQueue
+from services.kvstore.eviction.tenants import PinOutcome
 from services.kvstore.layer_reader import LayerReader
 from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.tier import SsdTier
@@ -237,119 +226,3 @@ class DeletionWorker:
     def _done(self, name: str) -> DeletedCount | None:
         counts = self.records.counts(name)
         return self.unsaved.get(name) if counts is None else DeletedCount(*counts)
-
-
-def store_gauges(
-    store: BlockStore,
-    streams: OpenStreams,
-    rooms: MemoryWaitQueue,
-    ahead: ByteCredits,
-    journal: KVEventJournal,
-    writer: WriteBehind | None,
-    tenants: Sequence[str],
-) -> Gauges:
-    """All gauges of a store; `writer` is None without an SSD tier, `tenants` are those with a row."""
-    gauges = Gauges(process_entries())
-    add, writes, reads, dram = gauges.add, store.writes, store.reads, store.tiers.dram
-    add("put_sessions", lambda: len(writes.sessions), 0)
-    add("get_sessions", lambda: reads.leases, 0)
-    add("unfinished_blocks", lambda: len(writes.unfinished), 0)
-    add("pending_writes", lambda: len(writes.queue.queued), 0)
-    add("dram_reserved_bytes", lambda: dram.reserved.total_bytes, 0)
-    add("dram_held_bytes", lambda: dram.held_bytes, 0)
-    add("dram_leased_bytes", lambda: reads.leased_bytes, 0)
-    add("durability_awaited_blocks", lambda: len(writes.awaiting), 0)
-    add("stream_tasks", lambda: sum(stream.tasks for stream in streams.kv), 0)
-    add("messages_unsent", lambda: streams.traffic.unsent, 0)
-    add("put_credits_kept_bytes", lambda: streams.traffic.credits_kept, 0)
-    add("get_credits_out_bytes", lambda: streams.traffic.credits_out, 0)
-    add("streams", lambda: len(streams))
-    add("sessions_waiting_for_room", lambda: len(rooms), 0)
-    add("read_ahead_bytes", lambda: ahead.out, 0)
-    add("watchers", lambda: journal.watchers)
-    add("retried_batches_total", lambda: 0 if writer is None else writer.retries)
-    add("dram_bytes", lambda: dram.block_bytes)
-    add("dram_blocks", lambda: len(dram))
-    add("dram_pinned_bytes", lambda: dram.pinned.total_bytes)
-    add("blocks_unsaved", lambda: len(writes.queue.unsaved))
-    add("pins", lambda: len(dram.pins))
-    add("pinned_blocks", lambda: dram.pins.keys)
-    add("pinned_bytes", lambda: dram.pins.nbytes)
-    add("pin_budget_bytes", lambda: dram.pins.budget_bytes)
-    _add_attributes(gauges, "dram_{}", dram, "capacity_bytes")
-    _add_attributes(gauges, "dram_{}_total", dram, "evictions")
-    _add_attributes(gauges, "{}_total", writes, "blocks_put")
-    _add_attributes(gauges, "{}_total", writes.queue, "blocks_durable", "blocks_not_durable", "failed_batches")
-    counts = "dram_hits", "ssd_hits", "misses", "promotions", "bad_blocks", "damaged_blocks"
-    _add_attributes(gauges, "{}_total", reads, *counts)
-    _add_attributes(gauges, "arena_{}", dram.arena, "free_bytes", "live_bytes", "resident_bytes", "mapped_bytes")
-    _add_attributes(gauges, "arena_{}_total", dram.arena, "returned_bytes")
-    tables = {"dram_bytes": dram.account.used, "pinned_bytes": dram.pins.account.used}
-    if store.tiers.ssd is not None:
-        _add_ssd(gauges, store.tiers.ssd)
-        tables["ssd_bytes"] = store.tiers.ssd.account.used
-    for tenant in dict.fromkeys([*tenants, DEFAULT_ROW]) if tenants else ():
-        label = json.dumps(tenant, ensure_ascii=False)
-        for what, used in tables.items():
-            add(f"tenant_{what}{{tenant={label}}}", functools.partial(used.of_row, tenant, tenants))
-    return gauges
-
-
-def _add_attributes(gauges: Gauges, name: str, source: object, *attributes: str) -> None:
-    for attribute in attributes:
-        gauges.add(name.format(attribute), functools.partial(getattr, source, attribute))
-
-
-def _add_ssd(gauges: Gauges, ssd: SsdTier) -> None:
-    add = gauges.add
-    add("ssd_reading_blocks", lambda: ssd.readers, 0)
-    add("ssd_blocks", lambda: len(ssd.catalogue))
-    add("ssd_segments", lambda: len(ssd.catalogue.segments))
-    add("ssd_bytes", lambda: ssd.used_bytes)
-    add("ssd_live_bytes", lambda: ssd.catalogue.live.total_bytes)
-    _add_attributes(gauges, "ssd_{}", ssd, "capacity_bytes", "disks_out", "indexed")
-    add("ssd_write_amplification", lambda: ssd.written_bytes / ssd.user_bytes if ssd.user_bytes else 1.0)
-    add("ssd_housekeeping", lambda: ssd.has_housekeeping)
-    counts = "written_bytes", "user_bytes", "carried_bytes", "lost_blocks", "dropped_segments"
-    _add_attributes(gauges, "ssd_{}_total", ssd, *counts)
-    _add_attributes(gauges, "ssd_{}_total", ssd.admission, "refused_blocks", "refused_bytes")
-
-
-FOLLOWED_KEYS = 4096
-
-
-class StoreObserver:
-    """Fills the histograms and the reuse sample of a store. Lives of blocks are followed for `sample_keys` at most."""
-
-    def __init__(
-        self, metrics: Metrics, clock: Callable[[], float] = world.monotonic, sample_keys: int = FOLLOWED_KEYS
-    ) -> None:
-        self._clock = clock
-        reads = metrics.histogram("read_seconds", "of a reading session, by its coldest tier", SECONDS, ["tier"])
-        self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
-        self.committed = metrics.histogram("commit_seconds", "of a batch becoming durable", SECONDS).observe
-        self._lifetimes = metrics.histogram("block_lifetime_seconds", "from stored to gone, of a sample", AGES)
-        self._gaps = metrics.histogram("block_reuse_gap_seconds", "between two uses of a block, of a sample", AGES)
-        self.reuse = ReuseSample()
-        self.followed: KeySample[tuple[float, float]] = KeySample(sample_keys)  # times: stored, used last
-
-    def read(self, cold: bool, seconds: float) -> None:
-        (self._cold_reads if cold else self._warm_reads).observe(seconds)
-
-    def asked(self, keys: Sequence[BlockKey]) -> None:
-        self.reuse.observe(keys)
-        now = self._clock()
-        for key in keys:
-            if key in self.followed:
-                stored, used = self.followed[key]
-                self._gaps.observe(now - used)
-                self.followed[key] = (stored, now)
-
-    def changed(self, stored: Sequence[BlockKey], removed: Sequence[BlockKey]) -> None:
-        now = self._clock()
-        for key in removed:
-            if key in self.followed:
-                self._lifetimes.observe(now - self.followed.pop(key)[0])
-        for key in stored:
-            if key not in self.followed and self.followed.accepts(key):
-                self.followed.put(key, (now, now))

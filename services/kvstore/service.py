@@ -24,12 +24,12 @@ from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
 from moonpool.rpc.tls import Security
 from moonpool.rpc.tuning import raise_open_files_limit
-from moonpool.telemetry.gauges import Gauges
 from moonpool.telemetry.logs import get_logger
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.metrics import MetricSet
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.transport.async_utils import run_in_steps, wait_within
 from moonpool.transport.flow_control import ByteCredits
-from moonpool.transport.handshake import TransportListener
+from moonpool.transport.handshake import LISTENER_METRICS, TransportListener
 from moonpool.transport.registry import open_transports
 from moonpool.transport.streams import OpenStreams
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -43,7 +43,8 @@ from services.kvstore.dram.tier import DramTier
 from services.kvstore.eviction.policies import POLICIES
 from services.kvstore.eviction.tenants import Pins, TenantAccount
 from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue, PutResources, PutStream
-from services.kvstore.operations import DeletionWorker, StoreObserver, StoreOperations, store_gauges
+from services.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics
+from services.kvstore.operations import DeletionWorker, StoreOperations
 from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
@@ -60,7 +61,7 @@ class KVStoreServicer:
     deletions: DeletionWorker
     operations: StoreOperations
     journal: KVEventJournal
-    gauges: Gauges
+    gauges: MetricSet
     closing: asyncio.Event
     streams: OpenStreams
     lanes: TransportListener | None = None
@@ -181,7 +182,7 @@ class KVStoreService(StoreListener):
         self.idle.set()
         self.streams = OpenStreams()
         self.lanes = TransportListener(open_transports(config), instance.incarnation)
-        self.metrics = Metrics(config.service())
+        self.metrics = PrometheusMetrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
         threads = config.read_threads * max(1, len(config.data_dir))
@@ -196,10 +197,8 @@ class KVStoreService(StoreListener):
         held = HeldKeys(PARTS, self.store.tiers.part, self.store.tiers.cold)
         self._journal = KVEventJournal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
-        rows = list(config.tenants)
-        self.gauges = store_gauges(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, rows)
-        for name, read, at_rest in self.lanes.gauges():
-            self.gauges.add(name, read, at_rest)
+        measured = MeasuredStore(self.store, self.streams, self.rooms, ahead, self._journal, self.writer)
+        self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.lanes)
         self.metrics.watch(self.gauges)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)

@@ -11,16 +11,16 @@ from moonpool import world
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
-from moonpool.engine.kv_service import DeletionLog, KVDeletion, pool_reads, read_gauges
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, DeletionLog, KVDeletion, pool_reads
 from moonpool.engine.request import RequestReader
 from moonpool.kv_transfer.prefix_reader import BlockReader, ReadMethod
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.kv_transfer.write_back import WriteBack, WriteBackLimits
+from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
 from moonpool.scheduling.block_manager import BlockManager
-from moonpool.telemetry.gauges import Gauges, process_entries
+from moonpool.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
@@ -147,47 +147,14 @@ class PrefillInstance:
             taken=self.core.taken,
         )
 
-    def gauges(self) -> Gauges:
-        """Everything the instance holds."""
-        core, state, manager = self.core, self.core.state, self.manager
-        return Gauges(
-            [
-                ("requests", lambda: len(state.jobs), 0),
-                ("sequences_waiting", lambda: len(state.waiting), 0),
-                ("sequences_started", lambda: len(state.started), 0),
-                ("queued_tokens", lambda: core.queued_tokens, 0),
-                ("drain_seconds", core.drain_seconds, 0),
-                ("steps_in_flight", lambda: len(core.steps.in_flight), 0),
-                ("io_in_flight", lambda: len(state.ios), 0),
-                ("blocks_total", lambda: manager.num_blocks, None),
-                ("blocks_used", lambda: manager.num_used, 0),
-                ("blocks_cached", lambda: manager.num_cached, None),
-                ("blocks_free", lambda: manager.num_free, None),
-                ("transfers", lambda: self.sending.sessions, 0),
-                ("loads", lambda: self.loading.sessions, 0),
-                ("loaded_blocks", lambda: core.loads.loaded_blocks, None),
-                ("copied_blocks", lambda: core.copies.copied_blocks, None),
-                ("load_failures", lambda: core.loads.failures, None),
-                *read_gauges(self.reads, state.lending),
-                ("link_waiting", lambda: self._context.link.waiting, 0),
-                ("transfer_credits_out_bytes", lambda: self.sending.traffic.credits_out, 0),
-                ("load_credits_kept_bytes", lambda: self.loading.traffic.credits_kept, 0),
-                ("write_back_puts", lambda: self.write_back.sessions, 0),
-                ("write_back_credits_out_bytes", lambda: self.write_back.traffic.credits_out, 0),
-                ("messages_unsent", lambda: self._messages_unsent(), 0),
-                ("write_back_blocks", lambda: self.write_back.blocks_held, 0),
-                ("write_back_stored_blocks", lambda: self.write_back.blocks_stored, None),
-                ("write_back_present_blocks", lambda: self.write_back.blocks_present, None),
-                ("write_back_dropped_blocks", lambda: self.write_back.blocks_dropped, None),
-                ("steps", lambda: core.steps.done, None),
-                *self._context.dialer.gauges(),
-                *self._context.lanes.gauges(),
-                *self._context.engine_gauges(),
-                *process_entries(),
-            ]
-        )
+    def gauges(self) -> MetricSet:
+        """Everything the instance reports."""
+        metrics = self._context.metrics().add(PREFILL_METRICS, self).add(WRITE_BACK_METRICS, self.write_back)
+        return metrics.add(READ_METRICS, self.reads).add(LENDING_METRICS, self.core.state.lending)
 
-    def _messages_unsent(self) -> int:
+    @property
+    def messages_unsent(self) -> int:
+        """Messages on KV streams that wait to be written."""
         return sum(it.traffic.unsent for it in (self.sending, self.loading, self.write_back, self.reads))
 
     def _open_sender(self, address: str) -> TransferSender:
@@ -218,6 +185,57 @@ class PrefillInstance:
         return StoreWriter(it.channels, address, it.hello(), self.layout, StreamSettings(it.dialer, it.link))
 
 
+PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
+    Metric("requests", "Prompts that wait, are computed or are sent.", lambda it: len(it.core.state.jobs), 0),
+    Metric("sequences_waiting", "Prompts that wait for their first step.", lambda it: len(it.core.state.waiting), 0),
+    Metric("sequences_started", "Prompts that are being computed.", lambda it: len(it.core.state.started), 0),
+    Metric("queued_tokens", "Prompt tokens that have no KV yet.", lambda it: it.core.queued_tokens, 0),
+    Metric(
+        "drain_seconds",
+        "Predicted seconds until all prompts queued now are computed.",
+        lambda it: it.core.drain_seconds(),
+        0,
+    ),
+    Metric("steps_in_flight", "Steps that the engine computes.", lambda it: len(it.core.steps.in_flight), 0),
+    Metric("io_in_flight", "Loads, sends and copies under way.", lambda it: len(it.core.state.ios), 0),
+    Metric("pool_blocks", "Size of the KV pool in blocks.", lambda it: it.manager.num_blocks),
+    Metric("blocks_used", "Pool blocks that requests hold.", lambda it: it.manager.num_used, 0),
+    Metric(
+        "blocks_cached",
+        "Pool blocks that no request holds and later prompts may hit.",
+        lambda it: it.manager.num_cached,
+    ),
+    Metric("blocks_free", "Pool blocks without KV.", lambda it: it.manager.num_free),
+    Metric("transfers", "Open transfers to decode instances.", lambda it: it.sending.sessions, 0),
+    Metric("loads", "Open reads at kvstores and peers.", lambda it: it.loading.sessions, 0),
+    Metric(
+        "transfer_credits_out_bytes",
+        "Bytes that were sent to decode instances and whose credits did not come back yet.",
+        lambda it: it.sending.traffic.credits_out,
+        0,
+    ),
+    Metric(
+        "load_credits_kept_bytes",
+        "Bytes that were read and whose credits were not handed back yet.",
+        lambda it: it.loading.traffic.credits_kept,
+        0,
+    ),
+    Metric("messages_unsent", "Messages on KV streams that wait to be written.", lambda it: it.messages_unsent, 0),
+    counter(
+        "loaded_blocks_total",
+        "Blocks loaded from kvstores and peers for prompts.",
+        lambda it: it.core.loads.loaded_blocks,
+    ),
+    counter(
+        "copied_blocks_total",
+        "Blocks copied from peers by order of the conductor.",
+        lambda it: it.core.copies.copied_blocks,
+    ),
+    counter("load_failures_total", "Loads that failed; the blocks were computed.", lambda it: it.core.loads.failures),
+    counter("steps_total", "Steps computed.", lambda it: it.core.steps.done),
+)
+
+
 def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> PrefillSettings:
     layout = context.setup.layout
     return PrefillSettings(
@@ -239,7 +257,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer:
     """Serves one prefill instance."""
 
-    def __init__(self, instance: PrefillInstance, gauges: Gauges) -> None:
+    def __init__(self, instance: PrefillInstance, gauges: MetricSet) -> None:
         self._instance = instance
         self._gauges = gauges
 

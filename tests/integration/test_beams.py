@@ -96,7 +96,7 @@ def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way:
     """Widths, penalties and rules of stopping, at the borders of blocks, with and without tokens that end."""
     stack.services["decode-0"].arguments += ["--set", f"preemption={way}"]
     stack.restart("decode-0")
-    before, lengths = stack.gauge("decode-", "preemptions"), set[int]()
+    before, lengths = stack.gauge("decode-", "preemptions_total"), set[int]()
     cases = itertools.product((2, 4), (BLOCK - 1, BLOCK, 2 * BLOCK + 3), (0, 3))
     with Client(stack.address) as client:
         for (width, length, count), (penalty, early) in zip(cases, RULES, strict=True):
@@ -112,8 +112,8 @@ def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way:
             )
             print(f"{way}: {width} beams behind {length} tokens, penalty {penalty}, early {early}, {count} ends")
             lengths.update(compare(reference, prompt, how, client.generate(token_ids=prompt, sampling=how)))
-    assert stack.gauge("decode-", "preemptions") - before >= 6 * BLOCK
-    assert (stack.gauge("decode-", "swaps") > 0) == (way == "swap")
+    assert stack.gauge("decode-", "preemptions_total") - before >= 6 * BLOCK
+    assert (stack.gauge("decode-", "swaps_total") > 0) == (way == "swap")
     assert len(lengths) > 2, "all hypotheses have the same length"
 
 

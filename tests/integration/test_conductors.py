@@ -44,7 +44,7 @@ def test_streams_go_on_at_the_other_conductor(both: CheckedStack, reference: Ref
         assert [it and it.token_id for it in result.prompt_logprobs] == [None, *prompt[1:]]
     wait_at_rest(second, timeout_s=20)
     stack.restart("conductor")
-    assert stack.gauge("decode", "sequences_adopted") == len(prompts)
+    assert stack.gauge("decode", "sequences_adopted_total") == len(prompts)
     with Client(stack.address) as client:  # it has learnt everything from the instances
         state = client.cluster_state()
         assert (state.ready, len(state.instances)) == (True, 4)

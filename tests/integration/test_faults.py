@@ -139,14 +139,14 @@ def test_a_prefix_is_read_from_a_peer(pair: CheckedStack, reference: Reference) 
         first = client.generate(token_ids=prompt, sampling=GREEDY)
         wait_at_rest(pair.address, timeout_s=20)
         lost, peer = first.placement.prefill, first.placement.decode
-        before = pair.gauge(peer, "peer_read_bytes")
+        before = pair.gauge(peer, "peer_read_bytes_total")
         pair.services[lost].signal(signal.SIGKILL)
         pair.services[lost].wait(10)
         second = client.generate(token_ids=prompt, sampling=GREEDY)
         explained = client.explain(second.request_id)
         pair.restart(lost)
     assert second.usage.cached_tokens == 6 * BLOCK
-    assert pair.gauge(peer, "peer_read_bytes") > before
+    assert pair.gauge(peer, "peer_read_bytes_total") > before
     if len(second.placements) == 1:  # placed anew, it may find in its own pool what was read before
         assert second.placement.kvstore == peer
         assert [it.source for it in explained.candidates if it.instance == second.placement.prefill] == [peer]
@@ -188,7 +188,7 @@ def test_conductor_killed_under_several_answers(request: pytest.FixtureRequest, 
     drawn = SamplingParams(max_tokens=400, temperature=1.0, seed=5, n=3, ignore_eos=True)
     sampling = SamplingParams(max_tokens=60, beam_width=beams, n=3) if beams else drawn
     prompt = tokens(90, f"several {grace} {beams}")
-    before = stack.gauge("decode", "sequences_adopted")
+    before = stack.gauge("decode", "sequences_adopted_total")
 
     async def disturbed_one() -> GenerateResult:
         async with AsyncClient(stack.address) as client:
@@ -205,7 +205,7 @@ def test_conductor_killed_under_several_answers(request: pytest.FixtureRequest, 
     for choice, other in zip(result.choices, undisturbed.choices, strict=True):
         assert choice.score == (pytest.approx(other.score, abs=SCORE_TOLERANCE) if beams else None)
     assert (result.resumes >= 1, len(result.placements)) == (True, 1)
-    assert stack.gauge("decode", "sequences_adopted") > before, "nothing was computed again"
+    assert stack.gauge("decode", "sequences_adopted_total") > before, "nothing was computed again"
 
 
 def wait_gauge(stack: CheckedStack, instance: str, name: str) -> None:
@@ -247,12 +247,12 @@ def test_conductor_killed_under_streams(request: pytest.FixtureRequest, referenc
     stack: CheckedStack = request.getfixturevalue("stack" if grace == "runs on" else "pair")
     prompts = [tokens(40 + 30 * number, f"conductor {grace} {number}") for number in range(4)]
     sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    before = stack.gauge("decode", "sequences_adopted")
+    before = stack.gauge("decode", "sequences_adopted_total")
     results = asyncio.run(disturbed(stack.address, prompts, sampling, lambda: stack.restart("conductor", kill=True)))
     for prompt, result in zip(prompts, results, strict=True):
         assert (len(result.token_ids), result.resumes >= 1, len(result.placements)) == (400, True, 1)
         reference.assert_greedy(prompt, result.token_ids)
-    assert stack.gauge("decode", "sequences_adopted") >= before + len(prompts), "none was computed again"
+    assert stack.gauge("decode", "sequences_adopted_total") >= before + len(prompts), "none was computed again"
 
 
 def test_refused_early(stack: CheckedStack) -> None:

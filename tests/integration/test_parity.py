@@ -348,7 +348,7 @@ def test_kv_took_its_lane_and_no_other(served: Served) -> None:
     assert served.client.explain(result.request_id).lane == served.topology.lane
     for kind in ("decode", "kvstore") if served.topology.store else ("decode",):
         for lane in ("local", "tcp"):
-            opened = served.stack.gauge(kind, f"lanes_{lane}_opened")
+            opened = served.stack.gauge(kind, f"lanes_{lane}_opened_total")
             assert (opened > 0) == (lane == served.topology.lane), (kind, lane, opened)
-        assert served.stack.gauge(kind, "lanes_refused") == 0
-    assert served.stack.gauge("prefill", "lane_failures") == 0
+        assert served.stack.gauge(kind, "lanes_refused_total") == 0
+    assert served.stack.gauge("prefill", "lane_failures_total") == 0

@@ -88,7 +88,7 @@ def test_a_prefix_is_read_from_the_other_instance_also_when_it_is_killed_meanwhi
             result = client.generate(token_ids=prompt, sampling=ONE)
         check(stack, prompt, result, holder)
         assert result.usage.cached_tokens == PREFIX
-        assert stack.gauge(holder, "peer_read_bytes") == PREFIX * 128
+        assert stack.gauge(holder, "peer_read_bytes_total") == PREFIX * 128
         wait_at_rest(stack.address, timeout_s=20)
 
         holder = first_of(stack, client, others)
@@ -103,7 +103,7 @@ def test_a_prefix_is_read_from_the_other_instance_also_when_it_is_killed_meanwhi
             result = asked.result()
         check(stack, prompt, result, holder)
         assert result.usage.cached_tokens == 0
-        assert stack.gauge(reader, "load_failures") == 1
+        assert stack.gauge(reader, "load_failures_total") == 1
         stack.services[holder].wait(10)
         stack.restart(holder)
         wait_at_rest(stack.address, timeout_s=20)

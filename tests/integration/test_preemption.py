@@ -109,28 +109,31 @@ def served(request: pytest.FixtureRequest, stack: CheckedStack, reference: Refer
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_alone(served: Served, length: int) -> None:
     """Preempted after every token, so at each border of a block."""
-    before = served.stack.gauge("decode-", "preemptions")
+    before = served.stack.gauge("decode-", "preemptions_total")
     served.check([tokens(length, f"{served.way} {length}")], BLOCK + 3)
-    assert served.stack.gauge("decode-", "preemptions") - before >= BLOCK
+    assert served.stack.gauge("decode-", "preemptions_total") - before >= BLOCK
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_several_answers(served: Served, length: int) -> None:
     """A group is preempted whole after every token, so at each border of a block; each answer is that of its seed."""
-    prompt, before = tokens(length, f"{served.way} several {length}"), served.stack.gauge("decode-", "preemptions")
+    prompt, before = (
+        tokens(length, f"{served.way} several {length}"),
+        served.stack.gauge("decode-", "preemptions_total"),
+    )
     served.check_several(prompt, SamplingParams(max_tokens=BLOCK + 3, temperature=1.0, seed=2**64 - 2, n=4))
-    assert served.stack.gauge("decode-", "preemptions") - before >= BLOCK
+    assert served.stack.gauge("decode-", "preemptions_total") - before >= BLOCK
 
 
 def test_in_company_and_too_many(served: Served) -> None:
     """Eight sequences grow to twice the pool."""
-    loaded = served.stack.gauge("decode-", "loaded_blocks")
+    loaded = served.stack.gauge("decode-", "loaded_blocks_total")
     prompts = [tokens(5 + 6 * number, f"{served.way} company {number}") for number in range(8)]
     assert sum(-(-(len(prompt) + ANSWER) // BLOCK) for prompt in prompts) > 1.5 * POOL
     served.check(prompts, ANSWER)
-    swaps = served.stack.gauge("decode-", "swaps")
+    swaps = served.stack.gauge("decode-", "swaps_total")
     assert (swaps > 0) == served.way.startswith("swap")
-    assert (served.stack.gauge("decode-", "loaded_blocks") > loaded) == (served.way == "store")
+    assert (served.stack.gauge("decode-", "loaded_blocks_total") > loaded) == (served.way == "store")
 
 
 def test_all_that_sampling_looks_at_is_kept(served: Served) -> None:

@@ -73,10 +73,10 @@ def served(
 @pytest.mark.parametrize("length", [1, BLOCK, 5 * BLOCK + 3])
 def test_cached_or_not_moved_and_swapped(served: Served, length: int) -> None:
     prompt = tokens(length, f"quantised {length}")
-    before = served.stack.gauge("decode-", "preemptions")
+    before = served.stack.gauge("decode-", "preemptions_total")
     first = served.ask(prompt)
     served.check(prompt, first.token_ids)
-    assert served.stack.gauge("decode-", "preemptions") - before >= ANSWER - 3
+    assert served.stack.gauge("decode-", "preemptions_total") - before >= ANSWER - 3
     again = served.ask(prompt)
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens >= (length - 1) // BLOCK * BLOCK

@@ -42,4 +42,4 @@ def test_later_turns_are_computed_at_decode_and_greedy_output_is_the_same(
             explained = client.explain(result.request_id)
             assert {it.instance for it in explained.candidates} == {"prefill-0", *(["decode-0"] if turn else [])}
             history += result.token_ids
-    assert served.gauge("decode-", "prompts_computed") == 2
+    assert served.gauge("decode-", "prompts_computed_total") == 2

@@ -20,7 +20,7 @@ from tests.integration.stack import CheckedStack
 POOL = 26
 ANSWER = 10 * BLOCK + 5
 """Of three sequences at once it takes more than there is, so they need not begin together."""
-WAYS = {"swap": "swaps", "recompute": "recomputed_tokens", "cache": "recomputed_tokens"}
+WAYS = {"swap": "swaps_total", "recompute": "recomputed_tokens_total", "cache": "recomputed_tokens_total"}
 """Ways of preemption, and what counts that they were taken."""
 
 
@@ -57,6 +57,6 @@ def test_runs_go_on_around_preemption(stack: CheckedStack, reference: Reference,
     for prompt, result in zip(prompts, asyncio.run(ask()), strict=True):
         assert len(result.token_ids) == ANSWER
         reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
-    assert min(stack.gauge("decode-", "preemptions"), stack.gauge("decode-", WAYS[way])) > 0
+    assert min(stack.gauge("decode-", "preemptions_total"), stack.gauge("decode-", WAYS[way])) > 0
     stack.restart("decode-0")  # its journal is whole
     assert borders(journal) > 0

@@ -214,7 +214,7 @@ def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRe
         kinds = dict.fromkeys(service.kind for service in services)
         cpu = {kind: _cpu_s([service.pid for service in services if service.kind == kind]) for kind in kinds}
     summary = summarize(outcomes, warmup=options.warmup, **limits)
-    steps = _total(readings, "emulated_step_seconds")
+    steps = _total(readings, "emulated_step_seconds_total")
     return Report(
         emulated=f"{profile.name}: {profile.hardware}",
         time_scale=scale,
@@ -226,7 +226,7 @@ def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRe
         reusable_share=reusable_share(trace),
         placed_anew=answers.placed_anew,
         ttft_over_predicted=statistics.median(answers.ttft_over_predicted or [0.0]),
-        late_share=_total(readings, "emulated_late_seconds") / steps if steps else 0.0,
+        late_share=_total(readings, "emulated_late_seconds_total") / steps if steps else 0.0,
         wrong_answers=len(answers.wrong),
         not_at_rest=held,
         prefills=dict(sorted(answers.prefills.items())),

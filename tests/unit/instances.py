@@ -20,7 +20,7 @@ from moonpool.errors import Internal, Unavailable
 from moonpool.kv.keys import block_keys, pack_keys, tokens_to_bytes
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import RunningServer, serving
-from moonpool.telemetry.gauges import restless
+from moonpool.telemetry.metrics import restless
 from moonpool.telemetry.spans import Recorder
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.flow_control import EgressLink

@@ -22,8 +22,8 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import LayerDone, SampledCandidates, Step, StepResult, finished_blocks, stage_ranges
-from moonpool.telemetry.gauges import Entry
 from moonpool.telemetry.logs import get_logger
+from moonpool.telemetry.metrics import Metric, counter
 
 CARRY_S = 0.005
 """Lateness of a step that the next one makes up for at most: event loops have timers of milliseconds."""
@@ -143,13 +143,10 @@ class EmulatedEngine:
         """Done, with the reason, when wrong KV was found."""
         return self._failed
 
-    def gauges(self) -> list[Entry]:
-        """Seconds of steps and of their lateness, in this machine's seconds."""
-        return [
-            ("emulated_step_seconds", lambda: self.step_s, None),
-            ("emulated_late_seconds", lambda: self.late_s, None),
-            ("emulated_slices_checked", lambda: self._sequences.slices_checked, None),
-        ]
+    @property
+    def slices_checked(self) -> int:
+        """Number of KV slices whose bytes were compared with what they must be."""
+        return self._sequences.slices_checked
 
     @property
     def run_steps(self) -> int:
@@ -336,6 +333,20 @@ class EmulatedEngine:
         left = due - self._clock.now()
         if left > TIMER_S:
             await self._clock.sleep(left)  # an early timer is made up for like a late one
+
+
+EMULATED_METRICS: "tuple[Metric[EmulatedEngine], ...]" = (
+    counter(
+        "emulated_step_seconds_total",
+        "Seconds that all steps should take, in this machine's time.",
+        lambda it: it.step_s,
+    ),
+    counter("emulated_late_seconds_total", "Seconds by which steps ended late.", lambda engine: engine.late_s),
+    counter(
+        "emulated_slices_checked_total", "KV slices compared with the expected bytes.", lambda it: it.slices_checked
+    ),
+)
+"""Reported by instances whose compute is emulated."""
 
 
 @contextmanager

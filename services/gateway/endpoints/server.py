@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.errors import Unavailable
+from moonpool.telemetry.prometheus import exposition
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.serving.json_body import json_response
 
@@ -22,6 +22,6 @@ async def health(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def metrics(gateway: GatewayContext, request: Request) -> Response:
-    """Metrics in Prometheus' text format. Runs on a thread, because gauges wait for the event loop."""
-    text = await asyncio.to_thread(generate_latest, gateway.registry)
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    """Metrics in the exposition format that the client accepts. Runs on a thread, which waits for the event loop."""
+    text, content_type = await asyncio.to_thread(exposition, gateway.registry, request.headers.get("accept", ""))
+    return Response(text, headers={"content-type": content_type})

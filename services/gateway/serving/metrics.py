@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from prometheus_client import Counter, Gauge, Histogram
 
 from moonpool.client import GenerateResult
-from moonpool.telemetry.metrics import SECONDS, Metrics
+from moonpool.telemetry.prometheus import SECONDS, PrometheusMetrics
 
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(0, 18, 2))
 E2E_BUCKETS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
@@ -17,27 +17,40 @@ E2E_BUCKETS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
 class GatewayMetrics:
     """Counters, gauges and histograms of a gateway."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, metrics: PrometheusMetrics, clock: Callable[[], float]) -> None:
         """Register in the registry of `metrics`. `clock` returns seconds."""
         self._registry = metrics.registry
         self.clock = clock
-        self.waiting = self._gauge("num_requests_waiting", "requests without a first token")
-        self.running = self._gauge("num_requests_running", "requests whose answer has begun")
-        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
-        self.generated_tokens = self._counter("generation_tokens", "tokens generated")
-        self.cache_queries = self._counter("prefix_cache_queries", "prompt tokens looked up in caches")
-        self.cache_hits = self._counter("prefix_cache_hits", "prompt tokens that were not computed anew")
-        self.ended = self._counter("request_success", "requests that have ended, by reason", "finished_reason")
-        self.ttft = self._histogram("time_to_first_token_seconds", "arrival to first token", SECONDS)
-        self.gaps = self._histogram("inter_token_latency_seconds", "between an answer's events", SECONDS)
-        self.tpot = self._histogram("request_time_per_output_token_seconds", "mean per further token", SECONDS)
-        self.e2e = self._histogram("e2e_request_latency_seconds", "arrival to end", E2E_BUCKETS)
-        self.queue = self._histogram("request_queue_time_seconds", "waiting for prefill", SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "prefill", SECONDS)
-        self.prompt_lengths = self._histogram("request_prompt_tokens", "tokens of a prompt", TOKEN_BUCKETS)
-        self.answer_lengths = self._histogram("request_generation_tokens", "tokens of an answer", TOKEN_BUCKETS)
+        self.waiting = self._gauge("num_requests_waiting", "Requests that have no first token yet.")
+        self.running = self._gauge("num_requests_running", "Requests whose answer has begun and not ended.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of complete requests.")
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated for complete requests.")
+        self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in caches.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens whose KV was found instead of computed.")
+        self.ended = self._counter("request_success", "Requests that have ended, by reason.", "finished_reason")
+        self.ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", SECONDS)
+        self.gaps = self._histogram(
+            "inter_token_latency_seconds", "Seconds between consecutive events of an answer.", SECONDS
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "Mean seconds per token after the first token.", SECONDS
+        )
+        self.e2e = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the end of the request.", E2E_BUCKETS
+        )
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "Seconds that a request waited before its prompt was computed.", SECONDS
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "Seconds that computing the prompt took.", SECONDS
+        )
+        self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
+        self.answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
         self._refused = Counter(
-            "moonpool_gateway_refused", "answers other than 2xx", ["status", "code"], registry=self._registry
+            "moonpool_gateway_refused",
+            "Responses with a status other than 2xx.",
+            ["status", "code"],
+            registry=self._registry,
         )
 
     @contextmanager

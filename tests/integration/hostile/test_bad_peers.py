@@ -117,7 +117,7 @@ def test_bad_frames(stack: Stack, reason: str, wrong: dict[str, Any]) -> None:
 def test_frames_that_no_request_waits_for(stack: Stack) -> None:
     """Unknown session, wrong generation, before the opening: dropped and counted; the transfer itself goes on."""
     target = reserve(stack)
-    strays = stack.gauge("decode-0", "stray_frames")
+    strays = stack.gauge("decode-0", "stray_frames_total")
     unknown = kv_pb2.TransferTarget(transfer_id=1 << 63, generation=1)
     hello = decode_pb2.ReceiveKVRequest(hello=stack.hello())
     with stack.stream("decode.ReceiveKV", hello) as stream:
@@ -130,7 +130,7 @@ def test_frames_that_no_request_waits_for(stack: Stack) -> None:
         stream.send(*(frame(stack, target, layer) for layer in range(stack.model.layout.layers)))
         assert verdict_on(stream).status == decode_pb2.TRANSFER_STATUS_COMPLETE
         assert stream.finish().code is CODES.OK
-    assert stack.gauge("decode-0", "stray_frames") == strays + 3
+    assert stack.gauge("decode-0", "stray_frames_total") == strays + 3
 
 
 def test_a_frame_of_many_runs(stack: Stack) -> None:

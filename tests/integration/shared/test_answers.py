@@ -6,9 +6,11 @@ that computing is quicker.
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from moonpool.cli.check import read_gauges
 from moonpool.client import Client
 from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, tokens
@@ -56,9 +58,17 @@ def test_blocks_are_stored_while_the_answer_grows(stack: CheckedStack) -> None:
     prompt = tokens(BLOCK, "while it grows")
     greedy = SamplingParams(max_tokens=60 * BLOCK, temperature=0.0, ignore_eos=True)
     with Client(stack.address) as client:
-        before = stack.gauge("decode-", "write_back_stored_blocks")
+        before = stack.gauge("decode-", "write_back_stored_blocks_total")
         for event in client.stream(token_ids=prompt, sampling=greedy):
-            if event.position >= 4 * BLOCK and stack.gauge("decode-", "write_back_stored_blocks") > before + 1:
+            if event.position >= 4 * BLOCK and stack.gauge("decode-", "write_back_stored_blocks_total") > before + 1:
                 break
         else:
             raise AssertionError("nothing was stored before the answer was whole")
+
+
+def test_docs_list_each_metric_of_each_service(stack: CheckedStack) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    readings = [(it.instance.partition("-")[0], it.name.partition("{")[0]) for it in read_gauges(stack.address)]
+    assert {service for service, _ in readings} == {"conductor", "prefill", "decode", "kvstore"}
+    names = sorted(f"`moonpool_{service}_{name}`" for service, name in readings)
+    assert [name for name in names if name not in page] == []

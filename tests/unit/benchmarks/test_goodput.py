@@ -61,7 +61,7 @@ def test_rows_say_how_far_the_simulator_is_off() -> None:
 
 def test_lateness_is_of_the_steps_since() -> None:
     def read(step_s: float, late_s: float) -> list[GaugeReading]:
-        kinds = ("emulated_step_seconds", step_s), ("emulated_late_seconds", late_s), ("other", 9.0)
+        kinds = ("emulated_step_seconds_total", step_s), ("emulated_late_seconds_total", late_s), ("other", 9.0)
         return [GaugeReading(f"decode-{at}", name, value, None) for at in range(2) for name, value in kinds]
 
     assert late(read(10.0, 5.0), read(30.0, 6.0)) == 5.0

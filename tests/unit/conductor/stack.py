@@ -14,7 +14,7 @@ from moonpool.client import AsyncClient
 from moonpool.cluster import HeldKeys, InstanceReport, JoinAgent
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.server import serving
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
 from moonpool.v1.conductor_pb2_grpc import ConductorServiceStub
@@ -44,7 +44,7 @@ class Stack:
     client: AsyncClient
     checkpoint: Checkpoint
     exit: AsyncExitStack
-    metrics: Metrics
+    metrics: PrometheusMetrics
 
     @property
     def cluster(self) -> ClusterMembers:
@@ -136,7 +136,7 @@ async def stack(
     config = ConductorConfig(
         **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}
     )
-    metrics = Metrics(config.service())
+    metrics = PrometheusMetrics(config.service())
     async with AsyncExitStack() as exit_stack:
         servicer, address = await exit_stack.enter_async_context(
             conductor(config, checkpoint, 7, Recorder("conductor-0", None), metrics)

@@ -11,7 +11,7 @@ from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.errors import Unavailable
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.latency import Speeds
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.prometheus import PrometheusMetrics
 
 from .fakes import ScriptedPrefill, decode, prefill
 from .stack import WAIT_S, Stack, stack
@@ -33,7 +33,7 @@ async def slow_stack(*prefills: ScriptedPrefill) -> AsyncIterator[Stack]:
         yield s
 
 
-async def samples(metrics: Metrics) -> dict[str, float]:
+async def samples(metrics: PrometheusMetrics) -> dict[str, float]:
     """Everything that is exported, by name and the labels' values; read on a thread, as by a scrape."""
     families = await asyncio.to_thread(lambda: list(metrics.registry.collect()))
     return {
@@ -43,7 +43,7 @@ async def samples(metrics: Metrics) -> dict[str, float]:
     }
 
 
-async def counts(metrics: Metrics) -> tuple[float, float]:
+async def counts(metrics: PrometheusMetrics) -> tuple[float, float]:
     """Requests observed, of TTFT and of TPOT."""
     found = await samples(metrics)
     return found[f"{TTFT}_count"], found[f"{TPOT}_count"]

@@ -41,7 +41,7 @@ class Unread(Kept):
 
 
 def served(s: Stack) -> float:
-    return {gauge.name: gauge.value for gauge in s.servicer.gauges()}["requests_served"]
+    return {gauge.name: gauge.value for gauge in s.servicer.gauges.read()}["requests_served_total"]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEVERAL], ids=["one answer", "several"])

@@ -45,7 +45,7 @@ async def test_another_conductor_takes_the_sequence_over_and_the_first_one_leave
         for each, resumed in ((first, 0), (second, 1)):
             await each.rest()
             gauges = {gauge.name: gauge.value for gauge in await each.client.stats()}
-            assert gauges["requests_resumed"] == resumed
+            assert gauges["requests_resumed_total"] == resumed
 
 
 async def test_what_decode_does_not_know_is_placed_anew_behind_the_tokens_that_are_there() -> None:

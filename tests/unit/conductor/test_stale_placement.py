@@ -32,7 +32,7 @@ async def test_a_prompt_goes_where_the_queue_is_as_it_was_told() -> None:
         assert (await counts(s.metrics))[0] == 1.0
         [asked], [taken] = busy.requests, free.requests
         assert (taken.target, taken.sequence.request_id) == (asked.target, "r1")
-        assert {gauge.name: gauge.value for gauge in await s.client.stats()}["stale_answers"] == 1
+        assert {gauge.name: gauge.value for gauge in await s.client.stats()}["stale_answers_total"] == 1
         await s.rest()
         assert d.reserved == {}
         assert d.cancelled == []

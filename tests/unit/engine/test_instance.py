@@ -21,7 +21,7 @@ from moonpool.rpc.channels import Channels, probe
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
 from moonpool.scheduling.block_manager import BlockManager
-from moonpool.telemetry.gauges import Gauges
+from moonpool.telemetry.metrics import Metric, MetricSet
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from tests.unit.checkpoint.folder import write_config, write_weights
@@ -119,8 +119,8 @@ class Idle:
     def load(self) -> conductor_pb2.LoadReport:
         return conductor_pb2.LoadReport(draining=self.draining)
 
-    def gauges(self) -> Gauges:
-        return Gauges([("draining", lambda: self.draining, None)])
+    def gauges(self) -> MetricSet:
+        return MetricSet().add([Metric("draining", "1 while draining.", lambda _: self.draining)], None)
 
     def replicate(self, order: conductor_pb2.ReplicateOrder) -> None:
         raise AssertionError("nobody orders a copy")

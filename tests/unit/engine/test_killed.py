@@ -22,7 +22,7 @@ from moonpool.kv.keys import chain_root
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
-from moonpool.telemetry.gauges import restless
+from moonpool.telemetry.metrics import restless
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub

@@ -16,7 +16,7 @@ from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor
 from moonpool.rpc.auth import ApiKeys
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
 from services.gateway.routes import make_app
@@ -49,7 +49,7 @@ def make_gateway(
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
     texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_call_parser)
-    context = gateway_context(config, client, texts, Metrics("gateway"), keys)
+    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), keys)
     return make_app(dataclasses.replace(context, started_at=7))
 
 

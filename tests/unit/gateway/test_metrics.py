@@ -1,5 +1,8 @@
 """Measures have vLLM's names and the right values."""
 
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
 from moonpool.client.testing import FakeConductor, answer
 
 from .fakes import answering
@@ -26,3 +29,16 @@ async def test_metrics() -> None:
         }.items():
             assert await gateway.metric(f'{name}{{model_name="tiny"}}') == f"{value:.1f}", name
         assert await gateway.metric('vllm:request_success_total{finished_reason="stop",model_name="tiny"}') == "2.0"
+
+
+@pytest.mark.parametrize("escaping", ["", ";escaping=underscores"])
+async def test_names_keep_their_colons_in_open_metrics(escaping: str) -> None:
+    """As Prometheus asks for them."""
+    accept = f"application/openmetrics-text;version=1.0.0{escaping},text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+    fake = FakeConductor(lambda _: answer([5, 6, 7], prompt_tokens=9, cached_tokens=8))
+    async with answering(fake) as gateway:
+        await gateway.chat()
+        response = await gateway.http.get("/metrics", headers={"Accept": accept})
+    assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    samples = {sample.name for family in text_string_to_metric_families(response.text) for sample in family.samples}
+    assert {"vllm:num_requests_waiting", "vllm:prompt_tokens_total"} <= samples

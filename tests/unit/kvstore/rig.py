@@ -15,7 +15,7 @@ from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.messages import END_OF_STREAM, PayloadMessage
 from moonpool.rpc.server import serving
-from moonpool.telemetry.gauges import restless
+from moonpool.telemetry.metrics import restless
 from moonpool.transport.grpc import payload_stream
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.sessions import StreamSettings

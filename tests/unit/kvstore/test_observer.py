@@ -1,7 +1,7 @@
 """The histograms of a store."""
 
-from moonpool.telemetry.metrics import Metrics
-from services.kvstore.operations import FOLLOWED_KEYS, StoreObserver
+from moonpool.telemetry.prometheus import PrometheusMetrics
+from services.kvstore.metrics import FOLLOWED_KEYS, StoreObserver
 from tests.unit.kvstore.helpers import keys_of
 
 A, B = keys_of(2)
@@ -10,7 +10,7 @@ A, B = keys_of(2)
 class Scene:
     def __init__(self, sample_keys: int = FOLLOWED_KEYS) -> None:
         self.now = 0.0
-        self.metrics = Metrics("kvstore")
+        self.metrics = PrometheusMetrics("kvstore")
         self.observer = StoreObserver(self.metrics, lambda: self.now, sample_keys)
 
     def value(self, name: str, **labels: str) -> float | None:

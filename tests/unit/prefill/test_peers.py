@@ -48,7 +48,7 @@ async def test_reads_over_a_lane(lane: str, sockets: Path) -> None:
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
         gauges = {gauge.name: gauge.value for gauge in peer.service.gauges().read()}
-        assert (gauges[f"lanes_{lane}_opened"], gauges["lanes_refused"]) == (1, 0)
+        assert (gauges[f"lanes_{lane}_opened_total"], gauges["lanes_refused_total"]) == (1, 0)
 
 
 async def test_reads_from_a_decode() -> None:

@@ -1,4 +1,4 @@
-"""Logs, spans and gauges."""
+"""Logs and spans."""
 
 import json
 import logging
@@ -12,7 +12,6 @@ import pytest
 import structlog
 
 from moonpool.telemetry import logs, spans
-from moonpool.telemetry.gauges import Gauges, restless
 from moonpool.telemetry.spans import Recorder
 
 
@@ -90,20 +89,6 @@ def test_a_full_disk_ends_the_recording_not_the_service(caplog: pytest.LogCaptur
     assert len(caplog.records) == 1
     recorder.add("a", 0, 1)
     recorder.close()
-
-
-def test_gauges() -> None:
-    held = [1, 2]
-    gauges = Gauges([("blocks_used", lambda: len(held), 0)])
-    gauges.add("steps", lambda: 7)
-    used, steps = gauges.read()
-    assert (used.name, used.value, used.at_rest) == ("blocks_used", 2.0, 0.0)
-    assert not steps.HasField("at_rest")
-    assert restless(gauges()) == {"blocks_used": (2.0, 0.0)}
-    held.clear()
-    assert restless(gauges()) == {}
-    with pytest.raises(ValueError, match="blocks_used"):
-        gauges.add("blocks_used", lambda: 0)
 
 
 @pytest.mark.usefixtures("_own_logging")

@@ -77,8 +77,13 @@ async def ends(
     for opened in it.opened:
         opened.sock.close(StreamBroken("the test is over"))
     assert not os.listdir(folder), "a socket goes with its server"
-    assert {name: read() for name, read, rest in server.gauges() if rest is not None} == {"lane_offers": 0}
+    assert server.offers == 0
     pool.close()
+
+
+def counts(dialer: TransportDialer) -> dict[str, int]:
+    """Open connections by transport."""
+    return {name: dialer.count_open(name) for name in BOTH}
 
 
 async def raw(offer: kv_pb2.Lane, opening: kv_pb2.LaneOpen, fds: list[int] | None = None) -> kv_pb2.LaneOpened:
@@ -108,9 +113,9 @@ async def test_an_offer_that_is_taken_is_a_lane(sockets: Path, name: str) -> Non
         await lane.write(REQUEST)
         assert (await read(far))[0] == REQUEST
         assert it.server.opened == {name: 1}
-        assert [(n, read()) for n, read, _ in it.dialer.gauges()][BOTH.index(name)] == (f"lanes_{name}", 1)
+        assert counts(it.dialer) == {"local": 0, "tcp": 0, name: 1}
         lane.close(StreamBroken("enough"))
-        assert [read() for _, read, _ in it.dialer.gauges()] == [0, 0, 0]
+        assert counts(it.dialer) == {"local": 0, "tcp": 0}
 
 
 async def test_a_pool_is_shown_to_those_who_read_it_only(sockets: Path) -> None:
@@ -249,4 +254,4 @@ async def test_lanes_of_a_peer_that_failed_are_left_alone_for_a_while(sockets: P
         dialer.failed("KV to x", "local", 4, StreamBroken("gone"))
         assert dialer.retry_at(4) >= now + 60.0
         assert dialer.retry_at(5) == 0.0
-        assert [read() for _, read, _ in dialer.gauges()] == [0, 0, 1]
+        assert (counts(dialer), dialer.failures) == ({"local": 0, "tcp": 0}, 1)

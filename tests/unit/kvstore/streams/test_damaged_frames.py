@@ -13,7 +13,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
-from moonpool.telemetry.gauges import restless
+from moonpool.telemetry.metrics import restless
 from moonpool.transport import fault_injection
 from moonpool.transport.fault_injection import FrameCorruptor
 from moonpool.transport.flow_control import StreamTraffic

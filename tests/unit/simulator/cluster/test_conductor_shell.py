@@ -23,7 +23,7 @@ from moonpool.errors import DeadlineExceeded, Overloaded, Unavailable
 from moonpool.kv.keys import chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.scheduling.state_machine import IoEnded
-from moonpool.telemetry.metrics import Metrics
+from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2
 from services.conductor.config import ConductorConfig
@@ -175,7 +175,7 @@ async def play(config: ClusterConfig, script: Script, journal: Path) -> None:
     """Tells the shell what comes from outside; the rest happens by itself."""
     loop = virtual_loop()
     settings, channels = settings_of(config, journal), InProcess(script.noted)
-    parts = settings, CHECKPOINT, channels, Recorder("conductor-0", None), Metrics(settings.service())
+    parts = settings, CHECKPOINT, channels, Recorder("conductor-0", None), PrometheusMetrics(settings.service())
     clients: dict[int, Client] = {}
     at_once = loop.create_future()
     at_once.set_result(None)

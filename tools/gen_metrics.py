@@ -1,0 +1,89 @@
+"""Writes docs/metrics.md from the tables of metrics: `python -m tools.gen_metrics`. A test compares the two."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.core import Metric as MetricFamily
+
+from moonpool import world
+from moonpool.engine.emulated.engine import EMULATED_METRICS
+from moonpool.engine.instance import INSTANCE_METRICS
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS
+from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS
+from moonpool.telemetry.metrics import PROCESS_METRICS, Metric
+from moonpool.telemetry.prometheus import PrometheusMetrics
+from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS
+from services.conductor.explain import PredictionMetrics
+from services.conductor.servicer import CONDUCTOR_METRICS
+from services.decode.service import DECODE_METRICS
+from services.gateway.service import SERVER_METRICS
+from services.gateway.serving.metrics import GatewayMetrics
+from services.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
+from services.prefill.service import PREFILL_METRICS
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+HEAD = """# Metrics
+
+`python -m tools.gen_metrics` writes this page from the code.
+
+Every service reports metrics in two ways:
+
+- With `--metrics-listen HOST:PORT`, `http://HOST:PORT/metrics` serves metrics to Prometheus, as text or as OpenMetrics.
+  The gateway serves the same at `/metrics` of its HTTP port.
+- `moonpool check --json` and `moonpool kvstore stat` show gauges and counters of a service by name, without the prefix
+  `moonpool_<service>_`.
+
+A counter only grows, and starts at 0 when the service starts. A gauge goes up and down. The column *at rest* has the
+value that a gauge must have when no request runs; `moonpool check` fails if the value is another one. To add a metric,
+see [extend/metric.md](extend/metric.md).
+"""
+
+Table = Sequence[Metric[Any]]
+_INSTANCE = (WRITE_BACK_METRICS, READ_METRICS, LENDING_METRICS, DIALER_METRICS, LISTENER_METRICS, INSTANCE_METRICS)
+SERVICES: dict[str, Sequence[Table]] = {
+    "conductor": (CONDUCTOR_METRICS, PROCESS_METRICS),
+    "prefill": (PREFILL_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
+    "decode": (DECODE_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
+    "kvstore": (STORE_METRICS, SSD_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, LISTENER_METRICS, PROCESS_METRICS),
+    "gateway": (SERVER_METRICS, PROCESS_METRICS),
+}
+
+
+def page() -> str:
+    """The text of docs/metrics.md."""
+    return HEAD + "".join(_section(service, tables) for service, tables in SERVICES.items())
+
+
+def _section(service: str, tables: Iterable[Table]) -> str:
+    rows = [
+        _row(f"moonpool_{service}_{one.name}", one.kind.value, one.help, one.at_rest) for each in tables for one in each
+    ]
+    rows += [_family_row(family) for family in _families(service)]
+    return f"\n## {service}\n\n| metric | kind | at rest | meaning |\n|---|---|---|---|\n{''.join(sorted(rows))}"
+
+
+def _families(service: str) -> Iterable[MetricFamily]:
+    """What a service registers with Prometheus itself: histograms, and the gateway's metrics of requests."""
+    metrics = PrometheusMetrics(service)
+    match service:
+        case "conductor":
+            PredictionMetrics(metrics)
+        case "kvstore":
+            StoreObserver(metrics)
+        case "gateway":
+            GatewayMetrics(metrics, world.monotonic)
+    return metrics.registry.collect()
+
+
+def _family_row(family: MetricFamily) -> str:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return _row(name, family.type, family.documentation, None)
+
+
+def _row(name: str, kind: str, text: str, at_rest: float | None) -> str:
+    return f"| `{name}` | {kind} | {'' if at_rest is None else f'{at_rest:g}'} | {text} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
