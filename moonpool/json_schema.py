@@ -1,0 +1,214 @@
+"""JSON schemas of structured answers: closing objects, dropping words that constrain nothing, naming what is not built.
+
+Free of llguidance, so that every process may use the functions. A *place* is where a schema stands within the whole,
+for example "properties.name.items"; "" is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+WHITESPACE = "x-whitespace-pattern"
+"""Word at the top of a schema: a regular expression for what may stand between the parts of the JSON; "" = nothing."""
+_SCHEMA_WORDS = (
+    "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+"""Words whose value is a schema. `items` may also be a list of schemas."""
+_LIST_WORDS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
+"""Words whose value is a list of schemas."""
+_MAPPING_WORDS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
+"""Words whose value is an object of schemas."""
+Change = Callable[[str, dict[str, Any]], Mapping[str, Any]]
+"""Takes a place and the schema there, whose inner schemas are changed already; returns the schema to put there."""
+
+
+def map_schemas(schema: Mapping[str, Any], change: Change, place: str = "") -> Mapping[str, Any]:
+    """A schema in which `change` has replaced every schema, the innermost first."""
+    changed: dict[str, Any] = {}
+    for word, value in schema.items():
+        at = f"{place}.{word}" if place else word
+        if isinstance(value, list) and word in _LIST_WORDS:
+            changed[word] = [_mapped(inner, change, f"{at}.{index}") for index, inner in enumerate(value)]
+        elif isinstance(value, Mapping) and word in _MAPPING_WORDS:
+            changed[word] = {name: _mapped(inner, change, f"{at}.{name}") for name, inner in value.items()}
+        else:
+            changed[word] = _mapped(value, change, at) if word in _SCHEMA_WORDS else value
+    return change(place, changed)
+
+
+def _mapped(value: Any, change: Change, place: str) -> Any:
+    """The value, changed if the value is a schema. True and false are schemas that need no change."""
+    return map_schemas(value, change, place) if isinstance(value, Mapping) else value
+
+
+def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema whose objects have no members but those that the schema names.
+
+    Objects without `properties` stay open, and so do parts of an `allOf`, which do not know each other's members.
+    """
+
+    def close(place: str, found: dict[str, Any]) -> Mapping[str, Any]:
+        named = "properties" in found and "allOf" not in found and "$ref" not in found
+        if not named or "additionalProperties" in found or "unevaluatedProperties" in found or _in_all_of(place):
+            return found
+        return {**found, "additionalProperties": False}
+
+    return map_schemas(schema, close)
+
+
+def _in_all_of(place: str) -> bool:
+    return place.rpartition(".")[0].rpartition(".")[2] == "allOf"
+
+
+def inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The schemas within a schema with their places, the innermost first; the schema itself is not among them."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+
+    def note(place: str, part: dict[str, Any]) -> Mapping[str, Any]:
+        if place:
+            found.append((place, part))
+        return part
+
+    map_schemas(schema, note)
+    return found
+
+
+class SchemaWordError(ValueError):
+    """A schema has a word that is not supported. The message names the word with its place."""
+
+    def __init__(self, place: str, word: str, message: str) -> None:
+        super().__init__(f"{place}.{word}: {message}" if place else f"{word}: {message}")
+
+
+_FORMATS = frozenset(
+    ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")
+)  # fmt: skip
+"""Formats that an answer follows. Others are annotations, as JSON Schema has them."""
+_DROPPED = ("x-guidance",)
+_NOT_BUILT = (
+    "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains",
+    "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "$dynamicRef",
+    "$recursiveRef",
+)  # fmt: skip
+_TRIVIAL: Mapping[str, tuple[Any, ...]] = {
+    "contains": (True, {}),
+    "dependencies": ({},),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "minContains": (0,),
+    "not": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
+    "uniqueItems": (False,),
+}
+"""Values of words that are not built with which the words constrain nothing."""
+_APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
+"""Words beside which `unevaluatedProperties` means more than `additionalProperties`."""
+
+
+def ignored_words(schema: Mapping[str, Any]) -> list[str]:
+    """Places of the words of a schema that constrain nothing here: formats that are only annotations."""
+    found: list[str] = []
+
+    def note(place: str, part: dict[str, Any]) -> Mapping[str, Any]:
+        if "format" in part and not _is_followed(part):
+            found.append(f"{place}.format" if place else "format")
+        return part
+
+    map_schemas(schema, note)
+    return found
+
+
+def _is_followed(schema: Mapping[str, Any]) -> bool:
+    """Whether the format of a schema constrains an answer, or cannot, because the answer is no text."""
+    return schema["format"] in _FORMATS or schema.get("type") in ("integer", "number", "boolean", "null")
+
+
+def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An equal schema in the words that are supported.
+
+    Formats that are only annotations, and words whose value constrains nothing, are left out.
+
+    Raises:
+        SchemaWordError: a word is not supported; names the word with its place.
+    """
+    definitions = schema.get("$defs") if isinstance(schema.get("$defs"), Mapping) else {}
+
+    def change(place: str, part: dict[str, Any]) -> Mapping[str, Any]:
+        kept = {word: value for word, value in part.items() if word not in _DROPPED}
+        if "format" in kept and kept["format"] not in _FORMATS:
+            del kept["format"]
+        _drop_trivial(kept)
+        _close_unevaluated(kept)
+        _list_names(kept, definitions or {})
+        for word in _NOT_BUILT:
+            if word in kept:
+                raise SchemaWordError(place, word, "is not supported yet")
+        if isinstance(reference := kept.get("$ref"), str) and not reference.startswith("#"):
+            raise SchemaWordError(place, "$ref", "refers to another document, which is never fetched")
+        return kept
+
+    return map_schemas(schema, change)
+
+
+def _drop_trivial(schema: dict[str, Any]) -> None:
+    """Leave out words whose value constrains nothing."""
+    for word, values in _TRIVIAL.items():
+        if word in schema and any(schema[word] == value and type(schema[word]) is type(value) for value in values):
+            del schema[word]
+    if "if" not in schema or not {"then", "else"} & schema.keys():
+        for word in ("if", "then", "else"):
+            schema.pop(word, None)
+    if "contains" not in schema:
+        for word in ("minContains", "maxContains"):
+            schema.pop(word, None)
+
+
+def _close_unevaluated(schema: dict[str, Any]) -> None:
+    """Write `unevaluatedProperties` as `additionalProperties` where both mean the same."""
+    if "unevaluatedProperties" in schema and not any(word in schema for word in _APPLICATORS):
+        value = schema.pop("unevaluatedProperties")
+        schema.setdefault("additionalProperties", value)
+
+
+def _list_names(schema: dict[str, Any], definitions: Mapping[str, Any]) -> None:
+    """Write `propertyNames` as `properties` or `patternProperties`, if all members have one schema."""
+    names = schema.get("propertyNames")
+    if isinstance(names, Mapping) and str(names.get("$ref", "")).startswith("#/$defs/"):
+        names = definitions.get(str(names["$ref"]).removeprefix("#/$defs/"))
+    inner = schema.get("additionalProperties", True)
+    if not isinstance(names, Mapping) or inner is False or {"properties", "patternProperties"} & schema.keys():
+        return
+    words = {word for word in names if word not in ("type", "title", "description", "default", "examples")}
+    listed = names.get("enum", [names["const"]] if "const" in names else None)
+    if words <= {"enum", "const"} and isinstance(listed, list) and all(isinstance(it, str) for it in listed):
+        schema["properties"] = dict.fromkeys(listed, inner)
+    elif words == {"pattern"}:
+        schema["patternProperties"] = {names["pattern"]: inner}
+    else:
+        return
+    del schema["propertyNames"]
+    schema["additionalProperties"] = False
+
+
+_FAULTS = (
+    ("Unsatisfiable", "no answer can satisfy this schema"),
+    ("oneOf", "oneOf is supported only if no value can match two of its schemas, for example by a `const` in each"),
+    ("regex", "a pattern is no regular expression that can be followed; look-around is not supported"),
+    ("Pointer", "$ref refers to a definition that does not exist"),
+    ("NoExtensionBias", "$ref refers to itself without an end"),
+    ("min/maxProperties", "minProperties and maxProperties are supported only if all members are listed as required"),
+    ("Invalid type", "type must be one of string, number, integer, boolean, object, array and null"),
+    ("must be a", "a word has a value of a wrong type"),
+    ("Unimplemented", "a word is not supported yet"),
+    ("not supported", "a word is not supported with this value"),
+)
+"""Words of llguidance's errors, and what they mean."""
+
+
+def explain_fault(wrong: str) -> str:
+    """What llguidance's error about a schema means, in the words of JSON Schema."""
+    return next((meaning for word, meaning in _FAULTS if word in wrong), "is too large or too ambiguous to be followed")
