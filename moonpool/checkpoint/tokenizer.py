@@ -222,6 +222,8 @@ class Tokenizer:
         self._backend = backend
         self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self._template = ChatTemplate(chat_template, special or {}) if chat_template is not None else None
+        self.special_tokens = dict(special or {})
+        """Texts of special tokens by the name of their role, for example `eos_token`."""
 
     @classmethod
     def load(cls, path: Path | str) -> Tokenizer:

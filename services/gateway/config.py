@@ -28,8 +28,8 @@ class GatewayConfig(ServiceConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "model": ("model", "tool_call_parser"),
-        "HTTP": ("api_keys", "ssl_certfile", "ssl_keyfile"),
+        "model": ("model", "served_model_name", "tool_call_parser"),
+        "HTTP": ("api_keys", "allowed_origins", "ssl_certfile", "ssl_keyfile"),
     }
     listen: ListenAddress = Field(
         "127.0.0.1:8000",
@@ -42,6 +42,15 @@ class GatewayConfig(ServiceConfig):
     model: str = Field(
         description="checkpoint folder, GGUF file or Hugging Face hub id, the same as the conductor's; its tokenizer "
         "answers /tokenize and /detokenize"
+    )
+    served_model_name: Names = Field(
+        (),
+        description="names by which clients know the model; responses have the first. Default: the checkpoint's name",
+    )
+    allowed_origins: Names = Field(
+        (),
+        description='origins whose web pages may use the HTTP APIs, for example https://chat.example.com; "*" for '
+        "all. Default: none but the gateway's own page",
     )
     api_keys: Path | None = Field(
         None,

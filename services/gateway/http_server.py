@@ -25,6 +25,7 @@ from moonpool.errors import ConfigError
 from moonpool.rpc.auth import WatchedFiles
 from moonpool.telemetry.logs import get_logger
 from services.gateway.config import GatewayConfig
+from services.gateway.serving.envelope import MAX_HEAD_BYTES
 
 log = get_logger(__name__)
 
@@ -120,6 +121,19 @@ class HttpConnection(H11Protocol):
         super().on_response_complete()
         if self._between_requests():
             self._waits_since = self.loop.time()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """Go on answering a client that has only finished sending. A client that sends no more may also have left.
+
+        Such a client has asked for the end of the connection, or with a GET, which is quickly answered. True keeps the
+        connection open for the response.
+        """
+        if self._between_requests() or self.cycle.more_body or self.scheme == "https":
+            return None
+        if self.conn.their_state is not h11.MUST_CLOSE and self.scope["method"] != "GET":
+            return None
+        self.cycle.keep_alive = False
+        return True
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -223,6 +237,7 @@ def _http_config(app: ASGIApp, config: GatewayConfig, https: ReloadedCertificate
         access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s * DRAIN_MARGIN),
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ssl_context_factory=None if https is None else lambda *_: https.context,
     )  # fmt: skip
     settings.max_connections = config.max_connections

@@ -9,6 +9,8 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -27,12 +29,17 @@ from services.gateway.endpoints import (
     tokenization,
 )
 from services.gateway.endpoints.base import Endpoint, GatewayContext, openai_error_body
+from services.gateway.serving.envelope import RequestEnvelope
 from services.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from services.gateway.serving.generation import JSON_MEDIA_TYPE
 from services.gateway.serving.json_body import to_json_bytes
 
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),
+    Endpoint("GET", "/ping", server.health),
+    Endpoint("POST", "/ping", server.health),
+    Endpoint("GET", "/version", server.version),
+    Endpoint("GET", "/load", server.load),
     Endpoint("GET", "/metrics", server.metrics),
     Endpoint("GET", "/v1/models", models.list_models),
     Endpoint("GET", "/v1/models/{model:path}", models.get_model),
@@ -45,6 +52,7 @@ ROUTES: Sequence[Endpoint] = (
     ),
     Endpoint("POST", "/tokenize", tokenization.tokenize),
     Endpoint("POST", "/detokenize", tokenization.detokenize),
+    Endpoint("GET", "/tokenizer_info", tokenization.tokenizer_info),
     Endpoint("POST", "/v1/caching", context_caching.create_cache),
     Endpoint("GET", "/v1/caching", context_caching.list_caches),
     Endpoint("POST", "/v1/caching/refs/tags", context_caching.create_tag),
@@ -64,10 +72,25 @@ ROUTES: Sequence[Endpoint] = (
 """Every path of the gateway. The first row that matches serves a request."""
 
 
-def make_app(gateway: GatewayContext) -> Starlette:
-    """The ASGI application with every route."""
+EXPOSED_HEADERS = ("x-request-id", "warning", "retry-after", "retry-after-ms")
+"""Headers that a page of another origin may read."""
+
+
+def make_app(gateway: GatewayContext, allowed_origins: Sequence[str] = ()) -> Starlette:
+    """The ASGI application with every route. Web pages of `allowed_origins` may use it; "*" stands for all."""
     errors = ErrorHandlers(gateway.metrics.refused, {row.path: row.error_body for row in ROUTES})
+    middleware = [Middleware(RequestEnvelope)]
+    if allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=allowed_origins,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+        middleware.append(cors)
     return Starlette(
+        middleware=middleware,
         routes=[Route(row.path, partial(row.handler, gateway), methods=[row.method]) for row in ROUTES],
         exception_handlers={
             MoonpoolError: errors.moonpool_error,

@@ -54,7 +54,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
         )
         metrics = PrometheusMetrics(config.service())
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, config.tool_call_parser)
-        app = make_app(gateway_context(config, client, tokenizer, metrics))
+        app = make_app(gateway_context(config, client, tokenizer, metrics), config.allowed_origins)
         server, port = await stack.enter_async_context(http_serving(app, config))
         metrics.watch(MetricSet().add(SERVER_METRICS, server).add(PROCESS_METRICS, None))
         await stack.enter_async_context(metrics.served(config.metrics_listen))
@@ -87,11 +87,12 @@ def gateway_context(
         ),
         cluster=ClusterStateCache(client, request_metrics.clock),
         tokenizer=tokenizer,
-        builder=RequestBuilder(config.request_timeout_s, tokenizer),
+        builder=RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name),
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,
         started_at=int(world.unix_time()),
+        served_names=config.served_model_name,
     )
 
 

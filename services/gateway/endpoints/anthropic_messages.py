@@ -15,11 +15,19 @@ from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.endpoints.openai_protocol import ContentPart, joined_text, part_text, sdk_tool_call
+from services.gateway.endpoints.openai_protocol import (
+    DROPPED_PARTS,
+    ContentPart,
+    joined_text,
+    part_text,
+    sdk_tool_call,
+    strict_parameters,
+)
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
-from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, json_response, to_json_bytes
-from services.gateway.serving.structured_outputs import messages_output_format
+from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, json_response, to_json_bytes
+from services.gateway.serving.known_fields import ANTHROPIC_IGNORED, ANTHROPIC_REFUSED, BLOCK_IGNORED
+from services.gateway.serving.structured_outputs import OutputFormatBody
 from services.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,
     AnswerParser,
@@ -30,18 +38,15 @@ from services.gateway.serving.tool_calls import (
     tool_definition,
 )
 
-_UNSUPPORTED = {
-    "thinking": (None, {"type": "disabled"}),
-    "mcp_servers": (None, []),
-    "container": (None,),
-    "context_management": (None,),
-    "output_format": (None,),
-}
-"""Fields that are not implemented, each with the values that ask for the default."""
-
 
 class MessagesContentBlock(ContentPart):
-    """A block of a message: text, a tool call (assistant), or the result of a tool call (user)."""
+    """A block of a message: text, a tool call (assistant), or the result of a tool call (user).
+
+    An assistant's block of thinking is left out of the prompt.
+    """
+
+    ignored = BLOCK_IGNORED
+    kinds = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
     id: str | None = None
     name: str | None = None
@@ -49,20 +54,16 @@ class MessagesContentBlock(ContentPart):
     tool_use_id: str | None = None
     content: str | FailFastList[ContentPart] | None = None
 
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        if isinstance(self.content, list):
-            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
-
 
 class MessagesMessage(Body):
     """One message."""
 
+    ignored = ("clear_at",)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"output_config": ({},)}
+    unknown_ignored = True
+
     role: Literal["system", "user", "assistant"]
     content: str | FailFastList[MessagesContentBlock]
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        if isinstance(self.content, list):
-            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
 
     def to_messages(self, field: str) -> Iterator[Message]:
         """The message for the SDK. Each tool result becomes a message, before the message with the user's text.
@@ -79,6 +80,8 @@ class MessagesMessage(Body):
             match self.role, block.type:
                 case "user", "tool_result":
                     yield _tool_result(block, f"{field}.content.{index}")
+                case "assistant", kind if kind in DROPPED_PARTS:
+                    pass
                 case "assistant", "tool_use":
                     calls.append(_tool_use(block, f"{field}.content.{index}"))
                 case _:
@@ -91,12 +94,16 @@ class MessagesMessage(Body):
 
 
 class MessagesTool(Body):
-    """A function that the model may call."""
+    """A function that the model may call. `strict` closes the objects of the schema."""
+
+    ignored = ("cache_control", "eager_input_streaming", "input_examples")
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
 
     type: Literal["custom"] | None = None
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool | None = None
 
 
 class MessagesToolChoice(Body):
@@ -110,28 +117,24 @@ class MessagesToolChoice(Body):
 class MessagesOutputConfig(Body):
     """Options of the answer."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {"effort": (None,)}
+    ignored = ("effort", "task_budget")
 
-    format: dict[str, Any] | None = None
+    format: OutputFormatBody | None = None
 
 
 class MessagesPrompt(Body):
     """The conversation: what both endpoints read. The text of `system` becomes the first message."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = _UNSUPPORTED
+    ignored = ANTHROPIC_IGNORED
+    refused = ANTHROPIC_REFUSED
+    unknown_ignored = True
 
     model: str | None = None
     messages: FailFastList[MessagesMessage]
     system: str | FailFastList[ContentPart] | None = None
     tools: FailFastList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield from super().parts()
-        yield from ((f"messages.{index}", message) for index, message in enumerate(self.messages))
-        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
-        if isinstance(self.system, list):
-            yield from ((f"system.{index}", part) for index, part in enumerate(self.system))
+    output_config: MessagesOutputConfig | None = None
 
     def check(self) -> None:
         if not self.messages or self.messages[-1].role != "user":
@@ -161,7 +164,9 @@ class MessagesPrompt(Body):
         forced = {"any": "", "tool": choice.name or "?"}.get(choice.type)
         tools = [] if choice.type == "none" else self.tools or []
         definitions = [
-            tool_definition(f"tools.{index}", tool.name, tool.description, tool.input_schema)
+            tool_definition(
+                f"tools.{index}", tool.name, tool.description, strict_parameters(tool.input_schema, tool.strict)
+            )
             for index, tool in enumerate(tools)
         ]
         return checked_tools(definitions, forced, parallel=not choice.disable_parallel_tool_use)
@@ -170,24 +175,19 @@ class MessagesPrompt(Body):
 class MessagesBody(MessagesPrompt, GenerateBody):
     """Body of `/v1/messages`."""
 
-    unsupported = _UNSUPPORTED
-
-    max_tokens: int
+    max_tokens: Integer
     stop_sequences: FailFastList[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    output_config: MessagesOutputConfig | None = None
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield from super().parts()
-        if self.output_config is not None:
-            yield "output_config", self.output_config
+    top_k: Integer | None = None
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         fields: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         if self.output_config is not None and self.output_config.format is not None:
-            fields["response_format"], fields["grammar"] = messages_output_format(self.output_config.format)
+            self._format_field = "output_config.format"
+            fields["response_format"], fields["grammar"] = self.output_config.format.format_and_grammar(
+                self._format_field
+            )
         return SamplingParams(max_tokens=max_tokens, stop=self.stop_sequences or (), **fields)
 
 
@@ -217,7 +217,7 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
     job.prompts = [{"messages": body.to_messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
     decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
-    return gateway.generate(job, MessagesFormatter(state.model, parser, body.stop_sequences or (), decode))
+    return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode))
 
 
 async def count_tokens(gateway: GatewayContext, request: Request) -> Response:

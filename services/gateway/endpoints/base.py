@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moonpool.client import AsyncClient
+from moonpool.client import AsyncClient, ClusterState
 from services.gateway.serving.auth import Authenticator
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.errors import ErrorResponse
@@ -33,6 +33,7 @@ class GatewayContext:
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
         started_at: when the gateway started, in seconds since 1970.
+        served_names: names under which clients know the model; none = the checkpoint's name.
     """
 
     client: AsyncClient
@@ -44,6 +45,11 @@ class GatewayContext:
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
     started_at: int
+    served_names: Sequence[str] = ()
+
+    def shown_name(self, state: ClusterState) -> str:
+        """The name of the model in responses: the first of `served_names`, else the checkpoint's."""
+        return self.served_names[0] if self.served_names else state.model
 
     async def max_model_len(self) -> int:
         """Maximum number of tokens of a sequence of the served model.

@@ -40,7 +40,7 @@ async def get_request(gateway: GatewayContext, request: Request) -> Response:
     """
     is_visible, name = gateway.auth.visible_tenants(request), request.path_params["name"]
     try:
-        found = await gateway.client.explain(name)
+        found = await gateway.client.explain(gateway.auth.full_request_id(request, name))
     except NotFound:
         raise _unknown_request(name) from None
     if not is_visible(found.timeline.tenant):

@@ -35,6 +35,8 @@ _METADATA_QUERY = re.compile(r"metadata\[(?P<name>[^\[\]]{1,64})\]")
 class CacheUpdateBody(Body):
     """`PUT /v1/caching/{name}`: time to live and metadata."""
 
+    unknown_ignored = True
+
     metadata: SmallObject[str] | None = None
     ttl: int | None = None
     expired_at: int | None = None
@@ -78,6 +80,8 @@ class CacheCreateBody(ConversationBody, CacheUpdateBody):
 
 class CacheTagBody(Body):
     """`POST /v1/caching/refs/tags`."""
+
+    unknown_ignored = True
 
     tag: str
     cache_id: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -10,11 +12,19 @@ from moonpool.errors import NotFound
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.serving.json_body import json_response
 
+ANTHROPIC_HEADER = "anthropic-version"
+"""Clients of Anthropic's API send the header with each request."""
+
 
 async def list_models(gateway: GatewayContext, request: Request) -> Response:
-    """A list with the model that is served."""
+    """A list with the model that is served, under each of its names; in Anthropic's form for Anthropic's clients."""
     gateway.auth.tenant(request)
-    return json_response({"object": "list", "data": [_model_card(gateway, await gateway.cluster.state())]})
+    state = await gateway.cluster.state()
+    names = gateway.served_names or [state.model]
+    if ANTHROPIC_HEADER in request.headers:
+        data = [_anthropic_card(gateway, name) for name in names]
+        return json_response({"data": data, "has_more": False, "first_id": names[0], "last_id": names[-1]})
+    return json_response({"object": "list", "data": [_model_card(gateway, state, name) for name in names]})
 
 
 async def get_model(gateway: GatewayContext, request: Request) -> Response:
@@ -25,17 +35,26 @@ async def get_model(gateway: GatewayContext, request: Request) -> Response:
     """
     gateway.auth.tenant(request)
     state, name = await gateway.cluster.state(), request.path_params["model"]
-    if name != state.model:
-        raise NotFound(f"only {state.model!r} is served")
-    return json_response(_model_card(gateway, state))
+    names = gateway.served_names or [state.model]
+    if name not in names:
+        raise NotFound(f"only {', '.join(map(repr, names))} is served")
+    if ANTHROPIC_HEADER in request.headers:
+        return json_response(_anthropic_card(gateway, name))
+    return json_response(_model_card(gateway, state, name))
 
 
-def _model_card(gateway: GatewayContext, state: ClusterState) -> dict[str, object]:
+def _model_card(gateway: GatewayContext, state: ClusterState, name: str) -> dict[str, object]:
     """OpenAI's model object, with vLLM's `max_model_len`."""
     return {
-        "id": state.model,
+        "id": name,
         "object": "model",
         "created": gateway.started_at,
         "owned_by": "moonpool",
         "max_model_len": state.max_tokens,
     }
+
+
+def _anthropic_card(gateway: GatewayContext, name: str) -> dict[str, object]:
+    """Anthropic's model object."""
+    created = datetime.fromtimestamp(gateway.started_at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from starlette.requests import Request
 
-from moonpool.client import GenerateArguments
+from moonpool.client import GenerateArguments, GenerateResult
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
 from services.gateway.endpoints.base import GatewayContext
@@ -28,15 +28,18 @@ from services.gateway.endpoints.openai_protocol import (
     sse_event,
 )
 from services.gateway.serving.generation import GenerationResponse
+from services.gateway.serving.json_body import Integer
 from services.gateway.serving.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
 
 
 class ChatBody(ConversationBody, OpenAISamplingBody):
     """Body of `/v1/chat/completions`. The first message may name a cache instead of repeating the cache's messages."""
 
-    max_completion_tokens: int | None = None
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prompt": ()}
+
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
 
     _cache: CacheReference | None = PrivateAttr(None)
 
@@ -95,11 +98,15 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
     parser = gateway.builder.offer_tools(job, body.tool_set(), known_tools)
     logprobs = LogprobsFormatter.of(gateway, body, state)
     options = CompletionOptions.of(body)
-    if body.return_token_ids:
-        if "context" in job.prompts[0]:
-            raise InvalidRequest("return_token_ids", "is not allowed for a chat that begins with a cache")
-        options = replace(options, prompt_token_ids=await gateway.builder.prompt_token_ids(job))
-    return gateway.generate(job, ChatFormatter(state.model, logprobs, options, parser))
+    for name in ("return_token_ids", "add_special_tokens"):
+        if getattr(body, name) and "context" in job.prompts[0]:
+            raise InvalidRequest(name, "is not allowed for a chat that begins with a cache")
+    if body.return_token_ids or body.add_special_tokens:
+        token_ids = await gateway.builder.prompt_token_ids(job, special=bool(body.add_special_tokens))
+        options = replace(options, prompt_token_ids=token_ids if body.return_token_ids else None)
+        if body.add_special_tokens:
+            job.replace_prompts(token_ids)
+    return gateway.generate(job, ChatFormatter(job.model_name, logprobs, options, parser))
 
 
 class ChatFormatter(OpenAIFormatter):
@@ -115,12 +122,13 @@ class ChatFormatter(OpenAIFormatter):
         """As the base class; `parser` finds the tool calls in the answers."""
         super().__init__(model, logprobs, options)
         self._parser = parser
+        self._begun: set[int] = set()  # choices that have had an event
 
     def logprobs(self, logprobs: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
         return self._logprobs_formatter.chat(logprobs)
 
-    def with_prompt_logprobs(self, response: dict[str, Any], logprobs: list[dict[str, Any] | None]) -> dict[str, Any]:
-        return {**response, "prompt_logprobs": logprobs}
+    def with_prompt_logprobs(self, response: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
+        return {**response, "prompt_logprobs": self._logprobs_formatter.prompt(result.prompt_logprobs)}
 
     def with_prompt_token_ids(self, response: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         return {**response, "prompt_token_ids": list(prompts[0])}
@@ -138,24 +146,33 @@ class ChatFormatter(OpenAIFormatter):
         return {"message": {"role": "assistant", "content": content or None, "tool_calls": calls}}
 
     def first_events(self) -> Iterator[bytes]:
-        start: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}}
+        """The event with the tokens of the prompt, if the response has token ids."""
         if (prompts := self._options.prompt_token_ids) is not None:
+            start = self._with_role({"delta": {}}, 0)
             choice = {"index": 0, **start, "logprobs": None, "finish_reason": None, "token_ids": []}
             yield sse_event(self.with_prompt_token_ids(self._event_object(choice), prompts))
-        for index in range(int(prompts is not None), self._options.choices):
-            yield self._event(start, index, with_tokens=False)
 
-    def text_event(self, text: str, choice: int) -> bytes:
-        return self._choice_events(self._parser.push(text, choice), choice)
+    def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:
+        return [{"delta": _chat_delta(part)} for part in self._parser.push(text, choice)]
 
-    def held_back_events(self, choice: int) -> bytes:
-        return self._choice_events(self._parser.end(choice), choice)
+    def held_back_fields(self, choice: int) -> list[dict[str, Any]]:
+        return [{"delta": _chat_delta(part)} for part in self._parser.end(choice)]
+
+    def _event(
+        self, fields: dict[str, Any], index: int, finish_reason: str | None = None, *, with_tokens: bool = True
+    ) -> bytes:
+        return super()._event(self._with_role(fields, index), index, finish_reason, with_tokens=with_tokens)
+
+    def _with_role(self, fields: dict[str, Any], index: int) -> dict[str, Any]:
+        """The fields of an event of a choice. The choice's first event has the role."""
+        if index in self._begun:
+            return fields
+        self._begun.add(index)
+        delta = fields["delta"]
+        return {"delta": {"role": "assistant", **({} if "tool_calls" in delta else {"content": ""}), **delta}}
 
     def finish_reason(self, reason: str, choice: int) -> str:
         return "tool_calls" if reason == "stop" and self._parser.has_tool_calls(choice) else reason
-
-    def _choice_events(self, parts: list[AnswerPart], choice: int) -> bytes:
-        return b"".join(self._event({"delta": _chat_delta(part)}, choice) for part in parts)
 
 
 def tool_call_object(call: AnswerToolCall) -> dict[str, Any]:

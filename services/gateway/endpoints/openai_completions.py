@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from starlette.requests import Request
 
+from moonpool.client import GenerateResult, TokenEvent
 from moonpool.errors import InvalidRequest
 from moonpool.logprobs import TokenLogprobs
+from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import (
     CompletionOptions,
@@ -19,30 +21,38 @@ from services.gateway.endpoints.openai_protocol import (
     OpenAISamplingBody,
     sse_event,
 )
-from services.gateway.serving.generation import GenerationResponse
-from services.gateway.serving.json_body import FailFastList
+from services.gateway.serving.generation import GenerationResponse, results_of
+from services.gateway.serving.json_body import FailFastList, Integer
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat completion may fill the model's length."""
-MAX_PROMPTS = 64
+MAX_PROMPTS = 2048
 """Prompts of one completion."""
-MAX_CHOICES = 256
+MAX_CHOICES = 2048
 """Choices of all prompts of one completion."""
 
 
 class CompletionBody(OpenAISamplingBody):
     """Body of `/v1/completions`."""
 
+    ignored = ("parallel_tool_calls",)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "max_completion_tokens": (),
+        "messages": (),
+        "top_logprobs": (0,),
+    }
+
+    echo: bool | None = None
     prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]] | None = None
-    logprobs: int | None = None
+    logprobs: Integer | None = None
 
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
     def check(self) -> None:
         super().check()
-        if self.prompt_logprobs is not None and len(self.prompts()) > 1:
-            raise InvalidRequest("prompt_logprobs", "is allowed only for one prompt")
+        if self.echo and self.logprobs is not None and self.stream:
+            raise InvalidRequest("echo", "is not allowed together with logprobs if stream is true")
         if (self.prompt is None) == (self.prompt_token_ids is None):
             raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
         if not 1 <= len(self.prompts()) <= MAX_PROMPTS:
@@ -61,18 +71,52 @@ class CompletionBody(OpenAISamplingBody):
                 return [self.prompt]  # type: ignore[list-item]
         return []
 
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        """As the base class. A prompt that is repeated with log probabilities needs those of the prompt, too."""
+        sampling = super().to_sampling_params(max_tokens)
+        if not self.echo or self.logprobs is None:
+            return sampling
+        return replace(sampling, prompt_logprobs=max(self.logprobs, self.prompt_logprobs or 0))
+
 
 async def completions(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Continue one or more prompts."""
     checked = await gateway.auth.read_body(request, CompletionBody)
     body, state = checked.body, await gateway.cluster.state()
-    job = gateway.builder.prepare(checked, state, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    limit = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    job = gateway.builder.prepare(checked, state, limit or 1)  # engines compute at least one token
     job.prompts = [{"prompt": it} if isinstance(it, str) else {"token_ids": it} for it in body.prompts()]
     logprobs = LogprobsFormatter.of(gateway, body, state)
     options = CompletionOptions.of(body)
-    if body.return_token_ids:
-        options = replace(options, prompt_token_ids=await gateway.builder.prompt_token_ids(job))
-    return gateway.generate(job, CompletionFormatter(state.model, logprobs, options))
+    echo: list[EchoedPrompt] | None = None
+    if body.return_token_ids or body.echo or body.add_special_tokens is False:
+        token_ids = await gateway.builder.prompt_token_ids(job, special=body.add_special_tokens is not False)
+        options = replace(options, prompt_token_ids=token_ids if body.return_token_ids else None)
+        if body.echo:
+            echo = await echoed_prompts(gateway, body.prompts(), token_ids)
+        if body.echo or body.add_special_tokens is False:
+            job.replace_prompts(token_ids)
+    return gateway.generate(job, CompletionFormatter(job.model_name, logprobs, options, echo, answers=limit > 0))
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A prompt that is repeated before each of its answers."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
+async def echoed_prompts(
+    gateway: GatewayContext, prompts: Sequence[str | list[int]], token_ids: Sequence[Sequence[int]]
+) -> list[EchoedPrompt]:
+    """The prompts as text, with their tokens.
+
+    Raises:
+        InvalidRequest: a token is outside the vocabulary.
+    """
+    texts = [it if isinstance(it, str) else await gateway.tokenizer.decode(it) for it in prompts]
+    return [EchoedPrompt(text, tokens) for text, tokens in zip(texts, token_ids, strict=True)]
 
 
 class CompletionFormatter(OpenAIFormatter):
@@ -82,17 +126,67 @@ class CompletionFormatter(OpenAIFormatter):
     object_names = ("text_completion", "text_completion")
     empty_choice: ClassVar[dict[str, Any]] = {"text": ""}
 
-    def __init__(self, model: str, logprobs: LogprobsFormatter, options: CompletionOptions) -> None:
+    def __init__(
+        self,
+        model: str,
+        logprobs: LogprobsFormatter,
+        options: CompletionOptions,
+        echo: Sequence[EchoedPrompt] | None = None,
+        *,
+        answers: bool = True,
+    ) -> None:
+        """As the base class.
+
+        Args:
+            model: the name in the response.
+            logprobs: writes log probabilities.
+            options: options of the response.
+            echo: the prompts, if the choices repeat them; else None.
+            answers: whether the choices have an answer. If `max_tokens` is 0, the token that was computed is left out.
+        """
         super().__init__(model, logprobs, options)
+        self._echo = echo
+        self._answers = answers
         self._chars: defaultdict[int, int] = defaultdict(int)  # of the tokens that were sent, by choice
+
+    def full_response(self, result: GenerateResult) -> dict[str, Any]:
+        shown = result if self._answers else _without_answers(result)
+        response = super().full_response(shown)
+        if self._echo is not None:
+            for choice in response["choices"]:
+                self._repeat_prompt(choice, result)
+        return response
+
+    def _repeat_prompt(self, choice: dict[str, Any], result: GenerateResult) -> None:
+        """Put the prompt before the answer of a choice, and its log probabilities before the answer's."""
+        assert self._echo is not None
+        index = choice["index"] // self._options.choices
+        prompt, scores = self._echo[index], results_of(result)[index].prompt_logprobs
+        choice["text"] = prompt.text + choice["text"]
+        if self._options.logprobs:
+            before = self._logprobs_formatter.echoed(prompt.token_ids, scores)
+            chars = sum(map(len, before["tokens"]))
+            answer = choice["logprobs"] or {name: [] for name in before}
+            answer["text_offset"] = [offset + chars for offset in answer["text_offset"]]
+            choice["logprobs"] = {name: before[name] + answer[name] for name in before}
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        if self._answers:
+            super().add_tokens(event)
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        return super().last_events(result if self._answers else _without_answers(result))
 
     def logprobs(self, logprobs: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
         offset = self._chars[choice]
         self._chars[choice] += self._logprobs_formatter.chars(logprobs)
         return self._logprobs_formatter.plain(logprobs, offset)
 
-    def with_prompt_logprobs(self, response: dict[str, Any], logprobs: list[dict[str, Any] | None]) -> dict[str, Any]:
-        return {**response, "choices": [{**choice, "prompt_logprobs": logprobs} for choice in response["choices"]]}
+    def with_prompt_logprobs(self, response: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
+        scores = [self._logprobs_formatter.prompt(each.prompt_logprobs) for each in results_of(result)]
+        each = self._options.choices
+        choices = [{**it, "prompt_logprobs": scores[it["index"] // each]} for it in response["choices"]]
+        return {**response, "choices": choices}
 
     def with_prompt_token_ids(self, response: dict[str, Any], prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         each = self._options.choices
@@ -100,14 +194,25 @@ class CompletionFormatter(OpenAIFormatter):
         return {**response, "choices": choices}
 
     def first_events(self) -> Iterator[bytes]:
-        """Events with the tokens of the prompts, if the response has token ids."""
-        prompts = self._options.prompt_token_ids
-        for index in range(0 if prompts is None else len(prompts) * self._options.choices):
-            choice = {"index": index, "text": "", "logprobs": None, "finish_reason": None, "token_ids": []}
-            yield sse_event(self.with_prompt_token_ids(self._event_object(choice), prompts or ()))
+        """Events with the prompts: their text if the choices repeat it, their tokens if the response has token ids."""
+        prompts, echo, each = self._options.prompt_token_ids, self._echo, self._options.choices
+        given: Sequence[object] = echo or prompts or ()
+        for index in range(len(given) * each):
+            text = "" if echo is None else echo[index // each].text
+            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+            if prompts is None:
+                yield sse_event(self._event_object(choice))
+            else:
+                yield sse_event(self.with_prompt_token_ids(self._event_object({**choice, "token_ids": []}), prompts))
 
     def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
         return {"text": text}
 
-    def text_event(self, text: str, choice: int) -> bytes:
-        return self._event({"text": text}, choice)
+    def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:
+        return [{"text": text}] if self._answers else []
+
+
+def _without_answers(result: GenerateResult) -> GenerateResult:
+    """The result of a request for no tokens, for which one was computed."""
+    choices = tuple(replace(it, token_ids=[], text="", finish_reason="length", logprobs=()) for it in result.choices)
+    return replace(result, choices=choices, usage=replace(result.usage, completion_tokens=0))

@@ -3,37 +3,74 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
-from pydantic import create_model
+from pydantic import Field, create_model
 
 from moonpool import world
 from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
+from moonpool.json_schema import close_objects
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import HTTP_FIELDS, SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import ResponseFormatter
-from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
-from services.gateway.serving.structured_outputs import openai_response_format
+from services.gateway.serving.json_body import (
+    Body,
+    FailFastList,
+    GenerateBody,
+    Integer,
+    SmallObject,
+    TextOr,
+    to_json_bytes,
+)
+from services.gateway.serving.known_fields import (
+    COMPLETION_IGNORED,
+    COMPLETION_REFUSED,
+    MESSAGE_IGNORED,
+    MESSAGE_REFUSED,
+    PART_IGNORED,
+)
+from services.gateway.serving.structured_outputs import (
+    FormatAndGrammar,
+    ResponseFormatBody,
+    StructuredOutputsBody,
+    only_format,
+    schema_format,
+)
 from services.gateway.serving.tool_calls import ToolSet, checked_tools, tool_definition
 
-_REFUSED_MESSAGE_FIELDS = ("function_call", "audio")
-"""Fields of a message that are refused unless null."""
+TEXT_PARTS = ("text", "refusal")
+"""Types of parts that are text of a message."""
+DROPPED_PARTS = ("thinking", "reasoning", "redacted_thinking")
+"""Types of parts of an assistant's message that are left out of the prompt, because they are no part of the answer."""
 
 
 class ContentPart(Body):
     """A part of a message's content."""
 
+    ignored: ClassVar[Collection[str]] = PART_IGNORED
+    unknown_ignored = True
+    kinds: ClassVar[Collection[str]] = (*TEXT_PARTS, *DROPPED_PARTS)
+    """Values of `type` that are accepted; others are refused when the text of the part is read."""
+
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        if self.type in DROPPED_PARTS:
+            return iter((place.removesuffix("."),))
+        return super().ignored_fields(place)
 
 
 class FunctionCallBody(Body):
     """A called function; `arguments` is a JSON object as text."""
+
+    unknown_ignored = True
 
     name: str
     arguments: str
@@ -41,6 +78,9 @@ class FunctionCallBody(Body):
 
 class ToolCallBody(Body):
     """A tool call in an assistant's message."""
+
+    ignored = ("index",)
+    unknown_ignored = True
 
     id: str
     type: Literal["function"] = "function"
@@ -54,19 +94,15 @@ class ToolCallBody(Body):
 class ChatMessageBody(Body):
     """One message of a conversation."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored = MESSAGE_IGNORED
+    refused = MESSAGE_REFUSED
+    unknown_ignored = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | FailFastList[ContentPart] | None = None
+    refusal: str | None = None
     tool_calls: FailFastList[ToolCallBody] | None = None
     tool_call_id: str | None = None
-
-    def unknown_fields(self) -> Iterator[str]:
-        return (name for name in super().unknown_fields() if name not in _REFUSED_MESSAGE_FIELDS)
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        if isinstance(self.content, list):
-            yield from ((f"content.{index}", part) for index, part in enumerate(self.content))
 
     def to_message(self, field: str) -> Message:
         """The message for the SDK. A developer's message becomes a system's.
@@ -87,9 +123,6 @@ class ChatMessageBody(Body):
         return message
 
     def _check_fields(self, field: str) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in _REFUSED_MESSAGE_FIELDS and value is not None:
-                raise InvalidRequest(f"{field}.{name}", "is not supported yet")
         if self.tool_calls and self.role != "assistant":
             raise InvalidRequest(f"{field}.tool_calls", "only an assistant's message may have tool calls")
         if bool(self.tool_call_id) != (self.role == "tool"):
@@ -97,10 +130,11 @@ class ChatMessageBody(Body):
 
     def _text(self, field: str) -> str:
         if self.content is None and self.role == "assistant":
-            return ""
+            return self.refusal or ""
         if self.content is None:
             raise InvalidRequest(f"{field}.content", "must be text")
-        return joined_text(self.content, f"{field}.content")
+        dropped = DROPPED_PARTS if self.role == "assistant" else ()
+        return joined_text(self.content, f"{field}.content", dropped=dropped)
 
 
 def sdk_tool_call(id: str, name: str, arguments: str) -> ToolCall:  # noqa: A002
@@ -108,34 +142,45 @@ def sdk_tool_call(id: str, name: str, arguments: str) -> ToolCall:  # noqa: A002
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def joined_text(content: str | list[ContentPart], field: str, types: tuple[str, ...] = ("text",)) -> str:
-    """Text of a message's content. Line breaks join the parts.
+PartT = TypeVar("PartT", bound=ContentPart)
+
+
+def joined_text(
+    content: str | list[PartT], field: str, types: Collection[str] = TEXT_PARTS, dropped: Collection[str] = ()
+) -> str:
+    """Text of a message's content. Line breaks join the parts; parts of the types `dropped` are left out.
 
     Raises:
         InvalidRequest: a part is not text; names the part below `field`.
     """
     if isinstance(content, str):
         return content
-    return "\n".join(part_text(part, f"{field}.{index}", types) for index, part in enumerate(content))
+    return "\n".join(
+        part_text(part, f"{field}.{index}", types) for index, part in enumerate(content) if part.type not in dropped
+    )
 
 
-def part_text(part: ContentPart, field: str, types: tuple[str, ...] = ("text",)) -> str:
+def part_text(part: ContentPart, field: str, types: Collection[str] = TEXT_PARTS) -> str:
     """Text of a part whose type is one of `types`.
 
     Raises:
         InvalidRequest: the part has another type; names `field`.
     """
-    if part.type not in types or part.text is None:
+    text = part.refusal if part.type == "refusal" else part.text
+    if part.type not in types or text is None:
         raise InvalidRequest(field, f"must be a text, not {part.type!r}")
-    return part.text
+    return text
 
 
 class FunctionBody(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call; `parameters` is a JSON schema. `strict` closes the objects of the schema."""
+
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     def definition(self, field: str) -> dict[str, Any]:
         """The function as chat templates take functions.
@@ -143,31 +188,115 @@ class FunctionBody(Body):
         Raises:
             InvalidRequest: the name is wrong; names `field`.
         """
-        return tool_definition(field, self.name, self.description, self.parameters)
+        return tool_definition(field, self.name, self.description, strict_parameters(self.parameters, self.strict))
+
+
+def strict_parameters(parameters: dict[str, Any] | None, strict: bool | None) -> Mapping[str, Any] | None:
+    """Parameters of a function. If the function is strict, objects have only the members that are named."""
+    return close_objects(parameters) if strict and parameters is not None else parameters
 
 
 class ToolBody(Body):
     """A tool. Only functions are supported."""
 
+    ignored = ("cache_control",)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"defer_loading": (False,)}
+
     type: Literal["function"]
     function: FunctionBody
 
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield "function", self.function
+
+class FunctionNameBody(Body):
+    """A function that `tool_choice` names."""
+
+    name: str
+
+
+class AllowedToolBody(Body):
+    """A function of `allowed_tools`: chat names the function in an object, responses beside the type."""
+
+    type: Literal["function"] = "function"
+    function: FunctionNameBody | None = None
+    name: str | None = None
+
+
+class AllowedToolsBody(Body):
+    """The functions that an answer may call, and whether the answer must call one."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: FailFastList[AllowedToolBody] | None = None
+
+
+class ToolChoiceBody(AllowedToolsBody):
+    """`tool_choice` as an object: one function, or several. The members of `allowed_tools` may stand in the object."""
+
+    type: Literal["function", "allowed_tools"]
+    function: FunctionNameBody | None = None
+    name: str | None = None
+    allowed_tools: AllowedToolsBody | None = None
+
+    def forced(self) -> str | None:
+        """The function that an answer must call; "" for any of the allowed functions, None for no obligation.
+
+        Raises:
+            InvalidRequest: the choice names no function; names `tool_choice.function.name`.
+        """
+        if self.type == "allowed_tools":
+            return "" if (self.allowed_tools or self).mode == "required" else None
+        name = self.function.name if self.function is not None else self.name
+        if not name:
+            raise InvalidRequest("tool_choice.function.name", "is missing")
+        return name
+
+    def allowed(self) -> Collection[str] | None:
+        """Names of the functions that an answer may call; None for all.
+
+        Raises:
+            InvalidRequest: a tool has no name; names `tool_choice.allowed_tools`.
+        """
+        if self.type == "function":
+            return None
+        tools = (self.allowed_tools or self).tools or []
+        names = [tool.function.name if tool.function is not None else tool.name for tool in tools]
+        if not names or not all(names):
+            raise InvalidRequest("tool_choice.allowed_tools.tools", "must name functions")
+        return frozenset(name for name in names if name)
+
+
+ToolChoice = TextOr[ToolChoiceBody]
+
+
+def chosen_tools(
+    definitions: Sequence[dict[str, Any]], choice: str | ToolChoiceBody | None, *, parallel: bool
+) -> ToolSet | None:
+    """The functions that the model may call; None without functions, or if `choice` is "none".
+
+    Raises:
+        InvalidRequest: the choice is unknown or names no function of `definitions`; names `tool_choice`.
+    """
+    if isinstance(choice, ToolChoiceBody):
+        allowed, forced = choice.allowed(), choice.forced()
+        if allowed is not None:
+            known = {it["function"]["name"] for it in definitions}
+            if not known.issuperset(allowed):
+                raise InvalidRequest("tool_choice.allowed_tools.tools", "must name functions of tools")
+            definitions = [it for it in definitions if it["function"]["name"] in allowed]
+        return checked_tools(definitions, forced, parallel=parallel)
+    if choice not in (None, "none", "auto", "required"):
+        raise InvalidRequest("tool_choice", "must be 'auto', 'none', 'required' or name a function")
+    offered = [] if choice == "none" else definitions
+    return checked_tools(offered, "" if choice == "required" else None, parallel=parallel)
 
 
 class ConversationBody(Body):
     """A body with messages for the chat template, and tools."""
 
+    unknown_ignored = True
+
     messages: FailFastList[ChatMessageBody] | None = None
     tools: FailFastList[ToolBody] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield from super().parts()
-        yield from ((f"messages.{index}", message) for index, message in enumerate(self.messages or ()))
-        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
 
     def to_messages(self) -> list[Message]:
         """The messages for the SDK.
@@ -183,29 +312,17 @@ class ConversationBody(Body):
         Raises:
             InvalidRequest: a tool is wrong or not supported; names the field.
         """
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        definitions = [tool.function.definition(f"tools.{index}.function") for index, tool in enumerate(tools)]
-        return checked_tools(definitions, forced_tool(self.tool_choice), parallel=self.parallel_tool_calls is not False)
-
-
-def forced_tool(choice: str | dict[str, Any] | None) -> str | None:
-    """The function that an answer must call; "" for any function, None for no obligation.
-
-    Raises:
-        InvalidRequest: the form is unknown; names `tool_choice`.
-    """
-    match choice:
-        case None | "none" | "auto":
-            return None
-        case "required":
-            return ""
-        case {"type": "function", "function": {"name": str() as name}} | {"type": "function", "name": str() as name}:
-            return name
-    raise InvalidRequest("tool_choice", "must be 'auto', 'none', 'required' or name a function")
+        definitions = [
+            tool.function.definition(f"tools.{index}.function") for index, tool in enumerate(self.tools or ())
+        ]
+        return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
 
 class StreamOptions(Body):
     """Options of a streamed response."""
+
+    ignored = ("include_obfuscation",)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
 
     include_usage: bool | None = None
 
@@ -217,7 +334,7 @@ else:
         "SamplingFieldsBody",
         __base__=GenerateBody,
         __module__=__name__,
-        **{name: (kind | None, None) for name, kind in HTTP_FIELDS.items()},
+        **{name: ((Integer if kind is int else kind) | None, None) for name, kind in HTTP_FIELDS.items()},
     )
     """Sampling fields that need no conversion; `moonpool.sampling_params` declares them."""
 
@@ -225,28 +342,33 @@ else:
 class OpenAISamplingBody(SamplingFieldsBody):
     """Sampling fields of `/v1/chat/completions` and `/v1/completions`."""
 
+    ignored: ClassVar[Collection[str]] = COMPLETION_IGNORED
+    refused = COMPLETION_REFUSED
+
     prompt_token_ids: FailFastList[int] | None = None
-    max_tokens: int | None = None
-    top_k: int | None = None
+    max_tokens: Integer | None = None
+    top_k: Integer | None = None
     stop: str | FailFastList[str] | None = None
     stop_token_ids: FailFastList[int] | None = None
     logit_bias: SmallObject[float] | None = None
     bad_words: FailFastList[str] | None = None
-    n: int | None = None  # these two are read here, too
-    prompt_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: FailFastList[str] | None = None
-    guided_grammar: str | None = None
+    n: Integer | None = None  # these three are read here, too
+    prompt_logprobs: Integer | None = None
+    seed: Integer | None = None
+    response_format: ResponseFormatBody | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    guided_json: TextOr[dict[str, Any]] | None = None
+    guided_regex: str | None = Field(None, min_length=1)
+    guided_choice: FailFastList[str] | None = Field(None, min_length=1)
+    guided_grammar: str | None = Field(None, min_length=1)
+    guided_whitespace_pattern: str | None = None
+    json_schema: TextOr[dict[str, Any]] | None = None
+    regex: str | None = Field(None, min_length=1)
+    ebnf: str | None = Field(None, min_length=1)
+    grammar: str | None = None
+    add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     stream_options: StreamOptions | None = None
-
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield from super().parts()
-        if self.stream_options is not None:
-            yield "stream_options", self.stream_options
 
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
@@ -264,22 +386,51 @@ class OpenAISamplingBody(SamplingFieldsBody):
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         names = (*HTTP_FIELDS, "stop", "stop_token_ids", "bad_words")
         fields: dict[str, Any] = {name: getattr(self, name) for name in names}
-        fields["response_format"], fields["grammar"] = self._response_format()
+        self._format_field, fields["response_format"], fields["grammar"] = only_format(self._formats())
         fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all
+        fields["seed"] = drawn_seed(self.seed)
         return SamplingParams(
-            max_tokens=max_tokens, logit_bias=self._logit_bias(), logprobs=self.num_logprobs(), **fields
+            max_tokens=max_tokens, logit_bias=token_biases(self.logit_bias), logprobs=self.num_logprobs(), **fields
         )
 
-    def _response_format(self) -> tuple[str, str]:
-        kinds = ("json", "regex", "choice", "grammar")
-        guided = {kind: getattr(self, f"guided_{kind}") for kind in kinds}
-        return openai_response_format(self.response_format, self.structured_outputs, guided)
+    def _formats(self) -> Iterator[tuple[str, FormatAndGrammar]]:
+        """The formats that the fields ask for, with the names of the fields."""
+        if self.response_format is not None:
+            yield "response_format", self.response_format.format_and_grammar("response_format")
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.formats("structured_outputs.")
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+            "whitespace_pattern": self.guided_whitespace_pattern,
+        }
+        yield from StructuredOutputsBody.model_validate(guided).formats("guided_")
+        if self.json_schema is not None:
+            yield "json_schema", schema_format("json_schema", self.json_schema)
+        if self.regex is not None:
+            yield "regex", ("regex", self.regex)
+        for name, grammar in (("ebnf", self.ebnf), ("grammar", self.grammar)):
+            if grammar:
+                yield name, ("lark", grammar)
 
-    def _logit_bias(self) -> dict[int, float]:
-        try:
-            return {int(token): bias for token, bias in (self.logit_bias or {}).items()}
-        except ValueError:
-            raise InvalidRequest("logit_bias", "the names of the members must be token ids") from None
+
+def drawn_seed(seed: int | None) -> int | None:
+    """The seed of a request. llama.cpp's -1 stands for a seed that the server draws."""
+    return None if seed == -1 else seed
+
+
+def token_biases(given: Mapping[str, float] | None) -> dict[int, float]:
+    """`logit_bias` for the SDK, whose names are token ids.
+
+    Raises:
+        InvalidRequest: a name is no number.
+    """
+    try:
+        return {int(token): bias for token, bias in (given or {}).items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias", "the names of the members must be token ids") from None
 
 
 MIN_LOGPROB = -9999.0
@@ -330,6 +481,16 @@ class LogprobsFormatter:
                 {self._text(token): _finite_logprob(value) for token, value in _top_logprobs(it)} for it in logprobs
             ],
             "text_offset": offsets,
+        }
+
+    def echoed(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> dict[str, Any]:
+        """`logprobs` of a prompt that a completion repeats. The first token has none."""
+        scored = self.plain([it for it in logprobs[1:] if it is not None], len(first := self._text(token_ids[0])))
+        return {
+            "tokens": [first, *scored["tokens"]],
+            "token_logprobs": [None, *scored["token_logprobs"]],
+            "top_logprobs": [None, *scored["top_logprobs"]],
+            "text_offset": [0, *scored["text_offset"]],
         }
 
     def chars(self, logprobs: Sequence[TokenLogprobs]) -> int:
@@ -394,18 +555,28 @@ class CompletionOptions:
         stream: send the answer as server-sent events.
         include_usage: end the stream with an event that has the usage.
         choices: choices for each prompt (`n`).
+        logprobs: the response has log probabilities of the answers.
+        prompt_logprobs: the response has log probabilities of the prompts in vLLM's form.
         prompt_token_ids: tokens of each prompt, if the response has token ids; else None.
     """
 
     stream: bool
     include_usage: bool
     choices: int
+    logprobs: bool = False
+    prompt_logprobs: bool = False
     prompt_token_ids: Sequence[Sequence[int]] | None = None
 
     @classmethod
     def of(cls, body: OpenAISamplingBody) -> CompletionOptions:
         """The options of a body, without token ids."""
-        return cls(bool(body.stream), body.include_usage(), body.n or 1)
+        return cls(
+            stream=bool(body.stream),
+            include_usage=body.include_usage(),
+            choices=body.n or 1,
+            logprobs=body.num_logprobs() is not None,
+            prompt_logprobs=body.prompt_logprobs is not None,
+        )
 
 
 class OpenAIFormatter(ResponseFormatter):
@@ -428,6 +599,7 @@ class OpenAIFormatter(ResponseFormatter):
         self._object_name = self.object_names[options.stream]
         self._head: dict[str, Any] = {}
         self._around = b"", b""  # what every event has before and after its choice
+        self._last_texts: dict[int, str] = {}  # texts that come with the reasons why the choices ended, by choice
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         self._head = {
@@ -451,9 +623,11 @@ class OpenAIFormatter(ResponseFormatter):
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
-            held_back = self.held_back_events(index)
+            text = self._last_texts.pop(index, "")
+            fields = [*(self.text_fields(text, index) if text else ()), *self.held_back_fields(index)]
+            *others, last = fields or [self.empty_choice]
             reason = self.finish_reason(choice.finish_reason, index)
-            yield held_back + self._event(self.empty_choice, index, reason)
+            yield b"".join(self._event(each, index) for each in others) + self._event(last, index, reason)
         if self._options.include_usage:
             yield sse_event({**self._head, "choices": [], "usage": usage_object(result.usage)})
         yield SSE_DONE
@@ -472,8 +646,8 @@ class OpenAIFormatter(ResponseFormatter):
         response = {**self._head, "choices": choices, "usage": usage_object(result.usage)}
         if self._options.prompt_token_ids is not None:
             response = self.with_prompt_token_ids(response, self._options.prompt_token_ids)
-        if result.prompt_logprobs:
-            response = self.with_prompt_logprobs(response, self._logprobs_formatter.prompt(result.prompt_logprobs))
+        if self._options.prompt_logprobs and result.prompt_logprobs:
+            response = self.with_prompt_logprobs(response, result)
         return response
 
     def add_tokens(self, event: TokenEvent) -> None:
@@ -497,7 +671,7 @@ class OpenAIFormatter(ResponseFormatter):
         """`logprobs` of the next tokens of a choice."""
         raise NotImplementedError
 
-    def with_prompt_logprobs(self, response: dict[str, Any], logprobs: list[dict[str, Any] | None]) -> dict[str, Any]:
+    def with_prompt_logprobs(self, response: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
         """A full response, with the log probabilities of the prompt where vLLM has them."""
         raise NotImplementedError
 
@@ -505,9 +679,20 @@ class OpenAIFormatter(ResponseFormatter):
         """The fields of a choice in a full response that have the text."""
         raise NotImplementedError
 
-    def held_back_events(self, choice: int) -> bytes:
-        """Events with the text that was held back until the choice ended."""
+    def text_event(self, text: str, choice: int) -> bytes:
+        return b"".join(self._event(fields, choice) for fields in self.text_fields(text, choice))
+
+    def last_text_event(self, text: str, choice: int) -> bytes:
+        self._last_texts[choice] = text
         return b""
+
+    def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:
+        """The fields of a choice in the events that have the next text, one for each event."""
+        raise NotImplementedError
+
+    def held_back_fields(self, choice: int) -> list[dict[str, Any]]:
+        """The same for the text that was held back until the choice ended."""
+        return []
 
     def finish_reason(self, reason: str, choice: int) -> str:
         """`finish_reason` in the response."""

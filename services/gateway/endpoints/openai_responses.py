@@ -18,39 +18,63 @@ from services.gateway.endpoints.openai_protocol import (
     ContentPart,
     FunctionBody,
     LogprobsFormatter,
-    forced_tool,
+    StreamOptions,
+    ToolChoice,
+    chosen_tools,
+    drawn_seed,
     joined_text,
     sdk_tool_call,
+    token_biases,
 )
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
-from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, SmallObject, to_json_bytes
-from services.gateway.serving.structured_outputs import responses_text_format
+from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, SmallObject, to_json_bytes
+from services.gateway.serving.known_fields import ITEM_IGNORED, RESPONSES_IGNORED, RESPONSES_REFUSED
+from services.gateway.serving.structured_outputs import (
+    FormatAndGrammar,
+    StructuredOutputsBody,
+    TextFormatBody,
+    only_format,
+)
 from services.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,
     AnswerParser,
     AnswerPart,
     AnswerToolCall,
     ToolSet,
-    checked_tools,
 )
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
-"""The one value of `include` that is supported."""
-_TEXT_PARTS = ("input_text", "output_text", "text")
+"""The one value of `include` that is honoured."""
+_INCLUDE_IGNORED = (
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
+"""Values of `include` that ask for parts of an answer that no answer has here."""
+_TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
 class ResponsesContentPart(ContentPart):
     """A part of an item. A part of an earlier answer has further fields, which are ignored."""
+
+    kinds = _TEXT_PARTS
 
     annotations: FailFastList[Any] | None = None
     logprobs: FailFastList[Any] | None = None
 
 
 class ResponsesItem(Body):
-    """A message, a tool call, or the result of a tool call."""
+    """A message, a tool call, the result of a tool call, or an earlier answer's reasoning, which is left out."""
 
-    type: Literal["message", "function_call", "function_call_output"] = "message"
+    ignored = ITEM_IGNORED
+    unknown_ignored = True
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -60,10 +84,8 @@ class ResponsesItem(Body):
     arguments: str | None = None
     output: str | FailFastList[ResponsesContentPart] | None = None
 
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        for name, content in (("content", self.content), ("output", self.output)):
-            if isinstance(content, list):
-                yield from ((f"{name}.{index}", part) for index, part in enumerate(content))
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        return iter((place.removesuffix("."),)) if self.type == "reasoning" else super().ignored_fields(place)
 
     def add_to(self, messages: list[Message], field: str) -> None:
         """Add the item to the messages for the SDK. A tool call joins the assistant's message before it.
@@ -71,6 +93,8 @@ class ResponsesItem(Body):
         Raises:
             InvalidRequest: a field is missing or is not text; names the field.
         """
+        if self.type == "reasoning":
+            return
         if self.type == "message":
             role = "system" if self.role == "developer" else self._required("role", field)
             messages.append({"role": role, "content": self._text("content", field)})
@@ -92,7 +116,7 @@ class ResponsesItem(Body):
         return value
 
     def _text(self, name: str, field: str) -> str:
-        content: str | list[ContentPart] | None = getattr(self, name)
+        content: str | list[ResponsesContentPart] | None = getattr(self, name)
         if content is None:
             raise InvalidRequest(f"{field}.{name}", "is missing")
         return joined_text(content, f"{field}.{name}", _TEXT_PARTS)
@@ -101,56 +125,55 @@ class ResponsesItem(Body):
 class ResponsesTool(FunctionBody):
     """A function that the model may call."""
 
+    ignored = ("cache_control", "output_schema")
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "async": (False,)}
+
     type: Literal["function"]
 
 
 class ResponsesText(Body):
     """Options of the answer's text."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    ignored = ("verbosity",)
 
-    format: dict[str, Any] | None = None
+    format: TextFormatBody | None = None
 
 
 class ResponsesBody(GenerateBody):
     """Body of `/v1/responses`."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "background": (None, False),
-        "context_management": (None, []),
-        "conversation": (None,),
-        "max_tool_calls": (None,),
-        "previous_response_id": (None,),
-        "prompt": (None,),
-        "reasoning": (None, {}),
-        "store": (None, False),
-        "truncation": (None, "disabled"),
-    }
+    ignored = RESPONSES_IGNORED
+    refused = RESPONSES_REFUSED
 
     input: str | FailFastList[ResponsesItem]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
+    top_k: Integer | None = None
+    repetition_penalty: float | None = None
+    seed: Integer | None = None
+    stop: str | FailFastList[str] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: SmallObject[float] | None = None
+    structured_outputs: StructuredOutputsBody | None = None
     metadata: SmallObject[str] | None = None
     text: ResponsesText | None = None
     include: FailFastList[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Integer | None = None
     tools: FailFastList[ResponsesTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    stream_options: StreamOptions | None = None
 
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        yield from super().parts()
-        if self.text is not None:
-            yield "text", self.text
-        if isinstance(self.input, list):
-            yield from ((f"input.{index}", item) for index, item in enumerate(self.input))
-        yield from ((f"tools.{index}", tool) for index, tool in enumerate(self.tools or ()))
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        yield from super().ignored_fields(place)
+        yield from (f"include.{index}" for index, value in enumerate(self.include or ()) if value in _INCLUDE_IGNORED)
 
     def check(self) -> None:
         for index, value in enumerate(self.include or ()):
-            if value != INCLUDE_LOGPROBS:
+            if value not in (INCLUDE_LOGPROBS, *_INCLUDE_IGNORED):
                 raise InvalidRequest(f"include.{index}", f"only {INCLUDE_LOGPROBS} is supported")
         if self.num_logprobs() is not None and self.tools:
             raise InvalidRequest("tools", "are not allowed together with log probabilities")
@@ -172,17 +195,28 @@ class ResponsesBody(GenerateBody):
         return messages
 
     def tool_set(self) -> ToolSet | None:
-        tools = [] if self.tool_choice == "none" else self.tools or []
-        definitions = [tool.definition(f"tools.{index}") for index, tool in enumerate(tools)]
-        return checked_tools(definitions, forced_tool(self.tool_choice), parallel=self.parallel_tool_calls is not False)
+        definitions = [tool.definition(f"tools.{index}") for index, tool in enumerate(self.tools or ())]
+        return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        fields: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
-        fields["response_format"], fields["grammar"] = responses_text_format(self._text_format())
-        return SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs(), **fields)
+        names = ("temperature", "top_p", "repetition_penalty", "stop", "ignore_eos", "skip_special_tokens")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in names}
+        fields["top_k"] = 0 if self.top_k == -1 else self.top_k  # vLLM's -1 = all
+        fields["seed"] = drawn_seed(self.seed)
+        self._format_field, fields["response_format"], fields["grammar"] = only_format(self._formats())
+        return SamplingParams(
+            max_tokens=max_tokens, logit_bias=token_biases(self.logit_bias), logprobs=self.num_logprobs(), **fields
+        )
 
-    def _text_format(self) -> dict[str, Any]:
-        return (self.text.format if self.text is not None else None) or {"type": "text"}
+    def _formats(self) -> Iterator[tuple[str, FormatAndGrammar]]:
+        """The formats that the fields ask for, with the names of the fields."""
+        if (text := self._text_format()) is not None:
+            yield "text.format", text.format_and_grammar("text.format")
+        if self.structured_outputs is not None:
+            yield from self.structured_outputs.formats("structured_outputs.")
+
+    def _text_format(self) -> TextFormatBody | None:
+        return self.text.format if self.text is not None else None
 
     def echoed_fields(self) -> dict[str, Any]:
         """Fields of the request that the response repeats."""
@@ -193,19 +227,24 @@ class ResponsesBody(GenerateBody):
             "top_p": self.top_p,
             "metadata": self.metadata or {},
             "tools": [
-                {"strict": False, **tool.model_dump(include={"type", "name", "description", "parameters"})}
+                {**tool.model_dump(include={"type", "name", "description", "parameters"}), "strict": bool(tool.strict)}
                 for tool in self.tools or ()
             ],
-            "tool_choice": self.tool_choice or "auto",
+            "tool_choice": _dumped(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": None, "summary": None},
             "store": False,
-            "text": {"format": self._text_format()},
+            "text": {"format": _dumped(self._text_format()) or {"type": "text"}},
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
             "background": False,
         }
+
+
+def _dumped(value: Body | str | None) -> Any:
+    """The value as the client sent it, for the response to repeat."""
+    return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Body) else value
 
 
 async def responses(gateway: GatewayContext, request: Request) -> GenerationResponse:
@@ -217,7 +256,7 @@ async def responses(gateway: GatewayContext, request: Request) -> GenerationResp
     job.prompts = [{"messages": body.to_messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
     logprobs = LogprobsFormatter.of(gateway, body, state)
-    return gateway.generate(job, ResponsesFormatter(state.model, parser, body.echoed_fields(), logprobs))
+    return gateway.generate(job, ResponsesFormatter(job.model_name, parser, body.echoed_fields(), logprobs))
 
 
 class ResponsesFormatter(ResponseFormatter):

@@ -1,8 +1,9 @@
-"""Endpoints of the server itself: `/health` and `/metrics`."""
+"""Endpoints of the server itself: `/health`, `/ping`, `/version`, `/load` and `/metrics`."""
 
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version as package_version
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,7 +19,17 @@ async def health(gateway: GatewayContext, request: Request) -> Response:
     state = await gateway.cluster.state()
     if not state.ready:
         raise Unavailable("no prefill or no decode instance is there")
-    return json_response({"status": "ok", "model": state.model})
+    return json_response({"status": "ok", "model": gateway.shown_name(state)})
+
+
+async def version(gateway: GatewayContext, request: Request) -> Response:
+    """The version of Moonpool."""
+    return json_response({"version": package_version("moonpool")})
+
+
+async def load(gateway: GatewayContext, request: Request) -> Response:
+    """Number of requests that this gateway is answering."""
+    return json_response({"server_load": gateway.metrics.open_requests})
 
 
 async def metrics(gateway: GatewayContext, request: Request) -> Response:

@@ -1,6 +1,9 @@
-"""vLLM's `/tokenize` and `/detokenize`."""
+"""vLLM's `/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +16,14 @@ from services.gateway.serving.json_body import Body, FailFastList, json_response
 
 class TokenizeBody(ConversationBody):
     """`/tokenize`: a prompt, or messages for the chat template."""
+
+    ignored = ("return_token_offsets",)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "chat_template_kwargs": ({},),
+        "continue_final_message": (False,),
+        "mm_processor_kwargs": ({},),
+    }
 
     model: str | None = None
     prompt: str | None = None
@@ -27,6 +38,8 @@ class TokenizeBody(ConversationBody):
 
 class DetokenizeBody(Body):
     """`/detokenize`."""
+
+    unknown_ignored = True
 
     model: str | None = None
     tokens: FailFastList[int]
@@ -59,3 +72,9 @@ async def detokenize(gateway: GatewayContext, request: Request) -> Response:
     await gateway.max_model_len()
     prompt = await gateway.tokenizer.decode(checked.body.tokens)
     return json_response({"prompt": prompt}, checked.warning_headers)
+
+
+async def tokenizer_info(gateway: GatewayContext, request: Request) -> Response:
+    """What evaluation harnesses read of the tokenizer, to make prompts themselves."""
+    gateway.auth.tenant(request)
+    return json_response({**gateway.tokenizer.info(), "model_max_length": await gateway.max_model_len()})

@@ -14,9 +14,11 @@ from typing import Generic, TypeVar
 
 from starlette.requests import Request
 
+from moonpool import world
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import PermissionDenied
 from moonpool.rpc.auth import ApiKeys, BudgetOwner
+from services.gateway.serving.envelope import request_id_of
 from services.gateway.serving.errors import BudgetSpentError
 from services.gateway.serving.json_body import Body, BodyT, read_body
 
@@ -111,9 +113,11 @@ class Budgets:
         return bucket
 
 
+MAX_REMEMBERED_IDS = 4096
+"""Ids that clients gave their requests, by which a request can be asked for."""
 MAX_WARNED_FIELDS = 16
-"""Unknown fields that the warning header names."""
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Ignored fields that the warning header names."""
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +140,16 @@ class CheckedRequest(Generic[CheckedBodyT]):
         body: the body, checked.
         warning_headers: response headers that name ignored fields of the body.
         traceparent: W3C trace context of the client; "" for none.
+        request_id: unique id of the request.
+        client_id: the client's own id of the request, with which `request_id` begins; "" for none.
     """
 
     caller: AuthenticatedCaller
     body: CheckedBodyT
     warning_headers: dict[str, str]
     traceparent: str
+    request_id: str
+    client_id: str
 
 
 class Authenticator:
@@ -169,6 +177,7 @@ class Authenticator:
         self._operator_tenants = operator_tenants
         self._max_body_bytes = max_body_bytes
         self._read_timeout_s = read_timeout_s
+        self._request_ids: dict[tuple[str, str], str] = {}  # by tenant and the client's own id, the oldest first
 
     def tenant(self, request: Request) -> str:
         """Tenant of a request that uses no budget.
@@ -221,7 +230,27 @@ class Authenticator:
         body = await read_body(request, cls, self._max_body_bytes, self._read_timeout_s)
         body.check()
         given = request.headers.get(TRACEPARENT, "")
-        return CheckedRequest(caller, body, _unknown_fields_warning(body), given if is_traceparent(given) else "")
+        name, own = request_id_of(request.scope)
+        # Clients and proxies may send an id again while the first request runs.
+        request_id = f"{name}-{world.random_hex(4)}" if own else name
+        if own:
+            self._remember_id(caller.tenant, name, request_id)
+        trace = given if is_traceparent(given) else ""
+        return CheckedRequest(caller, body, _ignored_fields_warning(body), trace, request_id, name if own else "")
+
+    def _remember_id(self, tenant: str, client_id: str, request_id: str) -> None:
+        self._request_ids.pop((tenant, client_id), None)
+        self._request_ids[tenant, client_id] = request_id
+        if len(self._request_ids) > MAX_REMEMBERED_IDS:
+            del self._request_ids[next(iter(self._request_ids))]
+
+    def full_request_id(self, request: Request, name: str) -> str:
+        """The id of the caller's last request with its own `x-request-id` `name`; `name` if there is none.
+
+        Raises:
+            Unauthenticated: the API key is missing or unknown.
+        """
+        return self._request_ids.get((self.tenant(request), name), name)
 
     def _admit(self, keys: ApiKeys, key: str) -> AuthenticatedCaller:
         return AuthenticatedCaller(keys.tenant(key), self._budgets.admit(keys.owners(key)))
@@ -233,9 +262,9 @@ def _api_key(request: Request) -> str:
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
 
 
-def _unknown_fields_warning(body: Body) -> dict[str, str]:
-    """A warning header with the names of unknown fields. A name with other than plain characters becomes "?"."""
-    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.unknown_fields()))
+def _ignored_fields_warning(body: Body) -> dict[str, str]:
+    """A warning header with the names of ignored fields. A name with other than plain characters becomes "?"."""
+    names = list(dict.fromkeys(name if _PLAIN_NAME.fullmatch(name) else "?" for name in body.ignored_fields()))
     if not names:
         return {}
     listed = ", ".join(names[:MAX_WARNED_FIELDS]) + (", ..." if len(names) > MAX_WARNED_FIELDS else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -38,6 +38,20 @@ from services.gateway.serving.tool_calls import AnswerParser, ToolSet
 
 MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
+MAX_RUNNING_PROMPTS = 64
+"""Prompts of one HTTP request that run at the same time; further prompts wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult(GenerateResult):
+    """The answers to several prompts as one result: choices and usage of all, and the result of each prompt."""
+
+    results: tuple[GenerateResult, ...] = ()
+
+
+def results_of(result: GenerateResult) -> Sequence[GenerateResult]:
+    """The result of each prompt."""
+    return result.results if isinstance(result, BatchResult) else (result,)
 
 
 class MergedStream:
@@ -51,6 +65,7 @@ class MergedStream:
         self._choices_each = choices_each
         self._events: asyncio.Queue[TokenEvent | Exception | None] = asyncio.Queue(MAX_QUEUED_EVENTS)
         self._tasks: list[asyncio.Task[None]] = []
+        self._places = asyncio.Semaphore(MAX_RUNNING_PROMPTS)
         self.result: GenerateResult | None = None
         """The result with the choices of all streams, after the iteration. Its timing is the first stream's."""
 
@@ -102,7 +117,7 @@ class MergedStream:
     async def _forward(self, index: int, stream: AsyncTokenStream) -> None:
         first = index * self._choices_each
         try:
-            async with stream:
+            async with self._places, stream:
                 async for event in stream:
                     await self._events.put(replace(event, choice=first + event.choice))
             await self._events.put(None)
@@ -110,7 +125,7 @@ class MergedStream:
             await self._events.put(error)
 
 
-def _merged_result(results: Sequence[GenerateResult]) -> GenerateResult:
+def _merged_result(results: Sequence[GenerateResult]) -> BatchResult:
     """One result with the choices and the usage of all."""
     usages = [result.usage for result in results]
     total = Usage(
@@ -118,8 +133,9 @@ def _merged_result(results: Sequence[GenerateResult]) -> GenerateResult:
         sum(usage.cached_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
     )
-    choices = tuple(choice for result in results for choice in result.choices)
-    return replace(results[0], usage=total, choices=choices)
+    first = {each.name: getattr(results[0], each.name) for each in fields(GenerateResult)}
+    first |= {"usage": total, "choices": tuple(choice for result in results for choice in result.choices)}
+    return BatchResult(**first, results=tuple(results))
 
 
 T = TypeVar("T")
@@ -138,38 +154,80 @@ class GenerationJob:
     """One HTTP request that generates: the arguments of the SDK, and what the response needs beside the answer.
 
     Attributes:
-        state: the cluster when the request arrived; `state.model` is the model in the response.
+        state: the cluster when the request arrived.
+        model_name: name of the model in the response and in metrics.
         arguments: arguments of `AsyncClient.stream` that all prompts share.
         stream: send the answer as server-sent events.
         budget: where the tokens are charged.
         headers: headers of the response.
         traceparent: W3C trace context of the client; "" for none.
+        request_id: id of the first prompt's request; further prompts have a number behind the id.
+        client_id: the client's own `x-request-id`, which the response has; "" for none.
         prompts: arguments that name one prompt each. Several prompts run at the same time, each with `n` choices.
         result_headers: further headers of a response that is not streamed.
+        format_field: field of the body that says what the answer looks like; errors name the field.
     """
 
     state: ClusterState
+    model_name: str
     arguments: GenerateArguments
     stream: bool
     budget: BudgetCharge
     headers: dict[str, str]
     traceparent: str
+    request_id: str = ""
+    client_id: str = ""
     prompts: Sequence[GenerateArguments] = ()
     result_headers: ResultHeaders = lambda result: {}
+    format_field: str = ""
 
     @property
     def sampling(self) -> SamplingParams:
         """Sampling parameters of all prompts."""
         return self.arguments.get("sampling") or SamplingParams()
 
+    def request_id_of(self, index: int) -> str:
+        """Id of the request of a prompt."""
+        return f"{self.request_id}-{index}" if index and self.request_id else self.request_id
+
+    def named_error(self, error: MoonpoolError) -> MoonpoolError:
+        """An error of the conductor under the name that the field has in the body."""
+        if isinstance(error, InvalidRequest) and error.field == "sampling.grammar" and self.format_field:
+            return InvalidRequest(self.format_field, error.message)
+        return error
+
+    def replace_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:
+        """Give the prompts as tokens, in place of texts or messages."""
+        self.prompts = [{"token_ids": tokens} for tokens in token_ids]
+        self.arguments.pop("tools", None)
+
 
 class RequestBuilder:
     """Builds generation jobs: the steps between body and SDK that every API shares."""
 
-    def __init__(self, timeout_s: float, tokenizer: GatewayTokenizer) -> None:
-        """`timeout_s` is the time limit of each request."""
+    def __init__(self, timeout_s: float, tokenizer: GatewayTokenizer, served_names: Sequence[str] = ()) -> None:
+        """Build jobs.
+
+        Args:
+            timeout_s: time limit of each request.
+            tokenizer: tokenizer and chat template of the served model.
+            served_names: names under which clients know the model; none = the checkpoint's name.
+        """
         self._timeout_s = timeout_s
         self._tokenizer = tokenizer
+        self._served_names = served_names
+
+    def _checkpoint_name(self, given: str) -> str:
+        """The model that the conductor knows, from the name that a client gives; "" for whatever is served.
+
+        Raises:
+            InvalidRequest: clients know the model under other names; names `model`.
+        """
+        if not self._served_names or not given:
+            return given
+        if given not in self._served_names:
+            raise InvalidRequest("model", f"only {', '.join(map(repr, self._served_names))} is served, not {given!r}")
+        return ""
 
     def prepare(self, checked: CheckedRequest[GenerateBody], state: ClusterState, max_tokens: int) -> GenerationJob:
         """A job without prompts, from the fields that every body has.
@@ -183,12 +241,23 @@ class RequestBuilder:
             "slo": body.to_slo(),
             "priority": body.priority or 0,
             "tenant": checked.caller.tenant,
-            "model": body.model or "",
+            "model": self._checkpoint_name(body.model or ""),
             "cache_salt": body.cache_salt or "",
             "timeout_s": self._timeout_s,
         }
         headers = dict(checked.warning_headers)
-        return GenerationJob(state, arguments, bool(body.stream), checked.caller.budget, headers, checked.traceparent)
+        return GenerationJob(
+            state,
+            self._served_names[0] if self._served_names else state.model,
+            arguments,
+            bool(body.stream),
+            checked.caller.budget,
+            headers,
+            checked.traceparent,
+            request_id=checked.request_id,
+            client_id=checked.client_id,
+            format_field=body.format_field,
+        )
 
     def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
         """Let the model call `tools`. Returns the parser that finds the calls in the answers.
@@ -209,29 +278,33 @@ class RequestBuilder:
                 raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
             schema = to_json_bytes(offered.schema()).decode()
             job.arguments["sampling"] = replace(job.sampling, response_format="json_schema", grammar=schema)
+            job.format_field = "tools"
             return AnswerParser(offered, "")
         # Some models mark calls with special tokens.
         job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
         return AnswerParser(offered, self._tokenizer.tool_call_format(job.state.model))
 
-    async def prompt_token_ids(self, job: GenerationJob) -> list[Sequence[int]]:
-        """Tokens of each prompt, as the conductor computes them.
+    async def prompt_token_ids(self, job: GenerationJob, *, special: bool) -> list[Sequence[int]]:
+        """Tokens of each prompt.
+
+        `special`: with the tokenizer's special tokens. The conductor adds special tokens to a text and adds none to
+        messages, because the chat template writes them.
 
         Raises:
             Mismatch: the cluster serves another model than the gateway's tokenizer is for.
             InvalidRequest: a prompt is too long, or the chat template refuses the messages.
         """
-        return [await self._encode(job.arguments | prompt, job.state) for prompt in job.prompts]
+        return [await self._encode(job.arguments | prompt, job.state, special=special) for prompt in job.prompts]
 
-    async def _encode(self, arguments: GenerateArguments, state: ClusterState) -> Sequence[int]:
+    async def _encode(self, arguments: GenerateArguments, state: ClusterState, *, special: bool) -> Sequence[int]:
         if (token_ids := arguments.get("token_ids")) is not None:
             return token_ids
         self._tokenizer.check_model(state.model)
         if (prompt := arguments.get("prompt")) is not None:
-            return await self._tokenizer.encode(prompt, state.max_tokens, special=True)
+            return await self._tokenizer.encode(prompt, state.max_tokens, special=special)
         messages, tools = arguments.get("messages") or (), arguments.get("tools") or ()
         return await self._tokenizer.encode_chat(
-            messages, tools, state.max_tokens, special=False, add_generation_prompt=True
+            messages, tools, state.max_tokens, special=special, add_generation_prompt=True
         )
 
 
@@ -257,6 +330,10 @@ class ResponseFormatter(Protocol):
     def text_event(self, text: str, choice: int) -> bytes:
         """Server-sent events for the next text of a choice."""
         ...
+
+    def last_text_event(self, text: str, choice: int) -> bytes:
+        """As `text_event`, for the text of the last token that the choice may have. `last_events` follows at once."""
+        return self.text_event(text, choice)
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         """Server-sent events after the last text."""
@@ -347,12 +424,12 @@ class GenerationResponse:
 
     async def _respond(self, reply: AsgiReply) -> None:
         traceparent.set(self._job.traceparent)  # in the context of this task only
-        with self._metrics.request(self._job.state.model) as request_metrics:
+        with self._metrics.request(self._job.model_name) as request_metrics:
             try:
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
                 request_metrics.failed()
-                await self._fail(reply, error_response(error))
+                await self._fail(reply, error_response(self._job.named_error(error)))
 
     async def _fail(self, reply: AsgiReply, error: ErrorResponse) -> None:
         self._metrics.refused(error.status, error.code or "")
@@ -386,13 +463,14 @@ class GenerationResponse:
                 request_metrics.tokens()
                 formatter.add_tokens(event)
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
+                first = b""
                 if not started:
                     started = True
                     self._start(reply, tokens)
                     first = b"".join(formatter.first_events())
-                    yield first + (formatter.text_event(event.text, event.choice) if event.text else b"")
-                elif event.text:
-                    yield formatter.text_event(event.text, event.choice)
+                write = formatter.last_text_event if self._is_last(event, tokens) else formatter.text_event
+                if content := first + (write(event.text, event.choice) if event.text else b""):
+                    yield content
         result = _completed_result(tokens)
         request_metrics.finished(result)
         if not started:
@@ -400,18 +478,28 @@ class GenerationResponse:
             yield b"".join(formatter.first_events())
         yield b"".join(formatter.last_events(result))
 
+    def _is_last(self, event: TokenEvent, tokens: AsyncTokenStream | MergedStream) -> bool:
+        """Whether an event has the last token that the only answer may have, so that the end follows at once."""
+        if isinstance(tokens, MergedStream) or self._job.sampling.width > 1:
+            return False
+        limit = min(self._job.sampling.max_tokens, self._job.state.max_tokens - tokens.prompt_tokens)
+        return event.position + len(event.token_ids) >= limit
+
     def _token_stream(self) -> AsyncTokenStream | MergedStream:
         def placed() -> None:
             """Charge the prompt as soon as it is placed, whether it succeeds or not."""
             self._job.budget.charge(tokens.prompt_tokens, 0)
 
         job = self._job
-        streams = [self._client.stream(on_placed=placed, **(job.arguments | prompt)) for prompt in job.prompts]
+        streams = [
+            self._client.stream(on_placed=placed, **(job.arguments | prompt | {"request_id": job.request_id_of(index)}))
+            for index, prompt in enumerate(job.prompts)
+        ]
         tokens = streams[0] if len(streams) == 1 else MergedStream(streams, job.sampling.n)
         return tokens
 
     def _start(self, reply: AsgiReply, tokens: AsyncTokenStream | MergedStream) -> None:
-        reply.headers["x-request-id"] = tokens.request_id
+        reply.headers["x-request-id"] = self._job.client_id or tokens.request_id
         placement = tokens.placement
         self._formatter.start(tokens.request_id, emulated=placement is not None and placement.emulated)
 

@@ -1,17 +1,30 @@
 """JSON bodies of requests and responses: size limits, reading, validation and writing.
 
-Bodies are pydantic models with strict types. Unknown fields are ignored and named in a response header. A field that
-changes the answer and is not implemented is refused by name (`UNSUPPORTED`), unless its value asks for the default.
+Bodies are pydantic models with strict types. Every known field is honoured, ignored or refused (`FieldContract`). The
+response names ignored fields in a header. An unknown field is ignored in a body and in a conversation, and refused in
+every other object.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    Tag,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -72,31 +85,6 @@ def check_json_parts(raw: bytes) -> None:
             raise InvalidRequest("", f"a body has at most {most} {what}")
 
 
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "use_beam_search": (None, False),
-    "length_penalty": (None, 1, 1.0),
-    "allowed_token_ids": (None,),
-    "truncate_prompt_tokens": (None,),
-    "include_stop_str_in_output": (None, False),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "documents": (None, []),
-    "return_tokens_as_token_ids": (None, False),
-}
-"""Fields of OpenAI and vLLM that are not implemented, each with the values that ask for the default."""
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound="Body")
 
@@ -122,31 +110,104 @@ SmallObject = Annotated[dict[str, T], BeforeValidator(_check_small)]
 """An object of at most `MAX_LOGIT_BIASES` members."""
 
 
-class Body(BaseModel):
-    """A JSON body, or an object within a body."""
+def _whole_number(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = UNSUPPORTED
-    """Fields that are refused, each with the values that are accepted because they ask for the default."""
+
+Integer = Annotated[int, BeforeValidator(_whole_number)]
+"""An integer, which JSON may also write as 2.0."""
+_TEXT, _OBJECT = "str", "[object]"
+TextOr = Annotated[
+    Annotated[str, Tag(_TEXT)] | Annotated[T, Tag(_OBJECT)],
+    Discriminator(lambda value: _TEXT if isinstance(value, str) else _OBJECT),
+]
+"""A text, or an object of a type."""
+
+
+@dataclass(frozen=True, slots=True)
+class FieldContract:
+    """What happens to the fields of an object of a body.
+
+    Attributes:
+        honoured: fields that count.
+        ignored: known fields that do not change the answer; the response warns of them.
+        refused: known fields that are not built, each with the values that are accepted because they ask for what
+            happens anyway. Null is always accepted.
+        unknown_ignored: unknown fields are ignored with the warning; else they are refused.
+    """
+
+    honoured: frozenset[str]
+    ignored: frozenset[str]
+    refused: Mapping[str, tuple[Any, ...]]
+    unknown_ignored: bool
+
+    def check(self, place: str, name: str, value: object) -> None:
+        """Check a field that is not honoured. `place` is the name of the object with a dot at its end.
+
+        Raises:
+            InvalidRequest: the field is refused; names the field with its place.
+        """
+        if name in self.refused:
+            accepted = any(_same(value, each) for each in self.refused[name])
+            if not accepted:
+                raise InvalidRequest(place + name, "is not supported yet")
+        elif name not in self.ignored and not self.unknown_ignored:
+            known = ", ".join(sorted(self.honoured))
+            raise InvalidRequest(place + name, f"is not known here; known are {known}")
+
+
+def _same(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+class Body(BaseModel):
+    """A JSON body, or an object within a body. Its attributes are the honoured fields."""
+
+    ignored: ClassVar[Collection[str]] = ()
+    """Known fields that do not change the answer. Those of the base classes count, too."""
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Known fields that are refused, as in `FieldContract.refused`. Those of the base classes count, too."""
+    unknown_ignored: ClassVar[bool] = False
+    """Whether unknown fields are ignored, not refused."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    def unknown_fields(self) -> Iterator[str]:
-        """Names of the fields that are ignored, here and in the parts. A null field counts as absent.
+    @classmethod
+    @cache
+    def contract(cls) -> FieldContract:
+        """What happens to the fields of this object."""
+        bases = [base for base in reversed(cls.__mro__) if issubclass(base, Body)]
+        honoured = frozenset(field.alias or name for name, field in cls.model_fields.items())
+        ignored = frozenset(name for base in bases for name in base.ignored) - honoured
+        refused = {name: given for base in bases for name, given in base.refused.items() if name not in honoured}
+        return FieldContract(honoured, ignored - refused.keys(), refused, cls.unknown_ignored)
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        """Places of the fields that are ignored, here and in the objects within. A null field counts as absent.
+
+        Args:
+            place: name of this object with a dot at its end; "" for the body.
 
         Raises:
-            InvalidRequest: a field is not implemented; names the field.
+            InvalidRequest: a field is refused; names the field with its place.
         """
+        contract = self.contract()
         for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported:
-                _check_default(name, value, self.unsupported[name])
-            elif value is not None:
-                yield name
-        for name, part in self.parts():
-            yield from (f"{name}.{inner}" for inner in part.unknown_fields())
+            if value is not None:
+                contract.check(place, name, value)
+                if name not in contract.refused:
+                    yield place + name
+        for name, part in self._parts():
+            yield from part.ignored_fields(f"{place}{name}.")
 
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        """Objects within this body that have fields of their own, with their names."""
-        return iter(())
+    def _parts(self) -> Iterator[tuple[str, Body]]:
+        """Objects within this object, with their names."""
+        for name, field in type(self).model_fields.items():
+            value, shown = getattr(self, name), field.alias or name
+            if isinstance(value, Body):
+                yield shown, value
+            elif isinstance(value, list) and value and isinstance(value[0], Body):
+                yield from ((f"{shown}.{index}", part) for index, part in enumerate(value))
 
     def check(self) -> None:
         """Check what the types of the fields cannot express.
@@ -154,11 +215,6 @@ class Body(BaseModel):
         Raises:
             InvalidRequest: a field is wrong; names the field.
         """
-
-
-def _check_default(name: str, value: object, defaults: tuple[Any, ...]) -> None:
-    if not any(type(value) is type(default) and value == default for default in defaults):
-        raise InvalidRequest(name, "is not supported yet")
 
 
 class SloBody(Body):
@@ -175,15 +231,20 @@ class SloBody(Body):
 class GenerateBody(Body):
     """A body that asks the model for an answer."""
 
+    unknown_ignored = True
+
     model: str | None = None
     stream: bool | None = None
     slo: SloBody | None = None
-    priority: int | None = None
+    priority: Integer | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
 
-    def parts(self) -> Iterator[tuple[str, Body]]:
-        if self.slo is not None:
-            yield "slo", self.slo
+    _format_field: str = PrivateAttr("")
+
+    @property
+    def format_field(self) -> str:
+        """Name of the field that says what the answer looks like, for errors; "" before `to_sampling_params`."""
+        return self._format_field
 
     def to_slo(self) -> Slo | None:
         """Latency limits for the SDK."""
@@ -231,7 +292,7 @@ def validate_body(cls: type[BodyT], content: object) -> BodyT:
         raise InvalidRequest(field, _MESSAGES.get(found["type"], found["msg"])[:200]) from None
 
 
-_MESSAGES = {"model_type": "must be an object"}
+_MESSAGES = {"model_type": "must be an object", "dict_type": "must be an object", "missing": "is missing"}
 """Messages by pydantic's error type, in place of messages that name Python classes."""
 
 
@@ -246,6 +307,7 @@ def _clearest_error(errors: Sequence[ErrorDetails]) -> ErrorDetails:
 
 
 JSON_TYPE = "application/json"
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 async def read_body(request: Request, cls: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
@@ -257,6 +319,7 @@ async def read_body(request: Request, cls: type[BodyT], max_bytes: int, timeout_
         ClientDisconnect: the client has closed the connection.
     """
     _check_content_type(request)
+    _check_content_encoding(request)
     if _content_length(request) > max_bytes:
         raise _body_too_large(max_bytes)
     try:
@@ -280,6 +343,7 @@ async def _read_raw(request: Request, max_bytes: int) -> bytes:
 async def _parse(raw: bytes) -> object:
     """Parse JSON. For a large body, other tasks run between the steps."""
     large = len(raw) > UNCHECKED_BYTES
+    raw = raw.removeprefix(_BYTE_ORDER_MARK)
     check_json_parts(raw)
     if large:
         await asyncio.sleep(0)
@@ -301,6 +365,19 @@ def _check_content_type(request: Request) -> None:
             "unsupported_media_type",
             f"Content-Type must be {JSON_TYPE}",
             parameter="content-type",
+            close=True,
+        )
+
+
+def _check_content_encoding(request: Request) -> None:
+    """Refuse compressed bodies, whose size is not known before they are unpacked."""
+    given = request.headers.get("content-encoding", "identity").strip().lower()
+    if given not in ("", "identity"):
+        raise HttpError(
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            "unsupported_media_type",
+            f"a body must not be compressed: Content-Encoding {given[:32]!r} is not supported",
+            parameter="content-encoding",
             close=True,
         )
 

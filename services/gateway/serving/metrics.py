@@ -21,6 +21,8 @@ class GatewayMetrics:
         """Register in the registry of `metrics`. `clock` returns seconds."""
         self._registry = metrics.registry
         self.clock = clock
+        self.open_requests = 0
+        """Requests that are being answered."""
         self.waiting = self._gauge("num_requests_waiting", "Requests that have no first token yet.")
         self.running = self._gauge("num_requests_running", "Requests whose answer has begun and not ended.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of complete requests.")
@@ -57,9 +59,11 @@ class GatewayMetrics:
     def request(self, model: str) -> Iterator[RequestMetrics]:
         """Measure one request while the body of the `with` runs. A request without an end counts as aborted."""
         request_metrics = RequestMetrics(self, model)
+        self.open_requests += 1
         try:
             yield request_metrics
         finally:
+            self.open_requests -= 1
             request_metrics.close()
 
     def refused(self, status: int, code: str) -> None:

@@ -1,107 +1,190 @@
-"""Structured outputs: translates the response formats of OpenAI, vLLM and Anthropic to the SDK's two fields."""
+"""Structured outputs: translates the response formats of other servers to the SDK's two fields.
+
+OpenAI and Anthropic have a response format, vLLM `structured_outputs` and its older `guided_*` fields, SGLang and
+llama.cpp a field for each kind of format.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
 
 from moonpool.errors import InvalidRequest
+from moonpool.json_schema import WHITESPACE, close_objects, ignored_words
+from services.gateway.serving.json_body import Body, FailFastList, TextOr
 
 FormatAndGrammar = tuple[str, str]
 """`response_format` and `grammar` of `SamplingParams`."""
-_UNCONSTRAINED: FormatAndGrammar = ("", "")
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-"""vLLM's kinds: members of `structured_outputs`, and the older fields with "guided_" before the kind."""
+UNCONSTRAINED: FormatAndGrammar = ("", "")
 
 
-def openai_response_format(
-    response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None, guided: Mapping[str, Any]
-) -> FormatAndGrammar:
-    """The response format that a body asks for, if any.
+class SchemaBody(Body):
+    """An object that has a JSON schema. Words of the schema that constrain nothing are ignored with a warning."""
 
-    Args:
-        response_format: OpenAI's field.
-        structured: vLLM's `structured_outputs`.
-        guided: vLLM's older fields, by kind.
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        yield from super().ignored_fields(place)
+        yield from (f"{place}schema.{word}" for word in ignored_words(self.schema_ or {}))
+
+
+class JsonSchemaBody(SchemaBody):
+    """`json_schema` of a response format. The name and the description only label the schema."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormatBody(SchemaBody):
+    """OpenAI's `response_format`. As in llama.cpp, the schema may stand beside the type, too."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaBody | None = None
+
+    def format_and_grammar(self, field: str) -> FormatAndGrammar:
+        """The SDK's fields.
+
+        Raises:
+            InvalidRequest: the schema is missing; names the schema below `field`.
+        """
+        if self.type == "text":
+            return UNCONSTRAINED
+        given = self.json_schema or JsonSchemaBody()
+        schema = self.schema_ if given.schema_ is None else given.schema_
+        if schema is None and self.type == "json_object":
+            return "json_object", ""
+        if schema is None:
+            raise InvalidRequest(f"{field}.json_schema.schema", "must be a JSON schema")
+        return "json_schema", _schema_text(schema, closed=bool(given.strict))
+
+
+class TextFormatBody(JsonSchemaBody):
+    """`text.format` of `/v1/responses`, where the schema stands beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    def format_and_grammar(self, field: str) -> FormatAndGrammar:
+        """The SDK's fields.
+
+        Raises:
+            InvalidRequest: the schema is missing; names the schema below `field`.
+        """
+        if self.type != "json_schema":
+            return ("json_object", "") if self.type == "json_object" else UNCONSTRAINED
+        if self.schema_ is None:
+            raise InvalidRequest(f"{field}.schema", "must be a JSON schema")
+        return "json_schema", _schema_text(self.schema_, closed=bool(self.strict))
+
+
+class OutputFormatBody(SchemaBody):
+    """`output_config.format` of `/v1/messages`, which is always a schema."""
+
+    type: Literal["json_schema"]
+
+    def format_and_grammar(self, field: str) -> FormatAndGrammar:
+        """The SDK's fields.
+
+        Raises:
+            InvalidRequest: the schema is missing; names the schema below `field`.
+        """
+        if self.schema_ is None:
+            raise InvalidRequest(f"{field}.schema", "must be a JSON schema")
+        return "json_schema", _schema_text(self.schema_)
+
+
+class StructuredOutputsBody(Body):
+    """VLLM's `structured_outputs`: one kind of format, and options of the JSON kinds."""
+
+    ignored = ("disable_fallback",)
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": ()}
+
+    json_: TextOr[dict[str, Any]] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = Field(None, min_length=1)
+    choice: FailFastList[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1)
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+
+    def formats(self, prefix: str) -> Iterator[tuple[str, FormatAndGrammar]]:
+        """The SDK's fields for each kind that is given, with the name of the kind behind `prefix`.
+
+        Raises:
+            InvalidRequest: a schema is wrong, or an option does not fit the kind; names the field.
+        """
+        if self.json_ is not None:
+            yield prefix + "json", self._json(prefix + "json", self.json_)
+        if self.json_object:
+            whole = (
+                self._json(prefix + "json_object", {"type": "object"}) if self._json_options() else ("json_object", "")
+            )
+            yield prefix + "json_object", whole
+        if self.regex is not None:
+            yield prefix + "regex", ("regex", self.regex)
+        if self.choice is not None:
+            if not all(self.choice):
+                raise InvalidRequest(prefix + "choice", "a choice must not be empty")
+            yield prefix + "choice", ("lark", _choice_grammar(self.choice))
+        if self.grammar is not None:
+            yield prefix + "grammar", ("lark", self.grammar)
+        if self.json_ is None and not self.json_object:
+            for name in self._json_options():
+                raise InvalidRequest(prefix + name, "has a meaning for JSON only")
+
+    def _json_options(self) -> list[str]:
+        names = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
+        return [name for name in names if getattr(self, name) not in (None, False)]
+
+    def _json(self, field: str, given: str | dict[str, Any]) -> FormatAndGrammar:
+        schema = _parsed_schema(field, given) if isinstance(given, str) else given
+        pattern = "" if self.disable_any_whitespace else self.whitespace_pattern
+        if pattern is not None:
+            schema = {**schema, WHITESPACE: pattern}
+        return "json_schema", _schema_text(schema, closed=bool(self.disable_additional_properties))
+
+
+def only_format(found: Iterable[tuple[str, FormatAndGrammar]]) -> tuple[str, str, str]:
+    """The one format of a request, from its fields with their names: the name of the field, and the SDK's fields.
 
     Raises:
-        InvalidRequest: a format is wrong, or there are two formats; names the field.
+        InvalidRequest: there are two formats; names the second.
     """
-    found = [("response_format", _openai_format(response_format))] if response_format is not None else []
-    found += _vllm_options("structured_outputs.", structured or {})
-    found += _vllm_options("guided_", guided)
-    formats = [(name, it) for name, it in found if it != _UNCONSTRAINED]
+    formats = [(name, it) for name, it in found if it != UNCONSTRAINED]
     if len(formats) > 1:
         raise InvalidRequest(formats[1][0], f"cannot be combined with {formats[0][0]}: an answer has one format")
-    return formats[0][1] if formats else _UNCONSTRAINED
+    return (formats[0][0], *formats[0][1]) if formats else ("", *UNCONSTRAINED)
 
 
-def responses_text_format(field: Mapping[str, Any]) -> FormatAndGrammar:
-    """Translate `text.format` of `/v1/responses`, where the schema is beside the type.
-
-    Raises:
-        InvalidRequest: the format is wrong; names the field.
-    """
-    return _response_format("text.format", field, "schema", field)
-
-
-def messages_output_format(field: Mapping[str, Any]) -> FormatAndGrammar:
-    """Translate `output_config.format` of `/v1/messages`, which is always a schema.
+def schema_format(field: str, given: str | dict[str, Any]) -> FormatAndGrammar:
+    """A schema that is given as an object or as text.
 
     Raises:
-        InvalidRequest: the format is wrong; names the field.
+        InvalidRequest: the text is no JSON object; names `field`.
     """
-    if field.get("type") != "json_schema":
-        raise InvalidRequest("output_config.format.type", f"must be json_schema, not {field.get('type')!r}")
-    return _response_format("output_config.format", field, "schema", field)
-
-
-def _openai_format(field: Mapping[str, Any]) -> FormatAndGrammar:
-    return _response_format("response_format", field, "json_schema.schema", field.get("json_schema"))
-
-
-def _response_format(name: str, field: Mapping[str, Any], place: str, holder: object) -> FormatAndGrammar:
-    """Translate a format. `holder` has the schema; errors name the schema `{name}.{place}`."""
-    kind = field.get("type")
-    if kind == "text":
-        return _UNCONSTRAINED
-    if kind == "json_object":
-        return "json_object", ""
-    if kind != "json_schema":
-        raise InvalidRequest(f"{name}.type", f"must be text, json_object or json_schema, not {kind!r}")
-    if not isinstance(holder, Mapping) or not isinstance(holder.get("schema"), Mapping):
-        raise InvalidRequest(f"{name}.{place}", "must be a JSON schema")
-    return "json_schema", _schema_text(holder["schema"])
-
-
-def _vllm_options(prefix: str, given: Mapping[str, Any]) -> Iterator[tuple[str, FormatAndGrammar]]:
-    for kind in _KINDS:
-        value = given.get(kind)
-        if value is not None:
-            yield prefix + kind, _structured_output(prefix + kind, kind, value)
-
-
-def _structured_output(name: str, kind: str, value: Any) -> FormatAndGrammar:
-    match kind, value:
-        case "json_object", bool():
-            return ("json_object", "") if value else _UNCONSTRAINED
-        case "json", str():
-            return "json_schema", value
-        case "json", Mapping():
-            return "json_schema", _schema_text(value)
-        case "regex", str() if value:
-            return "regex", value
-        case "grammar", str() if value:
-            return "lark", value
-        case "choice", [*texts] if texts and all(isinstance(it, str) and it for it in texts):
-            return "lark", _choice_grammar(texts)
-    raise InvalidRequest(name, "has a wrong type, or is empty")
+    return "json_schema", _schema_text(_parsed_schema(field, given) if isinstance(given, str) else given)
 
 
 def _choice_grammar(texts: Sequence[str]) -> str:
     return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
 
 
-def _schema_text(schema: Mapping[str, Any]) -> str:
-    return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+def _parsed_schema(field: str, text: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        schema = None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(field, "must be a JSON schema: an object, or an object as text")
+    return schema
+
+
+def _schema_text(schema: Mapping[str, Any], *, closed: bool = False) -> str:
+    try:
+        return json.dumps(close_objects(schema) if closed else schema, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("", "a JSON schema has a number that is not finite, or is nested too deeply") from None

@@ -82,6 +82,15 @@ class GatewayTokenizer:
         """Text of each token by itself."""
         return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])
 
+    def info(self) -> dict[str, Any]:
+        """VLLM's description of the tokenizer: special tokens by name, size of the vocabulary, chat template."""
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            **self._tokenizer.special_tokens,
+            "vocab_size": self._tokenizer.vocab_size,
+            "chat_template": self._tokenizer.chat_template or None,
+        }
+
     def tool_call_format(self, served: str) -> str:
         """The format in which the model writes tool calls, a key of `TOOL_CALL_FORMATS`.
 

@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+import torch
 
 from moonpool.cli.bench_serve import BenchPlan, PromptShape, run_serve
 from moonpool.cli.check import wait_at_rest
@@ -47,6 +48,22 @@ def test_two_salts_share_no_kv(client: openai.OpenAI) -> None:
 
     assert [cached(cache_salt="alice"), cached(cache_salt="bob"), cached()] == [0, 0, 0]
     assert min(cached(cache_salt="alice"), cached(cache_salt="bob"), cached()) >= BLOCK
+
+
+def test_log_likelihoods_of_a_harness(address: str, reference: Reference) -> None:
+    """The request of lm-eval: batches of contexts with continuations, repeated with log probabilities."""
+    cases = [(tokens(size, f"context {size}"), tokens(size % 5 + 1, f"ending {size}")) for size in range(2, 72)]
+    body = {
+        "model": MODEL, "prompt": [context + ending for context, ending in cases], "temperature": 0, "max_tokens": 1,
+        "logprobs": 1, "echo": True, "seed": 1234,
+    }  # fmt: skip
+    choices = sorted(post(address, "/v1/completions", body)["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(cases)
+    for (context, ending), choice in zip(cases, choices, strict=True):
+        found = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        rows = torch.log_softmax(reference.logits([*context, *ending]), dim=-1)[len(context) - 1 : -1]
+        wanted = [float(row[token]) for row, token in zip(rows, ending, strict=True)]
+        assert abs(sum(found) - sum(wanted)) < 1e-3
 
 
 def test_chat_equals_the_sdk(stack: CheckedStack, client: openai.OpenAI) -> None:
@@ -301,4 +318,4 @@ def test_a_schema_that_cannot_be_followed_is_refused(client: openai.OpenAI) -> N
             messages=[{"role": "user", "content": "x"}],
             response_format={"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "objec"}}},
         )
-    assert caught.value.param == "grammar"
+    assert caught.value.param == "response_format"

@@ -50,7 +50,7 @@ def make_gateway(
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
     texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_call_parser)
     context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), keys)
-    return make_app(dataclasses.replace(context, started_at=7))
+    return make_app(dataclasses.replace(context, started_at=7), config.allowed_origins)
 
 
 @functools.cache

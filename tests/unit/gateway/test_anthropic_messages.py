@@ -143,7 +143,8 @@ async def test_which_text_has_stopped_it() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages.0.content.0.tool_use_id"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages.0.content.0: must be a text"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}, *TURNS]}, "messages.0.content.0.id"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking: is not supported yet"),
+        ({"mcp_servers": [{"name": "x"}]}, "mcp_servers: is not supported yet"),
+        ({"tools": [{"name": "f", "input_schema": {}, "novel": 1}]}, "tools.0.novel: is not known here"),
         ({"temperature": "hot"}, "temperature: "),
     ],
 )
@@ -154,6 +155,41 @@ async def test_refusals(gateway: Answers, body: dict[str, Any], says: str) -> No
     assert refused.json()["error"]["type"] == "invalid_request_error"
     assert refused.json()["error"]["message"].startswith(says)
     assert gateway.fake.requests == []
+
+
+@pytest.mark.parametrize(
+    ("body", "warned"),
+    [
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}, "thinking, output_config.effort"),
+        ({"context_management": {"edits": []}, "service_tier": "auto"}, "context_management, service_tier"),
+    ],
+)
+async def test_what_a_thinking_models_client_sends_passes_with_a_warning(
+    gateway: Answers, body: dict[str, Any], warned: str
+) -> None:
+    answered = await post(gateway, **body)
+    assert answered.status_code == 200, answered.text
+    assert answered.headers["warning"] == f'299 moonpool "ignored fields: {warned}"'
+
+
+async def test_past_thinking_is_left_out_of_the_prompt(gateway: Answers) -> None:
+    thought = [
+        {"type": "thinking", "thinking": "hm", "signature": "x"},
+        {"type": "redacted_thinking", "data": "x"},
+        {"type": "text", "text": "a"},
+    ]
+    turns = [*TURNS, {"role": "assistant", "content": thought}, *TURNS]
+    answered = await post(gateway, messages=turns)
+    assert answered.status_code == 200, answered.text
+    assert answered.headers["warning"].endswith('fields: messages.1.content.0, messages.1.content.1"')
+    assert [turn.content for turn in gateway.asked.chat.messages] == ["hi", "a", "hi"]
+    counted = await gateway.http.post(f"{PATH}/count_tokens", json={"messages": turns})
+    bare = [*TURNS, {"role": "assistant", "content": "a"}, *TURNS]
+    plain = await gateway.http.post(f"{PATH}/count_tokens", json={"messages": bare})
+    assert counted.json() == plain.json()
+    refused = await post(gateway, messages=[{"role": "user", "content": thought}])
+    assert refused.status_code == 400
 
 
 async def test_unknown_fields_are_told(gateway: Answers) -> None:
@@ -199,7 +235,7 @@ async def test_answers_that_follow_a_schema(gateway: Answers) -> None:
     for wrong, says in (
         ({"format": {"type": "json_object"}}, "output_config.format.type"),
         ({"format": {"type": "json_schema"}}, "output_config.format.schema"),
-        ({"effort": "low"}, "effort"),
+        ({"novel": "low"}, "output_config.novel"),
     ):
         refused = await gateway.http.post("/v1/messages", json={**body, "output_config": wrong})
         assert refused.status_code == 400

@@ -97,7 +97,7 @@ async def test_asking_for_nothing_is_fine(gateway: Answers) -> None:
         ({"messages": TURNS, "stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": TURNS, "stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"messages": TURNS, "n": True}, "n"),
-        ({"messages": TURNS, "seed": -1}, "seed"),
+        ({"messages": TURNS, "seed": -2}, "seed"),
         ({"messages": TURNS, "seed": 2**64}, "seed"),
         ({"messages": TURNS, "max_tokens": 2**40}, "max_tokens"),
         ({"messages": TURNS, "stop": [1]}, "stop.0"),
@@ -130,8 +130,8 @@ async def test_errors_name_no_class(gateway: Answers, body: dict[str, Any], mess
         ({}, "prompt"),
         ({"prompt": "x", "prompt_token_ids": [1]}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ["x"] * 65}, "prompt"),
-        ({"prompt": ["x"] * 64, "n": 5}, "n"),
+        ({"prompt": ["x"] * 2049}, "prompt"),
+        ({"prompt": ["x"] * 64, "n": 33}, "n"),
         ({"prompt": [1, "x"]}, "prompt"),
         ({"prompt_token_ids": ["x"]}, "prompt_token_ids.0"),
         ({"prompt_token_ids": [2**40]}, "prompt_token_ids"),
@@ -146,9 +146,9 @@ async def test_wrong_fields_of_a_completion(gateway: Answers, body: dict[str, An
 
 async def test_unknown_fields_are_told(gateway: Answers) -> None:
     """They come from the client: what is no plain name is not repeated in a header."""
-    answered = await gateway.chat(user="ann", **{"a\r\nset-cookie: x": 1, "slo": {"what": 2}})
+    answered = await gateway.chat(user="ann", **{"a\r\nset-cookie: x": 1})
     assert answered.status_code == 200
-    assert answered.headers["warning"] == '299 moonpool "ignored fields: user, ?, slo.what"'
+    assert answered.headers["warning"] == '299 moonpool "ignored fields: user, ?"'
     assert "set-cookie" not in answered.headers
     many = await gateway.chat(**{f"field_{number}": 1 for number in range(1000)})
     assert many.headers["warning"].endswith('field_15, ..."')

@@ -10,7 +10,7 @@ from moonpool.client.testing import FakeConductor, answer
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
-from .fakes import TURNS, answering, tokenizer
+from .fakes import MODEL_TOKENS, TURNS, answering, tokenizer
 
 TOKENS = [5, 6]
 TOP = 2
@@ -99,6 +99,66 @@ async def test_of_a_prompt(path: str) -> None:
         assert (found[2]["7"]["logprob"], found[2]["7"]["rank"]) == (-0.25, 1)
 
 
+async def test_of_several_prompts() -> None:
+    """Each choice has those of its own prompt."""
+    async with answering(conductor(prompt=True)) as gateway:
+        body = (await gateway.plain(prompt=["x", "y"], prompt_logprobs=TOP)).json()
+        assert [list(it["prompt_logprobs"][1]) for it in body["choices"]] == [["7", "8", "4"]] * 2
+
+
+@pytest.mark.parametrize("max_tokens", [0, 2])
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_a_prompt_that_is_repeated_has_its_own(max_tokens: int, prompts: int) -> None:
+    """As evaluation harnesses ask for log likelihoods; with `max_tokens` 0 the prompt is all there is."""
+    ids = [3, 4, 7]
+    async with answering(conductor(prompt=True)) as gateway:
+        body = (await gateway.plain(prompt=[ids] * prompts, echo=True, logprobs=TOP, max_tokens=max_tokens)).json()
+        assert {request.sampling.prompt_logprobs for request in gateway.fake.requests} == {TOP}
+        assert {request.sampling.max_tokens for request in gateway.fake.requests} == {max_tokens or 1}
+    assert [choice["index"] for choice in body["choices"]] == list(range(prompts))
+    shown = ids + (TOKENS if max_tokens else [])
+    texts = [tokenizer().decode([token], skip_special=False) for token in shown]
+    for choice in body["choices"]:
+        told = choice["logprobs"]
+        assert choice["text"] == tokenizer().decode(ids, skip_special=False) + ("5 6 " if max_tokens else "")
+        assert told["tokens"] == texts
+        assert told["token_logprobs"] == [None, -1.0, -2.0, *([-1.0, -2.0] if max_tokens else [])]
+        assert told["text_offset"] == [sum(map(len, texts[:place])) for place in range(len(texts))]
+        assert told["top_logprobs"][0] is None
+        assert len(told["top_logprobs"][1]) == TOP + 1
+        assert "prompt_logprobs" not in choice
+    assert body["usage"]["completion_tokens"] == (2 * prompts if max_tokens else 0)
+    assert max_tokens or {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+
+
+async def test_a_repeated_text() -> None:
+    async with answering(FakeConductor(lambda _: answer(TOKENS))) as gateway:
+        [choice] = (await gateway.plain(prompt="hi", echo=True)).json()["choices"]
+        assert (choice["text"], choice["logprobs"]) == ("hi5 6 ", None)
+        assert list(gateway.asked.tokens.token_ids) == tokenizer().encode("hi")
+        found = events((await gateway.plain(prompt="hi", echo=True, stream=True)).text)
+        assert "".join(it["choices"][0]["text"] for it in found) == "hi5 6 "
+        found = events((await gateway.plain(prompt="hi", max_tokens=0, stream=True)).text)
+        assert [(it["choices"][0]["text"], it["choices"][0]["finish_reason"]) for it in found] == [("", "length")]
+
+
+async def test_many_prompts() -> None:
+    """More than run at the same time; the choices are in the prompts' order."""
+    async with answering(FakeConductor(lambda request: answer([request.tokens.token_ids[0]]))) as gateway:
+        body = (await gateway.plain(prompt=[[number % 90 + 3] for number in range(200)])).json()
+        assert [choice["text"] for choice in body["choices"]] == [f"{number % 90 + 3} " for number in range(200)]
+        assert len(gateway.fake.requests) == 200
+
+
+async def test_what_a_harness_reads_of_the_tokenizer() -> None:
+    async with answering(FakeConductor()) as gateway:
+        told = (await gateway.http.get("/tokenizer_info")).json()
+    assert told["bos_token"] == "<s>"
+    assert told["eos_token"] == tokenizer().special_tokens["eos_token"]
+    assert told["chat_template"] == tokenizer().chat_template
+    assert told["model_max_length"] == MODEL_TOKENS
+
+
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -106,7 +166,7 @@ async def test_of_a_prompt(path: str) -> None:
         ("chat", {"top_logprobs": 2}, "top_logprobs"),
         ("chat", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("plain", {"logprobs": True}, "logprobs"),
-        ("plain", {"prompt_logprobs": 1, "prompt": ["a", "b"]}, "prompt_logprobs"),
+        ("plain", {"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ],
 )
 async def test_what_is_refused(path: str, body: dict[str, Any], param: str) -> None:
@@ -146,7 +206,7 @@ async def test_responses() -> None:
 @pytest.mark.parametrize(
     ("body", "names"),
     [
-        ({"include": ["file_search_call.results"]}, "include.0"),
+        ({"include": ["novel"]}, "include.0"),
         ({"top_logprobs": 2, "tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"top_logprobs": True}, "top_logprobs"),
     ],

@@ -64,39 +64,46 @@ async def test_plain_completion() -> None:
 async def test_chat_stream(usage: bool) -> None:
     async with answering(two_tokens()) as gateway:
         options = {"stream_options": {"include_usage": usage}}
-        answered = await gateway.chat(stream=True, **options)
+        answered = await gateway.chat(stream=True, max_tokens=2, **options)
         assert answered.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert answered.headers["x-request-id"] == "r1"
         found = events(answered.text)
     assert {event["object"] for event in found} == {"chat.completion.chunk"}
     assert {event["id"] for event in found} == {"chatcmpl-r1"}
-    deltas = [(event["choices"][0]["delta"], event["choices"][0]["finish_reason"]) for event in found[:4]]
-    assert deltas == [
-        ({"role": "assistant", "content": ""}, None),
-        ({"content": "5 "}, None),
-        ({"content": "6 "}, None),
-        ({}, "length"),
-    ]
+    deltas = [(event["choices"][0]["delta"], event["choices"][0]["finish_reason"]) for event in found[:2]]
+    assert deltas == [({"role": "assistant", "content": "5 "}, None), ({"content": "6 "}, "length")]
     if usage:
-        assert [event["usage"] for event in found] == [None, None, None, None, USAGE]
-        assert found[4]["choices"] == []
+        assert [event["usage"] for event in found] == [None, None, USAGE]
+        assert found[2]["choices"] == []
     else:
-        assert len(found) == 4
+        assert len(found) == 2
         assert not any("usage" in event for event in found)
 
 
 async def test_plain_stream() -> None:
     async with answering(two_tokens()) as gateway:
-        found = events((await gateway.plain(prompt="x", stream=True)).text)
-    assert [event["choices"][0]["text"] for event in found] == ["5 ", "6 ", ""]
-    assert [event["choices"][0]["finish_reason"] for event in found] == [None, None, "length"]
+        found = events((await gateway.plain(prompt="x", max_tokens=2, stream=True)).text)
+    assert [event["choices"][0]["text"] for event in found] == ["5 ", "6 "]
+    assert [event["choices"][0]["finish_reason"] for event in found] == [None, "length"]
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_an_end_that_no_token_foretells_comes_alone(path: str) -> None:
+    """The token that ends an answer has no text; the events are as many as the tokens."""
+    reason = kv_pb2.FINISH_REASON_STOP
+    messages = answer([5, 6], request_id="r1", reason=reason)
+    messages[2].delta.text = ""
+    prompt = {"prompt": "x"} if path == PLAIN else {"messages": TURNS}
+    async with answering(FakeConductor(lambda _: messages)) as gateway:
+        found = events((await gateway.http.post(path, json={**prompt, "stream": True})).text)
+    assert [event["choices"][0]["finish_reason"] for event in found] == [None, "stop"]
 
 
 async def test_an_answer_without_tokens_is_whole() -> None:
     async with answering(FakeConductor(lambda _: answer([], request_id="r1"))) as gateway:
         assert (await gateway.chat()).json()["choices"][0]["message"]["content"] == ""
         found = events((await gateway.chat(stream=True)).text)
-    assert [event["choices"][0]["delta"] for event in found] == [{"role": "assistant", "content": ""}, {}]
+    assert [event["choices"][0]["delta"] for event in found] == [{"role": "assistant", "content": ""}]
     assert {event["id"] for event in found} == {"chatcmpl-r1"}
 
 
@@ -121,8 +128,6 @@ async def test_several_answers() -> None:
         found = [event["choices"][0] for event in events((await gateway.chat(n=2, stream=True)).text)]
         plain = [event["choices"][0] for event in events((await gateway.plain(prompt="x", n=2, stream=True)).text)]
     assert [(choice["index"], choice["delta"].get("content"), choice["finish_reason"]) for choice in found] == [
-        (0, "", None),
-        (1, "", None),
         (1, "6 ", None),
         (0, "5 ", None),
         (1, "7 ", None),
@@ -196,6 +201,31 @@ async def test_conversation(gateway: Answers) -> None:
     ]
 
 
+async def test_past_refusals_and_reasoning(gateway: Answers) -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}, {"type": "refusal", "refusal": "no"}]},
+        {"role": "assistant", "content": None, "refusal": "never", "reasoning_content": "x"},
+        {"role": "user", "content": "b"},
+    ]
+    answered = await gateway.chat(messages=turns, reasoning_effort="low", thinking={"type": "enabled"})
+    assert answered.status_code == 200, answered.text
+    assert [turn.content for turn in gateway.asked.chat.messages] == ["a", "no", "never", "b"]
+    assert answered.headers["warning"].endswith(
+        'fields: reasoning_effort, thinking, messages.1.content.0, messages.2.reasoning_content"'
+    )
+
+
+@pytest.mark.parametrize("given", [{"seed": -1}, {"max_tokens": 7.0}, {"seed": 2.0}, {"top_k": 5.0}])
+async def test_whole_numbers_may_be_written_as_floats(gateway: Answers, given: dict[str, float]) -> None:
+    """And llama.cpp's seed -1 stands for a seed that the server draws."""
+    assert (await gateway.chat(**given)).status_code == 200
+    for name, value in given.items():
+        assert getattr(gateway.asked.sampling, name) == (0 if value < 0 else value)
+        refused = await gateway.chat(**{name: 2.5})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+
+
 @pytest.mark.parametrize(
     "body", [{"prompt": [4, 5]}, {"prompt": [[4, 5]]}, {"prompt_token_ids": [4, 5]}], ids=["flat", "nested", "named"]
 )
@@ -256,8 +286,8 @@ async def test_openai_client(gateway: Answers) -> None:
     assert whole.choices[0].message.content == "1 2 3 "
     stream = await client.completions.create(model="tiny", prompt="x", stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "1 2 3 "
-    with pytest.raises(openai.BadRequestError, match="echo: is not supported yet"):
-        await client.completions.create(model="tiny", prompt="x", echo=True)
+    with pytest.raises(openai.BadRequestError, match="suffix: is not supported yet"):
+        await client.completions.create(model="tiny", prompt="x", suffix="y")
 
 
 async def test_both_paths_are_for_posts(gateway: Answers) -> None:

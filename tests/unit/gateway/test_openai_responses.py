@@ -118,6 +118,46 @@ async def test_conversation(gateway: Answers) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "warned"),
+    [
+        ({"store": True, "truncation": "auto", "service_tier": "flex"}, "store, truncation, service_tier"),
+        ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
+        ({"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}, "prompt_cache_key, include.0"),
+        ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        (
+            {
+                "input": [
+                    {"role": "user", "content": "hi"},
+                    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+                    {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+                    {"role": "user", "content": "why?"},
+                ]
+            },
+            "input.1",
+        ),
+    ],
+)
+async def test_what_a_thinking_models_client_sends_passes_with_a_warning(
+    gateway: Answers, body: dict[str, Any], warned: str
+) -> None:
+    answered = await gateway.http.post(PATH, json={"input": "hi", **body})
+    assert answered.status_code == 200, answered.text
+    assert answered.headers["warning"] == f'299 moonpool "ignored fields: {warned}"'
+    contents = [turn.content for turn in gateway.asked.chat.messages]
+    assert contents == (["hi"] if "input" not in body else ["hi", "no", "why?"])
+
+
+async def test_sampling_fields_of_vllm(gateway: Answers) -> None:
+    fields = {"top_k": -1, "seed": 7, "stop": ["x"], "logit_bias": {"5": 1}, "repetition_penalty": 1.5}
+    structured = {"structured_outputs": {"regex": "a+"}}
+    assert (await gateway.http.post(PATH, json={"input": "hi", **fields, **structured})).status_code == 200
+    asked = gateway.asked.sampling
+    assert (asked.seed, list(asked.stop), dict(asked.logit_bias)) == (7, ["x"], {5: 1.0})
+    assert (asked.repetition_penalty, asked.response_format, asked.grammar) == (1.5, "regex", "a+")
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "input"),
@@ -126,10 +166,10 @@ async def test_conversation(gateway: Answers) -> None:
         ({"input": [{"content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
-        ({"input": [{"type": "reasoning"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
-        ({"input": "x", "store": True}, "store"),
+        ({"input": "x", "include": ["nothing"]}, "include.0"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),

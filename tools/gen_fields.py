@@ -1,0 +1,88 @@
+"""Writes docs/fields.md from the gateway's bodies: `python -m tools.gen_fields`. A test compares the page with them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from services.gateway.endpoints.openai_chat import ChatBody
+from services.gateway.endpoints.openai_completions import CompletionBody
+from services.gateway.endpoints.openai_responses import ResponsesBody
+from services.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
+from services.gateway.serving.json_body import Body
+
+PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
+BODIES: dict[str, type[Body]] = {
+    "/v1/chat/completions": ChatBody,
+    "/v1/completions": CompletionBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountTokensBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+HEAD = """# Fields of request bodies
+
+`python -m tools.gen_fields` writes this page from the code. [gateway.md](gateway.md) explains the fields that count.
+
+A field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp or Ollama is one of three:
+
+- **Honoured:** the field counts.
+- **Ignored:** the field does not change the answer. The response names the field in the header `warning`.
+- **Refused:** the field would change the answer, and Moonpool has not built it. The response is 400 with its name.
+  A value in brackets is accepted, because the value asks for what happens anyway. Null is always accepted.
+
+Bodies and the parts of conversations are marked with \\*: there, an unknown field is ignored with the warning. In every
+other object, an unknown field is refused.
+"""
+
+
+def page() -> str:
+    """The text of docs/fields.md."""
+    return HEAD + "".join(_table(path, body) for path, body in BODIES.items())
+
+
+def _table(path: str, body: type[Body]) -> str:
+    head = f"\n## `POST {path}`\n\n| object | honoured | ignored | refused |\n|---|---|---|---|\n"
+    return head + "".join(_row(place, part) for place, part in _objects("", body, ()))
+
+
+def _row(place: str, body: type[Body]) -> str:
+    contract = body.contract()
+    name = f"`{place}`" if place else "the body"
+    refused = [f"`{field}`{_accepted(contract.refused[field])}" for field in sorted(contract.refused)]
+    cells = [
+        name + (" \\*" if contract.unknown_ignored else ""),
+        ", ".join(f"`{field}`" for field in sorted(contract.honoured)),
+        ", ".join(f"`{field}`" for field in sorted(contract.ignored)),
+        ", ".join(refused),
+    ]
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _accepted(values: tuple[Any, ...]) -> str:
+    return f" ({', '.join(f'`{json.dumps(value)}`' for value in values)})" if values else ""
+
+
+def _objects(place: str, body: type[Body], above: tuple[type[Body], ...]) -> Iterator[tuple[str, type[Body]]]:
+    """The object and the objects within it, with their places."""
+    yield place, body
+    for name, field in body.model_fields.items():
+        shown = f"{place}.{field.alias or name}" if place else field.alias or name
+        for suffix, part in _parts(field.annotation, ""):
+            if part not in (*above, body):
+                yield from _objects(shown + suffix, part, (*above, body))
+
+
+def _parts(annotation: Any, suffix: str) -> Iterator[tuple[str, type[Body]]]:
+    """The bodies in an annotation; "[]" marks those in a list."""
+    if isinstance(annotation, type) and issubclass(annotation, Body):
+        yield suffix, annotation
+    inner = suffix + "[]" if get_origin(annotation) is list else suffix
+    for argument in get_args(annotation):
+        yield from _parts(argument, inner)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
