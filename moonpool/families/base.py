@@ -79,8 +79,14 @@ class GgufNames:
     architecture: str
     """Value of `general.architecture`."""
     paired_rows: bool = False
-    """Whether the file's q and k have rows that RoPE turns together beside one another. llama.cpp's converter reorders
-    them so for the llama architecture only; Hugging Face has them half a head apart."""
+    """Whether the converter moved rows of q and k that RoPE turns together beside one another. llama.cpp's converter
+    does so for Llama and what it derives from Llama; Hugging Face has them half a head apart."""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Further keys of config.json, each with GGUF's key without the architecture before it."""
+    complete: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda _: {}
+    """From the keys found so far to those that files leave out."""
+    whole_norms: bool = False
+    """Whether the converter added the family's offset to the weights of norms."""
     outer: Mapping[str, str] = field(
         default_factory=lambda: {"token_embd": "embedding", "output_norm": "norm", "output": "head"}
     )
@@ -94,13 +100,25 @@ class GgufNames:
             "attn_q_norm": "q_norm",
             "attn_k_norm": "k_norm",
             "attn_output": "output",
+            "post_attention_norm": "attention_out_norm",
             "ffn_norm": "feed_forward_norm",
+            "post_ffw_norm": "feed_forward_out_norm",
             "ffn_gate": "gate",
             "ffn_up": "up",
             "ffn_down": "down",
+            "ffn_gate_inp": "router",
+            "ffn_gate_exps": "expert_gate",
+            "ffn_up_exps": "expert_up",
+            "ffn_down_exps": "expert_down",
+            "ffn_gate_inp_shexp": "shared_weight",
+            "ffn_gate_shexp": "shared_gate",
+            "ffn_up_shexp": "shared_up",
+            "ffn_down_shexp": "shared_down",
         }
     )
-    """Field of `TensorNames` by GGUF's name, for tensors of a layer."""
+    """Field of `TensorNames` by GGUF's name, for tensors of a layer; experts are one tensor there."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """What differs from `layer` in this architecture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,12 +149,17 @@ class ModelFamily:
 
     def fields(self, data: Mapping[str, Any], source: str) -> JsonFields:
         """Return config.json's fields under their common names, absent ones with their defaults."""
-        given = {**COMMON_DEFAULTS, **self.defaults, **data}
+        defaults = {**COMMON_DEFAULTS, **self.defaults}
+        if not data.keys().isdisjoint(_OLD_ROPE):
+            defaults.pop("rope_parameters", None)
+        given = {**defaults, **data}
         return JsonFields(
             {**given, **{ours: given[its] for ours, its in self.other_keys.items() if its in given}}, source
         )
 
 
+_OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
+"""Keys of rotary embeddings in the spelling before transformers 5."""
 COMMON_DEFAULTS: Mapping[str, Any] = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
 _ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",

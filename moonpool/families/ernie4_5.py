@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec
 
@@ -50,6 +50,7 @@ ERNIE4_5 = ModelFamily(
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     },
+    gguf=GgufNames(architecture="ernie4_5"),
 )
 ERNIE4_5_MOE = ModelFamily(
     architecture="Ernie4_5_MoeForCausalLM",

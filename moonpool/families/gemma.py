@@ -1,9 +1,12 @@
 """Gemma 1, 2 and 3 (text): norms with 1 + weight, scaled embeddings; soft caps in 2; two tables of RoPE in 3."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moonpool.errors import UnsupportedModel
 from moonpool.families.base import (
+    GgufNames,
     ModelFamily,
     TensorNames,
     activation,
@@ -62,6 +65,14 @@ def _decoder3(fields: JsonFields) -> DecoderSpec:
     return windowed(fields, replace(plain, ropes=(decoder.ropes[0], local)), kinds)
 
 
+def _query_scalar(found: dict[str, Any]) -> Mapping[str, Any]:
+    """GGUF files do not say it: the 27B models (46 and 62 layers) differ from the others."""
+    large = found["num_hidden_layers"] in (46, 62)
+    return {
+        "query_pre_attn_scalar": found["hidden_size"] // found["num_attention_heads"] if large else found["head_dim"]
+    }
+
+
 _NAMES = TensorNames(feed_forward_norm="pre_feedforward_layernorm")
 GEMMA = ModelFamily(
     architecture="GemmaForCausalLM",
@@ -74,6 +85,7 @@ GEMMA = ModelFamily(
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    gguf=GgufNames(architecture="gemma", whole_norms=True),
 )
 GEMMA2 = ModelFamily(
     architecture="Gemma2ForCausalLM",
@@ -91,6 +103,16 @@ GEMMA2 = ModelFamily(
         "final_logit_softcapping": 30.0,
     },
     names=_NAMES,
+    gguf=GgufNames(
+        architecture="gemma2",
+        whole_norms=True,
+        keys={
+            "sliding_window": "attention.sliding_window",
+            "attn_logit_softcapping": "attn_logit_softcapping",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        complete=_query_scalar,
+    ),
 )
 GEMMA3 = ModelFamily(
     architecture="Gemma3ForCausalLM",
@@ -114,4 +136,14 @@ GEMMA3 = ModelFamily(
     names=_NAMES,
     renamed={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
     inner_config="text_config",
+    gguf=GgufNames(
+        architecture="gemma3",
+        whole_norms=True,
+        keys={
+            "sliding_window": "attention.sliding_window",
+            "rope_local_base_freq": "rope.freq_base_swa",
+            "final_logit_softcapping": "final_logit_softcapping",
+        },
+        complete=lambda found: {"rope_local_base_freq": 10000.0, **found, **_query_scalar(found)},
+    ),
 )

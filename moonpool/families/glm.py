@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.families.deepseek import latent_decoder, shared_experts, with_dense_layers
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
@@ -64,6 +64,7 @@ GLM4 = ModelFamily(
         attention_out_norm="post_self_attn_layernorm",
         feed_forward_out_norm="post_mlp_layernorm",
     ),
+    gguf=GgufNames(architecture="glm4", renamed={"ffn_up": "gate_up"}),
 )
 GLM4_MOE = ModelFamily(
     architecture="Glm4MoeForCausalLM",

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec
 
@@ -32,6 +32,16 @@ GRANITE = ModelFamily(
     model_type="granite",
     decoder=_decoder,
     defaults={"max_position_embeddings": 2048},
+    gguf=GgufNames(
+        architecture="granite",
+        paired_rows=True,
+        keys={
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+            "attention_multiplier": "attention.scale",
+        },
+    ),
 )
 GRANITE_MOE = ModelFamily(
     architecture="GraniteMoeForCausalLM",

@@ -1,6 +1,6 @@
 """Mixtral: Mistral with experts in every layer."""
 
-from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec
 
@@ -38,5 +38,11 @@ MIXTRAL = ModelFamily(
         expert_gate="w1",
         expert_up="w3",
         expert_down="w2",
+    ),
+    gguf=GgufNames(
+        architecture="llama",
+        paired_rows=True,
+        keys={"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+        complete=lambda _: {"sliding_window": None},
     ),
 )

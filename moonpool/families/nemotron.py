@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, NormSpec
 
@@ -21,4 +21,5 @@ NEMOTRON = ModelFamily(
     defaults={
         "hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "max_position_embeddings": 4096,
     },
+    gguf=GgufNames(architecture="nemotron", whole_norms=True),
 )  # fmt: skip

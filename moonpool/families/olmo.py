@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moonpool.errors import UnsupportedModel
-from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.rope import read_rope
 from moonpool.families.spec import DecoderSpec, ExpertsSpec, NormSpec
@@ -75,6 +75,7 @@ OLMO2 = ModelFamily(
     model_type="olmo2",
     decoder=_decoder2,
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+    gguf=GgufNames(architecture="olmo2"),
 )
 OLMO3 = ModelFamily(
     architecture="Olmo3ForCausalLM",

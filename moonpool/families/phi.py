@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moonpool.errors import UnsupportedModel
-from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, NormSpec
 
@@ -49,4 +49,9 @@ PHI3 = ModelFamily(
     decoder=_decoder3,
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
     names=TensorNames(qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj"),
+    gguf=GgufNames(
+        architecture="phi3",
+        keys={"sliding_window": "attention.sliding_window"},
+        renamed={"attn_qkv": "qkv", "ffn_up": "gate_up"},
+    ),
 )

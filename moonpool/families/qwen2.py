@@ -73,4 +73,13 @@ QWEN2_MOE = ModelFamily(
         shared_up="mlp.shared_expert.up_proj",
         shared_down="mlp.shared_expert.down_proj",
     ),
+    gguf=GgufNames(
+        architecture="qwen2moe",
+        keys={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+    ),
 )

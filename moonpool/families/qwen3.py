@@ -47,4 +47,13 @@ QWEN3_MOE = ModelFamily(
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    gguf=GgufNames(
+        architecture="qwen3moe",
+        keys={
+            "num_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+        },
+        complete=lambda _: {"norm_topk_prob": True},
+    ),
 )

@@ -1,6 +1,6 @@
 """SmolLM3: every fourth layer has no position embeddings."""
 
-from moonpool.families.base import ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -23,4 +23,5 @@ SMOLLM3 = ModelFamily(
     defaults={
         "num_key_value_heads": 4, "max_position_embeddings": 32768, "rope_theta": 2e6, "tie_word_embeddings": True,
     },
+    gguf=GgufNames(architecture="smollm3", paired_rows=True),
 )  # fmt: skip

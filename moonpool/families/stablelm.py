@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moonpool.errors import UnsupportedModel
-from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, NormSpec
 
@@ -30,4 +30,5 @@ STABLELM = ModelFamily(
         "partial_rotary_factor": 0.25,
         "max_position_embeddings": 4096,
     },
+    gguf=GgufNames(architecture="stablelm"),
 )

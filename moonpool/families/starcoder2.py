@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, NormSpec
 
@@ -32,4 +32,5 @@ STARCODER2 = ModelFamily(
         "tie_word_embeddings": True,
     },
     names=TensorNames(up="mlp.c_fc", down="mlp.c_proj"),
+    gguf=GgufNames(architecture="starcoder2", complete=lambda _: {"sliding_window": None}),
 )

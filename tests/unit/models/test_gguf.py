@@ -156,11 +156,11 @@ def test_every_readable_type_is_the_packages() -> None:
 @pytest.mark.parametrize(
     ("metadata", "field"),
     [
-        ({"general.architecture": "gemma"}, "general.architecture"),
-        ({"llama.expert_count": 8}, "llama.expert_count"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type"),
+        ({"general.architecture": "mamba"}, "general.architecture"),
+        ({"llama.logit_scale": 8.0}, "llama.logit_scale"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type"),
+        ({"llama.attention.value_length": 32}, "llama.attention.value_length"),
         ({"llama.attention.sliding_window": 32}, "llama.attention.sliding_window"),
-        ({"llama.rope.dimension_count": 32}, "llama.rope.dimension_count"),
     ],
 )
 def test_what_is_not_supported_is_named(

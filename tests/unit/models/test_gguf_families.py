@@ -1,0 +1,187 @@
+"""GGUF files of every family: logits are those of the folder, and of transformers' own GGUF loading where it has one.
+
+Tensors get their names from the `gguf` package's own table, so that the names here are not only compared with
+themselves.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from benchmarks.peers.gguf_files import VALUE_TYPES, finish
+from moonpool.checkpoint import load_config
+from moonpool.errors import UnsupportedModel
+from moonpool.families import FAMILIES
+from moonpool.families.base import ModelFamily
+from tests.unit.models.forward import Runner, Sequence_
+from tests.unit.models.test_families import CASES, TINY, reference
+
+#: By architecture of the file: case of test_families, and further metadata that converters write.
+FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "arcee": ("arcee", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "gemma": ("gemma", {}),
+    "gemma2": (
+        "gemma2",
+        {"attention.sliding_window": 20, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "gemma3": ("gemma3", {"attention.sliding_window": 20, "rope.freq_base": 1e6}),
+    "glm4": ("glm4", {"rope.dimension_count": 8}),
+    "granite": (
+        "granite",
+        {"embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0, "attention.scale": 0.3},
+    ),
+    "llama": ("mixtral", {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6}),
+    "nemotron": ("nemotron", {"rope.dimension_count": 8}),
+    "olmo2": ("olmo2", {}),
+    "phi3": ("phi3", {"attention.sliding_window": 20}),
+    "qwen2moe": (
+        "qwen2_moe",
+        {
+            "expert_count": 8,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 48,
+            "expert_shared_feed_forward_length": 32,
+        },
+    ),
+    "qwen3moe": ("qwen3_moe", {"expert_count": 8, "expert_used_count": 8, "expert_feed_forward_length": 768}),
+    "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
+    "stablelm": ("stablelm", {"rope.dimension_count": 4}),
+    "starcoder2": ("starcoder2", {}),
+}
+CHANGED: Mapping[str, Mapping[str, Any]] = {
+    # Converters leave out which layers have windows: gemma2 every other one, gemma3 five of six.
+    "gemma3": {"layer_types": ["sliding_attention"] * 4, "head_dim": 256, "query_pre_attn_scalar": 256},
+    # transformers reads neither soft caps nor experts' widths from files: these are its defaults.
+    "gemma2": {
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "qwen3moe": {"moe_intermediate_size": 768, "num_experts_per_tok": 8},
+    "starcoder2": {"sliding_window": None},
+}
+BOTH_FORMS = ("gemma2", "gemma3", "qwen3moe", "stablelm", "starcoder2")
+"""Architectures that transformers reads from GGUF, and does so rightly for these files."""
+PROMPT = [3 + 7 * i % 300 for i in range(60)]
+
+
+def family_of_file(architecture: str) -> ModelFamily:
+    model_type = CASES[FILES[architecture][0]][0]
+    return next(family for family in FAMILIES.values() if family.model_type == model_type)
+
+
+def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *, leave_out: str = "") -> None:
+    """Write `model` as llama.cpp's converter does."""
+    config, family = model.config, family_of_file(architecture)
+    assert family.gguf is not None
+    writer = gguf.GGUFWriter(file, architecture)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys: dict[str, Any] = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "rope.freq_base": float((config.rope_parameters or {}).get("rope_theta", 10000.0)),
+        **FILES[architecture][1],
+    }
+    layer_norm = next((n for n in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, n)), None)
+    keys["attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"] = float(
+        getattr(config, layer_norm or "rms_norm_eps")
+    )
+    for key, value in keys.items():
+        if key != leave_out:
+            writer.add_key_value(f"{architecture}.{key}", value, VALUE_TYPES[type(value)])
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
+    for name, values in stacked(model):
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs is not None, name
+        turned = permuted(values, name, config, head_dim) if family.gguf.paired_rows else values
+        whole = family.gguf.whole_norms and name.endswith("norm.weight")
+        writer.add_tensor(theirs, np.ascontiguousarray(turned + np.float32(whole)))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
+    finish(writer)
+
+
+def stacked(model: transformers.PreTrainedModel) -> list[tuple[str, NDArray[np.float32]]]:
+    """The tensors of a Hugging Face folder, those of all experts together."""
+    found: dict[str, NDArray[np.float32]] = {}
+    experts: dict[str, list[NDArray[np.float32]]] = {}
+    for name, values in model.state_dict().items():
+        array = values.float().numpy()
+        if model.config.tie_word_embeddings and name == "lm_head.weight":
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            base = name.removesuffix("gate_up_proj")
+            gate, up = np.split(array, 2, axis=1)
+            experts[f"{base}gate_proj.weight"], experts[f"{base}up_proj.weight"] = [gate], [up]
+        elif name.endswith("experts.down_proj"):
+            experts[f"{name}.weight"] = [array]
+        else:
+            found[name] = array
+    return [*found.items(), *((name, parts[0]) for name, parts in experts.items())]
+
+
+def permuted(values: NDArray[Any], name: str, config: Any, head_dim: int) -> NDArray[Any]:
+    """The converter reorders rows of q and k of Llama and what is derived from it (`LlamaModel.permute`)."""
+    if not name.endswith(("q_proj.weight", "k_proj.weight")):
+        return values
+    halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
+    return halves.swapaxes(1, 2).reshape(values.shape)
+
+
+@torch.inference_mode()
+def logits(path: Path) -> torch.Tensor:
+    return Runner(path, torch.float32, borders=(1,)).step([(Sequence_(list(PROMPT)), len(PROMPT))])
+
+
+@pytest.mark.parametrize("architecture", FILES)
+def test_a_file_gives_the_logits_of_its_folder(architecture: str, tmp_path: Path) -> None:
+    model_type, changed = CASES[FILES[architecture][0]]
+    model = reference(model_type, {**changed, **CHANGED.get(architecture, {})})
+    model.save_pretrained(tmp_path / "folder")
+    (tmp_path / "file").mkdir()
+    write(architecture, model, tmp_path / "file" / "model.gguf")
+    ours, theirs = logits(tmp_path / "file" / "model.gguf"), logits(tmp_path / "folder")
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    if architecture in BOTH_FORMS:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "file", gguf_file="model.gguf", dtype=torch.float32, attn_implementation="eager"
+        )
+        loaded.train(False)
+        with torch.inference_mode():
+            expected = loaded(torch.tensor([PROMPT])).logits[0]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_every_family_with_a_gguf_name_has_a_case() -> None:
+    named = {family.gguf.architecture for family in FAMILIES.values() if family.gguf is not None}
+    assert named == FILES.keys() | {"llama", "qwen2", "qwen3"}
+
+
+@pytest.mark.parametrize("key", ["context_length", "block_count", "attention.layer_norm_rms_epsilon"])
+def test_a_missing_key_is_named(key: str, tmp_path: Path) -> None:
+    write("gemma3", reference(*CASES["gemma3"]), tmp_path / "model.gguf", leave_out=key)
+    with pytest.raises(Exception, match=key):
+        load_config(tmp_path / "model.gguf")
+
+
+def test_what_a_family_does_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FILES, "smollm3", ("smollm3", {"logit_scale": 2.0}))
+    write("smollm3", reference("smollm3", {**TINY}), tmp_path / "model.gguf")
+    with pytest.raises(UnsupportedModel, match="logit_scale"):
+        load_config(tmp_path / "model.gguf")
