@@ -73,6 +73,51 @@ SHAPES: Mapping[str, ModelShape] = {
     "tiny-mistral": _shape("MistralForCausalLM", 64, 128, 4, 4, 1, 512),
     "tiny-qwen2": _shape("Qwen2ForCausalLM", 64, 128, 4, 4, 2, 512, tie_word_embeddings=True),
     "tiny-qwen3": _shape("Qwen3ForCausalLM", 64, 128, 4, 4, 2, 512, head_dim=32, tie_word_embeddings=True),
+    # One of each kind: windows, experts, latent attention with experts.
+    "tiny-gemma3": _shape(
+        "Gemma3ForCausalLM",
+        64,
+        128,
+        4,
+        4,
+        2,
+        512,
+        model_type="gemma3_text",
+        head_dim=16,
+        hidden_act=None,
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=16,
+        sliding_window=48,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_theta=1000000.0,
+        rope_local_base_freq=10000.0,
+        tie_word_embeddings=False,
+    ),
+    "tiny-mixtral": _shape(
+        "MixtralForCausalLM", 64, 96, 4, 4, 2, 512, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
+    ),
+    "tiny-deepseek-v3": _shape(
+        "DeepseekV3ForCausalLM",
+        64,
+        96,
+        4,
+        4,
+        4,
+        512,
+        model_type="deepseek_v3",
+        kv_lora_rank=32,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=12,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+    ),
     # For measurements on a laptop.
     "small": _shape("LlamaForCausalLM", 512, 1408, 8, 8, 4, 32000, max_position_embeddings=8192),
     "smollm2-135m": _shape(
@@ -245,7 +290,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     values = torch.randn(shape, generator=generator)
     if name.endswith("norm.weight"):
         return values.mul_(0.1).add_(1.0)
-    if name.endswith("bias"):
+    if name.endswith("bias") or len(shape) == 1:
         return values.mul_(0.5)
     if name == "model.embed_tokens.weight":
         return values.mul_(0.3)
@@ -264,7 +309,7 @@ def _write_tokenizer(folder: Path, config: ModelConfig) -> None:
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    begins = config.architecture.startswith(("Llama", "Mistral"))  # Qwen's tokenizers add no BOS
+    begins = not config.architecture.startswith("Qwen")  # Qwen's tokenizers add no BOS
     if begins:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{_BOS} $A", pair=f"{_BOS} $A {_BOS} $B", special_tokens=[(_BOS, 0)]

@@ -21,7 +21,7 @@ from moonpool.models.random_checkpoint import create
 from moonpool.sampling_params import SamplingParams, stream_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
-from tests.integration.topologies import BF16, ON_GPU, REST, SELECTED, Topology, missing
+from tests.integration.topologies import BF16, KINDS, ON_GPU, REST, SELECTED, Topology, missing
 
 SEED = 20_26
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -129,6 +129,7 @@ def tolerance_of(folder: Path, topology: Topology, reference: Reference) -> floa
     scope="module",
     params=[
         *SELECTED,
+        *KINDS,
         *(pytest.param(topology, marks=pytest.mark.slow) for topology in REST),
         *(pytest.param(topology, marks=GPU) for topology in ON_GPU),
     ],
@@ -287,9 +288,9 @@ def test_answers_are_the_same_alone_cached_and_in_company(served: Served) -> Non
         (served.prompt(30 + 11 * number, seed=600 + number), greedy_or_sampled(seed=number)) for number in range(6)
     ]
     alone = [asyncio.run(served.gather([one]))[0] for one in asked]
-    before = served.stack.gauge("decode-", "steps")
+    before = served.stack.gauge("decode-", "steps_total")
     together, others = asyncio.run(in_company(served, asked))
-    steps, decoded = served.stack.gauge("decode-", "steps") - before, others + len(asked) * (ANSWER_TOKENS - 1)
+    steps, decoded = served.stack.gauge("decode-", "steps_total") - before, others + len(asked) * (ANSWER_TOKENS - 1)
     print(f"{decoded} tokens in {steps:g} steps")
     assert steps < decoded, "no two requests shared a step"
     for (prompt, sampling), first, second in zip(asked, alone, together, strict=True):

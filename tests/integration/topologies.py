@@ -51,6 +51,11 @@ SELECTED = [
     Topology("tiny-qwen2", 1, 1, True, F32, lane="tcp", device="staged:5"),
 ]
 """Every family, every lane, and every pair of values of two of the other axes, is in one of them at least."""
+KINDS = [
+    Topology("tiny-gemma3", 1, 2, True, F32, lane="tcp"),
+    Topology("tiny-deepseek-v3", 1, 2, True, F32),
+]
+"""Layers that are not of Llama's kind: windows, experts, latent attention with experts."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
 ON_GPU = [
     Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),
@@ -58,6 +63,7 @@ ON_GPU = [
 ]
 REST = [
     *(topology for topology in ALL if topology not in SELECTED),
+    Topology("tiny-mixtral", 2, 1, False, F32),
     Topology("tiny-llama", 2, 2, True, BF16, device="staged:11"),
 ]
 
