@@ -97,6 +97,7 @@ class HttpConnection(H11Protocol):
     _waits_since: float | None = None
     _blocked_since: float | None = None
     _closing_since: float | None = None
+    _half_closed = False
 
     @property
     def is_idle(self) -> bool:
@@ -123,17 +124,31 @@ class HttpConnection(H11Protocol):
             self._waits_since = self.loop.time()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Go on answering a client that has only finished sending. A client that sends no more may also have left.
+        """Go on answering a client that has only finished sending. True keeps the connection open for the response.
 
-        Such a client has asked for the end of the connection, or with a GET, which is quickly answered. True keeps the
-        connection open for the response.
+        A client that has closed its connection looks the same. If the request has no response yet, an interim response
+        tells both apart: the closed connection answers with a reset. A client that asked for the end of the connection
+        or sent a GET gets none, because some clients of this kind cannot read interim responses.
         """
         if self._between_requests() or self.cycle.more_body or self.scheme == "https":
             return None
         if self.conn.their_state is not h11.MUST_CLOSE and self.scope["method"] != "GET":
-            return None
+            if self.cycle.response_started:
+                return None
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            for delay_s in PROBE_S:
+                self.loop.call_later(delay_s, self._end_if_gone)
+        self._half_closed = True
         self.cycle.keep_alive = False
         return True
+
+    def _end_if_gone(self) -> None:
+        """Abort a half-closed connection whose client has reset the connection."""
+        found: socket.socket | None = self.transport.get_extra_info("socket")
+        if found is None or self.transport.is_closing():
+            return
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -161,6 +176,8 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
         elif self._waits_since is not None and now - self._waits_since > read_timeout_s:
             self.transport.close()
+        elif self._half_closed:
+            self._end_if_gone()
 
     def _least_useful(self) -> HttpConnection:
         """An idle connection, so that idle clients cannot lock out others; this connection if none is idle."""
@@ -175,6 +192,8 @@ class HttpConnection(H11Protocol):
 BACKLOG = 2048
 KEEP_ALIVE_S = 15
 """Maximum time between two requests of a connection, in seconds."""
+PROBE_S = (0.02, 0.1, 0.4)
+"""When a connection that sends no more is looked at, in seconds after its end; later, each sweep looks at it."""
 SWEEP_S = 1.0
 """Seconds between two sweeps over the connections; less if a timeout is shorter."""
 DRAIN_MARGIN = 0.8

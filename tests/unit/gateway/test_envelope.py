@@ -16,6 +16,8 @@ from .fakes import CHAT, MODEL_TOKENS, TURNS, Answers, answering
 from .test_client_disconnect import Holding
 from .test_http_server import BODY, HEAD, STREAM, ask, serving
 
+POST = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 JSON = {"content-type": "application/json"}
 ORIGIN = "https://chat.example.com"
 PREFLIGHT = {
@@ -163,15 +165,30 @@ async def test_heads_over_16_kib_are_refused() -> None:
     "request_bytes",
     [
         b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n",
+        POST,
+        STREAM,
         HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(BODY) + BODY,
         HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"content-length: %d\r\n\r\n" % len(BODY) + BODY,
     ],
-    ids=["get", "close", "http/1.0"],
+    ids=["get", "post", "stream", "close", "http/1.0"],
 )
 async def test_a_client_that_has_only_finished_sending_is_answered(request_bytes: bytes) -> None:
     async with serving() as (_, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request_bytes)
         writer.write_eof()
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
+        assert (await reader.read()).removeprefix(CONTINUE).startswith(b"HTTP/1.1 200 ")
         writer.close()
+
+
+@pytest.mark.parametrize("request_bytes", [POST, STREAM], ids=["whole", "stream"])
+async def test_a_client_that_leaves_after_its_request_ends_the_request(request_bytes: bytes) -> None:
+    """An interim response tells that the client is gone, before there is anything else to send."""
+    holding = Holding([])
+    async with serving(AsyncClient(transport=holding)) as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(request_bytes)
+        await holding.call.held.wait()
+        assert not holding.call.cancelled
+        writer.close()
+        await holding.call.ended.wait()
