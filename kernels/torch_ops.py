@@ -135,7 +135,8 @@ def _prefill(
     share = heads // kv_heads
     keys, values = _gather(pool, item.gather, division).view(2, kv_heads, -1, head_dim)
     row_bytes = share * item.context * q.element_size()
-    step = max(16, min(_TILE_ROWS, tile_bytes // row_bytes))
+    # With many query heads to a KV head (latent attention) a few rows are a matrix already.
+    step = max(-(-16 // share), min(_TILE_ROWS, tile_bytes // row_bytes))
     together = max(1, min(kv_heads, tile_bytes // (row_bytes * step)))
     for begin in range(item.begin, item.end, step):
         rows = min(step, item.end - begin)

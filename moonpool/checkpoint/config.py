@@ -12,13 +12,16 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families.spec import DecoderSpec, FeedForwardSpec, RopeSpec
 from moonpool.kv.layout import QUANTISED, KVLayout
+
+if TYPE_CHECKING:
+    from moonpool.checkpoint.quantised import QuantisedTensor
 
 #: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -202,6 +205,8 @@ class TensorInfo:
     shape: tuple[int, ...]
     begin: int = 0
     paired_rows: int = 0
+    quantised: QuantisedTensor | None = None
+    """Of folders, a weight whose values are stored quantised; `dtype` is that of the stored values."""
 
     @property
     def elements(self) -> int:

@@ -21,6 +21,7 @@ from moonpool.checkpoint.config import (
     TensorInfo,
     check_shape,
 )
+from moonpool.checkpoint.quantised import dense_index, quantised_format
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import family_of
 from moonpool.families.fields import JsonFields, read_json
@@ -66,7 +67,8 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = info
-    return tensors
+    form = quantised_format(JsonFields(read_json(folder / "config.json"), "config.json"))
+    return tensors if form is None else dense_index(tensors, form)
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -117,7 +119,7 @@ def folder_config(folder: Path) -> ModelConfig:
     family = family_of(data.get("architectures"), data.get("model_type"))
     inner = data.get(family.inner_config) if family.inner_config else None
     fields = family.fields(inner if isinstance(inner, Mapping) else data, "config.json")
-    _refuse_quantised(fields)
+    quantised_format(fields)  # refuses what cannot be read
     generation = _generation_fields(folder)
     config = ModelConfig(
         architecture=family.architecture,
@@ -133,19 +135,6 @@ def folder_config(folder: Path) -> ModelConfig:
     )
     check_shape(config, "config.json")
     return config
-
-
-def _refuse_quantised(fields: JsonFields) -> None:
-    """Refuse weights that are stored in a form that cannot be read.
-
-    Raises:
-        UnsupportedModel: names the key.
-    """
-    for name in ("quantization_config", "compression_config"):
-        if fields.get(name):
-            method = fields.get(name)
-            label = method.get("quant_method", "unnamed") if isinstance(method, Mapping) else method
-            raise UnsupportedModel(name, f"quantised weights ({label}) are not supported")
 
 
 def folder_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, str | None, Mapping[str, str]]:

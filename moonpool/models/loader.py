@@ -28,6 +28,7 @@ from moonpool.checkpoint.gguf import TENSOR_TYPES, is_gguf
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES
 from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
+from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.stage import StageModel
@@ -69,13 +70,23 @@ class SafetensorsFiles:
 
     def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
         """See `StoredTensors.copy`."""
+        if info.quantised is None:
+            out.copy_(self._read(name, info))
+            return
+        parts = {role: self._read(its, where) for role, (its, where) in info.quantised.parts.items()}
+        try:
+            out.copy_(dequantise(info.quantised.format, parts))
+        except (RuntimeError, IndexError) as error:  # shapes that do not belong together
+            raise CheckpointError(f"{info.file}: tensor {name} cannot be dequantised: {error}") from None
+
+    def _read(self, name: str, info: TensorInfo) -> Tensor:
         try:
             if info.file not in self._files:
                 self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
             tensor: Tensor = self._files[info.file].get_tensor(name)
         except Exception as error:  # safetensors raises bare errors of its own
             raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
-        out.copy_(tensor)
+        return tensor
 
 
 class GgufTensors:
@@ -350,7 +361,7 @@ class _TensorReader:
                 f"{self._path}: tensor {name} has shape {list(info.shape)}, the configuration makes it "
                 f"{list(wanted.shape)}"
             )
-        if info.dtype not in self._stored.dtypes:
+        if info.quantised is None and info.dtype not in self._stored.dtypes:
             known = ", ".join(sorted(self._stored.dtypes))
             raise CheckpointError(f"{self._path}: tensor {name} is stored as {info.dtype}, not {known}")
 
