@@ -11,17 +11,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from blake3 import blake3
 
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families.spec import DecoderSpec, FeedForwardSpec, RopeSpec
 from moonpool.kv.layout import QUANTISED, KVLayout
-
-if TYPE_CHECKING:
-    from moonpool.checkpoint.quantised import QuantisedTensor
 
 #: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -190,27 +186,3 @@ def check_shape(config: ModelConfig, source: str) -> None:
             raise CheckpointError(f"{source}: head_dim ({attention.head_dim}) must be even")
         if (attention.num_kv_heads, attention.head_dim) != (config.num_kv_heads, config.head_dim):
             raise UnsupportedModel("head_dim", "layers whose KV has different shapes are not supported")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor: the file that holds it, its type there (for example "BF16" or "Q4_0") and its shape.
-
-    Of GGUF files also the byte at which its data begins, and `paired_rows`: rows of a head, where those that RoPE turns
-    together lie beside one another instead of half a head apart; 0 = they do not.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
-    paired_rows: int = 0
-    quantised: QuantisedTensor | None = None
-    """Of folders, a weight whose values are stored quantised; `dtype` is that of the stored values."""
-
-    @property
-    def elements(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from moonpool.checkpoint.config import ModelConfig, TensorInfo, config_hash, kv_layout, resolve_dtype
+from moonpool.checkpoint.config import ModelConfig, config_hash, kv_layout, resolve_dtype
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
+from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, InvalidRequest
 from moonpool.families import FAMILIES
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from moonpool.checkpoint.config import DTYPES, ModelConfig, TensorInfo, check_shape
+from moonpool.checkpoint.config import DTYPES, ModelConfig, check_shape
+from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES, gguf_family
 from moonpool.families.base import GgufNames, ModelFamily, TensorNames

@@ -18,10 +18,10 @@ from moonpool.checkpoint.config import (
     DTYPES,
     DefaultSampling,
     ModelConfig,
-    TensorInfo,
     check_shape,
 )
 from moonpool.checkpoint.quantised import dense_index, quantised_format
+from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import family_of
 from moonpool.families.fields import JsonFields, read_json

@@ -7,39 +7,12 @@ those that `quantization_config` names. No tensor data is read here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from moonpool.checkpoint.config import TensorInfo
+from moonpool.checkpoint.tensor_info import QuantisedFormat, QuantisedTensor, TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families.fields import JsonFields
-
-Method = Literal["fp8", "mxfp4", "gptq", "awq", "packed", "int8"]
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedFormat:
-    """How the weights of one folder are stored.
-
-    `suffixes`: ends of the names of tensors that make one weight, the first one of values, by role. `bits`: of a value.
-    `block`: rows and columns that share a scale, where the shapes do not say it. `v1`: GPTQ's first format, whose zero
-    points are stored less one.
-    """
-
-    method: Method
-    suffixes: Mapping[str, tuple[str, ...]]
-    bits: int = 8
-    block: tuple[int, int] | None = None
-    v1: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class QuantisedTensor:
-    """The tensors that make one weight: name and place of each, by role."""
-
-    format: QuantisedFormat
-    parts: Mapping[str, tuple[str, TensorInfo]]
-
 
 _FP8 = {"values": (".weight",), "scales": (".weight_scale_inv", ".weight_scale")}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from moonpool.checkpoint.quantised import QuantisedFormat
+from moonpool.checkpoint.tensor_info import QuantisedFormat
 
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 """Values of a 4-bit float, E2M1 of the OCP Microscaling specification."""

@@ -22,9 +22,10 @@ from torch import Tensor
 from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, WeightArena, mapped
 from kernels.packed_weights import PackedWeights
-from moonpool.checkpoint.config import ModelConfig, TensorInfo
+from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, is_gguf
+from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES
 from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
