@@ -67,7 +67,8 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = info
-    form = quantised_format(JsonFields(read_json(folder / "config.json"), "config.json"))
+    config = folder / "config.json"
+    form = quantised_format(JsonFields(read_json(config), config.name)) if config.exists() else None
     return tensors if form is None else dense_index(tensors, form)
 
 
