@@ -322,9 +322,9 @@ class StreamOptions(Body):
     """Options of a streamed response."""
 
     ignored = ("include_obfuscation",)
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"continuous_usage_stats": (False,)}
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 if TYPE_CHECKING:
@@ -382,6 +382,10 @@ class OpenAISamplingBody(SamplingFieldsBody):
     def include_usage(self) -> bool:
         """Whether the stream ends with an event that has the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def continuous_usage(self) -> bool:
+        """Whether every event of the stream has the usage so far. As in vLLM, only together with `include_usage`."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         names = (*HTTP_FIELDS, "stop", "stop_token_ids", "bad_words")
@@ -539,11 +543,14 @@ def sse_event(content: Mapping[str, Any]) -> bytes:
 
 def usage_object(usage: Usage) -> dict[str, Any]:
     """OpenAI's `usage`."""
+    return {**_counts(usage), "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+
+
+def _counts(usage: Usage) -> dict[str, int]:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
 
@@ -554,6 +561,7 @@ class CompletionOptions:
     Attributes:
         stream: send the answer as server-sent events.
         include_usage: end the stream with an event that has the usage.
+        continuous_usage: every event has the usage so far.
         choices: choices for each prompt (`n`).
         logprobs: the response has log probabilities of the answers.
         prompt_logprobs: the response has log probabilities of the prompts in vLLM's form.
@@ -562,6 +570,7 @@ class CompletionOptions:
 
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     choices: int
     logprobs: bool = False
     prompt_logprobs: bool = False
@@ -573,6 +582,7 @@ class CompletionOptions:
         return cls(
             stream=bool(body.stream),
             include_usage=body.include_usage(),
+            continuous_usage=body.include_usage() and body.continuous_usage(),
             choices=body.n or 1,
             logprobs=body.num_logprobs() is not None,
             prompt_logprobs=body.prompt_logprobs is not None,
@@ -599,6 +609,7 @@ class OpenAIFormatter(ResponseFormatter):
         self._object_name = self.object_names[options.stream]
         self._head: dict[str, Any] = {}
         self._around = b"", b""  # what every event has before and after its choice
+        self._usage = Usage()  # so far
         self._last_texts: dict[int, str] = {}  # texts that come with the reasons why the choices ended, by choice
 
     def start(self, request_id: str, *, emulated: bool) -> None:
@@ -649,6 +660,9 @@ class OpenAIFormatter(ResponseFormatter):
         if self._options.prompt_logprobs and result.prompt_logprobs:
             response = self.with_prompt_logprobs(response, result)
         return response
+
+    def count_tokens(self, prompt_tokens: int, new_tokens: int) -> None:
+        self._usage = Usage(prompt_tokens, 0, self._usage.completion_tokens + new_tokens)
 
     def add_tokens(self, event: TokenEvent) -> None:
         self._logprobs[event.choice] += event.logprobs
@@ -707,4 +721,6 @@ class OpenAIFormatter(ResponseFormatter):
         choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finish_reason}
         choice |= self._tokens(self._token_ids.pop(index, ()) if with_tokens else ())
         before, behind = self._around
+        if self._options.continuous_usage:
+            behind = b'],"usage":' + to_json_bytes(_counts(self._usage)) + b"}\n\n"
         return before + to_json_bytes(choice) + behind

@@ -18,7 +18,6 @@ from services.gateway.endpoints.openai_protocol import (
     ContentPart,
     FunctionBody,
     LogprobsFormatter,
-    StreamOptions,
     ToolChoice,
     chosen_tools,
     drawn_seed,
@@ -139,6 +138,12 @@ class ResponsesText(Body):
     format: TextFormatBody | None = None
 
 
+class ResponsesStreamOptions(Body):
+    """Options of a streamed response, none of which changes anything: the last event has the usage anyway."""
+
+    ignored = ("include_obfuscation", "include_usage")
+
+
 class ResponsesBody(GenerateBody):
     """Body of `/v1/responses`."""
 
@@ -165,7 +170,7 @@ class ResponsesBody(GenerateBody):
     tools: FailFastList[ResponsesTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: ResponsesStreamOptions | None = None
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         yield from super().ignored_fields(place)

@@ -327,6 +327,10 @@ class ResponseFormatter(Protocol):
         """Take the tokens and log probabilities of the next text."""
         ...
 
+    def count_tokens(self, prompt_tokens: int, new_tokens: int) -> None:
+        """Take the number of prompt tokens so far, and of the tokens of the next event."""
+        return
+
     def text_event(self, text: str, choice: int) -> bytes:
         """Server-sent events for the next text of a choice."""
         ...
@@ -462,6 +466,7 @@ class GenerationResponse:
             async for event in tokens:
                 request_metrics.tokens()
                 formatter.add_tokens(event)
+                formatter.count_tokens(tokens.prompt_tokens, len(event.token_ids))
                 self._job.budget.charge(tokens.prompt_tokens, len(event.token_ids))
                 first = b""
                 if not started:

@@ -212,7 +212,6 @@ TOOL = {"type": "function", "function": FUNCTION}
         ),
         ({"response_format": {"type": "text", "foo": 1}}, "response_format.foo"),
         ({"stream": True, "stream_options": {"include_usages": True}}, "stream_options.include_usages"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regexp": "x"}}, "structured_outputs.regexp"),
         ({"structured_outputs": {"regex": "x", "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),

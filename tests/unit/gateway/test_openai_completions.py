@@ -80,6 +80,16 @@ async def test_chat_stream(usage: bool) -> None:
         assert not any("usage" in event for event in found)
 
 
+async def test_usage_in_every_event() -> None:
+    """As guidellm asks for it."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with answering(two_tokens()) as gateway:
+        found = events((await gateway.chat(stream=True, max_tokens=2, stream_options=options)).text)
+    assert [event["usage"]["completion_tokens"] for event in found] == [1, 2, 2]
+    assert [event["usage"]["total_tokens"] for event in found] == [10, 11, 11]
+    assert found[-1]["usage"] == USAGE
+
+
 async def test_plain_stream() -> None:
     async with answering(two_tokens()) as gateway:
         found = events((await gateway.plain(prompt="x", max_tokens=2, stream=True)).text)
