@@ -26,8 +26,7 @@ class PacedWorld(World):
         """A transfer ends when so many leading blocks have come, and a part of the next one."""
         self.post(TransferOpened(number))
         it = self.sequences[number]
-        for position in range(min(leading * BT + BT // 2, len(it.tokens))):
-            self._write(it, position)
+        self._receive(it, min(leading * BT + BT // 2, len(it.tokens)))
         self.whole[number] = min(leading, len(it.table))
         self.post(AbortRequest(number, "the sender gave up", self.whole[number]))
 

@@ -94,6 +94,7 @@ class World:
         self.ios: dict[int, SwapOut | SwapIn | StoreBlock | LoadStoredBlocks | StopReceiving] = {}
         self.stored: dict[tuple[int, BlockKey], dict[int, bytes]] = {}  # what each kvstore has
         self.asked: dict[int, ReserveBlocks] = {}
+        self.held: dict[int, int] = {}  # leading blocks of promised requests that are here: nothing comes there
         self.whole: dict[int, int] = {}  # leading blocks of torn transfers: nothing comes there any more
         self.hypotheses: dict[int, dict[int, array[int]]] = {}
         self.searched: dict[int, list[tuple[list[int], float]]] = {}
@@ -173,8 +174,7 @@ class World:
         """The prompt's KV comes; prefill has written it to the kvstores as well."""
         self.post(TransferOpened(number))
         it = self.sequences[number]
-        for position in range(len(it.tokens)):
-            self._write(it, position)
+        self._receive(it, len(it.tokens))
         for store in range(self.core.requests[number].stores):
             for block, key in zip(it.table, it.keys(), strict=False):
                 self.stored[store, key] = dict(self.pool[block])
@@ -288,7 +288,8 @@ class World:
             case LoadStoredBlocks():
                 self.post(IoEnded(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
             case StopReceiving():
-                for block in self.core.requests[action.id].blocks[self.whole.pop(action.id, 0) :]:
+                first = max(self.whole.pop(action.id, 0), self.held[action.id])
+                for block in self.core.requests[action.id].blocks[first:]:
                     self.pool[block] = {}  # what came late
                 self.post(IoEnded(io, ReceiveEnd()))
             case _:
@@ -363,6 +364,11 @@ class World:
         assert found == plain_search(start, asked.request.width, asked.total_tokens - it.prompt, asked.beams)
         self.searched[ranked.id] = found
 
+    def _receive(self, it: Sequence, end: int) -> None:
+        """The KV of all positions before `end` comes; that of blocks which are held here is not sent."""
+        for position in range(self.held[it.request] * BT, end):
+            self._write(it, position)
+
     def _write(self, it: Sequence, position: int) -> None:
         self.pool[it.table[position // BT]][position % BT] = it.content(position)
 
@@ -410,7 +416,9 @@ class World:
                 self._adopted(number, stream, positions)
             case FenceConductor():
                 self.fenced.append(action)
-            case FinishSequence() | ReservationGranted():
+            case ReservationGranted(number, held):
+                self.held[number] = held
+            case FinishSequence():
                 pass
 
 
