@@ -18,6 +18,7 @@ from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.kv.pool import KVPool
 from moonpool.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
 from moonpool.kv_transfer.write_back import WriteBack, WriteBackJob
+from moonpool.rpc.stream_writes import bare_write
 from moonpool.scheduling.block_manager import (
     BlockLending,
     BlockManager,
@@ -134,7 +135,7 @@ class PoolReads:
         """One reader's stream, until it ends; raises as `ServerStream.run`."""
         stream = ReadStream(self)
         with self._streams.running(stream):
-            await stream.run(requests, context)
+            await stream.run(requests, bare_write(context))
 
     def lend(self, keys: Sequence[BlockKey]) -> "PoolReadLease":
         """Holds the leading blocks of `keys` that are here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, NoReturn, Protocol, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from google.protobuf.message import Message
 
@@ -253,15 +253,6 @@ MAX_UNSENT = 1024
 Write = Callable[[Any], Awaitable[None]]
 
 
-class ServerContext(Protocol):
-    """The part of grpc.aio's servicer context that a stream needs."""
-
-    @property
-    def bare_write(self) -> Write:
-        """Sends one message; not to be cancelled."""
-        ...
-
-
 class ServerStream(Generic[Req]):
     """One stream of one peer. Subclasses say what messages mean.
 
@@ -405,12 +396,12 @@ class ServerStream(Generic[Req]):
         except StreamBroken as error:
             self.send_queue.close(error)
 
-    async def run(self, requests: AsyncIterator[Req] | AsyncIterator[PayloadMessage[Req]], context: object) -> None:
+    async def run(self, requests: AsyncIterator[Req] | AsyncIterator[PayloadMessage[Req]], write: Write) -> None:
         """The whole life of the stream.
 
         Args:
             requests: The peer's messages; beside their payloads where the class carries one.
-            context: Of the call; a ServerContext.
+            write: Sends one message; is never cancelled (`moonpool.rpc.stream_writes.bare_write`).
 
         Raises:
             InvalidRequest: the first message is no hello.
@@ -428,7 +419,7 @@ class ServerStream(Generic[Req]):
         self._heard_at = asyncio.get_running_loop().time()
         try:
             async with asyncio.TaskGroup() as self._group:
-                self._group.create_task(self._write(cast("ServerContext", context)))
+                self._group.create_task(self._write(write))
                 watching = [self._group.create_task(self._watch_closing())]
                 if self._quiet_s is not None:
                     watching.append(self._group.create_task(self._watch_silence(self._quiet_s)))
@@ -476,8 +467,8 @@ class ServerStream(Generic[Req]):
             self.silent = True
             raise DeadlineExceeded(f"{what} for {timeout_s:g} s") from None
 
-    async def _write(self, context: ServerContext) -> None:
-        await self.write_answers(context.bare_write if self._listener is None else self._writing(context.bare_write))
+    async def _write(self, write: Write) -> None:
+        await self.write_answers(write if self._listener is None else self._writing(write))
         if self._closing.is_set():
             raise Unavailable("the service is shutting down")
         if not self._finishing:

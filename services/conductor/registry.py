@@ -13,6 +13,7 @@ from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.auth import require_role
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.stream_writes import bare_write
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.streams import ServerStream
 from moonpool.v1 import conductor_pb2, kv_pb2
@@ -387,7 +388,7 @@ class JoinServer:
             DeadlineExceeded: the instance was silent for three heartbeats, or is silent and does not answer probes.
         """
         welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
-        await JoinStream(self._cluster, welcome, self._stopping, self._admit).run(requests, context)
+        await JoinStream(self._cluster, welcome, self._stopping, self._admit).run(requests, bare_write(context))
 
 
 class JoinStream(ServerStream[conductor_pb2.JoinRequest]):

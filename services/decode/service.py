@@ -21,7 +21,7 @@ from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, Write
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
-from moonpool.rpc.stream_writes import write_each
+from moonpool.rpc.stream_writes import bare_write, write_each
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.transport.base import ReceiveBuffer
@@ -378,7 +378,7 @@ class DecodeServicer:
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
         """Receives KV of many transfers from one prefill process."""
-        await _ReceiveStream(self._instance).run(requests, context)
+        await _ReceiveStream(self._instance).run(requests, bare_write(context))
 
     async def ReadKV(  # noqa: N802
         self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: Context
@@ -390,7 +390,7 @@ class DecodeServicer:
         self, requests: AsyncIterator[decode_pb2.StepsRequest], context: Context
     ) -> None:
         """Starts and cancels sequences; returns tokens."""
-        await _StepsStream(self._instance).run(requests, context)
+        await _StepsStream(self._instance).run(requests, bare_write(context))
 
     async def Forget(  # noqa: N802
         self, request: kv_pb2.ForgetRequest, context: Context

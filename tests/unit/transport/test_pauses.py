@@ -56,14 +56,14 @@ class Call:
         yield kvstore_pb2.PutRequest(hello=HELLO)
         await asyncio.Event().wait()
 
-    async def bare_write(self, message: Any) -> None:
+    async def write(self, message: Any) -> None:
         raise AssertionError("answers go over the lane")
 
 
 async def test_from_a_peer_that_reads_no_answers_nothing_more_is_taken() -> None:
     offers, call = Offers(), Call()
     stream = Echo(offers)
-    running = asyncio.ensure_future(stream.run(call.requests(), call))
+    running = asyncio.ensure_future(stream.run(call.requests(), call.write))
     await turn()
     near, far = socket.socketpair()
     far.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a few answers

@@ -38,7 +38,7 @@ class Peer:
         while (message := await self.up.get()) is not None:
             yield message
 
-    async def bare_write(self, message: Any) -> None:
+    async def write(self, message: Any) -> None:
         await self.reads.wait()
         self.answers.append(message)
 
@@ -71,7 +71,7 @@ class Echo(ServerStream[kvstore_pb2.PutRequest]):
 
 async def run(stream: Echo, peer: Peer) -> None:
     async with asyncio.timeout(WAIT_S):
-        await stream.run(peer.requests(), peer)
+        await stream.run(peer.requests(), peer.write)
 
 
 async def failure(stream: Echo, peer: Peer) -> MoonpoolError:

@@ -22,12 +22,9 @@ class Peer:
         resources = PutResources(driven.store.writes, MemoryWaitQueue(9), instance, 1 << 20, session_timeout_s, 1.0)
         self.messages: asyncio.Queue[kvstore_pb2.PutRequest | tuple[Any, Any] | None] = asyncio.Queue()
         self.answers: asyncio.Queue[kvstore_pb2.PutResponse] = asyncio.Queue()
-        self.stream = asyncio.ensure_future(PutStream(resources, asyncio.Event()).run(self._requests(), self))
+        self.stream = asyncio.ensure_future(PutStream(resources, asyncio.Event()).run(self._requests(), self._write))
 
-    def peer(self) -> str:
-        return "ipv4:192.0.2.1:1"
-
-    async def bare_write(self, message: Any) -> None:
+    async def _write(self, message: Any) -> None:
         data = message if isinstance(message, bytes) else message.SerializeToString()
         await self.answers.put(kvstore_pb2.PutResponse.FromString(data))
 
