@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from pathlib import Path
 
 from moonpool import world
 from moonpool.cluster import ClusterMembership, HeldKeys, InstanceReport
@@ -22,6 +23,7 @@ from moonpool.rpc.channels import Channels
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service, serving
+from moonpool.rpc.stream_writes import bare_write
 from moonpool.rpc.tls import Security
 from moonpool.rpc.tuning import raise_open_files_limit
 from moonpool.telemetry.logs import get_logger
@@ -46,6 +48,7 @@ from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue
 from services.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics
 from services.kvstore.operations import DeletionWorker, StoreOperations
 from services.kvstore.record_store import RecordStore
+from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
 
@@ -69,12 +72,12 @@ class KVStoreServicer:
     async def Put(self, requests: AsyncIterator[PayloadMessage[pb.PutRequest]], context: object) -> None:  # noqa: N802
         stream = PutStream(self.put, self.closing, self.lanes)
         with self.streams.running(stream):
-            await stream.run(requests, context)
+            await stream.run(requests, bare_write(context))
 
     async def Get(self, requests: AsyncIterator[pb.GetRequest], context: object) -> None:  # noqa: N802
         stream = GetStream(self.get, self.closing, self.lanes)
         with self.streams.running(stream):
-            await stream.run(requests, context)
+            await stream.run(requests, bare_write(context))
 
     async def MatchPrefix(self, request: pb.MatchPrefixRequest, context: object) -> pb.MatchPrefixResponse:  # noqa: N802
         keys = unpack_keys(request.keys, max_keys=MAX_MATCH_KEYS)
@@ -148,8 +151,13 @@ MAX_WAITING_FOR_ROOM = 512
 END_STREAMS_S = 2.0
 
 
-def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
-    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before."""
+def open_tiers(
+    config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None
+) -> tuple[DramTier, SsdTier | None]:
+    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before.
+
+    `files` gives the file layer of a data folder; None: the file system.
+    """
     pins = Pins(config.pin_budget_bytes, TenantAccount.of(config.tenants, "pins"), max_pins=config.max_pins)
     account, arena = TenantAccount.of(config.tenants, "dram"), Arena(config.dram_bytes, ahead=True)
     dram = DramTier(config.dram_bytes, POLICIES[config.eviction](), pins=pins, account=account, arena=arena)
@@ -157,7 +165,8 @@ def open_tiers(config: KVStoreConfig) -> tuple[DramTier, SsdTier | None]:
         return dram, None
     account, admission = TenantAccount.of(config.tenants, "ssd"), SsdAdmission(config.ssd_admission, pins)
     sizes, how = (config.ssd_bytes, config.segment_size), config.durability
-    return dram, open_tier(config.data_dir, *sizes, durability=how, account=account, admission=admission)
+    layers = [files(path) for path in config.data_dir] if files is not None else ()
+    return dram, open_tier(config.data_dir, *sizes, durability=how, account=account, admission=admission, files=layers)
 
 
 class KVStoreService(StoreListener):
@@ -303,10 +312,13 @@ class KVStoreService(StoreListener):
         await wait_within(END_STREAMS_S, self.streams.quiet)
 
 
-async def serve(ctx: ProcessContext, config: KVStoreConfig) -> None:
-    """A kvstore process, until it is told to stop; raises ConfigError, or Mismatch when a conductor refuses it."""
+async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None) -> None:
+    """A kvstore process, until it is told to stop; raises ConfigError, or Mismatch when a conductor refuses it.
+
+    `files`: as of `open_tiers`.
+    """
     raise_open_files_limit()
-    tiers = await asyncio.to_thread(open_tiers, config)
+    tiers = await asyncio.to_thread(open_tiers, config, files)
     await asyncio.to_thread(copy_verified.prepare)
     folders = config.data_dir if tiers[1] is None else [disk.folder.path for disk in tiers[1].disks]
     records = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders])

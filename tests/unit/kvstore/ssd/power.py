@@ -252,6 +252,11 @@ class PowerFiles(FileLayer):
         shutil.rmtree(self._root)
         self._build(self._tree, self._root)
 
+    def move(self, root: Path) -> None:
+        """Goes on with a copy below another root: whoever had the files may have them open for ever."""
+        shutil.copytree(self._root, root)
+        self._root, self._index_path = root, root / "index" / "data.mdb"
+
     def _left(self, folder: Folder, chance: random.Random) -> Folder:
         found = Folder()
         for name, entry in folder.left(chance).items():
