@@ -13,10 +13,27 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
 from typing import Any, NoReturn
 
+import grpc.aio
+
 from moonpool import world
 from moonpool.bundled import model_dir
+from moonpool.checkpoint import load_config
+from moonpool.cli.check import GaugeReading, describe
+from moonpool.engine.emulated.kv import continuation, token_seed
+from moonpool.errors import MoonpoolError
+from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.process import ProcessContext
 from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import (
+    conductor_pb2,
+    conductor_pb2_grpc,
+    decode_pb2,
+    decode_pb2_grpc,
+    kvstore_pb2,
+    kvstore_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 from services.conductor import service as conductor
 from services.conductor.config import ConductorConfig
 from services.decode import service as decode
@@ -25,15 +42,25 @@ from services.kvstore import service as kvstore
 from services.kvstore.config import KVStoreConfig
 from services.prefill import service as prefill
 from services.prefill.config import PrefillConfig
+from tests.world.disk import Disk
 from tests.world.loop import EPOCH_S, NODE, InlineExecutor, Node, VirtualLoop, VirtualTime, draws
-from tests.world.network import MessageLog, Network
+from tests.world.network import JITTER_S, MessageLog, Network
 
 MODEL = str(model_dir())
+_CONFIG = load_config(model_dir())
 PROFILE = "llama-70b-a800"
+CONDUCTOR_PORT = 10_001
 SETTLE_S = 2.0
 """From the start of the last service until requests come."""
+ASK_S = 5.0
+"""Longest wait for an answer about gauges."""
+REST_S = 45.0
+"""After the last request all gauges must be at rest within so long."""
+LOOK_S = 0.005
+"""Between two looks at something that a test waits for."""
+WAIT_S = 60.0
 
-Serve = Callable[[ProcessContext, Any], Awaitable[None]]
+Serve = Callable[..., Awaitable[None]]
 KINDS: dict[str, tuple[Serve, Any]] = {
     "conductor": (conductor.serve, ConductorConfig),
     "kvstore": (kvstore.serve, KVStoreConfig),
@@ -42,14 +69,30 @@ KINDS: dict[str, tuple[Serve, Any]] = {
 }
 
 
+STATS: dict[str, Callable[[Any], Awaitable[Any]]] = {
+    "conductor": lambda channel: conductor_pb2_grpc.ConductorServiceStub(channel).ConductorStats(
+        conductor_pb2.ConductorStatsRequest(), timeout=ASK_S
+    ),
+    "kvstore": lambda channel: kvstore_pb2_grpc.KVStoreServiceStub(channel).KVStoreStats(
+        kvstore_pb2.KVStoreStatsRequest(), timeout=ASK_S
+    ),
+    "prefill": lambda channel: prefill_pb2_grpc.PrefillServiceStub(channel).PrefillStats(
+        prefill_pb2.PrefillStatsRequest(), timeout=ASK_S
+    ),
+    "decode": lambda channel: decode_pb2_grpc.DecodeServiceStub(channel).DecodeStats(
+        decode_pb2.DecodeStatsRequest(), timeout=ASK_S
+    ),
+}
+
+
 class Simulation:
     """Time, the network, and the worlds of its nodes, all of them from one seed."""
 
-    def __init__(self, seed: int = 1, log: str | None = None) -> None:
+    def __init__(self, seed: int = 1, log: str | None = None, jitter_s: float = JITTER_S) -> None:
         self.seed = seed
         self.time = VirtualTime()
         self.log = MessageLog(log)
-        self.network = Network(self.time, seed, self.log)
+        self.network = Network(self.time, seed, self.log, jitter_s)
         self.loop = VirtualLoop(self.time)
 
     def enter(self, node: Node) -> None:
@@ -81,7 +124,11 @@ class _Process(ProcessContext):
 
 
 class Service:
-    """One service, which may have several lives."""
+    """One service, which may have several lives.
+
+    Attributes:
+        disk: of a kvstore; None: the kvstore has DRAM alone.
+    """
 
     def __init__(self, simulation: Simulation, name: str, flags: Sequence[str], skew_s: float = 0.0) -> None:
         self.name = name
@@ -89,9 +136,19 @@ class Service:
         self._flags = [*flags, "--id", name]
         self.skew_s = skew_s
         self._life = 0
+        self.disk: Disk | None = None
         self.node: Node
         self.task: asyncio.Task[None]
         self._process: _Process
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("-")[0]
+
+    @property
+    def address(self) -> str:
+        """Where this life serves; it must have been ready."""
+        return self._process.ready.result()
 
     async def start(self) -> str:
         """Begin a life; returns the address when the service is ready."""
@@ -111,17 +168,22 @@ class Service:
 
     def _begin(self) -> None:
         self._simulation.enter(self.node)
-        serve, config = KINDS[self.name.partition("-")[0]]
+        serve, config = KINDS[self.kind]
         self._process = _Process(self.name)
-        self.task = self._simulation.loop.create_task(
-            _awaited(serve(self._process, config.load(self._flags))), name=str(self.node)
-        )
+        flags, files = self._flags, dict[str, Any]()
+        if self.disk is not None:
+            layer = self.disk.files
+            flags, files = [*flags, "--data-dir", str(self.disk.path)], {"files": lambda _: layer}
+        serving = serve(self._process, config.load(flags), **files)
+        self.task = self._simulation.loop.create_task(_awaited(serving), name=str(self.node))
 
-    def kill(self) -> None:
-        """As `kill -9`: no code of the node runs any more."""
+    def kill(self, *, power: bool = False) -> None:
+        """As `kill -9`: no code of the node runs any more. With `power` its disk loses what was not synced."""
         GRAVEYARD.append((self.task, self._process))
         self.node.dead = True
         self._simulation.network.kill(self.node)
+        if self.disk is not None:
+            self.disk.new_life(power=power)
 
     def stop(self) -> None:
         """As SIGSTOP."""
@@ -130,6 +192,10 @@ class Service:
     def resume(self) -> None:
         """As SIGCONT."""
         self._simulation.loop.resume(self.node)
+
+    def signal(self, number: int) -> None:
+        """Send a signal for which the service has a handler."""
+        self._simulation.loop.signal(self.node, number)
 
     async def drain(self) -> None:
         """As SIGTERM; returns when the service has ended."""
@@ -146,12 +212,18 @@ async def _awaited(service: Awaitable[None]) -> None:
 
 
 class Cluster:
-    """Services by name: "conductor-0", "kvstore-0", "prefill-0", "decode-0", ..."""
+    """Services by name: "conductor-0", "kvstore-0", "prefill-0", "decode-0", ... Each is on a host of its own."""
 
-    def __init__(self, simulation: Simulation, counts: Mapping[str, int], flags: Mapping[str, Sequence[str]]) -> None:
-        """Take how many of each kind, and a kind's flags beside the usual ones."""
-        self.addresses = [f"127.0.0.1:{10_001 + number}" for number in range(counts["conductor"])]
-        engine = ["--model", MODEL, "--engine", f"emulated:{PROFILE}", "--kv-lanes", "grpc"]
+    def __init__(
+        self,
+        simulation: Simulation,
+        counts: Mapping[str, int],
+        flags: Mapping[str, Sequence[str]],
+        profile: str = PROFILE,
+    ) -> None:
+        """Take how many of each kind, a kind's flags beside the usual ones, and the profile of all engines."""
+        self.addresses = [f"10.0.0.{1 + number}:{CONDUCTOR_PORT}" for number in range(counts.get("conductor", 1))]
+        engine = ["--model", MODEL, "--engine", f"emulated:{profile}", "--kv-lanes", "grpc"]
         usual = {
             "conductor": ["--model", MODEL],
             "kvstore": ["--kv-lanes", "grpc"],
@@ -160,9 +232,11 @@ class Cluster:
         }
         self.services: dict[str, Service] = {}
         for kind in KINDS:
-            for number in range(counts[kind]):
-                place = self.addresses[number] if kind == "conductor" else ",".join(self.addresses)
-                own = ["--listen" if kind == "conductor" else "--conductor", place]
+            for number in range(counts.get(kind, 1)):
+                if kind == "conductor":
+                    own = ["--listen", self.addresses[number]]
+                else:
+                    own = ["--listen", f"10.0.0.{1 + len(self.services)}:0", "--conductor", ",".join(self.addresses)]
                 name = f"{kind}-{number}"
                 self.services[name] = Service(simulation, name, [*usual[kind], *own, *flags.get(kind, ())])
 
@@ -172,12 +246,85 @@ class Cluster:
             await service.start()
         await asyncio.sleep(SETTLE_S)
 
+    async def gauges(self, *names: str) -> list[GaugeReading]:
+        """Gauges of some services, asked one after the other; of all without names.
+
+        Raises:
+            MoonpoolError: a service does not answer.
+        """
+        found: list[GaugeReading] = []
+        for name in names or self.services:
+            service = self.services[name]
+            channel = world.CURRENT.get().network.channel(service.address, ())
+            for gauge in (await rpc(STATS[service.kind](channel))).gauges:
+                rest = gauge.at_rest if gauge.HasField("at_rest") else None
+                found.append(GaugeReading(name, gauge.name, gauge.value, rest))
+        return found
+
+    async def gauge(self, instance: str, name: str) -> float:
+        """One gauge of a service."""
+        [value] = [it.value for it in await self.gauges(instance) if it.name == name]
+        return value
+
+    async def rest(self) -> None:
+        """Wait until all gauges of all services are at rest.
+
+        Raises:
+            AssertionError: some are not after `REST_S`; names them.
+        """
+        trouble = ""
+        for _ in range(int(REST_S)):
+            try:
+                held = [it for it in await self.gauges() if not it.resting]
+            except MoonpoolError as error:
+                trouble = repr(error)
+            else:
+                if not held:
+                    return
+                trouble = "; ".join(map(describe, held))
+            await asyncio.sleep(1.0)
+        raise AssertionError(f"not at rest: {trouble}")
+
     async def drain(self) -> None:
         """End all services in order, conductors last; raises what one of them raises."""
         services = list(self.services.values())[::-1]
         workers = [service for service in services if not service.name.startswith("conductor")]
         await asyncio.gather(*(service.drain() for service in workers))
         await asyncio.gather(*(service.drain() for service in services if service not in workers))
+
+
+async def rpc(call: Awaitable[Any]) -> Any:
+    """The answer of a call.
+
+    Raises:
+        MoonpoolError: the call failed.
+    """
+    try:
+        return await call
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Wait until something holds; `what` is that in words."""
+    looks = int(WAIT_S / LOOK_S)
+    for _ in range(looks):
+        if await holds():
+            return
+        await asyncio.sleep(LOOK_S)
+    raise AssertionError(f"not after {WAIT_S:g} s: {what}")
+
+
+def prompt(count: int, what: object) -> list[int]:
+    """Ordinary token ids, the same for the same `what`."""
+    numbers = draws(what)
+    return [numbers.randrange(8, 200) for _ in range(count)]
+
+
+def answer(prompt: Sequence[int], count: int, seed: int | None = None) -> list[int]:
+    """What an emulated engine answers; without `seed` greedily."""
+    state = 0 if seed is None else token_seed(seed)
+    return continuation(prompt, count, _CONFIG.vocab_size, _CONFIG.eos_token_ids, seed=state)
 
 
 def leave(code: int) -> NoReturn:

@@ -140,6 +140,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._time = time
         self._clock_resolution = TURN_S
         self._timers = 0
+        self._signals: dict[tuple[Node | None, int], asyncio.Handle] = {}
         numbers = itertools.count()
         self.set_task_factory(
             lambda loop, coroutine, **kwargs: _NumberedTask(next(numbers), coroutine, loop=loop, **kwargs)
@@ -175,6 +176,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def add_signal_handler(self, sig: int, callback: Callable[[Unpack[Ts]], object], *args: *Ts) -> None:
+        """Of the node whose code runs: each is a process of its own."""
+        self._signals[NODE.get(), sig] = _NodeHandle(callback, args, self, None)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        return self._signals.pop((NODE.get(), sig), None) is not None
+
+    def signal(self, node: Node, sig: int) -> None:
+        """Send a signal to a node."""
+        self._ready.append(self._signals[node, sig])
 
     def resume(self, node: Node) -> None:
         """Let a stopped node go on."""

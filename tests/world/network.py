@@ -51,8 +51,9 @@ class MessageLog:
 class Network:
     """Everything that is connected, and how long messages take."""
 
-    def __init__(self, time: VirtualTime, seed: int, log: MessageLog) -> None:
+    def __init__(self, time: VirtualTime, seed: int, log: MessageLog, jitter_s: float = JITTER_S) -> None:
         self.log = log
+        self._jitter_s = jitter_s
         self.servers: dict[str, MemoryServer] = {}
         self.calls: dict[_Call, None] = {}
         self._time = time
@@ -77,7 +78,7 @@ class Network:
         """Deliver after the latency, in order on one connection, and not before a partition ends."""
         loop = asyncio.get_running_loop()
         connection = (call.channel.name, call.channel.address) if up else (call.channel.address, call.channel.name)
-        due = loop.time() + LATENCY_S + self._draws.expovariate(1 / JITTER_S)
+        due = loop.time() + LATENCY_S + self._jitter_s * self._draws.expovariate(1.0)
         due = max(due, self._last.get(connection, 0.0), self._cut_until(call))
         self._last[connection] = due
         data = args[0] if args and isinstance(args[0], bytes) else b""

@@ -11,19 +11,19 @@ import asyncio
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from moonpool.checkpoint import load_config
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.engine.emulated.kv import continuation
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.tuning import tune_gc
 from moonpool.telemetry import logs
-from tests.world.cluster import MODEL, Cluster, Service, Simulation, leave
+from tests.world.cluster import Cluster, Service, Simulation, answer, leave
+from tests.world.disk import Disk
 from tests.world.loop import draws
 
 FAULT_S = 2.5
@@ -33,14 +33,15 @@ RATE = 4.0
 LEAVING = 0.15
 """Share of clients that leave before their answer ends."""
 TIMEOUT_S, HUNG_S = 120.0, 200.0
-REST_S = 45
-"""Seconds after the last request within which all gauges must be at rest."""
 SKEW_S = 5.0
 """Wall clocks differ from the true time by so much at most."""
+SERVED = ("conductor", "kvstore", "prefill", "decode")
 KINDS = ("kill", "stop", "reset", "partition")
+POWER = 0.5
+"""Share of kills with which the machine loses its power, too."""
 ENGINE = ("--block-size", "64")
 FLAGS = {
-    "kvstore": ["--dram-bytes", str(1 << 24)],
+    "kvstore": ["--dram-bytes", str(1 << 20), "--ssd-bytes", str(1 << 24)],
     "prefill": [*ENGINE, "--max-num-batched-tokens", "2048"],
     "decode": [*ENGINE, "--kv-cache-memory-bytes", str(1 << 21)],
 }
@@ -49,16 +50,18 @@ FLAGS = {
 class Storm:
     """One storm; `run` gives what happened."""
 
-    def __init__(self, simulation: Simulation, seconds: float) -> None:
+    def __init__(self, simulation: Simulation, seconds: float, folder: Path) -> None:
+        """Take how long faults happen, and a folder for the disks of kvstores."""
         self._simulation = simulation
         self._seconds = seconds
         self._draws = draws(f"storm {simulation.seed}")
-        self._model = load_config(Path(MODEL))
         self._loop = simulation.loop
         self._side: list[asyncio.Task[None]] = []
-        self._cluster = Cluster(simulation, dict.fromkeys(("conductor", "kvstore", "prefill", "decode"), 2), FLAGS)
+        self._cluster = Cluster(simulation, dict.fromkeys(SERVED, 2), FLAGS)
         for service in self._cluster.services.values():
             service.skew_s = self._draws.uniform(-SKEW_S, SKEW_S)
+            if service.kind == "kvstore":
+                service.disk = Disk(folder / service.name, f"{simulation.seed} {service.name}")
         self.story: list[str] = []
         self.bad: list[str] = []
         self.outcomes: Counter[str] = Counter()
@@ -83,7 +86,10 @@ class Storm:
                 if service.task.done():
                     self.bad.append(f"{service.node} has ended: {service.task.exception()!r}")
             log = self._simulation.log.digest  # gauges, which are asked next, tell the real process's memory too
-            await self._rest(client)
+            try:
+                await self._cluster.rest()
+            except AssertionError as error:
+                self.bad.append(str(error))
         answers = hashlib.sha256(repr(sorted(self._answers)).encode()).hexdigest()[:16]
         return {
             "seed": self._simulation.seed,
@@ -131,7 +137,7 @@ class Storm:
         except MoonpoolError as error:
             outcome = type(error).__name__
             self.story.append(f"{self._now()} t-{number} {error}")
-        right = continuation(prompt, count, self._model.vocab_size, self._model.eos_token_ids)
+        right = answer(prompt, count)
         if tokens != right[: len(tokens)] or (outcome == "done" and len(tokens) != count):
             self.bad.append(f"t-{number} ({outcome}): wrong tokens, {len(tokens)} of {count}")
         if outcome == "DeadlineExceeded" or self._now() - came > TIMEOUT_S + 1:
@@ -153,7 +159,7 @@ class Storm:
             self.story.append(f"{self._now()} {kind} {one.node} ({other.node}, {seconds:.2f} s)")
             match kind:
                 case "kill":
-                    one.kill()
+                    one.kill(power=drawn.random() < POWER)
                     self._beside(self._later(seconds, one))
                 case "stop":
                     one.stop()
@@ -170,25 +176,6 @@ class Storm:
             service.begin()
         elif service.node.held is not None:
             service.resume()
-
-    async def _rest(self, client: AsyncClient) -> None:
-        """Every gauge must come to its rest."""
-        restless: dict[str, float] = {}
-        for _ in range(REST_S):
-            await asyncio.sleep(1.0)
-            try:
-                gauges = await client.stats()
-            except MoonpoolError as error:
-                restless = {repr(error): 1.0}
-                continue
-            restless = {
-                gauge.name: gauge.value
-                for gauge in gauges
-                if gauge.at_rest is not None and gauge.value != gauge.at_rest
-            }
-            if not restless:
-                return
-        self.bad.append(f"restless: {restless}")
 
 
 KEPT: list[object] = []
@@ -208,9 +195,10 @@ def main() -> None:
     for seed in args.seed or [1]:
         began = time.process_time()
         simulation = Simulation(seed, args.log)
-        storm = Storm(simulation, args.seconds)
-        KEPT.append((simulation, storm))
-        result = simulation.run(storm.run())
+        with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as folder:
+            storm = Storm(simulation, args.seconds, Path(folder))
+            KEPT.append((simulation, storm))
+            result = simulation.run(storm.run())
         print(json.dumps({**result, "cpu_s": round(time.process_time() - began, 2)}), flush=True)
         if args.trace:
             print(*storm.story, sep="\n", flush=True)

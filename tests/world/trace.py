@@ -1,6 +1,7 @@
-"""Serve the first requests of a trace with 1 + 1 + 1 services: `python -m tests.world.trace --requests 20`.
+"""One workload in both worlds: `python -m tests.world.trace --requests 50 --prefill 2 --decode 2`.
 
-Prints one line of JSON: the digest of all messages, whether all tokens were right, and when they came.
+Prints a line of JSON: what became of each request, and a digest of all messages. The real services serve the requests
+on virtual time; with `--simulated` the simulator does, and its line has the same form.
 """
 
 from __future__ import annotations
@@ -8,67 +9,169 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import statistics
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from moonpool.checkpoint import load_config
 from moonpool.client import AsyncClient, SamplingParams
-from moonpool.engine.emulated.kv import continuation
+from moonpool.engine.emulated.profile import load_profile
 from moonpool.rpc.tuning import tune_gc
 from moonpool.telemetry import logs
+from services.conductor.core.events import AnnouncePlacement
+from simulator.clock import PS
+from simulator.cluster.cluster import Cluster as SimulatedCluster
+from simulator.cluster.config import ClusterConfig
+from simulator.cluster.requests import Request
+from simulator.network import CallDelays
 from simulator.traces.mooncake import TraceRequest, read_trace
-from tests.world.cluster import MODEL, Cluster, Simulation, leave
+from tests.world.cluster import MODEL, PROFILE, Cluster, Simulation, answer, leave
+from tests.world.network import JITTER_S, LATENCY_S
 
 TRACE = Path(__file__).parents[2] / "benchmarks" / "traces" / "generated.jsonl"
 TIMEOUT_S = 600.0
+REPORT_S = 0.05
+"""Least distance of two load reports of an instance, as the services have it."""
 
 
-async def _serve(simulation: Simulation, requests: int) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A workload, and who serves it.
+
+    Attributes:
+        trace: a trace's file; its first `requests` are served.
+        prefill, decode: instances; there is one conductor and one kvstore.
+        seed: of the delays of messages.
+        jitter_s: mean of what each message takes beyond the constant delay.
+    """
+
+    trace: Path = TRACE
+    requests: int = 20
+    prefill: int = 1
+    decode: int = 1
+    seed: int = 1
+    jitter_s: float = JITTER_S
+
+    def read(self) -> list[TraceRequest]:
+        """The requests."""
+        return read_trace(self.trace, limit=self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a request: where it ran, prompt tokens that were not computed, and its times."""
+
+    prefill: str
+    decode: str
+    cached_tokens: int
+    ttft_s: float
+    tpot_s: float
+    end_s: float
+    """From the first request's arrival."""
+
+
+async def _serve(simulation: Simulation, run: Run) -> tuple[list[Outcome], list[int]]:
+    """What became of all requests, and the numbers of those with wrong tokens."""
     engine = ["--block-size", "512"]
     flags = {
         "kvstore": ["--dram-bytes", str(1 << 28)],
         "prefill": [*engine, "--max-num-batched-tokens", "4096"],
         "decode": engine,
     }
-    cluster = Cluster(simulation, dict.fromkeys(("conductor", "kvstore", "prefill", "decode"), 1), flags)
+    cluster = Cluster(simulation, {"conductor": 1, "kvstore": 1, "prefill": run.prefill, "decode": run.decode}, flags)
     await cluster.start()
     loop, model = asyncio.get_running_loop(), load_config(Path(MODEL))
-    begin, ttft_s, wrong = loop.time(), list[float](), list[str]()
+    begin, wrong = loop.time(), list[int]()
     async with AsyncClient(cluster.addresses, timeout_s=TIMEOUT_S) as client:
 
-        async def ask(number: int, request: TraceRequest) -> None:
+        async def ask(number: int, request: TraceRequest) -> Outcome:
             await asyncio.sleep(max(0.0, begin + request.timestamp / 1000 - loop.time()))
             prompt, came, tokens = request.tokens(model.vocab_size).tolist(), loop.time(), list[int]()
+            first = came
             sampling = SamplingParams(max_tokens=request.output_length, temperature=0.0, ignore_eos=True)
-            async for event in client.stream(token_ids=prompt, sampling=sampling, request_id=f"t-{number}"):
-                if not tokens:
-                    ttft_s.append(loop.time() - came)
+            stream = client.stream(token_ids=prompt, sampling=sampling, request_id=f"t-{number}")
+            async for event in stream:
+                first = first if tokens else loop.time()
                 tokens += event.token_ids
-            if tokens != continuation(prompt, request.output_length, model.vocab_size, model.eos_token_ids):
-                wrong.append(f"t-{number}")
+            if tokens != answer(prompt, request.output_length):
+                wrong.append(number)
+            assert stream.result is not None, "the stream has ended well"
+            place, now = stream.result.placement, loop.time()
+            tpot_s = (now - first) / max(1, len(tokens) - 1)
+            cached = stream.result.usage.cached_tokens
+            return Outcome(place.prefill, place.decode, cached, first - came, tpot_s, now - begin)
 
-        trace = read_trace(TRACE, limit=requests)
-        await asyncio.gather(*(ask(*one) for one in enumerate(trace)))
-        duration_s = loop.time() - begin - trace[0].timestamp / 1000
+        found = await asyncio.gather(*(ask(*one) for one in enumerate(run.read())))
     await cluster.drain()
-    return {"requests": len(ttft_s), "wrong": wrong, "duration_s": duration_s, "ttft_p50_s": statistics.median(ttft_s)}
+    return found, wrong
+
+
+def served(run: Run, log: str | None = None) -> dict[str, Any]:
+    """What the services make of a workload. The process must end with `leave`."""
+    simulation = Simulation(run.seed, log, run.jitter_s)
+    found, wrong = simulation.run(_serve(simulation, run))
+    told = simulation.log
+    return {"outcomes": found, "wrong": wrong, "messages": told.messages, "calls": told.calls, "digest": told.digest}
+
+
+def simulated(run: Run) -> list[Outcome]:
+    """What the simulator makes of it."""
+    config = ClusterConfig(
+        profile=load_profile(PROFILE),
+        prefill=run.prefill,
+        decode=run.decode,
+        delays=CallDelays(LATENCY_S, run.jitter_s),
+        seed=run.seed,
+        report_s=REPORT_S,
+    )
+    ended: list[Request] = []
+    decodes: dict[int, str] = {}
+
+    def hear(now: float, event: object, actions: Sequence[object]) -> None:
+        for action in actions:
+            if isinstance(action, AnnouncePlacement) and action.target is not None:
+                decodes[action.request] = action.target.decode
+
+    cluster = SimulatedCluster(config, ended.append)
+    [conductor] = cluster.conductors
+    conductor.host.heard = hear
+    cluster.feed(run.read())
+    cluster.run()
+    cluster.check_at_rest()
+    return [
+        Outcome(
+            prefill=it.prefill.replace("p", "prefill-"),
+            decode=decodes.get(it.number, "").replace("d", "decode-"),
+            cached_tokens=it.reused,
+            ttft_s=(it.first_at - it.arrived) / PS,
+            tpot_s=(it.ended_at - it.first_at) / PS / max(1, it.made - 1),
+            end_s=it.ended_at / PS,
+        )
+        for it in sorted(ended, key=lambda it: it.number)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=20)
+    usual = Run()
+    parser.add_argument("--trace", type=Path, default=usual.trace, help="in Mooncake's form")
+    parser.add_argument("--requests", type=int, default=usual.requests, help="of the trace's beginning")
+    parser.add_argument("--prefill", type=int, default=usual.prefill, help="instances")
+    parser.add_argument("--decode", type=int, default=usual.decode, help="instances")
+    parser.add_argument("--seed", type=int, default=usual.seed, help="of the delays of messages")
+    parser.add_argument("--jitter-s", type=float, default=usual.jitter_s, help="mean delay beyond the constant one")
+    parser.add_argument("--simulated", action="store_true", help="ask the simulator, not the services")
     parser.add_argument("--log", help="file for all messages, a line each")
     args = parser.parse_args()
+    run = Run(args.trace, args.requests, args.prefill, args.decode, args.seed, args.jitter_s)
     logs.configure("error", "world", False)
     tune_gc()
-    simulation = Simulation(log=args.log)
-    result = simulation.run(_serve(simulation, args.requests))
-    log = simulation.log
-    result |= {"messages": log.messages, "calls": log.calls, "digest": log.digest, "cpu_s": time.process_time()}
-    print(json.dumps(result))
-    leave(1 if result["wrong"] else 0)
+    result: dict[str, Any] = {"outcomes": simulated(run)} if args.simulated else served(run, args.log)
+    result["outcomes"] = list(map(asdict, result["outcomes"]))
+    print(json.dumps(result | {"cpu_s": time.process_time()}))
+    leave(1 if result.get("wrong") else 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""Tests on virtual time, each in a process of its own: what a run leaves of killed nodes must not be destroyed."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from moonpool.rpc.tuning import tune_gc
+from moonpool.telemetry import logs
+from tests.world.cluster import Simulation, leave
+
+KEPT: list[Simulation] = []
+
+
+def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An `async` test as one for pytest: its first parameter is a `Simulation`, further ones are fixtures."""
+
+    def run(**fixtures: Any) -> None:
+        def body() -> None:
+            simulation = Simulation()
+            KEPT.append(simulation)
+            simulation.run(test(simulation, **fixtures))
+
+        in_copy(body)
+
+    signature = inspect.signature(test)
+    run.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+    run.__name__, run.__qualname__, run.__module__ = test.__name__, test.__qualname__, test.__module__
+    run.__doc__ = test.__doc__
+    return run
+
+
+def in_copy(body: Callable[[], Any]) -> Any:
+    """What `body` returns in a copy of this process, which ends then."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():  # of threads of this process: the copy has none, and needs none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        copy = os.fork()
+    if copy == 0:
+        os.close(reading)
+        _tell(body, writing)
+    os.close(writing)
+    try:
+        with open(reading, "rb") as told:
+            failed, result = pickle.loads(told.read() or pickle.dumps(("the process has died", None)))
+    except BaseException:
+        os.kill(copy, signal.SIGKILL)
+        raise
+    finally:
+        os.waitpid(copy, 0)
+    if failed:
+        pytest.fail(failed, pytrace=False)
+    return result
+
+
+def _tell(body: Callable[[], Any], writing: int) -> None:
+    logs.configure("error", "world", False)
+    tune_gc()
+    try:
+        told = "", body()
+    except BaseException:
+        told = traceback.format_exc(), None
+    with open(writing, "wb") as out:
+        pickle.dump(told, out)
+    leave(0)
