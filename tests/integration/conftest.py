@@ -80,26 +80,6 @@ def plan(checkpoint: Path, tmp_path: Path) -> StackPlan:
     return small_plan(checkpoint, tmp_path)
 
 
-SLOW_PREFILL = """
-name: slow-prefill
-hardware: none; a token of a prompt takes a millisecond
-model: {kv_bytes_per_token: 128, max_tokens: 4096}
-kv: {layers: 4, kv_heads: 2}
-prefill: {base_s: 0.01, per_token_s: 1.0e-3, per_pair_s: 0.0}
-decode: {base_s: 1.0e-3, per_sequence_s: 0.0, per_context_token_s: 0.0}
-"""
-
-
-def slow_prefill(plan: StackPlan, rates: str = "") -> StackPlan:
-    """The plan with emulated engines, for which loading is cheaper than computing on a busy machine, too.
-
-    The KV is real, and the engines check every slot of it before they attend to it. `rates` are those of the profile.
-    """
-    profile = plan.data_dir / "slow-prefill.yaml"
-    profile.write_text(SLOW_PREFILL + rates)
-    return dataclasses.replace(plan, dtype="auto", engine=f"emulated:{profile}")
-
-
 def with_flags(plan: StackPlan, kind: str, *flags: str) -> StackPlan:
     """The plan with further flags for one kind of service."""
     return dataclasses.replace(plan, extra=dict(plan.extra) | {kind: [*plan.extra.get(kind, ()), *flags]})

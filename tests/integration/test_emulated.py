@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import statistics
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from moonpool.client import Client
 from moonpool.engine.emulated.profile import load_profile
 from simulator.traces.mooncake import TRACE_VARIABLE, trace_path
 from tests.integration.test_cli import CLI, children_of, environment, moonpool
-from tests.load.trace import Report, main, parse, requests_of, run
+from tests.load.trace import Report, main, parse, run
 
 MB = 1 << 20
 
@@ -33,24 +32,6 @@ def own_trace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """Only the test of a published trace looks at the environment's."""
     if request.function is not test_the_conversation_trace:
         monkeypatch.delenv(TRACE_VARIABLE, raising=False)
-
-
-def test_a_generated_trace() -> None:
-    """60 requests of conversations on 2 prefill and 2 decode instances: all right, most of the reusable KV reused.
-
-    So few at once that a turn follows the answer it continues, however long that took.
-    """
-    flags = ["--prefill", "2", "--decode", "2", "--requests", "60", "--time-scale", "8", "--max-concurrency", "4"]
-    report = replay(*flags)
-    assert report.processes == 6
-    assert sum(report.prefills.values()) == sum(report.decodes.values()) == report.summary.requests == 60
-    assert 0.5 * report.reusable_share < report.hit_rate <= 1.1 * report.reusable_share
-    # A busy machine adds time; nothing is quicker than the profile's shortest steps.
-    trace, _ = requests_of(parse(flags))
-    speeds = load_profile("llama-70b-a800").speeds
-    answer_s = statistics.mean(request.output_length - 1 for request in trace) * speeds.decode_base_s
-    assert report.summary.ttft_s["p50"] > speeds.prefill_base_s
-    assert report.summary.e2e_s["mean"] > speeds.prefill_base_s + answer_s
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ async def test_a_prefix_is_read_from_the_other_instance_also_when_it_is_killed_m
         check(asked, result, holder)
         read = result.usage.cached_tokens  # it computes a step of 64 tokens while the first blocks come
         assert PREFIX - 64 <= read <= PREFIX
-        assert await cluster.gauge(holder, "peer_read_bytes") == read * 128
+        assert await cluster.gauge(holder, "peer_read_bytes_total") == read * 128
         await cluster.rest()
 
         holder = await first_of(cluster, client, others)
@@ -98,6 +98,6 @@ async def test_a_prefix_is_read_from_the_other_instance_also_when_it_is_killed_m
             result = await running
         check(asked, result, holder)
         assert result.usage.cached_tokens == 0
-        assert await cluster.gauge(reader, "load_failures") == 1
+        assert await cluster.gauge(reader, "load_failures_total") == 1
         await cluster.services[holder].start()
         await cluster.rest()
