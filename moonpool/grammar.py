@@ -9,11 +9,11 @@ import functools
 import itertools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from moonpool.errors import InvalidRequest
@@ -140,6 +140,40 @@ def _names(pattern: str) -> tuple[str, ...] | None:
             after.consume_token(byte)
             paths.append((begun + bytes([byte]), after))
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class TaggedSchema:
+    """JSON that stands between two texts.
+
+    Attributes:
+        trigger: the text that shows that such a piece begins; `begin` begins with it.
+        begin: text before the JSON.
+        schema: the JSON schema.
+        end: text behind the JSON.
+    """
+
+    trigger: str
+    begin: str
+    schema: Mapping[str, Any]
+    end: str
+
+
+def tagged_grammar(tagged: Sequence[TaggedSchema], *, special: bool) -> str:
+    """A Lark grammar of free text in which every trigger begins one of `tagged`.
+
+    `special`: the triggers are special tokens.
+    """
+    tags = [
+        StructTag(
+            trigger=it.trigger,
+            begin=it.begin,
+            grammar={"x-guidance": {"whitespace_pattern": _WHITESPACE}, **it.schema},
+            end=it.end,
+        )
+        for it in tagged
+    ]
+    return StructTag.to_grammar(tags, assume_special=special)
 
 
 def _first_fault(compiled: str) -> str:

@@ -3,6 +3,7 @@
 Nothing from a checkpoint is executed and no pickle is read.
 """
 
+from moonpool.checkpoint.chat_template import ChatOptions, RenderedChat
 from moonpool.checkpoint.config import (
     DefaultSampling,
     ModelConfig,
@@ -16,10 +17,12 @@ from moonpool.checkpoint.tokenizer import Detokenizer, StopWatcher, Tokenizer
 from moonpool.families.spec import RopeScaling
 
 __all__ = [
+    "ChatOptions",
     "CheckpointReport",
     "DefaultSampling",
     "Detokenizer",
     "ModelConfig",
+    "RenderedChat",
     "RopeScaling",
     "StopWatcher",
     "Tokenizer",

@@ -10,14 +10,43 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import tokenizers
 from blake3 import blake3
 
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families.spec import DecoderSpec, FeedForwardSpec, RopeSpec
 from moonpool.kv.layout import QUANTISED, KVLayout
+
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+)
+"""Texts of special tokens that end an answer whatever the ids say: files often name one end token, chat models have
+several. As in llama.cpp (`llama-vocab.cpp`, end of generation)."""
+
+
+class TokenizerParts(NamedTuple):
+    """What a checkpoint says about its tokenizer.
+
+    Attributes:
+        backend: the tokenizer.
+        chat_templates: source of the chat templates by name, "default" and "tool_use" for example.
+        special: special tokens by name, as templates see them; "bos_token" for example.
+    """
+
+    backend: tokenizers.Tokenizer
+    chat_templates: Mapping[str, str]
+    special: Mapping[str, str]
+
 
 #: Element types that weights and activations may have.
 DTYPES = ("float32", "bfloat16", "float16")

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from moonpool.checkpoint.config import DTYPES, ModelConfig, check_shape
+from moonpool.checkpoint.config import DTYPES, END_OF_TURN, ModelConfig, TokenizerParts, check_shape
+from moonpool.checkpoint.folder_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES, gguf_family
@@ -275,10 +276,7 @@ def _product(shape: tuple[int, ...]) -> int:
 ROPE_DIVISORS = "rope_freqs.weight"
 
 
-#: What the ids of end tokens are called, and texts of control tokens that end an answer whatever the ids say: files
-#: name one end token, chat models have several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|endoftext|>")
 _CONTROL_TOKEN = 3
 
 
@@ -476,7 +474,7 @@ def _end_tokens(file: GgufFile, fields: JsonFields) -> tuple[int, ...]:
 
 
 def _end_ids(token: Any, kind: Any) -> bool:
-    return kind == _CONTROL_TOKEN and token in _END_TEXTS
+    return kind == _CONTROL_TOKEN and token in END_OF_TURN
 
 
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
@@ -541,11 +539,6 @@ def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SPACE = "\u2581"
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -563,8 +556,8 @@ _SPECIAL = {
 }
 
 
-def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str | None, Mapping[str, str]]:
-    """Read the tokenizer, the chat template and the special tokens that the template may name.
+def gguf_tokenizer(path: Path) -> TokenizerParts:
+    """Read the tokenizer, the chat templates and the special tokens that the template may name.
 
     Raises:
         CheckpointError: the file is damaged, or its tokenizer is.
@@ -586,7 +579,7 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, str | None, Mappin
         raise
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from None
-    return backend, _chat_template(path, metadata), special
+    return TokenizerParts(backend, _chat_templates(path, metadata), special)
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
@@ -619,7 +612,11 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
     if name in _DIGIT_NAMES:
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    expressions = {**dict.fromkeys(_LLAMA3_NAMES, _LLAMA3), **dict.fromkeys(_QWEN2_NAMES, _QWEN2), "tekken": _TEKKEN}
+    expressions = {
+        **dict.fromkeys(_LLAMA3_NAMES, LLAMA3_PATTERN),
+        **dict.fromkeys(_QWEN2_NAMES, QWEN2_PATTERN),
+        "tekken": _TEKKEN,
+    }
     if name not in expressions:
         known = ", ".join((*_GPT2_NAMES, *_DIGIT_NAMES, *expressions))
         raise UnsupportedModel("tokenizer.ggml.pre", f"{name!r} is none of {known}")
@@ -704,9 +701,17 @@ def _special_tokens(path: Path, metadata: Mapping[str, Any], tokens: Sequence[st
     return special
 
 
-def _chat_template(path: Path, metadata: Mapping[str, Any]) -> str | None:
-    """Return the default template."""
-    template = metadata.get("tokenizer.chat_template")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{path}: tokenizer.chat_template must be text")
-    return template
+_TEMPLATE_KEY = "tokenizer.chat_template"
+
+
+def _chat_templates(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the templates by name; the key of a further template ends with its name."""
+    keys = {key.removeprefix(_TEMPLATE_KEY).lstrip(".") or "default": key for key in metadata if _is_template(key)}
+    for key in keys.values():
+        if not isinstance(metadata[key], str):
+            raise CheckpointError(f"{path}: {key} must be text")
+    return {name: metadata[key] for name, key in keys.items()}
+
+
+def _is_template(key: str) -> bool:
+    return key == _TEMPLATE_KEY or key.startswith(f"{_TEMPLATE_KEY}.")

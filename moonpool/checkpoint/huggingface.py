@@ -1,4 +1,4 @@
-"""A Hugging Face folder: configuration, tokenizer, chat template, and the headers of its safetensors files.
+"""A Hugging Face folder: configuration, and the headers of its safetensors files.
 
 Both spellings of `config.json` are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and the `rope_parameters`/`dtype`
 of transformers 5. If a key is absent, the default of transformers' configuration class holds. No tensor data is read.
@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import tokenizers
-
 from moonpool.checkpoint.config import (
     DTYPES,
     DefaultSampling,
     ModelConfig,
     check_shape,
 )
+from moonpool.checkpoint.folder_tokenizer import folder_end_tokens
 from moonpool.checkpoint.quantised import dense_index, quantised_format
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
@@ -34,17 +33,19 @@ _INDEX = "model.safetensors.index.json"
 def folder_weights(folder: Path) -> list[Path]:
     """Return the safetensors files of the checkpoint in `folder`, sorted by name.
 
+    A whole `model.safetensors` comes before an index, which may be left from an earlier save.
+
     Raises:
         CheckpointError: there are none, one that the index names is missing, or only pickle files are there.
     """
     index = folder / _INDEX
+    if (folder / "model.safetensors").exists():
+        return [folder / "model.safetensors"]
     if index.exists():
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not weight_map:
             raise CheckpointError(f"{index}: weight_map is missing")
         files = [_plain_name(index, name) for name in sorted({str(name) for name in weight_map.values()})]
-    elif (folder / "model.safetensors").exists():
-        files = [folder / "model.safetensors"]
     else:
         files = sorted(folder.glob("*.safetensors"))
         if len(files) != 1:
@@ -130,30 +131,12 @@ def folder_config(folder: Path) -> ModelConfig:
         max_position_embeddings=longest(fields),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_declared_dtype(fields),
-        eos_token_ids=_token_ids(generation, "eos_token_id") or _token_ids(fields, "eos_token_id"),
+        eos_token_ids=_end_tokens(folder, fields, generation),
         bos_token_id=next(iter(_token_ids(generation, "bos_token_id") or _token_ids(fields, "bos_token_id")), None),
         default_sampling=_default_sampling(generation),
     )
     check_shape(config, "config.json")
     return config
-
-
-def folder_tokenizer(folder: Path) -> tuple[tokenizers.Tokenizer, str | None, Mapping[str, str]]:
-    """Read the tokenizer, the chat template and the special tokens that the template may name.
-
-    Raises:
-        CheckpointError: `tokenizer.json` is missing or damaged.
-    """
-    file = folder / "tokenizer.json"
-    if not file.exists():
-        raise CheckpointError(f"{folder}: no tokenizer.json in this folder")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise CheckpointError(f"{file}: not a tokenizer: {error}") from None
-    settings_file = folder / "tokenizer_config.json"
-    settings = read_json(settings_file) if settings_file.exists() else {}
-    return backend, _find_chat_template(folder, settings), _special_tokens(settings)
 
 
 def _declared_dtype(fields: JsonFields) -> str:
@@ -185,6 +168,15 @@ def _token_ids(fields: JsonFields, name: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def _end_tokens(folder: Path, fields: JsonFields, generation: JsonFields) -> tuple[int, ...]:
+    """Return the tokens that end an answer: those of both configurations and of the tokenizer together.
+
+    Fine-tuned folders often change only one of the three places.
+    """
+    given = (*_token_ids(generation, "eos_token_id"), *_token_ids(fields, "eos_token_id"))
+    return tuple(dict.fromkeys((*given, *folder_end_tokens(folder))))
+
+
 def _default_sampling(fields: JsonFields) -> DefaultSampling:
     """Return what `generation_config.json` suggests."""
 
@@ -203,31 +195,3 @@ def _default_sampling(fields: JsonFields) -> DefaultSampling:
         top_k=optional_int("top_k"),
         repetition_penalty=optional("repetition_penalty"),
     )
-
-
-def _find_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Return the default template, from `chat_template.jinja`, else `chat_template.json`, else `settings`."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    legacy = folder / "chat_template.json"
-    template = (read_json(legacy) if legacy.exists() else settings).get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, Mapping)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder}: chat_template must be text")
-    return template
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return `bos_token` and the like, as templates see them."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-    special = {}
-    for name in names:
-        value = settings.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            special[name] = value
-    return special

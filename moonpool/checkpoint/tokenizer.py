@@ -4,143 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
-from pydantic_core import from_json
 
+from moonpool.checkpoint.chat_template import ChatOptions, ChatTemplates, ControlTokens, RenderedChat
+from moonpool.checkpoint.folder_tokenizer import folder_tokenizer
 from moonpool.checkpoint.gguf import gguf_tokenizer, is_gguf
-from moonpool.checkpoint.huggingface import folder_tokenizer
 from moonpool.errors import CheckpointError, InvalidRequest
-
-
-class ChatTemplate:
-    """A checkpoint's chat template, in a sandbox. Stateless; may be used from several threads."""
-
-    def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """Compile `source`; `special` are `bos_token` and the like, as the template sees them.
-
-        Raises:
-            CheckpointError: it is no valid template.
-        """
-        self.source = source
-        self._special = dict(special)
-        environment = _environment()
-        try:
-            self._template: Template = environment.from_string(source)
-            self._takes_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
-        except TemplateError as error:
-            raise CheckpointError(f"chat template: {error}") from None
-
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
-    ) -> str:
-        """Return the text of a conversation.
-
-        Args:
-            messages: each with `role` and `content`; an assistant's turn may have `tool_calls` in OpenAI's form, a
-                tool's turn has its `tool_call_id`.
-            tools: functions that the model may call: OpenAI's definitions.
-            add_generation_prompt: the text ends with what begins an answer.
-
-        Raises:
-            InvalidRequest: the template refuses the messages or takes no tools; names what is wrong.
-        """
-        if tools and not self._takes_tools:
-            raise InvalidRequest("tools", "this model's chat template takes no tools")
-        turns = [_template_turn(index, _plain_json(message)) for index, message in enumerate(messages)]
-        try:
-            return self._template.render(
-                messages=turns,
-                tools=_plain_json(tools) or None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise InvalidRequest("messages", f"the chat template refuses them: {error}") from None
-
-
-def _template_turn(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A turn as templates take it: arguments of calls are objects there, and text in OpenAI's form."""
-    for number, call in enumerate(message.get("tool_calls", ())):
-        function, place = call["function"], f"messages.{index}.tool_calls.{number}.function.arguments"
-        function["arguments"] = _json_object(function["arguments"], place)
-    return message
-
-
-def _json_object(text: str, place: str) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        InvalidRequest: it is none; names `place`.
-    """
-    try:
-        found = from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(place, f"invalid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise InvalidRequest(place, "must be a JSON object")
-    return found
-
-
-class _Generation(Extension):
-    """Lets `{% generation %}` through, with which some templates mark the assistant's part for training."""
-
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return what is between the marks."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> SandboxedEnvironment:
-    """A sandbox with the filters and functions that transformers gives to templates.
-
-    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes
-    of its arguments; a template can compute text and nothing else.
-    """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-    )
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def strftime_now(form: str) -> str:
-        return datetime.now().strftime(form)
-
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
-
-
-def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """Write JSON; jinja's own filter would escape HTML characters."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _plain_json(value: Any) -> Any:
-    """Rebuild `value` out of plain JSON types: objects with methods have no place in a sandbox."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, Mapping):
-        return {str(key): _plain_json(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_plain_json(item) for item in value]
-    raise InvalidRequest("messages", f"must be plain JSON data, not {type(value).__name__}")
 
 
 class StopWatcher:
@@ -211,28 +88,80 @@ _PIECE_SLACK = 16
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a prompt.
+
+    Attributes:
+        text: the text.
+        literals: begin of each control token in `text` that is plain text.
+        first: the prompt begins with `text`.
+        token: the token that `text` is; None for plain text.
+    """
+
+    text: str
+    literals: tuple[int, ...] = ()
+    first: bool = False
+    token: int | None = None
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"chat template: cannot read {file}: {error}") from None
+
+
 class Tokenizer:
     """A checkpoint's tokenizer. Stateless after loading; may be used from several threads."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, chat_template: str | None, special: Mapping[str, str] | None = None
+        self,
+        backend: tokenizers.Tokenizer,
+        chat_templates: Mapping[str, str] | None = None,
+        special: Mapping[str, str] | None = None,
     ) -> None:
+        """Wrap `backend`.
+
+        Args:
+            backend: the tokenizer; not used elsewhere.
+            chat_templates: sources by name, as for `ChatTemplates`.
+            special: `bos_token` and the like, as templates see them.
+
+        Raises:
+            CheckpointError: a chat template is no valid template.
+        """
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
-        self._template = ChatTemplate(chat_template, special or {}) if chat_template is not None else None
         self.special_tokens = dict(special or {})
         """Texts of special tokens by the name of their role, for example `eos_token`."""
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._templates: ChatTemplates | None = None
+        if chat_templates:
+            written = "".join(chat_templates.values())
+            control = ControlTokens(
+                [token.content for token in added.values() if token.special],
+                [token.content for token in added.values() if token.content in written],
+            )
+            self._templates = ChatTemplates(chat_templates, self.special_tokens, control)
 
     @classmethod
-    def load(cls, path: Path | str) -> Tokenizer:
+    def load(cls, path: Path | str, chat_template: Path | None = None) -> Tokenizer:
         """Load from a Hugging Face folder or a GGUF file.
 
+        Args:
+            path: the checkpoint.
+            chat_template: file with a template that takes the place of the checkpoint's.
+
         Raises:
-            CheckpointError: the tokenizer is missing or damaged, or the chat template is no valid template.
+            CheckpointError: the tokenizer is missing or damaged, or the chat template is missing or not valid.
         """
-        return cls(*(gguf_tokenizer if is_gguf(path) else folder_tokenizer)(Path(path)))
+        parts = (gguf_tokenizer if is_gguf(path) else folder_tokenizer)(Path(path))
+        templates = parts.chat_templates if chat_template is None else {"default": _read_template(chat_template)}
+        return cls(parts.backend, templates, parts.special)
 
     @property
     def vocab_size(self) -> int:
@@ -251,12 +180,21 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `apply_chat_template` can be used."""
-        return self._template is not None
+        return self._templates is not None
 
     @property
     def chat_template(self) -> str:
-        """The chat template's source; "" = there is none."""
-        return self._template.source if self._template is not None else ""
+        """Source of the chat template for conversations with tools; "" = there is none."""
+        return self._templates.tool_use.source if self._templates is not None else ""
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template itself shows tools to the model."""
+        return self._templates is not None and self._templates.tool_use.takes_tools
+
+    def is_special(self, text: str) -> bool:
+        """Whether `text` is a special token."""
+        return self._backend.token_to_id(text) in self._special_ids
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of `text`; with `add_special` also those the model expects around it (often one BOS)."""
@@ -282,26 +220,114 @@ class Tokenizer:
         """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
+    def with_text(self, ids: Iterable[int], skip_special: bool = True) -> list[int]:
+        """Return the tokens of `ids` that `decode` spells: none that it skips or that the vocabulary lacks."""
+        skipped = self._special_ids if skip_special else frozenset()
+        return [token for token in ids if token not in skipped and self._backend.id_to_token(token) is not None]
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] = (),
-    ) -> str:
-        """Return the text that the chat template makes of `messages`; see `ChatTemplate.render`.
+        options: ChatOptions = ChatOptions(),  # noqa: B008  # frozen
+    ) -> RenderedChat:
+        """Return what the chat template makes of `messages`; see `ChatTemplates.render`.
 
         Raises:
-            InvalidRequest: the checkpoint has no chat template, or the template refuses these messages or tools.
+            InvalidRequest: the checkpoint has no chat template, or the template refuses these messages.
         """
-        if self._template is None:
+        if self._templates is None:
             raise InvalidRequest("messages", "this model has no chat template")
-        return self._template.render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return self._templates.render(messages, tools, options)
+
+    def encode_chat(self, chat: RenderedChat, add_special: bool = False) -> list[int]:
+        """Return the tokens of a prompt; the template itself writes the control tokens.
+
+        Control tokens that the conversation brought become tokens of plain text.
+
+        Raises:
+            InvalidRequest: the tokenizer makes a control token out of plain text.
+        """
+        if not chat.literals or self._backend.encode_special_tokens:
+            return self.encode(chat.text, add_special)
+        ids = [token for segment in self._segments(chat) for token in self._encode_segment(segment)]
+        if not add_special:
+            return ids
+        plain, around = self.encode("a", False), self.encode("a", True)
+        begins = next(at for at in range(len(around)) if around[at : at + len(plain)] == plain)
+        return [*around[:begins], *ids, *around[begins + len(plain) :]]
+
+    def _segments(self, chat: RenderedChat) -> Iterator[Segment]:
+        """Cut a prompt at the control tokens that its template wrote."""
+        added = self._backend.get_added_tokens_decoder().values()
+        tokens = {token.content: token for token in added if token.content}
+        any_token = re.compile("|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)))
+        edges = iter([*chat.literals, (len(chat.text), len(chat.text))])
+        begin, literals, literal = 0, list[int](), next(edges)
+        at = 0
+        while (match := any_token.search(chat.text, at)) is not None:
+            if match.end() > literal[0] and match.start() < literal[1]:
+                literals.append(literal[0] - begin)
+                at, literal = literal[1], next(edges)
+                continue
+            if match.start() >= literal[1]:
+                literal = next(edges)
+                continue
+            token = tokens[match[0]]
+            text = chat.text[begin : match.start()]
+            yield Segment(text.rstrip() if token.lstrip else text, tuple(literals), first=begin == 0)
+            yield Segment(match[0], token=self._backend.token_to_id(match[0]))
+            begin = at = match.end()
+            if token.rstrip:
+                begin += len(chat.text[begin:]) - len(chat.text[begin:].lstrip())
+            literals = []
+        yield Segment(chat.text[begin:], tuple(literals), first=begin == 0)
+
+    def _encode_segment(self, segment: Segment) -> list[int]:
+        if segment.token is not None:
+            return [segment.token]
+        ids = self._encode_plain(segment.text, first=segment.first)
+        if self._special_ids.isdisjoint(ids):
+            return ids
+        # The vocabulary has the control token as a word; cut the word.
+        cuts = [0, *(at + 1 for at in segment.literals), len(segment.text)]
+        pieces = [segment.text[begin:end] for begin, end in pairwise(cuts)]
+        ids = [token for at, piece in enumerate(pieces) for token in self._encode_plain(piece, first=not at)]
+        if not self._special_ids.isdisjoint(ids):
+            raise InvalidRequest("messages", "have a control token, which this tokenizer cannot write as text")
+        return ids
+
+    def _encode_plain(self, text: str, *, first: bool) -> list[int]:
+        """Return the tokens of a part of a text, none of them added tokens; `first`: the text begins with `text`."""
+        if not text:
+            return []
+        if first or not self._plain_marks_first:
+            return list(self._plain.encode(text, add_special_tokens=False).ids)
+        # Behind a line break the part is not the first of a text, and gets no space in front.
+        line, ids = (self._plain.encode(it, add_special_tokens=False).ids for it in ("\n", f"\n{text}"))
+        if ids[: len(line)] == line:
+            return list(ids[len(line) :])
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _plain(self) -> tokenizers.Tokenizer:
+        """The tokenizer without added tokens."""
+        content = json.loads(self.definition())
+        return tokenizers.Tokenizer.from_str(json.dumps({**content, "added_tokens": [], "post_processor": None}))
+
+    @cached_property
+    def _plain_marks_first(self) -> bool:
+        """Whether the first part of a text gets a space in front, and no other part."""
+        return '"prepend_scheme":"first"' in self.definition().replace(" ", "")
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        options: ChatOptions = ChatOptions(),  # noqa: B008  # frozen
     ) -> list[int]:
-        """Return the tokens of `render_chat`; the template itself writes special tokens."""
-        return self.encode(self.render_chat(messages, add_generation_prompt), add_special=False)
+        """Return the tokens of `render_chat`."""
+        return self.encode_chat(self.render_chat(messages, tools, options))
 
     def stream(self, prompt: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
         """Return a detokenizer for tokens that come one by one, after `prompt` (whose text is not returned)."""
@@ -312,21 +338,23 @@ class Detokenizer:
     """Text of a growing token sequence. What all `push` and the last `flush` return is `decode` of all tokens.
 
     Decoding a window that begins some tokens before the new ones gives spaces and merged characters as in the whole
-    text (the method of Hugging Face's text-generation-inference). A character whose bytes have not all come is held
-    back. Exception: a byte sequence that stays invalid longer than 32 tokens is cut there.
+    text (the method of Hugging Face's text-generation-inference). Tokens without text are no part of the window: after
+    such tokens alone, some decoders would take the next token for the first of the text and drop its space. A
+    character whose bytes have not all come is held back. Exceptions: a byte sequence that stays invalid longer than 32
+    tokens is cut there; decoders like SentencePiece's spell valid bytes before invalid ones as invalid, too.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        self._window = list(prompt[-8:])  # tokens decoded anew at each push
+        self._window = tokenizer.with_text(prompt[-16:], skip_special)[-8:]  # tokens decoded anew at each push
         self._read = len(self._window)  # leading tokens of the window whose text is final
         # Characters of the window's text already returned. A character that the prompt has begun is not among them.
         self._shown = len(self._decode(self._window).rstrip(_REPLACEMENT))
 
     def push(self, ids: Iterable[int]) -> str:
         """Take further tokens; returns the text that is final now."""
-        self._window.extend(ids)
+        self._window += self._tokenizer.with_text(ids, self._skip_special)
         text = self._decode(self._window)
         held = text.endswith(_REPLACEMENT) and len(self._window) - self._read < _MAX_HELD_TOKENS
         final = text.rstrip(_REPLACEMENT) if held else text

@@ -281,6 +281,9 @@ def serve(
             min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
         ),
     ] = 0,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a chat template (Jinja) in place of the model's.")
+    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -301,11 +304,14 @@ def serve(
     from moonpool.cli.settings import stack_settings
     from moonpool.cli.stack import StackPlan
 
+    settings = list(settings or ())
+    if chat_template is not None:
+        settings += [f"{service}.chat_template={chat_template.resolve()}" for service in ("conductor", "gateway")]
     plan = StackPlan(
         model=pulled_model(model), data_dir=data_dir or Path(), prefill=prefill, decode=decode, kvstore=kvstore,
         conductors=conductors, engine=engine, time_scale=time_scale, threads=threads,
         port=(CONDUCTOR_PORT if port else 0) if conductor_port is None else conductor_port, http_port=port,
-        log_level=log_level, extra=stack_settings(config, settings or []) if config or settings else {},
+        log_level=log_level, extra=stack_settings(config, settings) if config or settings else {},
     )  # fmt: skip
     raise typer.Exit(run_serve(plan, data_dir, restart=restart, as_json=as_json))
 

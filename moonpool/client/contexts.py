@@ -271,6 +271,8 @@ def _chat_message(given: pb.ChatMessage) -> Message:
         ]
     if given.tool_call_id:
         message["tool_call_id"] = given.tool_call_id
+    if given.reasoning_content:
+        message["reasoning_content"] = given.reasoning_content
     return message
 
 

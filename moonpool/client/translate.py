@@ -79,8 +79,9 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
     prompt, token_ids, messages = given.get("prompt"), given.get("token_ids"), given.get("messages")
     if sum(value is not None for value in (prompt, token_ids, messages)) != 1:
         raise InvalidRequest("prompt", "exactly one of prompt, token_ids and messages must be given")
-    if given.get("tools") and messages is None:
-        raise InvalidRequest("tools", "are allowed only with messages: the chat template shows tools to the model")
+    for name in ("tools", "chat_template_kwargs", "continue_final_message"):
+        if given.get(name) and messages is None:
+            raise InvalidRequest(name, "is allowed only with messages: for the chat template")
     if prompt is not None:
         _assign(request, "text", prompt, "prompt")
         return "prompt"
@@ -90,9 +91,15 @@ def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments
         return "token_ids"
     request.chat.SetInParent()
     assign("messages", lambda: request.chat.messages.extend(map(_message, messages or ())))
-    if tools := given.get("tools"):
-        assign("tools", lambda: setattr(request.chat, "tools", json.dumps(tools, ensure_ascii=False, allow_nan=False)))
+    for name, field in (("tools", "tools"), ("chat_template_kwargs", "template_kwargs")):
+        if value := given.get(name):
+            assign(name, partial(_set_json, request.chat, field, value))
+    request.chat.continue_final_message = given.get("continue_final_message", False)
     return "messages"
+
+
+def _set_json(chat: conductor_pb2.ChatPrompt, field: str, value: Any) -> None:
+    setattr(chat, field, json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
 class ResultCollector:
@@ -322,6 +329,7 @@ def _message(message: Mapping[str, Any]) -> conductor_pb2.ChatMessage:
         content=message["content"],
         tool_calls=map(_tool_call, message.get("tool_calls", ())),
         tool_call_id=message.get("tool_call_id", ""),
+        reasoning_content=message.get("reasoning_content", ""),
     )
 
 

@@ -35,12 +35,14 @@ class Message(TypedDict):
         content: the text.
         tool_calls: tool calls of an assistant's message.
         tool_call_id: id of the call that a tool's message is the result of.
+        reasoning_content: what an assistant's message thought before its text.
     """
 
     role: str
     content: str
     tool_calls: NotRequired[Sequence[ToolCall]]
     tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class GenerateArguments(TypedDict, total=False):
         tools: functions that the model may call, with `messages`: OpenAI's definitions, as the chat template takes
             them. A call is text in the answer, in the model's own form. If `SamplingParams.skip_special_tokens` is
             false, the text has the special tokens that mark the call.
+        chat_template_kwargs: further variables of the chat template, with `messages`; plain JSON.
+        continue_final_message: the answer continues the last message, an assistant's.
         sampling: sampling parameters.
         slo: latency limits.
         tenant: owner of the request; tenants do not share KV.
@@ -85,6 +89,8 @@ class GenerateArguments(TypedDict, total=False):
     token_ids: Sequence[int] | None
     messages: Sequence[Message] | None
     tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    continue_final_message: bool
     sampling: SamplingParams | None
     slo: Slo | None
     tenant: str

@@ -30,7 +30,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     flag_groups: ClassVar = {
-        "model": ("model", "generation_config"),
+        "model": ("model", "chat_template", "generation_config"),
         "placement": ("policy", "kvstore_replicas", "swap_roles"),
         "overload": ("admission", "queue_deadline_s"),
         "tracing": ("record_trace",),
@@ -42,6 +42,10 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     model: str = Field(
         description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
         "the name of folder or file is the model's name"
+    )
+    chat_template: Path | None = Field(
+        None,
+        description="file with a chat template (Jinja) in place of the checkpoint's; give it to the gateway, too",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",

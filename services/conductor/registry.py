@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
 from moonpool.cluster.proto_conversion import check_instance
@@ -210,14 +211,14 @@ class Checkpoint:
     tokenizer: Tokenizer
 
     @classmethod
-    def load(cls, model: str) -> Checkpoint:
-        """Load from a folder or hub id.
+    def load(cls, model: str, chat_template: Path | None = None) -> Checkpoint:
+        """Load from a folder or hub id; `chat_template`: a file in place of its chat template.
 
         Raises:
             CheckpointError: there is no checkpoint, or it is damaged or not supported.
         """
         folder = resolve(model)
-        return cls(model_name(model), load_config(folder), Tokenizer.load(folder))
+        return cls(model_name(model), load_config(folder), Tokenizer.load(folder, chat_template))
 
     def served(self) -> ModelIdentity:
         """What engines must serve to join."""

@@ -19,7 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pydantic_core import from_json
 
 from moonpool import world
-from moonpool.checkpoint import ModelConfig, Tokenizer
+from moonpool.checkpoint import ChatOptions, ModelConfig, RenderedChat, Tokenizer
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.grammar import check_grammar
@@ -39,16 +39,21 @@ def chat_chars(chat: conductor_pb2.ChatPrompt) -> int:
     """Number of the client's characters that go into the chat template."""
     calls = (call for turn in chat.messages for call in turn.tool_calls)
     called = sum(len(call.name) + len(call.arguments) for call in calls)
-    return called + len(chat.tools) + sum(len(turn.role) + len(turn.content) for turn in chat.messages)
+    written = sum(len(turn.role) + len(turn.content) + len(turn.reasoning_content) for turn in chat.messages)
+    return called + len(chat.tools) + len(chat.template_kwargs) + written
 
 
-def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> str:
-    """The prompt's text.
+def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> RenderedChat:
+    """The prompt as the chat template writes it.
 
     Raises:
         InvalidRequest: names the field that is wrong, or that the chat template does not take.
     """
-    return tokenizer.render_chat(list(map(_chat_turn, chat.messages)), tools=_chat_tools(chat.tools))
+    kwargs = _json_field("chat_template_kwargs", chat.template_kwargs or "{}")
+    if not isinstance(kwargs, dict):
+        raise InvalidRequest("chat_template_kwargs", "must be a JSON object")
+    options = ChatOptions(continue_final_message=chat.continue_final_message, template_kwargs=kwargs)
+    return tokenizer.render_chat(list(map(_chat_turn, chat.messages)), _chat_tools(chat.tools), options)
 
 
 def _chat_turn(turn: conductor_pb2.ChatMessage) -> dict[str, Any]:
@@ -60,6 +65,8 @@ def _chat_turn(turn: conductor_pb2.ChatMessage) -> dict[str, Any]:
         found["tool_calls"] = [_chat_tool_call(call) for call in turn.tool_calls]
     if turn.tool_call_id:
         found["tool_call_id"] = turn.tool_call_id
+    if turn.reasoning_content:
+        found["reasoning_content"] = turn.reasoning_content
     return found
 
 
@@ -68,15 +75,17 @@ def _chat_tool_call(call: conductor_pb2.ToolCall) -> dict[str, Any]:
 
 
 def _chat_tools(text: str) -> list[dict[str, Any]]:
-    if not text:
-        return []
-    try:
-        tools = from_json(text, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest("tools", f"invalid JSON: {error}") from None
+    tools = _json_field("tools", text or "[]")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise InvalidRequest("tools", "must be a JSON list of objects")
     return tools
+
+
+def _json_field(name: str, text: str) -> Any:
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidRequest(name, f"invalid JSON: {error}") from None
 
 
 MAX_ID_CHARS = 128
@@ -391,7 +400,8 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) ->
             field = "prompt"
             _require(field, message.text != "", "must not be empty")
             _check_chars(field, len(message.text), served)
-            tokens = _encode(field, message.text, served, add_special=True)
+            _check_longer(field, message.text, served)
+            tokens = array("i", served.tokenizer.encode(message.text))
         case "tokens":
             field = "token_ids"
             _check_length(field, len(message.tokens.token_ids), served)
@@ -400,7 +410,9 @@ def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) ->
             field = "messages"
             _require(field, 0 < len(message.chat.messages) <= served.max_tokens, f"1 to {served.max_tokens} turns")
             _check_chars(field, chat_chars(message.chat), served)
-            tokens = _encode(field, render_chat(message.chat, served.tokenizer), served, add_special=False)
+            chat = render_chat(message.chat, served.tokenizer)
+            _check_longer(field, chat.text, served)
+            tokens = array("i", served.tokenizer.encode_chat(chat))
         case _:
             raise InvalidRequest("prompt", "one of text, tokens and chat must be set")
     _check_length(field, len(tokens), served)
@@ -415,11 +427,10 @@ def _check_length(field: str, tokens: int, served: ServedModel) -> None:
     _require(field, tokens < served.max_tokens, f"the prompt has {tokens} tokens; {room}")
 
 
-def _encode(field: str, text: str, served: ServedModel, *, add_special: bool) -> array[int]:
-    """Tokenise a text. A text that is too long is refused before it costs more than the longest valid one."""
+def _check_longer(field: str, text: str, served: ServedModel) -> None:
+    """Refuse a text that is too long before it costs more than the longest valid one."""
     longer = served.tokenizer.is_longer(text, served.max_tokens)
     _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
-    return array("i", served.tokenizer.encode(text, add_special))
 
 
 def _check_chars(field: str, chars: int, served: ServedModel) -> None:

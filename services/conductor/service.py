@@ -182,7 +182,7 @@ async def serve(context: ProcessContext, config: ConductorConfig) -> None:
         ConfigError: a setting is wrong.
         CheckpointError: the checkpoint cannot be used.
     """
-    checkpoint = await asyncio.to_thread(Checkpoint.load, config.model)
+    checkpoint = await asyncio.to_thread(Checkpoint.load, config.model, config.chat_template)
     metrics = PrometheusMetrics(config.service())
     async with conductor(config, checkpoint, context.incarnation, context.spans, metrics) as (servicer, address):
         log.info("serving", address=address, model=checkpoint.name)

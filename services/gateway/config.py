@@ -28,7 +28,7 @@ class GatewayConfig(ServiceConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "model": ("model", "served_model_name", "tool_call_parser"),
+        "model": ("model", "served_model_name", "chat_template", "tool_call_parser"),
         "HTTP": ("api_keys", "allowed_origins", "ssl_certfile", "ssl_keyfile"),
     }
     listen: ListenAddress = Field(
@@ -78,8 +78,15 @@ class GatewayConfig(ServiceConfig):
         60.0, gt=0, le=3600, description="seconds after which a client that does not read its response is disconnected"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
-    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral"] = Field(
+    chat_template: Path | None = Field(
+        None,
+        description="file with a chat template (Jinja) in place of the checkpoint's; give it to the conductor, too",
+    )
+    tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic"] = Field(
         "auto", description="format of the model's tool calls; auto: derived from the chat template"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "magistral", "seed", "cohere"] = Field(
+        "auto", description="marks around the model's thinking; auto: derived from the chat template"
     )
     tokenizer_threads: int = Field(
         1, ge=1, description="threads that tokenise for /tokenize, /detokenize and /v1/messages/count_tokens"

@@ -23,7 +23,7 @@ from services.gateway.serving.auth import Authenticator
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.generation import RequestBuilder
 from services.gateway.serving.metrics import GatewayMetrics
-from services.gateway.serving.tokenizer import GatewayTokenizer
+from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 CONNECT_TIMEOUT_S = 2.0
 """Seconds for which the gateway retries a conductor that cannot be reached, before the request fails."""
@@ -53,7 +53,8 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
             )
         )
         metrics = PrometheusMetrics(config.service())
-        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, config.tool_call_parser)
+        parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
+        tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
         app = make_app(gateway_context(config, client, tokenizer, metrics), config.allowed_origins)
         server, port = await stack.enter_async_context(http_serving(app, config))
         metrics.watch(MetricSet().add(SERVER_METRICS, server).add(PROCESS_METRICS, None))
@@ -103,7 +104,7 @@ async def serve(context: ProcessContext, config: GatewayConfig) -> None:
         ConfigError: a setting is refused.
         CheckpointError: the checkpoint cannot be read.
     """
-    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(resolve(config.model)))
+    tokenizer = await asyncio.to_thread(lambda: Tokenizer.load(resolve(config.model), config.chat_template))
     async with gateway(config, tokenizer) as address:
         log.info("serving", address=address, conductor=config.conductor)
         context.announce(address)

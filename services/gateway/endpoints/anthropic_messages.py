@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -11,18 +10,20 @@ from typing import Any, ClassVar, Literal
 from starlette.requests import Request
 from starlette.responses import Response
 
+from moonpool.checkpoint import ChatOptions
+from moonpool.checkpoint.past_calls import call_arguments
 from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import (
-    DROPPED_PARTS,
     ContentPart,
     joined_text,
     part_text,
     sdk_tool_call,
     strict_parameters,
 )
+from services.gateway.reasoning_parsers.base import ReasoningText
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
 from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, json_response, to_json_bytes
@@ -32,27 +33,28 @@ from services.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,
     AnswerParser,
     AnswerPart,
-    AnswerToolCall,
     ToolSet,
+    WholePart,
     checked_tools,
     tool_definition,
 )
 
 
 class MessagesContentBlock(ContentPart):
-    """A block of a message: text, a tool call (assistant), or the result of a tool call (user).
+    """A block of a message: text, a tool call or thinking (assistant), or the result of a tool call (user)."""
 
-    An assistant's block of thinking is left out of the prompt.
-    """
-
-    ignored = BLOCK_IGNORED
+    ignored = (*BLOCK_IGNORED, "signature")
     kinds = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
+    thinking: str | None = None
     tool_use_id: str | None = None
     content: str | FailFastList[ContentPart] | None = None
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        return iter(()) if self.type == "thinking" else super().ignored_fields(place)
 
 
 class MessagesMessage(Body):
@@ -76,12 +78,13 @@ class MessagesMessage(Body):
             return
         texts: list[str] = []
         calls: list[ToolCall] = []
+        thinking: list[str] = []
         for index, block in enumerate(self.content):
             match self.role, block.type:
                 case "user", "tool_result":
                     yield _tool_result(block, f"{field}.content.{index}")
-                case "assistant", kind if kind in DROPPED_PARTS:
-                    pass
+                case "assistant", "thinking" | "redacted_thinking":
+                    thinking.append(block.thinking or "")
                 case "assistant", "tool_use":
                     calls.append(_tool_use(block, f"{field}.content.{index}"))
                 case _:
@@ -89,6 +92,8 @@ class MessagesMessage(Body):
         message: Message = {"role": self.role, "content": "\n".join(texts)}
         if calls:
             message["tool_calls"] = calls
+        if any(thinking):
+            message["reasoning_content"] = "\n".join(filter(None, thinking))
         if texts or self.role != "user":
             yield message
 
@@ -122,6 +127,14 @@ class MessagesOutputConfig(Body):
     format: OutputFormatBody | None = None
 
 
+class MessagesThinking(Body):
+    """Whether the model may think before it answers. The budget is not kept."""
+
+    ignored = ("block_binding", "budget_tokens", "display")
+
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
 class MessagesPrompt(Body):
     """The conversation: what both endpoints read. The text of `system` becomes the first message."""
 
@@ -135,12 +148,16 @@ class MessagesPrompt(Body):
     tools: FailFastList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: MessagesOutputConfig | None = None
+    thinking: MessagesThinking | None = None
 
     def check(self) -> None:
-        if not self.messages or self.messages[-1].role != "user":
-            raise InvalidRequest(
-                "messages", "the last message must be a user's; continuing an answer is not supported yet"
-            )
+        if not self.messages or self.messages[-1].role == "system":
+            raise InvalidRequest("messages", "the last message must be a user's, or an assistant's to be continued")
+
+    def chat_options(self) -> ChatOptions:
+        """How the messages become a prompt. The answer continues a last message of the assistant."""
+        thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return ChatOptions(continue_final_message=self.messages[-1].role == "assistant", template_kwargs=thinks)
 
     def to_messages(self) -> list[Message]:
         """The messages for the SDK.
@@ -165,7 +182,11 @@ class MessagesPrompt(Body):
         tools = [] if choice.type == "none" else self.tools or []
         definitions = [
             tool_definition(
-                f"tools.{index}", tool.name, tool.description, strict_parameters(tool.input_schema, tool.strict)
+                f"tools.{index}",
+                tool.name,
+                tool.description,
+                strict_parameters(tool.input_schema, tool.strict),
+                strict=bool(tool.strict),
             )
             for index, tool in enumerate(tools)
         ]
@@ -203,10 +224,10 @@ def _tool_result(block: MessagesContentBlock, field: str) -> Message:
 
 
 def _tool_use(block: MessagesContentBlock, field: str) -> Any:
-    for name in ("id", "name", "input"):
-        if getattr(block, name) is None:
+    for name in ("id", "name"):
+        if not getattr(block, name):
             raise InvalidRequest(f"{field}.{name}", "is missing")
-    return sdk_tool_call(block.id or "", block.name or "", json.dumps(block.input, ensure_ascii=False))
+    return sdk_tool_call(block.id or "", block.name or "", block.input)
 
 
 async def messages(gateway: GatewayContext, request: Request) -> GenerationResponse:
@@ -215,6 +236,7 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
     body, state = checked.body, await gateway.cluster.state()
     job = gateway.builder.prepare(checked, state, body.max_tokens)
     job.prompts = [{"messages": body.to_messages()}]
+    job.set_chat_options(body.chat_options())
     parser = gateway.builder.offer_tools(job, body.tool_set())
     decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
     return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode))
@@ -228,8 +250,7 @@ async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
         checked.body.to_messages(),
         tools.definitions if tools else (),
         max_tokens,
-        special=False,
-        add_generation_prompt=True,
+        checked.body.chat_options(),
     )
     return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
 
@@ -264,7 +285,7 @@ class MessagesFormatter(ResponseFormatter):
         self._decode = decode
         self._head: dict[str, Any] = {}
         self._blocks = 0  # content blocks that have started
-        self._open = ""  # type of the open block: "text", "call", or "" for none
+        self._open = ""  # kind of the open block: "text", "thinking", "call", or "" for none
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         self._parser.start(request_id)
@@ -310,6 +331,9 @@ class MessagesFormatter(ResponseFormatter):
             case str():
                 before = b"" if self._open == "text" else self._open_block("text", {"type": "text", "text": ""})
                 return before + self._delta({"type": "text_delta", "text": part})
+            case ReasoningText(text):
+                start = b"" if self._open == "thinking" else self._open_block("thinking", _thinking_block(""))
+                return start + self._delta({"type": "thinking_delta", "thinking": text})
             case AnswerArgumentsDelta():
                 return self._delta({"type": "input_json_delta", "partial_json": part.arguments})
         start = self._open_block("call", {"type": "tool_use", "id": part.id, "name": part.name, "input": {}})
@@ -348,10 +372,17 @@ class MessagesFormatter(ResponseFormatter):
         return found[min(found)] if found else None
 
 
-def _content_block(part: str | AnswerToolCall) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    return {"type": "tool_use", "id": part.id, "name": part.name, "input": json.loads(part.arguments)}
+def _content_block(part: WholePart) -> dict[str, Any]:
+    match part:
+        case str():
+            return {"type": "text", "text": part}
+        case ReasoningText(text):
+            return _thinking_block(text)
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": call_arguments(part.arguments)}
+
+
+def _thinking_block(text: str) -> dict[str, str]:
+    return {"type": "thinking", "thinking": text, "signature": ""}
 
 
 def anthropic_error_body(error: ErrorResponse) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from services.gateway.endpoints.context_caching import (
     parse_cache_reference,
 )
 from services.gateway.endpoints.openai_protocol import (
+    ChatOptionsBody,
     CompletionOptions,
     ConversationBody,
     LogprobsFormatter,
@@ -27,12 +28,13 @@ from services.gateway.endpoints.openai_protocol import (
     OpenAISamplingBody,
     sse_event,
 )
+from services.gateway.reasoning_parsers.base import ReasoningText
 from services.gateway.serving.generation import GenerationResponse
 from services.gateway.serving.json_body import Integer
 from services.gateway.serving.tool_calls import AnswerParser, AnswerPart, AnswerToolCall
 
 
-class ChatBody(ConversationBody, OpenAISamplingBody):
+class ChatBody(ChatOptionsBody, ConversationBody, OpenAISamplingBody):
     """Body of `/v1/chat/completions`. The first message may name a cache instead of repeating the cache's messages."""
 
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"prompt": ()}
@@ -74,6 +76,8 @@ class ChatBody(ConversationBody, OpenAISamplingBody):
             raise InvalidRequest("tools", "are allowed only with messages: the chat template shows tools to the model")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest("max_completion_tokens", "differs from max_tokens, its older name")
+        if self.add_generation_prompt is False and not self.continue_final_message:
+            raise InvalidRequest("add_generation_prompt", "can be false only together with continue_final_message")
         if self.cache is not None and self.tools is not None:
             raise InvalidRequest("tools", "must be null beside a cache, which has its own")
 
@@ -93,6 +97,8 @@ async def chat_completions(gateway: GatewayContext, request: Request) -> Generat
     limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
     job.prompts, known_tools = [body.prompt()], None
+    if body.messages is not None:
+        job.set_chat_options(body.chat_options())
     if reference := body.cache or cache_reference_of_headers(request.headers):
         known_tools = await apply_cache(gateway, job, reference, body.tool_set(), repeated=body.cache is None)
     parser = gateway.builder.offer_tools(job, body.tool_set(), known_tools)
@@ -140,10 +146,11 @@ class ChatFormatter(OpenAIFormatter):
     def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
         parts = self._parser.parse_full(text, choice)
         calls = [tool_call_object(part) for part in parts if isinstance(part, AnswerToolCall)]
-        if not calls:
-            return {"message": {"role": "assistant", "content": text}}
         content = "".join(part for part in parts if isinstance(part, str))
-        return {"message": {"role": "assistant", "content": content or None, "tool_calls": calls}}
+        reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningText))
+        message = {"role": "assistant", "content": (content or None) if calls or reasoning else content}
+        message |= {"reasoning_content": reasoning} if reasoning else {}
+        return {"message": {**message, "tool_calls": calls} if calls else message}
 
     def first_events(self) -> Iterator[bytes]:
         """The event with the tokens of the prompt, if the response has token ids."""
@@ -184,6 +191,8 @@ def _chat_delta(part: AnswerPart) -> dict[str, Any]:
     match part:
         case str():
             return {"content": part}
+        case ReasoningText(text):
+            return {"reasoning_content": text}
         case AnswerToolCall():
             return {"tool_calls": [{"index": part.number, **tool_call_object(part)}]}
     return {"tool_calls": [{"index": part.number, "function": {"arguments": part.arguments}}]}

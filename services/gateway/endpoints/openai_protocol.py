@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from pydantic import Field, create_model
 
 from moonpool import world
+from moonpool.checkpoint import ChatOptions
 from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
 from moonpool.json_schema import close_objects
@@ -68,12 +70,12 @@ class ContentPart(Body):
 
 
 class FunctionCallBody(Body):
-    """A called function; `arguments` is a JSON object as text."""
+    """A called function. `arguments` is a JSON object as text; models and clients also write something else."""
 
     unknown_ignored = True
 
     name: str
-    arguments: str
+    arguments: Any = None
 
 
 class ToolCallBody(Body):
@@ -103,6 +105,8 @@ class ChatMessageBody(Body):
     refusal: str | None = None
     tool_calls: FailFastList[ToolCallBody] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def to_message(self, field: str) -> Message:
         """The message for the SDK. A developer's message becomes a system's.
@@ -120,6 +124,8 @@ class ChatMessageBody(Body):
             message["tool_calls"] = [call.to_tool_call() for call in self.tool_calls]
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            message["reasoning_content"] = reasoning
         return message
 
     def _check_fields(self, field: str) -> None:
@@ -137,9 +143,10 @@ class ChatMessageBody(Body):
         return joined_text(self.content, f"{field}.content", dropped=dropped)
 
 
-def sdk_tool_call(id: str, name: str, arguments: str) -> ToolCall:  # noqa: A002
-    """A tool call for the SDK."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+def sdk_tool_call(id: str, name: str, arguments: Any) -> ToolCall:  # noqa: A002
+    """A past tool call for the SDK. A conversation must go on whatever its arguments are; the conductor reads them."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
 
 PartT = TypeVar("PartT", bound=ContentPart)
@@ -188,7 +195,13 @@ class FunctionBody(Body):
         Raises:
             InvalidRequest: the name is wrong; names `field`.
         """
-        return tool_definition(field, self.name, self.description, strict_parameters(self.parameters, self.strict))
+        return tool_definition(
+            field,
+            self.name,
+            self.description,
+            strict_parameters(self.parameters, self.strict),
+            strict=bool(self.strict),
+        )
 
 
 def strict_parameters(parameters: dict[str, Any] | None, strict: bool | None) -> Mapping[str, Any] | None:
@@ -286,6 +299,28 @@ def chosen_tools(
         raise InvalidRequest("tool_choice", "must be 'auto', 'none', 'required' or name a function")
     offered = [] if choice == "none" else definitions
     return checked_tools(offered, "" if choice == "required" else None, parallel=parallel)
+
+
+class ChatOptionsBody(Body):
+    """How messages become a prompt."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def chat_options(self) -> ChatOptions:
+        """How the messages become a prompt.
+
+        Raises:
+            InvalidRequest: two fields contradict each other.
+        """
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest("continue_final_message", "conflicts with add_generation_prompt")
+        return ChatOptions(
+            self.add_generation_prompt is not False,
+            bool(self.continue_final_message),
+            self.chat_template_kwargs or {},
+        )
 
 
 class ConversationBody(Body):

@@ -25,6 +25,7 @@ from services.gateway.endpoints.openai_protocol import (
     sdk_tool_call,
     token_biases,
 )
+from services.gateway.reasoning_parsers.base import ReasoningText
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
 from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, SmallObject, to_json_bytes
@@ -41,6 +42,7 @@ from services.gateway.serving.tool_calls import (
     AnswerPart,
     AnswerToolCall,
     ToolSet,
+    WholePart,
 )
 
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
@@ -68,7 +70,7 @@ class ResponsesContentPart(ContentPart):
 
 
 class ResponsesItem(Body):
-    """A message, a tool call, the result of a tool call, or an earlier answer's reasoning, which is left out."""
+    """A message, a tool call, the result of a tool call, or the thinking before an answer."""
 
     ignored = ITEM_IGNORED
     unknown_ignored = True
@@ -80,11 +82,13 @@ class ResponsesItem(Body):
     content: str | FailFastList[ResponsesContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    arguments: Any = None
     output: str | FailFastList[ResponsesContentPart] | None = None
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
-        return iter((place.removesuffix("."),)) if self.type == "reasoning" else super().ignored_fields(place)
+        if self.type != "reasoning":
+            return super().ignored_fields(place)
+        return iter(() if self.content else (place.removesuffix("."),))
 
     def add_to(self, messages: list[Message], field: str) -> None:
         """Add the item to the messages for the SDK. A tool call joins the assistant's message before it.
@@ -92,21 +96,26 @@ class ResponsesItem(Body):
         Raises:
             InvalidRequest: a field is missing or is not text; names the field.
         """
-        if self.type == "reasoning":
-            return
         if self.type == "message":
             role = "system" if self.role == "developer" else self._required("role", field)
-            messages.append({"role": role, "content": self._text("content", field)})
+            if role == "assistant" and messages and messages[-1] == _thought(messages[-1]):
+                messages[-1]["content"] = self._text("content", field)
+            else:
+                messages.append({"role": role, "content": self._text("content", field)})
+        elif self.type == "reasoning":
+            text = joined_text(self.content or "", f"{field}.content", ("reasoning_text",))
+            if text:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif self.type == "function_call_output":
             result: Message = {"role": "tool", "content": self._text("output", field)}
             messages.append({**result, "tool_call_id": self._required("call_id", field)})
         else:
-            call_id, function, arguments = (self._required(name, field) for name in ("call_id", "name", "arguments"))
+            call_id, function = (self._required(name, field) for name in ("call_id", "name"))
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
             calls = messages[-1].setdefault("tool_calls", [])
             assert isinstance(calls, list)  # created above
-            calls.append(sdk_tool_call(call_id, function, arguments))
+            calls.append(sdk_tool_call(call_id, function, self.arguments))
 
     def _required(self, name: str, field: str) -> str:
         value: str | None = getattr(self, name)
@@ -119,6 +128,11 @@ class ResponsesItem(Body):
         if content is None:
             raise InvalidRequest(f"{field}.{name}", "is missing")
         return joined_text(content, f"{field}.{name}", _TEXT_PARTS)
+
+
+def _thought(message: Message) -> Message:
+    """The message, if it had nothing but its thinking."""
+    return {"role": "assistant", "content": "", "reasoning_content": message.get("reasoning_content", "")}
 
 
 class ResponsesTool(FunctionBody):
@@ -286,7 +300,8 @@ class ResponsesFormatter(ResponseFormatter):
         self._head: dict[str, Any] = {}
         self._num_events = 0
         self._items: list[dict[str, Any]] = []  # complete items
-        # The open item is a text or a call, or there is none.
+        # The open item is thinking, a text or a call, or there is none.
+        self._reasoning: list[str] | None = None
         self._text: list[str] | None = None
         self._call: AnswerToolCall | None = None  # with its arguments so far
         self._new_logprobs: list[TokenLogprobs] = []  # not sent yet
@@ -308,6 +323,8 @@ class ResponsesFormatter(ResponseFormatter):
         parts = self._parser.parse_full(result.text, 0)
         self._text_logprobs = self._format_logprobs(result.logprobs)
         output = [self._item(index, part, "completed") for index, part in enumerate(parts)]
+        if parts and isinstance(parts[-1], AnswerToolCall) and result.finish_reason == "length":
+            output[-1]["status"] = "incomplete"
         return self._ended_response(output, result)
 
     def first_events(self) -> Iterator[bytes]:
@@ -322,7 +339,8 @@ class ResponsesFormatter(ResponseFormatter):
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         yield from map(self._part_events, self._parser.end(0))
-        yield self._close_text() + self._close_call("incomplete" if result.finish_reason == "length" else "completed")
+        yield self._close_text() + self._close_reasoning()
+        yield self._close_call("incomplete" if result.finish_reason == "length" else "completed")
         response = self._ended_response(self._items, result)
         yield self._event(f"response.{response['status']}", response=response)
 
@@ -348,20 +366,27 @@ class ResponsesFormatter(ResponseFormatter):
         empty = {"error": None, "incomplete_details": None, "usage": None}
         return {**self._head, **empty, "status": status, "output": output}
 
-    def _item(self, index: int, part: str | AnswerToolCall, status: str) -> dict[str, Any]:
+    def _item(self, index: int, part: WholePart, status: str) -> dict[str, Any]:
         """An item of the output; `status` is "in_progress", "completed" or "incomplete"."""
         if isinstance(part, str):
             content = [_output_text(part, self._text_logprobs)] if status == "completed" else []
             message_id = f"msg_{self._request_id}_{index}"
             return {"type": "message", "id": message_id, "status": status, "role": "assistant", "content": content}
+        if isinstance(part, ReasoningText):
+            content = [_reasoning_text(part.text)] if status == "completed" else []
+            reasoning_id = f"rs_{self._request_id}_{index}"
+            return {"type": "reasoning", "id": reasoning_id, "status": status, "summary": [], "content": content}
         call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
         return {"type": "function_call", "id": f"fc_{self._request_id}_{index}", "status": status, **call}
 
     def _part_events(self, part: AnswerPart) -> bytes:
-        """Events of a part of the answer: more text, a new tool call, or more arguments of the open call."""
+        """Events of a part: more text or thinking, a new tool call, or more arguments of the open call."""
         match part:
+            case ReasoningText():
+                return self._add_reasoning(part)
             case str():
-                before = self._close_call() + (self._open_text() if self._text is None else b"")
+                before = self._close_reasoning() + self._close_call()
+                before += self._open_text() if self._text is None else b""
                 assert self._text is not None
                 self._text.append(part)
                 new, self._new_logprobs = self._format_logprobs(self._new_logprobs), []
@@ -369,11 +394,35 @@ class ResponsesFormatter(ResponseFormatter):
                 return before + self._text_item_event("response.output_text.delta", delta=part, logprobs=new)
             case AnswerArgumentsDelta():
                 return self._add_arguments(part.arguments)
-        before = self._close_text() + self._close_call()
+        before = self._close_reasoning() + self._close_text() + self._close_call()
         self._call, index = replace(part, arguments=""), len(self._items)
         item = self._item(index, self._call, "in_progress")
         started = self._event("response.output_item.added", output_index=index, item=item)
         return before + started + self._add_arguments(part.arguments)
+
+    def _add_reasoning(self, part: ReasoningText) -> bytes:
+        """Events with more thinking."""
+        index, before = len(self._items), b""
+        if self._reasoning is None:
+            self._reasoning = []
+            item = self._item(index, ReasoningText(""), "in_progress")
+            before = self._event("response.output_item.added", output_index=index, item=item)
+        self._reasoning.append(part.text)
+        return before + self._reasoning_event("delta", delta=part.text)
+
+    def _close_reasoning(self) -> bytes:
+        if self._reasoning is None:
+            return b""
+        text, index = "".join(self._reasoning), len(self._items)
+        done, item = self._reasoning_event("done", text=text), self._item(index, ReasoningText(text), "completed")
+        self._items.append(item)
+        self._reasoning = None
+        return done + self._event("response.output_item.done", output_index=index, item=item)
+
+    def _reasoning_event(self, kind: str, **fields: str) -> bytes:
+        index = len(self._items)
+        position = {"item_id": f"rs_{self._request_id}_{index}", "output_index": index, "content_index": 0}
+        return self._event(f"response.reasoning_text.{kind}", **position, **fields)
 
     def _add_arguments(self, arguments: str) -> bytes:
         """The event with more arguments of the open call."""
@@ -443,6 +492,10 @@ def responses_usage(usage: Usage) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def _reasoning_text(text: str) -> dict[str, str]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _output_text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,25 +10,22 @@ from starlette.responses import Response
 
 from moonpool.errors import InvalidRequest
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.endpoints.openai_protocol import ConversationBody
+from services.gateway.endpoints.openai_protocol import ChatOptionsBody, ConversationBody
 from services.gateway.serving.json_body import Body, FailFastList, json_response
 
 
-class TokenizeBody(ConversationBody):
+class TokenizeBody(ChatOptionsBody, ConversationBody):
     """`/tokenize`: a prompt, or messages for the chat template."""
 
     ignored = ("return_token_offsets",)
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "mm_processor_kwargs": ({},),
     }
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool | None = None
 
     def check(self) -> None:
@@ -58,8 +55,8 @@ async def tokenize(gateway: GatewayContext, request: Request) -> Response:
             body.to_messages(),
             tools.definitions if tools else (),
             max_tokens,
+            body.chat_options(),
             special=bool(body.add_special_tokens),
-            add_generation_prompt=body.add_generation_prompt,
         )
     strings = await gateway.tokenizer.token_strings(tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": max_tokens, "tokens": tokens, "token_strs": strings}

@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
+from moonpool.checkpoint import ChatOptions
 from moonpool.client import (
     AsyncClient,
     AsyncTokenStream,
@@ -34,7 +35,7 @@ from services.gateway.serving.errors import ErrorResponse, error_response
 from services.gateway.serving.json_body import GenerateBody, to_json_bytes
 from services.gateway.serving.metrics import GatewayMetrics, RequestMetrics
 from services.gateway.serving.tokenizer import GatewayTokenizer
-from services.gateway.serving.tool_calls import AnswerParser, ToolSet
+from services.gateway.serving.tool_calls import AnswerParser, AnswerReading, ToolSet
 
 MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
@@ -201,6 +202,11 @@ class GenerationJob:
         self.prompts = [{"token_ids": tokens} for tokens in token_ids]
         self.arguments.pop("tools", None)
 
+    def set_chat_options(self, options: ChatOptions) -> None:
+        """Say how the messages of the prompts become tokens."""
+        self.arguments["chat_template_kwargs"] = options.template_kwargs
+        self.arguments["continue_final_message"] = options.continue_final_message
+
 
 class RequestBuilder:
     """Builds generation jobs: the steps between body and SDK that every API shares."""
@@ -260,7 +266,7 @@ class RequestBuilder:
         )
 
     def offer_tools(self, job: GenerationJob, tools: ToolSet | None, known: ToolSet | None = None) -> AnswerParser:
-        """Let the model call `tools`. Returns the parser that finds the calls in the answers.
+        """Let the model call `tools`. Returns the parser that finds thinking and calls in the answers.
 
         `known` are tools that the prompt has already; they count if `tools` is None.
 
@@ -269,20 +275,33 @@ class RequestBuilder:
             Mismatch: the cluster serves another model than the gateway's tokenizer is for.
         """
         offered = tools or known
-        if offered is None:
-            return AnswerParser(None, "")
         if tools is not None:
             job.arguments["tools"] = tools.definitions
-        if offered.tool_choice is not None:
+        if offered is not None and offered.tool_choice is not None:
             if job.sampling.response_format:
                 raise InvalidRequest("tool_choice", "a forced call has a format of its own; omit the response format")
             schema = to_json_bytes(offered.schema()).decode()
             job.arguments["sampling"] = replace(job.sampling, response_format="json_schema", grammar=schema)
             job.format_field = "tools"
-            return AnswerParser(offered, "")
-        # Some models mark calls with special tokens.
-        job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
-        return AnswerParser(offered, self._tokenizer.tool_call_format(job.state.model))
+            return AnswerParser(AnswerReading(offered))
+        family = None if offered is None else self._tokenizer.tool_parser(job.state.model)
+        # An answer that is held to a format has no place for thinking.
+        reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
+        if family is not None or (reasoning is not None and self._tokenizer.is_special(reasoning.end)):
+            # Some models mark calls and thinking with special tokens.
+            job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
+        if offered is not None and family is not None and not job.sampling.response_format:
+            grammar = offered.grammar(family, self._tokenizer.is_special)
+            if grammar:
+                job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
+        return AnswerParser(AnswerReading(offered, family, reasoning, reasoning is not None and self._is_thinking(job)))
+
+    def _is_thinking(self, job: GenerationJob) -> bool:
+        """Whether the prompts begin the thinking. Prompts of token ids and continued answers do not."""
+        arguments = job.arguments
+        if arguments.get("continue_final_message") or "messages" not in job.prompts[0]:
+            return False
+        return self._tokenizer.thinks_at_once(arguments.get("chat_template_kwargs") or {})
 
     async def prompt_token_ids(self, job: GenerationJob, *, special: bool) -> list[Sequence[int]]:
         """Tokens of each prompt.
@@ -303,9 +322,11 @@ class RequestBuilder:
         if (prompt := arguments.get("prompt")) is not None:
             return await self._tokenizer.encode(prompt, state.max_tokens, special=special)
         messages, tools = arguments.get("messages") or (), arguments.get("tools") or ()
-        return await self._tokenizer.encode_chat(
-            messages, tools, state.max_tokens, special=special, add_generation_prompt=True
+        options = ChatOptions(
+            continue_final_message=arguments.get("continue_final_message", False),
+            template_kwargs=arguments.get("chat_template_kwargs") or {},
         )
+        return await self._tokenizer.encode_chat(messages, tools, state.max_tokens, options, special=special)
 
 
 class ResponseFormatter(Protocol):

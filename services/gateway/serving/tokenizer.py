@@ -3,34 +3,58 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from moonpool.checkpoint import Tokenizer
+from moonpool.checkpoint import ChatOptions, Tokenizer
 from moonpool.client import Message
 from moonpool.errors import InvalidRequest, Mismatch
-from services.gateway.serving.tool_calls import TOOL_CALL_FORMATS, tool_call_format_of
+from services.gateway.reasoning_parsers import REASONING_PARSERS, reasoning_parser_of
+from services.gateway.reasoning_parsers.base import ReasoningFormat
+from services.gateway.tool_parsers import TOOL_PARSERS, tool_parser_of
+from services.gateway.tool_parsers.base import ToolParserFamily
 
 T = TypeVar("T")
+AUTO = "auto"
+GENERIC_TOOL_PARSER = "hermes"
+"""Parser of the calls that `moonpool.checkpoint.generic_tools` asks for."""
+MAX_TEMPLATE_VARIANTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ParserNames:
+    """Which parsers read the answers: keys of `TOOL_PARSERS` and `REASONING_PARSERS`; "auto" = by the chat template."""
+
+    tool_call: str = AUTO
+    reasoning: str = AUTO
 
 
 class GatewayTokenizer:
     """Tokenizer and chat template of a checkpoint. Long work runs on threads."""
 
-    def __init__(self, name: str, tokenizer: Tokenizer, threads: Executor, tool_parser: str = "auto") -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, threads: Executor, parsers: ParserNames) -> None:
         """Wrap the tokenizer of a checkpoint.
 
         Args:
             name: name of the checkpoint; the cluster must serve the model of this name.
             tokenizer: the tokenizer of the checkpoint.
             threads: threads that tokenise.
-            tool_parser: key of `TOOL_CALL_FORMATS`; "auto" derives the format from the chat template.
+            parsers: how answers are read.
         """
-        self._tool_parser = tool_call_format_of(tokenizer.chat_template) if tool_parser == "auto" else tool_parser
         self._name = name
         self._tokenizer = tokenizer
         self._threads = threads
+        template = tokenizer.chat_template
+        calls, thinking = parsers.tool_call, parsers.reasoning
+        if calls == AUTO:
+            # Templates that take no tools get them, and the format of calls, in a system message.
+            calls = tool_parser_of(template) if tokenizer.takes_tools else GENERIC_TOOL_PARSER
+        self._tool_parser = TOOL_PARSERS.get(calls)
+        self._reasoning = REASONING_PARSERS.get(reasoning_parser_of(template) if thinking == AUTO else thinking)
+        self._thinks_at_once: dict[str, bool] = {}  # by the template's variables
 
     async def encode(self, text: str, max_tokens: int, *, special: bool) -> list[int]:
         """Tokens of a text; `special`: with the special tokens that begin a prompt.
@@ -45,13 +69,11 @@ class GatewayTokenizer:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]],
         max_tokens: int,
+        options: ChatOptions,
         *,
-        special: bool,
-        add_generation_prompt: bool,
+        special: bool = False,
     ) -> list[int]:
-        """Tokens of messages after the chat template.
-
-        `add_generation_prompt`: with the tokens that begin the next answer.
+        """Tokens of messages after the chat template; `special`: with the special tokens that begin a text.
 
         Raises:
             InvalidRequest: the chat template refuses the messages, or there are more than `max_tokens` tokens.
@@ -59,8 +81,9 @@ class GatewayTokenizer:
 
         def run() -> list[int]:
             self._check_chars("messages", sum(len(message["content"]) for message in messages), max_tokens)
-            text = self._tokenizer.render_chat(messages, add_generation_prompt, tools)
-            return self._encode("messages", text, max_tokens, special=special)
+            chat = self._tokenizer.render_chat(messages, tools, options)
+            self._check_longer("messages", chat.text, max_tokens)
+            return self._tokenizer.encode_chat(chat, special)
 
         return await self._run(run)
 
@@ -91,20 +114,43 @@ class GatewayTokenizer:
             "chat_template": self._tokenizer.chat_template or None,
         }
 
-    def tool_call_format(self, served: str) -> str:
-        """The format in which the model writes tool calls, a key of `TOOL_CALL_FORMATS`.
+    def tool_parser(self, served: str) -> ToolParserFamily:
+        """How the model writes tool calls.
 
         Raises:
             Mismatch: the cluster serves another model.
             InvalidRequest: the format is unknown; names `tools`.
         """
         self.check_model(served)
-        if not self._tool_parser:
-            known = ", ".join(TOOL_CALL_FORMATS)
+        if self._tool_parser is None:
+            known = ", ".join(TOOL_PARSERS)
             raise InvalidRequest(
                 "tools", f"the format of this model's tool calls is unknown; --tool-call-parser has {known}"
             )
         return self._tool_parser
+
+    def reasoning(self, served: str) -> ReasoningFormat | None:
+        """How the model marks its thinking; None if it does not think, or the cluster serves another model."""
+        return self._reasoning if served == self._name else None
+
+    def thinks_at_once(self, template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether the chat template begins the thinking, so that answers begin within it.
+
+        Raises:
+            InvalidRequest: the chat template refuses `template_kwargs`.
+        """
+        key = json.dumps(template_kwargs, sort_keys=True)
+        if key not in self._thinks_at_once:
+            options = ChatOptions(template_kwargs=template_kwargs)
+            prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text
+            if len(self._thinks_at_once) >= MAX_TEMPLATE_VARIANTS:
+                self._thinks_at_once.clear()
+            self._thinks_at_once[key] = self._reasoning is not None and self._reasoning.is_open(prompt)
+        return self._thinks_at_once[key]
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is a special token, which answers lack unless they are asked for it."""
+        return self._tokenizer.is_special(text)
 
     def check_model(self, served: str) -> None:
         """Check that the cluster serves the model of this tokenizer.
@@ -116,10 +162,13 @@ class GatewayTokenizer:
             raise Mismatch("model", f"this gateway has the tokenizer of {self._name!r}, the cluster serves {served!r}")
 
     def _encode(self, field: str, text: str, max_tokens: int, *, special: bool) -> list[int]:
+        self._check_longer(field, text, max_tokens)
+        return self._tokenizer.encode(text, add_special=special)
+
+    def _check_longer(self, field: str, text: str, max_tokens: int) -> None:
         self._check_chars(field, len(text), max_tokens)
         if self._tokenizer.is_longer(text, max_tokens):
             raise InvalidRequest(field, f"has more than {max_tokens} tokens, the model's length")
-        return self._tokenizer.encode(text, add_special=special)
 
     def _check_chars(self, field: str, chars: int, max_tokens: int) -> None:
         """Refuse text that is too long for any tokenization, before tokenising."""

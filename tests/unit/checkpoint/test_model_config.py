@@ -182,12 +182,12 @@ def test_no_config(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_generation_config_wins(tmp_path: Path) -> None:
+def test_generation_config_adds_end_tokens_and_sampling(tmp_path: Path) -> None:
     write_config(tmp_path)
     generation = {"eos_token_id": [5, 6], "temperature": 0.7, "top_k": 20, "do_sample": True, "max_new_tokens": 9}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     config = load_config(tmp_path)
-    assert config.eos_token_ids == (5, 6)
+    assert config.eos_token_ids == (5, 6, 1)
     assert config.bos_token_id == 0
     assert config.default_sampling == DefaultSampling(temperature=0.7, top_k=20)
     assert config.default_sampling.given == {"temperature": 0.7, "top_k": 20}

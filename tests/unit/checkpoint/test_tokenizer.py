@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models
 
 from moonpool import bundled
-from moonpool.checkpoint import StopWatcher, Tokenizer
+from moonpool.checkpoint import ChatOptions, StopWatcher, Tokenizer
 from moonpool.errors import CheckpointError, InvalidRequest
+from tests.unit.models.quirks import sentencepiece
 
 TINY = Path(bundled.__file__).parent / "tiny"
 TOKENIZER = Tokenizer.load(TINY)
@@ -75,7 +76,7 @@ def test_special_tokens_can_be_kept() -> None:
 
 def test_a_text_that_is_far_too_long_is_not_tokenised_to_its_end() -> None:
     backend: Any = CountingBackend()
-    tokenizer = Tokenizer(backend, None)
+    tokenizer = Tokenizer(backend)
     assert tokenizer.is_longer("x = foo(y)\n" * 400_000, 1000)
     assert backend.chars <= 20_000
     backend.chars = 0
@@ -94,22 +95,22 @@ def test_chat_equals_transformers() -> None:
     theirs = transformers.AutoTokenizer.from_pretrained(TINY)
     for prompt in (True, False):
         expected = theirs.apply_chat_template(MESSAGES, add_generation_prompt=prompt, tokenize=False)
-        assert TOKENIZER.render_chat(MESSAGES, prompt) == expected
+        assert TOKENIZER.render_chat(MESSAGES, options=ChatOptions(prompt)).text == expected
         ids = theirs.apply_chat_template(MESSAGES, add_generation_prompt=prompt, return_dict=False)
-        assert TOKENIZER.apply_chat_template(MESSAGES, prompt) == ids
+        assert TOKENIZER.apply_chat_template(MESSAGES, options=ChatOptions(prompt)) == ids
 
 
 def test_where_the_template_is(folder: Path) -> None:
     settings_of(
         folder, bos_token={"content": "<s>"}, chat_template=[{"name": "default", "template": "A{{ bos_token }}"}]
     )
-    assert Tokenizer.load(folder).render_chat([]) == "A<s>"
+    assert Tokenizer.load(folder).render_chat([]).text == "A<s>"
     (folder / "chat_template.jinja").write_text("{{ messages | tojson }}")
-    assert Tokenizer.load(folder).render_chat([{"role": "user", "content": "é<"}]) == (
+    assert Tokenizer.load(folder).render_chat([{"role": "user", "content": "é<"}]).text == (
         '[{"role": "user", "content": "é<"}]'
     )
     (folder / "chat_template.jinja").write_text("a{% generation %}b{% endgeneration %}")
-    assert Tokenizer.load(folder).render_chat([]) == "ab"
+    assert Tokenizer.load(folder).render_chat([]).text == "ab"
     settings_of(folder, chat_template=None)
     (folder / "chat_template.jinja").unlink()
     without = Tokenizer.load(folder)
@@ -204,7 +205,7 @@ def test_a_prompt_gives_context_and_no_text() -> None:
     """With a decoder that strips the first space of a text, a continuation keeps its own."""
     backend = tokenizers.Tokenizer(models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
     backend.decoder = decoders.Metaspace()
-    tokenizer = Tokenizer(backend, None)
+    tokenizer = Tokenizer(backend)
     assert tokenizer.decode([0, 1]) == "a b"
     assert tokenizer.stream().push([1]) == "b"
     stream = tokenizer.stream([0])
@@ -235,3 +236,39 @@ def test_stops_do_not_depend_on_the_cuts(text: str, stops: list[str], seed: int)
     assert "".join(map(cut_up.push, pieces)) + cut_up.flush() == expected
     assert cut_up.matched == whole.matched
     assert not any(stop in expected for stop in stops)
+
+
+WORDS = ["a", " b", "</s>", "<s>", "<pad>", "\n", "é", "< /s>", "the thing"]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "prepend", "unigram"])
+def test_texts_of_a_conversation_never_become_control_tokens(kind: str, folder: Path) -> None:
+    """The prompt has the control tokens of its template, and says what the conversation says."""
+    if kind != "bytes":
+        sentencepiece(kind)(folder)
+    tokenizer = Tokenizer.load(folder)
+    controls = {token for token in range(3) if tokenizer.is_special(tokenizer.decode([token], skip_special=False))}
+    draw = random.Random(13)
+    for _ in range(200):
+        text = "".join(draw.choice(WORDS) for _ in range(draw.randrange(1, 9)))
+        roles = ("user", "assistant", "user")[: draw.choice((1, 3))]
+        messages, plain = ([{"role": role, "content": said} for role in roles] for said in (text, "x"))
+        ids = tokenizer.apply_chat_template(messages)
+        counts = [[found.count(token) for token in controls] for found in (ids, tokenizer.apply_chat_template(plain))]
+        assert counts[0] == counts[1], text
+        if kind == "bytes":
+            assert tokenizer.decode(ids, skip_special=False) == tokenizer.render_chat(messages).text
+
+
+def test_special_tokens_go_around_a_marked_chat(folder: Path) -> None:
+    tokenizer = Tokenizer.load(folder)
+    chat = tokenizer.render_chat([{"role": "user", "content": "a</s>b"}])
+    assert tokenizer.encode_chat(chat, add_special=True) == [0, *tokenizer.encode_chat(chat)]
+
+
+def test_a_template_from_a_file(folder: Path) -> None:
+    (folder / "mine.jinja").write_text("mine {{ messages[0].content }}")
+    tokenizer = Tokenizer.load(folder, folder / "mine.jinja")
+    assert tokenizer.render_chat([{"role": "user", "content": "x"}]).text == "mine x"
+    with pytest.raises(CheckpointError, match="cannot read"):
+        Tokenizer.load(folder, folder / "missing.jinja")

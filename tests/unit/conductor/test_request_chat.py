@@ -31,7 +31,7 @@ TURNS: list[Message] = [
 def tokenizer() -> Tokenizer:
     """Its template shows all that it is given."""
     backend = tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json"))
-    return Tokenizer(backend, "{{ [tools, messages, add_generation_prompt] | tojson }}")
+    return Tokenizer(backend, {"default": "{{ [tools, messages, add_generation_prompt] | tojson }}"})
 
 
 def request(**given: Any) -> conductor_pb2.GenerateRequest:
@@ -42,13 +42,13 @@ def request(**given: Any) -> conductor_pb2.GenerateRequest:
 def test_template_sees_all(tokenizer: Tokenizer) -> None:
     """Arguments of calls as objects; what a turn does not have is not there."""
     sent = request(tools=[TOOL]).chat
-    tools, turns, answer = json.loads(conductor_request.render_chat(sent, tokenizer))
+    tools, turns, answer = json.loads(conductor_request.render_chat(sent, tokenizer).text)
     assert tools == [TOOL]
     assert turns[0] == {"role": "user", "content": "x"}
     assert turns[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {"é": 1}}
     assert turns[2] == TURNS[2]
     assert answer is True
-    assert json.loads(conductor_request.render_chat(request().chat, tokenizer))[0] is None
+    assert json.loads(conductor_request.render_chat(request().chat, tokenizer).text)[0] is None
     assert conductor_request.chat_chars(sent) == len(sent.tools) + len('useruserxassistantf{"é": 1}toolr') - len("user")
 
 

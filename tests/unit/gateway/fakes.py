@@ -21,7 +21,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
 from services.gateway.routes import make_app
 from services.gateway.service import gateway_context
-from services.gateway.serving.tokenizer import GatewayTokenizer
+from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from tests.unit.clocks import hurried
 
 MODEL = "tiny"
@@ -48,7 +48,7 @@ def make_gateway(
 ) -> Starlette:
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
-    texts = GatewayTokenizer(MODEL, tokenizer, threads, config.tool_call_parser)
+    texts = GatewayTokenizer(MODEL, tokenizer, threads, ParserNames(config.tool_call_parser, config.reasoning_parser))
     context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), keys)
     return make_app(dataclasses.replace(context, started_at=7), config.allowed_origins)
 

@@ -1,21 +1,27 @@
 """Calls in texts, per family of models: whatever the pieces in which the text comes, the same is found."""
 
+import json
 import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from services.gateway.serving.tool_calls import (
-    TOOL_CALL_FORMATS,
+from moonpool.checkpoint.past_calls import call_arguments
+from services.gateway.tool_parsers import TOOL_PARSERS, tool_parser_of
+from services.gateway.tool_parsers.base import (
     ArgumentsDelta,
-    ForcedToolParser,
-    MarkedToolParser,
     ParsedToolCall,
     ParserOutput,
     ToolCallStart,
     ToolParser,
-    tool_call_format_of,
 )
+from services.gateway.tool_parsers.json_calls import ForcedToolParser
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "add": {"type": "object", "properties": {}},
+}
 NAMES = ("weather", "add")
 WEATHER = ParsedToolCall("weather", '{"city": "Paris"}')
 ADD = ParsedToolCall("add", '{"a": 1, "b": [2, {"c": "}]\\""}]}')
@@ -40,14 +46,22 @@ CASES: list[tuple[str, str, list[str | ParsedToolCall] | None]] = [
     ),
     ("hermes", '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Paris\\"}"}</tool_call>', [WEATHER]),
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', [ParsedToolCall("add", "{}")]),
-    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city"', None),
+    (
+        "hermes",
+        '<tool_call>{"name": "weather", "arguments": {"city"',
+        [ParsedToolCall("weather", '{"city"')],
+    ),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1,}}</tool_call>', [ParsedToolCall("add", '{"a": 1,}')]),
     ("hermes", "a <tool_call> is a tag", None),
     ("hermes", "a <tool_call", None),
     ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', None),
     ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', None),
-    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', None),
+    (
+        "hermes",
+        '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>',
+        [ParsedToolCall("add", '{"a": 1e999}')],
+    ),
     ("hermes", '<tool_call>{"name": add}</tool_call>', None),
-    ("hermes", '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 300 + "1" + "}" * 301 + "</tool_call>", None),
     ("hermes", '{"name": "weather", "arguments": {"city": "Paris"}}', None),
     (
         "hermes",
@@ -73,74 +87,44 @@ CASES: list[tuple[str, str, list[str | ParsedToolCall] | None]] = [
     ),
     ("mistral", f'[TOOL_CALLS]weather[ARGS]{{"city": "Paris"}}[TOOL_CALLS]add{ADD_TEXT}', [WEATHER, ADD]),
     ("mistral", '[TOOL_CALLS]weather[CALL_ID]abc123DEF[ARGS]{"city": "Paris"}', [WEATHER]),
-    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {}}, {"name": "unknown"}]', None),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {}}, {"name": "unknown"}]',
+        [ParsedToolCall("weather", "{}"), '{"name": "unknown"}'],
+    ),
+    (
+        "deepseek",
+        "Yes.\n<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
+        "<｜tool▁calls▁end｜>",
+        ["Yes.", WEATHER, ParsedToolCall("add", '{"a": 1}')],
+    ),
+    ("deepseek", "<｜tool▁call▁begin｜>unknown<｜tool▁sep｜>{}<｜tool▁call▁end｜>", None),
+    ("deepseek", "a <｜tool▁call▁begin｜>add<｜tool▁sep｜>{", None),
+    ("pythonic", '[weather(city="Paris"), add(a=1, b=[2])]', [WEATHER, ParsedToolCall("add", '{"a": 1, "b": [2]}')]),
+    ("pythonic", ' <|python_start|>[weather(city="Paris")]<|python_end|>', [WEATHER]),
+    ("pythonic", "[unknown()]", None),
+    ("pythonic", "[add(1)]", None),
+    ("pythonic", '[weather(city="Par', None),
+    ("pythonic", "Look: [add()]", None),
+    (
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx y\n</parameter>\n</function>\n"
+        "</tool_call>",
+        ["I look.", WEATHER, ParsedToolCall("add", '{"a": 1, "b": "x y"}')],
+    ),
+    ("qwen3_coder", "see\n <tool_call>\n<function=unknown>\n</function>\n</tool_call>", None),
+    ("qwen3_coder", "<tool_call>\n<function=add>\n<parameter=a>", None),
     ("mistral", "[TOOL_CALLS]" + "x" * 1000 + "{}", None),
     ("mistral", "[TOOL_CALLS]weather", None),
     ("mistral", "see [TOOL_CALLS", None),
 ]  # fmt: skip
 
 
-def found(family: str, pieces: list[str]) -> list[str | ParsedToolCall]:
-    """What is found in a text that comes in pieces; texts that follow one another are one."""
-    finder = MarkedToolParser(TOOL_CALL_FORMATS[family], NAMES)
-    parts = [part for piece in pieces for part in finder.push(piece)] + finder.end()
-    joined: list[str | ParsedToolCall] = []
-    for part in parts:
-        assert isinstance(part, str | ParsedToolCall)
-        if joined and isinstance(part, str) and isinstance(joined[-1], str):
-            joined[-1] += part
-        else:
-            joined.append(part)
-    return joined
-
-
-@pytest.mark.parametrize(("family", "text", "expected"), CASES, ids=range(len(CASES)))
-def test_calls(family: str, text: str, expected: list[str | ParsedToolCall] | None) -> None:
-    """None = no call: the text comes back unchanged."""
-    wanted = [text] if expected is None else expected
-    assert found(family, [text]) == wanted
-    assert found(family, list(text)) == wanted
-    generator = random.Random(7)
-    for _ in range(20):
-        cuts = sorted(generator.sample(range(len(text) + 1), min(len(text), 5)))
-        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert found(family, pieces) == wanted
-
-
-def test_text_is_not_held_back() -> None:
-    """All but what may begin a call, and white space that may stand before one."""
-    finder = MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES)
-    assert finder.push("I am ") == ["I am"]
-    assert finder.push("here <t") == [" here"]
-    assert finder.push("d> ") == [" <td>"]
-    assert finder.end() == [" "]
-
-
-def test_many_broken_calls_take_linear_time() -> None:
-    """Every character is looked at once: 200,000 of them would take minutes else."""
-    text = "<tool_call>{" * 20_000
-    assert found("hermes", [text[at : at + 50] for at in range(0, len(text), 50)]) == [text]
-
-
-@pytest.mark.parametrize(
-    ("template", "family"),
-    [
-        ("{{ '<tool_call>' }}", "hermes"),
-        ("{{ '[TOOL_CALLS] ' }}", "mistral"),
-        ("{{ '<|python_tag|>' }}", "llama3"),
-        ("""<|start_header_id|> {"name": function name, "parameters": ...}""", "llama3"),
-        ("{{ '<tool_call>\\n<function=' }}", ""),
-        ("{{ message.content }}", ""),
-        ("", ""),
-    ],
-)
-def test_family(template: str, family: str) -> None:
-    assert tool_call_format_of(template) == family
-
-
-def told(finder: ToolParser, text: str, size: int) -> list[str | ParsedToolCall]:
-    """What is told piece by piece of a text that comes in pieces of a size, put together as a client does it."""
-    parts: list[ParserOutput] = [part for at in range(0, len(text), size) for part in finder.push(text[at : at + size])]
+def found(finder: ToolParser, pieces: Sequence[str]) -> list[str | ParsedToolCall]:
+    """What is found in a text that comes in pieces, put together as a client does it."""
+    parts: list[ParserOutput] = [part for piece in pieces for part in finder.push(piece)]
     joined: list[str | ParsedToolCall] = []
     for part in [*parts, *finder.end()]:
         last = joined[-1] if joined else None
@@ -157,23 +141,63 @@ def told(finder: ToolParser, text: str, size: int) -> list[str | ParsedToolCall]
     return joined
 
 
-WHOLE = [case for case in CASES if case[2] is not None or "<tool_call>{" not in case[1]]
-"""Cases in which no call begins that is none."""
+def parser(family: str) -> ToolParser:
+    return TOOL_PARSERS[family].make(TOOLS)
 
 
-@pytest.mark.parametrize(("family", "text", "expected"), WHOLE, ids=range(len(WHOLE)))
-def test_calls_in_pieces(family: str, text: str, expected: list[str | ParsedToolCall] | None) -> None:
-    """The same calls are told in pieces, and what is none, or not offered, is text here too."""
-    if expected is None and "unknown" in text:
-        return  # behind a call that was told already
-    for size in (1, 3, 7, 1000):
-        finder = MarkedToolParser(TOOL_CALL_FORMATS[family], NAMES, streaming=True)
-        assert told(finder, text, size) == ([text] if expected is None and text else expected or [])
+def cut(text: str, size: int) -> list[str]:
+    return [text[at : at + size] for at in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize(("family", "text", "expected"), CASES, ids=range(len(CASES)))
+def test_calls(family: str, text: str, expected: list[str | ParsedToolCall] | None) -> None:
+    """None = no call: the text comes back unchanged."""
+    wanted = ([text] if text else []) if expected is None else expected
+    assert found(parser(family), [text]) == wanted
+    assert found(parser(family), list(text)) == wanted
+    generator = random.Random(7)
+    for _ in range(20):
+        cuts = sorted(generator.sample(range(len(text) + 1), min(len(text), 5)))
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        assert found(parser(family), pieces) == wanted
+
+
+def test_text_is_not_held_back() -> None:
+    """All but what may begin a call, and white space that may stand before one."""
+    finder = parser("hermes")
+    assert finder.push("I am ") == ["I am"]
+    assert finder.push("here <t") == [" here"]
+    assert finder.push("d> ") == [" <td>"]
+    assert finder.end() == [" "]
+
+
+def test_many_broken_calls_take_linear_time() -> None:
+    """Every character is looked at once: 200,000 of them would take minutes else."""
+    text = "<tool_call>{" * 20_000
+    assert found(parser("hermes"), cut(text, 50)) == [text]
+
+
+@pytest.mark.parametrize(
+    ("template", "family"),
+    [
+        ("{{ '<tool_call>' }}", "hermes"),
+        ("{{ '[TOOL_CALLS] ' }}", "mistral"),
+        ("{{ '<|python_tag|>' }}", "llama3"),
+        ("""<|start_header_id|> {"name": function name, "parameters": ...}""", "llama3"),
+        ("{{ '<tool_call>\\n<function=' }}", "qwen3_coder"),
+        ("{{ '<｜tool▁call▁begin｜>' }}", "deepseek"),
+        ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ message.content }}", ""),
+        ("", ""),
+    ],
+)
+def test_family(template: str, family: str) -> None:
+    assert tool_parser_of(template) == family
 
 
 def test_arguments_are_told_as_they_come() -> None:
     """The name first, as soon as the arguments begin; then each piece of them, and nothing of what is around."""
-    finder = MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES, streaming=True)
+    finder = parser("hermes")
     assert finder.push('Look.<tool_call>\n{"name": "weather", "argu') == ["Look."]
     assert finder.push('ments": ') == []
     assert finder.push('{"ci') == [ToolCallStart("weather"), ArgumentsDelta('{"ci')]
@@ -183,14 +207,12 @@ def test_arguments_are_told_as_they_come() -> None:
 
 def test_a_call_that_breaks_off_has_begun() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": "Pa'
-    assert told(MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES, streaming=True), text, 4) == [
-        ParsedToolCall("weather", '{"city": "Pa')
-    ]
+    assert found(parser("hermes"), cut(text, 4)) == [ParsedToolCall("weather", '{"city": "Pa')]
 
 
 def test_what_is_not_offered_is_text_in_pieces_too() -> None:
     text = '<tool_call>{"name": "unknown", "arguments": {"a": {}}}</tool_call>'
-    assert told(MarkedToolParser(TOOL_CALL_FORMATS["hermes"], NAMES, streaming=True), text, 4) == [text]
+    assert found(parser("hermes"), cut(text, 4)) == [text]
 
 
 def test_a_list_of_calls_in_pieces() -> None:
@@ -198,14 +220,58 @@ def test_a_list_of_calls_in_pieces() -> None:
     first, second = '{"name": "weather", "arguments": {"city": "Paris"}}', f'{{"arguments": {ADD_TEXT}, "name": "add"}}'
     text = f'[{first}, {second}, {{"x": 1}}]'
     for size in (1, 5):
-        assert told(ForcedToolParser("", NAMES, streaming=True), text, size) == [WEATHER, ADD, '{"x": 1}']
+        assert found(ForcedToolParser("", NAMES), cut(text, size)) == [WEATHER, ADD, '{"x": 1}']
 
 
 @pytest.mark.parametrize("size", [1, 4, 100])
 def test_forced_arguments_in_pieces(size: int) -> None:
     """All of the answer is arguments; where it is cut, so are they."""
     for text in ('{"city": "Paris"}', '{"city": "Pa'):
-        assert told(ForcedToolParser("weather", NAMES, streaming=True), " " + text, size) == [
-            ParsedToolCall("weather", text)
-        ]
-    assert told(ForcedToolParser("weather", NAMES, streaming=True), "  ", size) == ["  "]
+        assert found(ForcedToolParser("weather", NAMES), cut(" " + text, size)) == [ParsedToolCall("weather", text)]
+    assert found(ForcedToolParser("weather", NAMES), cut("  ", size)) == ["  "]
+
+
+def answers(family: str, draw: random.Random) -> str:
+    """An answer with one to three calls, some of it malformed."""
+    begin, end, key = {
+        "hermes": ("<tool_call>\n", "\n</tool_call>", "arguments"),
+        "llama3": ("<|python_tag|>", ";", "parameters"),
+        "mistral": ("[TOOL_CALLS]", "", "arguments"),
+    }[family]
+    calls = []
+    for _ in range(draw.randint(1, 3)):
+        value = {draw.choice(("city", "a", "é")): draw.choice(("Paris", 1, None, [2, {"x": "}]"}], True, ""))}
+        name = draw.choice(("weather", "add", "add", "unknown"))
+        calls.append(f"{begin}{json.dumps({'name': name, key: value}, ensure_ascii=draw.random() < 0.5)}{end}")
+    return draw.choice(("", "I look.\n", " ")) + draw.choice(("", "\n")).join(calls)
+
+
+MALFORMED: list[Callable[[str], str]] = [
+    lambda text: text,
+    lambda text: text.replace('"}', '",}'),
+    lambda text: text.replace(": {", ": ["),
+    lambda text: text.replace('"', "'"),
+    lambda text: text.replace("}}", "}"),
+    lambda text: text.replace("}}", "}}}"),
+    lambda text: text.replace('"name"', '"nam"'),
+    lambda text: text.replace("{", "", 1),
+    lambda text: text.replace('{"name": ', '{"id": 1, "name": '),
+    lambda text: text.replace("true", "True").replace("null", "None"),
+]
+
+
+@pytest.mark.parametrize("family", ["hermes", "llama3", "mistral"])
+def test_whole_and_streamed_answers_are_the_same(family: str) -> None:
+    """1,000 answers, malformed in ten ways and cut: whole equals streamed, and history takes each call back."""
+    seed = 41
+    print("seed", seed)
+    draw = random.Random(seed)
+    for number in range(334):
+        text = MALFORMED[number % 10](answers(family, draw))
+        for at in {len(text), *(draw.randrange(len(text) + 1) for _ in range(6))}:
+            whole = found(parser(family), [text[:at]])
+            for size in (1, draw.randint(2, 9)):
+                assert found(parser(family), cut(text[:at], size)) == whole, text[:at]
+            for call in whole:
+                if isinstance(call, ParsedToolCall):
+                    assert isinstance(call_arguments(call.arguments), dict)

@@ -10,6 +10,7 @@ import openai
 import pytest
 import tokenizers
 from anthropic.types import MessageParam, ToolParam
+from llguidance import LLMatcher, LLTokenizer
 from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, ResponseInputItemParam
 
@@ -209,7 +210,7 @@ async def test_responses_stream(gateway: Answers, client: openai.AsyncOpenAI) ->
 
 async def test_counts_have_the_tools() -> None:
     """Of `/tokenize` and of `/v1/messages/count_tokens`: tokens of what the chat template makes of all."""
-    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), TEMPLATE)
+    made = Tokenizer(tokenizers.Tokenizer.from_file(str(model_dir() / "tokenizer.json")), {"default": TEMPLATE})
     async with answering(FakeConductor(), made, tool_call_parser="hermes") as gateway:
         turns = [{"role": "user", "content": ASK}]
         told = (await gateway.http.post("/tokenize", json={"messages": turns, "tools": [TOOL]})).json()
@@ -255,12 +256,12 @@ async def test_one_function_has_to_be_called(choice: Any, stream: bool) -> None:
         assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [("weather", PARIS)]
         assert not message.content
         assert gateway.asked.sampling.response_format == "json_schema"
-        assert json.loads(gateway.asked.sampling.grammar) == SCHEMA
+        assert json.loads(gateway.asked.sampling.grammar) == {**SCHEMA, "additionalProperties": False}
         assert json.loads(gateway.asked.chat.tools) == [TOOL]
 
 
 async def test_any_function_has_to_be_called() -> None:
-    """The answer is held to a list of calls; one that is cut stays text."""
+    """The answer is held to a list of calls; whole and streamed answers that are cut have the calls that began."""
     calls = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
     async with answering(made_to_call(calls)) as gateway:
         body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required")).json()
@@ -275,8 +276,50 @@ async def test_any_function_has_to_be_called() -> None:
         check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
     async with answering(made_to_call(calls[:-3])) as gateway:
         body = (await gateway.chat(tools=[TOOL, ADD], tool_choice="required", parallel_tool_calls=False)).json()
-        assert body["choices"][0]["message"] == {"role": "assistant", "content": calls[:-3]}
+        (call,) = body["choices"][0]["message"]["tool_calls"]
+        assert call["function"] == {"name": "weather", "arguments": PARIS}
         assert json.loads(gateway.asked.sampling.grammar)["maxItems"] == 1
+
+
+@pytest.mark.parametrize("cut", [12, 40, -3])
+async def test_a_forced_call_that_is_cut_reads_the_same_whole_and_streamed(cut: int) -> None:
+    calls = f'[{{"name": "weather", "arguments": {PARIS}}}, {{"name": "add", "arguments": {{}}}}]'
+    async with answering(made_to_call(calls[:cut])) as gateway:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        ask: Any = {"model": "tiny", "messages": [{"role": "user", "content": ASK}], "tools": [TOOL, ADD]}
+        whole = (await client.chat.completions.create(**ask, tool_choice="required")).choices[0]
+        stream = client.chat.completions.create(**ask, tool_choice="required", stream=True)
+        text, arguments, reason = "", [], None
+        async for chunk in await stream:
+            (choice,) = chunk.choices
+            text, reason = text + (choice.delta.content or ""), choice.finish_reason or reason
+            for delta in choice.delta.tool_calls or ():
+                assert delta.function is not None
+                if delta.function.name:
+                    arguments.append("")
+                arguments[-1] += delta.function.arguments or ""
+        found = [call.function.arguments for call in whole.message.tool_calls or () if call.type == "function"]
+        assert (whole.message.content or "", found, whole.finish_reason) == (text, arguments, reason)
+
+
+async def test_calls_of_strict_functions_are_held_to_their_schema() -> None:
+    """Also where the model is free to answer with text; other functions take any object."""
+    strict: Any = {"type": "function", "function": {**TOOL["function"], "strict": True}}
+    async with answering(FakeConductor(script), tool_call_parser="hermes") as gateway:
+        await gateway.chat(tools=[strict, ADD])
+        sampling = gateway.asked.sampling
+        assert sampling.response_format == "lark"
+        check_grammar(SamplingParams(response_format="lark", grammar=sampling.grammar))
+        matcher = LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_lark(sampling.grammar))
+        for text, accepted in (
+            (CALLING, True),
+            (SUNNY, True),
+            (CALLING.replace("city", "town"), False),
+            ('<tool_call>\n{"name": "add", "arguments": {"town": 1}}\n</tool_call>', True),
+        ):
+            matcher.reset()
+            tokens = LLTokenizer("byte").tokenize_str(text)
+            assert (matcher.try_consume_tokens(tokens) == len(tokens)) == accepted, text
 
 
 async def test_other_interfaces_have_to_call() -> None:

@@ -1,0 +1,71 @@
+"""Tools for chat templates that take none: definitions, calls and results as texts of ordinary messages.
+
+The form is Hermes', which many models have seen: `<tools>`, `<tool_call>` and `<tool_response>` around JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GENERIC_TOOL_CALL = "<tool_call>"
+"""What a call begins with in an answer."""
+_INSTRUCTIONS = """You can call functions. These are the functions, one JSON object on each line:
+<tools>
+{tools}
+</tools>
+To call a function, write its name and its arguments as JSON within <tool_call> tags, for example:
+<tool_call>
+{{"name": {name}, "arguments": {{}}}}
+</tool_call>"""
+
+
+def with_generic_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], system: str = "system"
+) -> list[dict[str, Any]]:
+    """Return `messages` with the tools, and with past calls and their results as text.
+
+    Args:
+        messages: in OpenAI's form, the arguments of calls as objects.
+        tools: OpenAI's definitions; empty = none.
+        system: role of the message that shows the tools: "system", or "user" for templates without system messages.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        if message.get("role") == "tool":
+            text = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            if turns and turns[-1].get("results"):
+                turns[-1]["content"] += f"\n{text}"
+            else:
+                turns.append({"role": "user", "content": text, "results": True})
+        else:
+            turns.append(_with_calls(message))
+    for turn in turns:
+        turn.pop("results", None)
+    return _with_definitions(turns, tools, system) if tools else turns
+
+
+def _with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    turn = {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [
+        {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in message.get("tool_calls", ())
+    ]
+    if calls:
+        texts = [f"{GENERIC_TOOL_CALL}\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+        turn["content"] = "\n".join(filter(None, (turn.get("content"), *texts)))
+    return turn
+
+
+def _with_definitions(
+    turns: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], system: str
+) -> list[dict[str, Any]]:
+    lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    text = _INSTRUCTIONS.format(tools=lines, name=json.dumps(tools[0].get("function", {}).get("name", "")))
+    at = next((at for at, turn in enumerate(turns) if turn.get("role") == system), None)
+    if at is None:
+        return [{"role": system, "content": text}, *turns]
+    parts = (turns[at].get("content"), text) if system == "system" else (text, turns[at].get("content"))
+    turns[at] = {**turns[at], "content": "\n\n".join(filter(None, parts))}
+    return turns

@@ -1,0 +1,24 @@
+"""Parsers of tool calls, by the name that `--tool-call-parser` takes."""
+
+from collections.abc import Mapping
+
+from services.gateway.tool_parsers.base import ToolParserFamily
+from services.gateway.tool_parsers.deepseek import DEEPSEEK
+from services.gateway.tool_parsers.json_calls import HERMES, LLAMA3, MISTRAL
+from services.gateway.tool_parsers.pythonic import PYTHONIC
+from services.gateway.tool_parsers.qwen3_coder import QWEN3_CODER
+
+TOOL_PARSERS: Mapping[str, ToolParserFamily] = {
+    "qwen3_coder": QWEN3_CODER,
+    "hermes": HERMES,
+    "mistral": MISTRAL,
+    "deepseek": DEEPSEEK,
+    "pythonic": PYTHONIC,
+    "llama3": LLAMA3,
+}
+"""By name. A chat template takes the first one that it uses."""
+
+
+def tool_parser_of(chat_template: str) -> str:
+    """Name of the parser for a model whose chat template takes tools; "" if its format is not known."""
+    return next((name for name, family in TOOL_PARSERS.items() if family.is_used_by(chat_template)), "")

@@ -1,0 +1,188 @@
+"""The contract of tool call parsers: what a parser finds in an answer, and what the gateway knows of a parser.
+
+A parser is a module beside this one with a `ToolParserFamily`, and an entry of `TOOL_PARSERS`;
+docs/extend/tool_call_parser.md lists the steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic_core import from_json
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedToolCall:
+    """A whole call. `arguments` is a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallStart:
+    """The start of a call, whose arguments follow."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """The next characters of the arguments of the call that started last."""
+
+    text: str
+
+
+ParserOutput = str | ParsedToolCall | ToolCallStart | ArgumentsDelta
+"""A part of an answer: text, a whole call, or a part of a call."""
+
+
+def parse_json(text: str) -> Any:
+    """Parse a JSON value. Returns None for null, and for text that is not JSON."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+
+
+def tool_call_from_json(item: Any, names: Collection[str]) -> ParsedToolCall | None:
+    """The call that a JSON value describes; None if it describes no call of a function in `names`.
+
+    The arguments may be an object, an object as text, or missing.
+    """
+    name = item.get("name") if isinstance(item, dict) else None
+    if not isinstance(name, str) or name not in names:
+        return None
+    arguments = item.get("arguments", item.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments)
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        return None
+    try:
+        return ParsedToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except ValueError:
+        return None
+
+
+DEFAULT_CALL_ID = "call_{:.24}"
+"""Format of the id of a call; the argument is hexadecimal digits."""
+
+
+class ToolParser(Protocol):
+    """Finds the tool calls in one answer. The outputs of `push` and `end` are the answer, in order.
+
+    Joined, the outputs must not depend on the pieces in which the text comes: whole answers are read by the same
+    parser as streamed answers.
+    """
+
+    def push(self, text: str) -> list[ParserOutput]:
+        """Take the next text. Returns what is certain now."""
+        ...
+
+    def end(self) -> list[ParserOutput]:
+        """Return what is still held back, after the last text."""
+        ...
+
+
+ToolParameters = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the parameters by function: the functions that may be called. A call of another one is text."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolParserFamily:
+    """A format of tool calls.
+
+    Attributes:
+        make: returns the parser of one answer.
+        is_used_by: tells from the source of a chat template whether the model writes this format.
+        id_format: format of the id of a call.
+        begin, end: what stands before and behind the JSON of one call, if a call is {"name": ..., KEY: {...}}; such
+            calls can be held to a schema. "" = the format is another one.
+        arguments_key: KEY.
+    """
+
+    make: Callable[[ToolParameters], ToolParser]
+    is_used_by: Callable[[str], bool]
+    id_format: str = DEFAULT_CALL_ID
+    begin: str = ""
+    end: str = ""
+    arguments_key: str = "arguments"
+
+
+def marker_overlap(text: str, marker: str) -> int:
+    """Number of characters at the end of `text` that are the start of `marker`."""
+    longest = min(len(text), len(marker) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+class DelimitedToolParser(ToolParser):
+    """Finds calls that stand between two marks and are read at their end."""
+
+    def __init__(self, begin: str, end: str, ignored: Collection[str] = ()) -> None:
+        """Start an answer.
+
+        Args:
+            begin: text before a call.
+            end: text behind a call.
+            ignored: further marks around calls, which are not passed on.
+        """
+        self._begin, self._end, self._ignored = begin, end, tuple(ignored)
+        self._held = ""
+        self._space = ""  # before the call that is held
+        self._in_call = False
+        self._after_call = False
+
+    def read(self, text: str) -> ParsedToolCall | None:
+        """Return the call of the text between the marks; None if the text is no call."""
+        raise NotImplementedError
+
+    def push(self, text: str) -> list[ParserOutput]:
+        self._held += text
+        output: list[ParserOutput] = []
+        while self._step(output):
+            pass
+        return output
+
+    def end(self) -> list[ParserOutput]:
+        rest, self._held = f"{self._space}{self._begin if self._in_call else ''}{self._held}", ""
+        return [rest] if rest.strip() or (rest and not self._after_call) else []
+
+    def _step(self, output: list[ParserOutput]) -> bool:
+        """Move what is certain to `output`. Returns whether there may be more."""
+        marks = (self._end,) if self._in_call else (self._begin, *self._ignored)
+        found = [(at, mark) for mark in marks if (at := self._held.find(mark)) >= 0]
+        if self._in_call:
+            if not found:
+                return False
+            self._finish_call(found[0][0], output)
+            return True
+        at, mark = min(found, default=(len(self._held) - max(marker_overlap(self._held, it) for it in marks), ""))
+        text = self._held[:at].rstrip()
+        if mark:
+            self._say(text, output)
+            self._in_call = mark == self._begin
+            self._space = self._held[len(text) : at] if self._in_call and not self._after_call else ""
+            self._held = self._held[at + len(mark) :]
+            self._after_call |= not self._in_call
+            return True
+        self._held = self._held[len(text) :]
+        self._say(text, output)
+        return False
+
+    def _finish_call(self, at: int, output: list[ParserOutput]) -> None:
+        text, self._held, self._in_call = self._held[:at], self._held[at + len(self._end) :], False
+        call = self.read(text)
+        self._after_call = call is not None
+        output.append(f"{self._space}{self._begin}{text}{self._end}" if call is None else call)
+        self._space = ""
+
+    def _say(self, text: str, output: list[ParserOutput]) -> None:
+        said = text.lstrip() if self._after_call else text
+        if said:
+            output.append(said)
+            self._after_call = False
