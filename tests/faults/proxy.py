@@ -6,7 +6,6 @@ faults can be started from any thread.
 
 import asyncio
 import contextlib
-import math
 import socket
 import struct
 import threading
@@ -54,9 +53,6 @@ class _Proxy:
     tasks: set["asyncio.Task[None]"] = field(default_factory=set)
     held: int = 0
     """Reads that were held back since the last partition began."""
-    holding: asyncio.Event = field(default_factory=asyncio.Event)
-    left: float = math.inf
-    """Bytes of answers after which a partition begins."""
 
     async def open(self) -> str:
         self.join()
@@ -98,30 +94,20 @@ class _Proxy:
                 self.links.discard(link)
                 link.reset()
 
-    def part(self, after_bytes: int, ways: Collection[Way]) -> None:
-        self.held, self.left = 0, after_bytes or math.inf
-        self.holding.clear()
-        if not after_bytes:
-            self._hold(ways)
-
-    def _hold(self, ways: Collection[Way]) -> None:
+    def part(self, ways: Collection[Way]) -> None:
+        self.held = 0
         for way in ways:
             self.flowing[way].clear()
 
     def join(self) -> int:
-        self.left = math.inf
         for flowing in self.flowing.values():
             flowing.set()
         return self.held
 
     async def _pump(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK_BYTES):
-            self.left -= len(data) * (way == "from")
-            if self.left < 0:
-                self._hold(WAYS)
             if not self.flowing[way].is_set():
                 self.held += 1
-                self.holding.set()
                 await self.flowing[way].wait()
             writer.write(data)
             await writer.drain()
@@ -164,25 +150,13 @@ class FaultProxies:
 
         return self._call(act())
 
-    def part(self, name: str, after_bytes: int = 0, *, ways: Collection[Way] = WAYS) -> None:
-        """From now on connections stay open and nothing comes through; or from so many bytes of answers on.
-
-        `ways`: on which nothing comes through; both where it begins later.
-        """
+    def part(self, name: str, *, ways: Collection[Way] = WAYS) -> None:
+        """From now on connections stay open and nothing comes through on these ways."""
 
         async def act() -> None:
-            self._proxies[name].part(after_bytes, ways)
+            self._proxies[name].part(ways)
 
         self._call(act())
-
-    def wait_held(self, name: str, timeout_s: float) -> None:
-        """Waits until something is held back."""
-
-        async def act() -> None:
-            async with asyncio.timeout(timeout_s):
-                await self._proxies[name].holding.wait()
-
-        self._call(act(), timeout_s + ORDER_TIMEOUT_S)
 
     def join(self, name: str) -> int:
         """Everything comes through again, in order; returns how many reads were held back."""
@@ -192,5 +166,5 @@ class FaultProxies:
 
         return self._call(act())
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout_s: float = ORDER_TIMEOUT_S) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(ORDER_TIMEOUT_S)

@@ -35,42 +35,33 @@ TROUBLE = (
 _stacks = itertools.count(1)
 
 
-class ProxiedStack(JournaledStack):
-    """A stack with services behind proxies; a context manager. `proxies` must be entered before and left after it.
+class StormStack(JournaledStack):
+    """A stack with its services behind proxies, which can be hit; a context manager.
 
     Args:
         plan: of the stack.
-        proxies: get one for each service, by its id.
-        kinds: of the services behind them; none = all.
+        proxies: get one for each service, by its id; must be entered before the stack and left after it.
     """
 
-    def __init__(self, plan: StackPlan, proxies: FaultProxies, kinds: Sequence[str] = ()) -> None:
+    def __init__(self, plan: StackPlan, proxies: FaultProxies) -> None:
         super().__init__(plan)
         self._proxies = proxies
-        self._kinds = kinds
         number = next(_stacks)
         # An address of the 127/8 net that no other test process uses: fixed ports cannot be taken by anybody.
         self._host = f"127.{64 + os.getpid() // 250 % 128}.{os.getpid() % 250 + 1}.{number % 250 + 1}"
         self._ports: dict[str, int] = {}
-
-    def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
-        if service_id not in self._ports and (not self._kinds or kind in self._kinds):
-            port = self._ports[service_id] = FIRST_PORT + len(self._ports)
-            seen_at = self._proxies.open(service_id, self._host, port)
-            arguments = [*arguments, "--listen", f"{self._host}:{port}", "--advertise", seen_at]
-        return super().spawn(kind, service_id, arguments)
-
-
-class StormStack(ProxiedStack):
-    """A stack whose services can be hit."""
-
-    def __init__(self, plan: StackPlan, proxies: FaultProxies) -> None:
-        super().__init__(plan, proxies)
         self._changing = threading.Lock()
         self.pids: set[int] = set()
         """Every process that was ever seen."""
         self.restarted = 0
         """Services that were started anew after their end."""
+
+    def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
+        if service_id not in self._ports:
+            port = self._ports[service_id] = FIRST_PORT + len(self._ports)
+            seen_at = self._proxies.open(service_id, self._host, port)
+            arguments = [*arguments, "--listen", f"{self._host}:{port}", "--advertise", seen_at]
+        return super().spawn(kind, service_id, arguments)
 
     def revive(self, service_id: str, timeout_s: float = JOIN_TIMEOUT_S) -> int:
         """Starts a service that has ended, waits until it is ready, and returns the old one's exit status."""
