@@ -732,7 +732,7 @@ class OpenAIFormatter(ResponseFormatter):
         return b"".join(self._event(fields, choice) for fields in self.text_fields(text, choice))
 
     def last_text_event(self, text: str, choice: int) -> bytes:
-        self._last_texts[choice] = text
+        self._last_texts[choice] = self._last_texts.get(choice, "") + text
         return b""
 
     def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.v1 import kv_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2
 
 from .fakes import CHAT, MODEL_TOKENS, PLAIN, TURNS, Answers, answering
 
@@ -78,6 +78,21 @@ async def test_chat_stream(usage: bool) -> None:
     else:
         assert len(found) == 2
         assert not any("usage" in event for event in found)
+
+
+@pytest.mark.parametrize("path", [CHAT, PLAIN])
+async def test_text_that_was_held_back_comes_with_the_last_token(path: str) -> None:
+    """As the beginning of a stop text, which the last token could have continued."""
+    messages = answer([5, 6], request_id="r1", reason=kv_pb2.FINISH_REASON_LENGTH)
+    rest = conductor_pb2.GenerateResponse(delta=conductor_pb2.TokenDelta(position=2, text="EN"))
+    messages.insert(3, rest)
+    prompt = {"prompt": "x"} if path == PLAIN else {"messages": TURNS}
+    async with answering(FakeConductor(lambda _: messages)) as gateway:
+        body = {**prompt, "stream": True, "max_tokens": 2}
+        found = [event["choices"][0] for event in events((await gateway.http.post(path, json=body)).text)]
+    texts = [choice["text"] if path == PLAIN else choice["delta"]["content"] for choice in found]
+    assert texts == ["5 ", "6 EN"]
+    assert [choice["finish_reason"] for choice in found] == [None, "length"]
 
 
 async def test_usage_in_every_event() -> None:
