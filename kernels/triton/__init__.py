@@ -1,4 +1,6 @@
-"""The operations of `kernels.reference` in Triton, for GPUs; `kernels.triton.ops` has them under the same names.
+"""The operations of `kernels.reference` in Triton, for GPUs: experimental, untested on a GPU.
+
+`kernels.triton.ops` has the operations under the same names.
 
 Importing this package costs nothing: Triton itself is imported with `kernels.triton.ops`, which only a process that
 found `available` may do.

@@ -11,6 +11,6 @@ def model_dir() -> pathlib.Path:
     """Return the folder of the bundled checkpoint (Hugging Face layout, ``LlamaForCausalLM``).
 
     The folder holds ``config.json``, ``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json``,
-    ``generation_config.json`` and the model card ``README.md``. ``python -m tools.bundled_model`` makes it.
+    ``generation_config.json`` and ``README.md``: how the model was made, and its figures.
     """
     return pathlib.Path(__file__).resolve().parent / "tiny"

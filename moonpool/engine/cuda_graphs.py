@@ -1,4 +1,6 @@
-"""Decode steps of a stage as CUDA graphs: which graph a step takes, when to capture one, and how to replay it.
+"""Decode steps of a stage as CUDA graphs (experimental, untested on a GPU).
+
+Which graph a step takes, when to capture one, and how to replay it.
 
 A graph is captured for a shape: a number of rows, and contexts up to a length, which the kernels' launches depend on.
 Steps are padded to the next shape. A shape's first step runs eagerly, its second step captures the graph. Padding
