@@ -194,6 +194,11 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
+    def deferred(self) -> bool:
+        """Whether no token is final before the end: the answers come whole, and log probabilities choose them."""
+        return self.beam_width > 0
+
+    @property
     def width(self) -> int:
         """Sequences that run together for the request: its beams, or its answers."""
         return self.beam_width or self.n
@@ -220,6 +225,24 @@ class SamplingParams:
         self._check_tokens(require, vocab_size)
         self._check_format(require)
         self._check_beams(require)
+
+    def check_end_tokens(
+        self, end_token_ids: frozenset[int], vocab_size: int, field: str, field_prefix: str = "sampling"
+    ) -> None:
+        """Checks the tokens that end a sequence, and that enough others can be chosen.
+
+        Raises:
+            InvalidRequest: names `field`, or "FIELD_PREFIX.beam_width".
+        """
+        if not all(0 <= token < vocab_size for token in end_token_ids):
+            raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
+        if self.min_tokens and len(end_token_ids) >= vocab_size:
+            raise InvalidRequest(field, "no token is left that does not end the answer before min_tokens")
+        width, ends, require = self.beam_width, len(end_token_ids), partial(_require, field_prefix)
+        enough = f"{width} beams with {ends} end tokens need as many tokens, of {vocab_size}"
+        require("beam_width", not width or width + ends <= vocab_size, enough)
+        many = f"{width} beams with {ends} end tokens are too many: more than {MAX_CANDIDATES} candidates in a step"
+        require("beam_width", width * (width + ends) <= MAX_CANDIDATES, many)
 
     def _check_format(self, require: partial[None]) -> None:
         formats = get_args(ResponseFormat)
@@ -258,31 +281,6 @@ class SamplingParams:
         require("logit_bias", all(0 <= token < vocab_size for token in biases), known)
         bounds = f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]"
         require("logit_bias", all(abs(bias) <= MAX_LOGIT_BIAS for bias in biases.values()), bounds)
-
-
-def check_end_tokens(end_token_ids: frozenset[int], min_tokens: int, vocab_size: int, field: str) -> None:
-    """Checks the tokens that end a sequence, and that something can be chosen while they are banned.
-
-    Raises:
-        InvalidRequest: names `field`.
-    """
-    if not all(0 <= token < vocab_size for token in end_token_ids):
-        raise InvalidRequest(field, f"token ids must be in [0, {vocab_size})")
-    if min_tokens and len(end_token_ids) >= vocab_size:
-        raise InvalidRequest(field, "no token is left that does not end the answer before min_tokens")
-
-
-def check_beams(params: SamplingParams, end_token_ids: frozenset[int], vocab_size: int, field_prefix: str) -> None:
-    """Checks that a beam search has enough tokens to go on with, and not too many to look at.
-
-    Raises:
-        InvalidRequest: names "FIELD_PREFIX.beam_width".
-    """
-    width, ends = params.beam_width, len(end_token_ids)
-    enough = f"{width} beams with {ends} end tokens need as many tokens, of {vocab_size}"
-    _require(field_prefix, "beam_width", not width or width + ends <= vocab_size, enough)
-    many = f"{width} beams with {ends} end tokens are too many: more than {MAX_CANDIDATES} candidates in a step"
-    _require(field_prefix, "beam_width", width * (width + ends) <= MAX_CANDIDATES, many)
 
 
 def _require(prefix: str, name: str, condition: bool, message: str) -> None:

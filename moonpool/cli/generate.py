@@ -57,7 +57,7 @@ def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json
 
 def _can_stream(sampling: SamplingParams) -> bool:
     """Whether the text is printed as it comes: there is one answer, and it has no score."""
-    return sampling.n == 1 and not sampling.beam_width
+    return sampling.n == 1 and not sampling.deferred
 
 
 def _list_answers(result: GenerateResult) -> str:

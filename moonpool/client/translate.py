@@ -139,7 +139,7 @@ class ResultCollector:
         again = conductor_pb2.GenerateRequest()
         again.CopyFrom(request)
         again.request_id, again.from_position = self.request_id, len(self._tokens[0])
-        if not request.sampling.beam_width:
+        if self._seed:  # 0: none was drawn
             again.sampling.seed = self._seed
         first, *further = [
             conductor_pb2.AnswerSoFar(token_ids=self._tokens[it], text_chars=sum(map(len, self._text[it])))

@@ -30,7 +30,7 @@ from moonpool.models.native_step import NativeRun, Progress, RunResult
 from moonpool.models.stage import StageModel, in_inference_mode
 from moonpool.platforms.base import DeviceEvent
 from moonpool.platforms.stage_platform import StagePlatform
-from moonpool.sampling.logprobs import beam_candidates, compute_logprobs
+from moonpool.sampling.logprobs import compute_logprobs, top_candidates
 from moonpool.sampling.native_sampler import NativeRows
 from moonpool.sampling.sampler import NOT_FINITE, NOTHING_LEFT, Sampler, SamplerOutput, sampler_output
 from moonpool.sampling_params import SampleSpec
@@ -155,7 +155,7 @@ class _RowGroup:
         output: StepOutput,
         room: Tensor | None,
     ) -> Tensor:
-        """Write each row's tokens to the output; a beam gets its most likely ones.
+        """Write each row's tokens to the output; a row that wants candidates gets its most likely ones.
 
         Returns:
             Logits whose memory may be reused: `room`, or those of this group without it.
@@ -167,7 +167,7 @@ class _RowGroup:
         if len(self._drawn) != len(self._wanted):
             for row, (index, spec) in enumerate(self._wanted):
                 if spec.best:
-                    _beam_candidates(logits[row], index, spec, output)
+                    _top_candidates(logits[row], index, spec, output)
             logits = logits[[row for row, _ in self._drawn]]
         self._record(self._sampler.sample(logits, self._row_masks(masks, output)), output)
         return room
@@ -247,9 +247,9 @@ class _RowGroup:
                 output.logprobs[index] = chosen.logprobs[at]
 
 
-def _beam_candidates(logits: Tensor, index: int, spec: SampleSpec, output: StepOutput) -> None:
-    """Write a beam's most likely tokens to the output; a beam without any ends its search."""
-    tokens, scores = beam_candidates(logits, spec)
+def _top_candidates(logits: Tensor, index: int, spec: SampleSpec, output: StepOutput) -> None:
+    """Write a row's most likely tokens to the output; a row without any fails."""
+    tokens, scores = top_candidates(logits, spec)
     if tokens:
         output.sampled[index], output.several[index] = tokens[0], SampledCandidates(tuple(tokens), tuple(scores))
     else:

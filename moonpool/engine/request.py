@@ -15,7 +15,7 @@ from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
 from moonpool.kv.native_library import chain_keys, tokens_below
 from moonpool.logprobs import bytes_per_token
-from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, check_beams, check_end_tokens
+from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
 from moonpool.scheduling.fair_share import check_priority
 from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.steps import SequenceSampling, TokenHistory
@@ -71,8 +71,7 @@ class IncomingRequest:
         params = sampling_from_proto(spec.sampling, "sequence.sampling").suggested({})
         params.check(vocab_size, "sequence.sampling")
         ends = frozenset(spec.end_token_ids).union(params.stop_token_ids)
-        check_end_tokens(ends, params.min_tokens, vocab_size, "sequence.end_token_ids")
-        check_beams(params, ends, vocab_size, "sequence.sampling")
+        params.check_end_tokens(ends, vocab_size, "sequence.end_token_ids", "sequence.sampling")
         tokens = tokens_from_bytes(spec.token_ids, "sequence.token_ids")
         if not tokens_below(spec.token_ids, vocab_size):
             raise InvalidRequest("sequence.token_ids", f"must be in [0, {vocab_size})")

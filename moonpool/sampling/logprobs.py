@@ -15,7 +15,7 @@ from moonpool.sampling_params import SampleSpec
 
 
 @torch.inference_mode()
-def beam_candidates(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float]]:
+def top_candidates(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float]]:
     """Return the `spec.best` most likely tokens of one row [vocab] with their log probabilities, the best first.
 
     Equal ones in order of the token. Banned tokens are left out, and the others are not made likelier for that: so

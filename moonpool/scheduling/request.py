@@ -12,7 +12,7 @@ class EngineRequest:
         keys: keys of the full blocks of `tokens`.
         tokens: tokens whose KV is computed, or transferred.
         prompt_tokens: length of the original prompt, at most `tokens`; the answer follows it.
-        width: sequences that begin with these tokens and run together: answers, or beams.
+        width: sequences that begin with these tokens and run together.
         logprob_bytes: bytes of log probabilities kept with each token of an answer.
         tenant: owner of its KV.
         priority: among the tenant's own requests; lower goes first.

@@ -214,8 +214,8 @@ class SequenceSampling:
 
     @property
     def candidates(self) -> int:
-        """Tokens that a beam search looks at after each beam: any end token, and enough others. 0 = no beam search."""
-        return self.params.beam_width and self.params.beam_width + len(self.end_token_ids)
+        """Tokens that deferred answers choose among: any end token, and enough others. 0 = each token is sampled."""
+        return self.params.width + len(self.end_token_ids) if self.params.deferred else 0
 
     def ends_with(self, token: int, tokens: int, model_tokens: int) -> bool:
         """Whether the sequence ends with this token, its `tokens`-th with the prompt's."""

@@ -39,7 +39,7 @@ class NewTokens:
         choice: number of the choice.
         position: of the first token in the choice.
         reason: with the last tokens, why the choice ends.
-        score: of a beam search's hypothesis, which comes whole.
+        score: of a deferred answer.
         logprobs: of these tokens, if they are wanted.
     """
 
@@ -174,7 +174,7 @@ class StepsStream:
         Args:
             sequence_id: the id that engines see.
             target: the reservation.
-            first_tokens: of each choice, or the candidates of a beam search; empty with `compute`.
+            first_tokens: of each choice, or the candidates of deferred answers; empty with `compute`.
             log_probabilities: of the candidates.
             logprobs: of the first tokens, if they are wanted.
             known: of each choice, the known tokens after the first one.

@@ -146,7 +146,7 @@ class Dispatcher:
         )
         if resume is not None:
             await self._reader.run(session.restore)
-            if session.finish and not request.spec.beams:  # the scores of beams are not known here
+            if session.finish and not request.spec.deferred:  # the scores of deferred answers are not known here
                 session.finish_restored()
                 return session
         spec = session.admit(next(self._numbers))
@@ -477,7 +477,7 @@ class InstanceCalls:
             session.computed_at_decode(order.target.held_blocks)
             steps.start(order.sequence, target, (), compute=True, gather=gather)
             return
-        candidates = session.beam_candidates
+        candidates = session.candidates
         scores = candidates.log_probabilities if candidates is not None else ()
         tokens, known = session.opening_tokens, session.known_tokens
         logprobs = None if known else session.opening_logprobs

@@ -427,7 +427,7 @@ class RequestReports:
     def first_token(self, session: Session) -> None:
         """The first new token has come."""
         self.decisions.first_token(session.spec.id, session.ttft_s, session.transport)
-        if not session.spec.beams:  # theirs come with the last ones
+        if not session.spec.deferred:  # their first tokens come with the last ones
             self.predictions.first_token(session)
 
     def delivered(self, session: Session) -> None:

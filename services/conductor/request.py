@@ -25,7 +25,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.grammar import check_grammar
 from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, block_keys, chain_root, pack_keys, tokens_to_bytes
 from moonpool.kv.layout import KVLayout
-from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams, check_beams, check_end_tokens
+from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams
 from moonpool.scheduling.fair_share import check_priority
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
@@ -152,7 +152,7 @@ class ValidRequest:
     Attributes:
         spec: what the core knows of the request: lengths, limits, tenant, times; no tokens.
         prompt: token ids.
-        sampling: with a seed, unless the request is a beam search.
+        sampling: with a seed, unless the answers are deferred.
         stops: stop strings.
         end_token_ids: tokens that end the generation.
         chain_root: the root of the prompt's block keys.
@@ -322,7 +322,7 @@ def read_request(
         arrived=arrived,
         deadline=deadline,
         choices=sampling.width,
-        beams=sampling.beam_width > 0,
+        deferred=sampling.deferred,
         tenant=message.tenant,
         scored=sampling.prompt_logprobs is not None if resume is None else resume.unscored,
         resumed=None if resume is None else resume.state,
@@ -351,8 +351,7 @@ def _read_end_tokens(sampling: SamplingParams, served: ServedModel) -> tuple[int
     vocabulary = served.config.vocab_size
     ends = () if sampling.ignore_eos else [token for token in served.config.eos_token_ids if token < vocabulary]
     end_token_ids = tuple(dict.fromkeys((*ends, *sampling.stop_token_ids)))
-    check_end_tokens(frozenset(end_token_ids), sampling.min_tokens, vocabulary, "sampling.stop_token_ids")
-    check_beams(sampling, frozenset(end_token_ids), vocabulary, "sampling")
+    sampling.check_end_tokens(frozenset(end_token_ids), vocabulary, "sampling.stop_token_ids")
     _require("sampling.response_format", not sampling.response_format or bool(ends), "this model has no end token")
     return end_token_ids
 
@@ -442,7 +441,7 @@ def _check_chars(field: str, chars: int, served: ServedModel) -> None:
 def _read_sampling(
     given: kv_pb2.Sampling, served: ServedModel, prompt_tokens: int, draw_seed: Callable[[], int]
 ) -> SamplingParams:
-    """The checked parameters. `max_tokens` is cut to the model's length; a beam search has no seed."""
+    """The checked parameters. `max_tokens` is cut to the model's length; deferred answers have no seed."""
     params = sampling_from_proto(given).suggested(served.suggested)
     params.check(served.config.vocab_size)
     max_tokens = min(params.max_tokens, served.max_tokens - prompt_tokens)
@@ -451,7 +450,7 @@ def _read_sampling(
     _require("sampling.prompt_logprobs", scores <= MAX_PROMPT_SCORES, many)
     return replace(
         params,
-        seed=draw_seed() if params.seed is None and not params.beam_width else params.seed,
+        seed=draw_seed() if params.seed is None and not params.deferred else params.seed,
         max_tokens=max_tokens,
         min_tokens=min(params.min_tokens, max_tokens),
     )
@@ -491,7 +490,7 @@ def read_resume(
         if len(unknown):
             raise InvalidRequest(name, f"has field number {unknown[0].field_number}, which is not known here")
     _require("request_id", message.request_id != "", "a stream is resumed by its request's id")
-    seeded = message.sampling.HasField("seed") or sampling.beam_width > 0
+    seeded = message.sampling.HasField("seed") or sampling.deferred
     _require("sampling.seed", seeded, "must be the seed that the `placed` event has")
     _require("resume.count", resume.count >= 1, "must be at least 1")
     count, further = len(resume.token_ids), sampling.n - 1
@@ -504,7 +503,7 @@ def read_resume(
     _require("resume.point.secret", len(point.secret) in SECRET_LENGTHS, f"must have {least} to {most} bytes")
     _check_sequence(point.sequence, message.request_id, resume.count)
     unscored = _lacks_scores(resume.prompt_scored, sampling, choices)
-    alone = sampling.n == 1 and not sampling.beam_width
+    alone = sampling.n == 1 and not sampling.deferred
     target = None if unscored else target_of(point)  # no decode instance has the prompt's log probabilities
     state = ResumeState(count if alone else 0, resume.count, point.sequence, target)
     return ResumeRequest(choices, point, state, unscored)

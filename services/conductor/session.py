@@ -53,7 +53,7 @@ class ChoiceOutput:
         tokens: generated so far, those included that a resuming client already had.
         finish: set with the last token.
         resumed_at: number of tokens that a resuming client had.
-        score: of a beam search's hypothesis; None without beams.
+        score: of a deferred answer; None for others.
     """
 
     def __init__(self, request: ValidRequest, index: int, served: ServedModel) -> None:
@@ -295,7 +295,7 @@ class Session:
         resumes: how often the client has resumed the request.
         placement: the last one; `placements` counts them, `sequence` is the id that engines see.
         started: decode was told to start there.
-        beam_candidates: what may follow the prompt in a beam search, which has no first token.
+        candidates: tokens that may follow the prompt of deferred answers; None for others.
         opening_logprobs: of the tokens with which decode begins, if they are wanted.
         prompt_unscored: the client wants the prompt's log probabilities, which are not known here yet.
         cached_tokens: tokens of the prompt that were not computed.
@@ -334,7 +334,7 @@ class Session:
         self.placements = 0
         self.sequence = ""
         self.started = False
-        self.beam_candidates: prefill_pb2.FirstToken | None = None
+        self.candidates: prefill_pb2.FirstToken | None = None
         self.opening_logprobs: Logprobs | None = None
         self.prompt_unscored = request.spec.scored
         self.cached_tokens = 0
@@ -389,10 +389,10 @@ class Session:
     def _continued(self) -> array[int]:
         """Generated tokens that prefill computes with the prompt when the request is placed again: of a single choice.
 
-        With several choices prefill computes the prompt alone, and decode gets the known tokens. A beam search begins
-        again.
+        With several choices prefill computes the prompt alone, and decode gets the known tokens. Deferred
+        answers begin again.
         """
-        alone = len(self.choices) == 1 and not self.spec.beams
+        alone = len(self.choices) == 1 and not self.spec.deferred
         return self.choices[0].tokens if alone else array("i")
 
     def remaining_s(self) -> float:
@@ -457,21 +457,21 @@ class Session:
 
     @property
     def opening_tokens(self) -> list[int]:
-        """Tokens with which decode begins: the token after the placed ones, of each choice, or the beam candidates.
+        """Tokens with which decode begins: the token after the placed ones, of each choice, or the candidates.
 
         A choice may have more tokens by then (`known_tokens`).
         """
-        if self.beam_candidates is not None:
-            return [self.beam_candidates.token_id, *self.beam_candidates.further_token_ids]
+        if self.candidates is not None:
+            return [self.candidates.token_id, *self.candidates.further_token_ids]
         return [choice.tokens[self._placed_tokens] for choice in self.choices]
 
     @property
     def known_tokens(self) -> Sequence[Sequence[int]]:
-        """Of each choice, the known tokens after its opening token; empty if they are few, or in a beam search.
+        """Of each choice, the known tokens after its opening token; empty if they are few, or for deferred answers.
 
         A single choice has some when the request is moved, several choices also when they are placed again.
         """
-        if self.spec.beams:
+        if self.spec.deferred:
             return ()
         known = [choice.tokens[self._placed_tokens + 1 :] for choice in self.choices]
         return known if max(map(len, known)) >= MIN_KNOWN_TOKENS else ()
@@ -591,18 +591,18 @@ class Session:
     def add_first_tokens(self, first: prefill_pb2.FirstToken) -> kv_pb2.FinishReason.ValueType:
         """Take prefill's token of each choice; returns the reason if they end the request.
 
-        In a beam search they are candidates, and end nothing.
+        Tokens of deferred answers are candidates, and end nothing.
 
         Raises:
             StreamBroken: there is not one per choice, known tokens were different, or log probabilities are missing.
         """
         self._note_prefill(first)
         token_ids = [first.token_id, *first.further_token_ids]
-        if self.spec.beams:
+        if self.spec.deferred:
             if len(first.log_probabilities) != len(token_ids):
                 raise StreamBroken(f"{len(first.log_probabilities)} log probabilities came for {len(token_ids)} tokens")
             self._note_cached(first)
-            self.beam_candidates = first
+            self.candidates = first
             return UNFINISHED
         if len(token_ids) != len(self.choices):
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(self.choices)} answers")

@@ -22,11 +22,12 @@ from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import (
     Action,
+    AnswersRanked,
     AppendBlock,
-    BeamsRanked,
     DropOutputLog,
     FenceConductor,
     FinishSequence,
+    ForkSequences,
     LoadStoredBlocks,
     RequestAborted,
     RequestAdopted,
@@ -34,7 +35,6 @@ from services.decode.core.actions import (
     RequestParked,
     ReservationGranted,
     ReservationRefused,
-    SelectBeams,
     SetBlockTable,
     StartRun,
     StopReceiving,
@@ -48,7 +48,7 @@ from services.decode.core.batch import most_blocks
 from services.decode.core.events import (
     AbortRequest,
     AdoptRequest,
-    BeamCandidates,
+    Candidates,
     ComputePrompt,
     EngineDied,
     Event,
@@ -71,8 +71,8 @@ from services.decode.live_requests import (
     LiveSequence,
     OutputLog,
     Subscriber,
-    beam_rules_of,
     conductor_identity,
+    search_rules_of,
 )
 
 MAX_GENERATION = (1 << 32) - 1
@@ -88,7 +88,7 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
     if total <= tokens:
         raise InvalidRequest("sequence.sampling.max_tokens", "leaves no token to generate")
     if incoming.spec.width > config.max_batch:
-        field = "beam_width" if incoming.sampling.params.beam_width else "n"
+        field = "beam_width" if incoming.sampling.params.deferred else "n"
         raise InvalidRequest(f"sequence.sampling.{field}", f"this instance has {config.max_batch} places in a step")
     needed = most_blocks(config, incoming.sampling.prompt_tokens, total, incoming.spec.width)
     if needed > config.num_blocks:
@@ -233,7 +233,7 @@ class RunLoop:
             self._took_steps(run, sequences, result.earlier)
         ended: EndedSequences = []
         filled = []
-        candidates: list[tuple[int, BeamCandidates]] = []
+        candidates: list[tuple[int, Candidates]] = []
         for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
             if index in result.failed:
                 self._abort(sequence.request, result.failed[index])
@@ -241,8 +241,8 @@ class RunLoop:
                 continue
             try:
                 filled += sequence.take_filled(self._block_tokens)
-                if (beams := sequence.request.beams) is not None:
-                    found = beams.propose(sequence.choice, result.several[index], self._max_tokens)
+                if (search := sequence.request.search) is not None:
+                    found = search.propose(sequence.choice, result.several[index], self._max_tokens)
                     candidates.append((sequence.id, found))
                     continue
                 sequence.append(token, result.logprobs.get(index))
@@ -364,9 +364,9 @@ class DecodeExecutor:
         tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
         number, self._next = self._next, self._next + incoming.spec.width
         who = "" if conductor is None else conductor_identity(conductor)
-        beams = beam_rules_of(incoming.sampling.params)
+        search = search_rules_of(incoming.sampling.params)
         asked = incoming.spec, total, tbt_slo_s, who, len(stores), starts_in_s
-        self._order(ReserveBlocks(number, *asked, beams, resumable=bool(secret), fence=fence))
+        self._order(ReserveBlocks(number, *asked, search, resumable=bool(secret), fence=fence))
         if (answer := self._answers.pop(number, None)) is None:
             raise Unavailable("the instance stops")
         if isinstance(answer, ReservationRefused):
@@ -546,7 +546,7 @@ class DecodeExecutor:
                 self._answers[number] = action
             case StoreBlock(_, number) | LoadStoredBlocks(_, number):
                 self.io.begin(action, self._live.sequences[number])
-            case FinishSequence() | SelectBeams() | BeamsRanked() | RequestAborted() | RequestFreed():
+            case FinishSequence() | ForkSequences() | AnswersRanked() | RequestAborted() | RequestFreed():
                 self._report(action)
             case RequestAdopted() | FenceConductor() | RequestParked() | DropOutputLog():
                 self.log.perform(action)
@@ -558,7 +558,7 @@ class DecodeExecutor:
             case KVDeleted() | BlocksLent():
                 self.pool.answered(action)
 
-    def _report(self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted | RequestFreed) -> None:
+    def _report(self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted | RequestFreed) -> None:
         """Reports the end of an answer or a request. An internal error ends this request only."""
         if isinstance(action, RequestFreed):
             self._gone(self._live.take(action.id), retained=action.retained)
@@ -575,15 +575,15 @@ class DecodeExecutor:
             self.abort(live, "a defect: its answer cannot be told")
 
     def _report_one(
-        self, action: FinishSequence | SelectBeams | BeamsRanked | RequestAborted, live: LiveRequest
+        self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted, live: LiveRequest
     ) -> None:
         match action:
             case FinishSequence(number, reason):
                 sequence = self._live.sequences[number]
                 sequence.finish = kv_pb2.FinishReason.ValueType(reason)
                 sequence.send_new()
-            case SelectBeams() | BeamsRanked():
-                live.advance_beams(action, self._max_tokens)
+            case ForkSequences() | AnswersRanked():
+                live.advance_search(action, self._max_tokens)
             case RequestAborted(why=why):
                 live.end(why)
 

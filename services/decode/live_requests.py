@@ -20,14 +20,14 @@ from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.steps import SampledCandidates, SequenceSampling, SequenceStep, TokenHistory
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import (
-    BeamsRanked,
+    AnswersRanked,
     DropOutputLog,
     FenceConductor,
+    ForkSequences,
     RequestAdopted,
     RequestParked,
-    SelectBeams,
 )
-from services.decode.core.events import BeamCandidates, BeamRules
+from services.decode.core.events import Candidates, SearchRules
 
 MAX_CANCEL_ANSWERS = 4096
 """Failures, and answers to cancels and resumes, that wait at most.
@@ -155,7 +155,7 @@ class AnswerOutput:
     Attributes:
         tokens: of the answer, without the prompt.
         finish: why it has ended by itself; unspecified while it continues.
-        score: of a hypothesis of a beam search.
+        score: of a hypothesis of a search.
         logprobs: of the tokens from `scored_from` on; None if they are not wanted.
     """
 
@@ -229,7 +229,7 @@ class LiveSequence:
         return AnswerOutput(answer, self.finish, None, self.logprobs, self.scored_from)
 
     def begin(self, *first_tokens: int) -> None:
-        """Takes the first token, and those known behind it; a beam begins with the prompt alone."""
+        """Takes the first token, and those known behind it; a sequence of a search begins with the prompt alone."""
         self.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
         self.history = self.request.incoming.history(self.tokens)
         self.scored_from = self.sent_tokens = self.output_tokens
@@ -315,11 +315,11 @@ class LiveSequence:
 
 
 @dataclass(slots=True, eq=False)
-class LiveBeamSearch:
-    """The tokens of a beam search: candidates of each beam, and hypotheses.
+class LiveSearch:
+    """The tokens of a search: candidates of each sequence, and hypotheses.
 
     Attributes:
-        sequences: the beams, best first.
+        sequences: those that go on, best first.
         hypotheses: prompt and answer of the hypotheses that the scheduler keeps, by number.
         answers: the answers, best first, once the search is over.
     """
@@ -332,19 +332,19 @@ class LiveBeamSearch:
     def __post_init__(self) -> None:
         self._following = [()] * len(self.sequences)
 
-    def propose(self, beam: int, found: SampledCandidates, max_tokens: int) -> BeamCandidates:
-        """Takes the candidates of a beam; returns what the scheduler needs of them."""
-        sequence, self._following[beam] = self.sequences[beam], found.tokens
+    def propose(self, index: int, found: SampledCandidates, max_tokens: int) -> Candidates:
+        """Takes the candidates of a sequence; returns what the scheduler needs of them."""
+        sequence, self._following[index] = self.sequences[index], found.tokens
         ends = (sequence.sampling.ends_with(it, len(sequence.tokens) + 1, max_tokens) for it in found.tokens)
         return tuple(zip(found.log_probabilities, ends, strict=True))
 
-    def select(self, chosen: SelectBeams) -> None:
-        """Each beam takes the tokens of its parent and one more."""
+    def select(self, chosen: ForkSequences) -> None:
+        """Each sequence takes the tokens of its parent and one more."""
         for number, parent, candidate in chosen.ended:
             self.hypotheses[number] = self._followed(parent, candidate)
         self.hypotheses = {number: self.hypotheses[number] for number in chosen.kept}
-        tokens = [self._followed(parent, candidate) for parent, candidate in chosen.beams]
-        keys = [list(self.sequences[parent].keys) for parent, _ in chosen.beams]
+        tokens = [self._followed(parent, candidate) for parent, candidate in chosen.forks]
+        keys = [list(self.sequences[parent].keys) for parent, _ in chosen.forks]
         for sequence, its_tokens, its_keys in zip(self.sequences, tokens, keys, strict=False):
             sequence.tokens, sequence.keys = its_tokens, its_keys
             sequence.history = sequence.request.incoming.history(its_tokens)
@@ -365,7 +365,7 @@ class LiveRequest:
         secret: a conductor that knows the secret may take the request over; b"" = none may.
         promised_to: identity of the conductor that asked for blocks; "" = unknown.
         sequences: its answers.
-        beams: set if its sequences are beams.
+        search: set if its sequences fork by their candidates.
         ending: the request ends: no KV is received and no token sent for it any more.
         why: why it ends early; "" = it does not.
         subscriber: gets its tokens; set when it is started.
@@ -381,7 +381,7 @@ class LiveRequest:
     secret: bytes = b""
     promised_to: str = ""
     sequences: list[LiveSequence] = field(default_factory=list)
-    beams: LiveBeamSearch | None = None
+    search: LiveSearch | None = None
     ending: bool = False
     why: str = ""
     subscriber: Subscriber | None = None
@@ -393,20 +393,20 @@ class LiveRequest:
         for choice in range(self.incoming.spec.width):
             sampling = replace(self.incoming.sampling, sample_index=choice)
             self.sequences.append(LiveSequence(self, choice, list(self.incoming.spec.keys), sampling))
-        if self.incoming.sampling.params.beam_width:
-            self.beams = LiveBeamSearch(self.sequences)
+        if self.incoming.sampling.params.deferred:
+            self.search = LiveSearch(self.sequences)
 
-    def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], BeamCandidates]:
+    def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
         """Takes the first tokens, and those that are known behind them.
 
         Returns:
-            Why each answer ends with them, 0 when it goes on; for beams, what may follow the prompt.
+            Why each answer ends with them, 0 when it goes on; for a search, what may follow the prompt.
         """
         tokens = [message.first_token_id, *message.further_token_ids]
-        if self.beams is not None:
+        if self.search is not None:
             for sequence in self.sequences:
                 sequence.begin()
-            return (0,), self.beams.propose(
+            return (0,), self.search.propose(
                 0, SampledCandidates(tuple(tokens), tuple(message.log_probabilities)), max_tokens
             )
         known, first = known_tokens(message, len(tokens)), logprobs_from_proto(message.logprobs)
@@ -426,19 +426,19 @@ class LiveRequest:
         before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
         del sequence.keys[before_last:]  # as the core: a last block that is full has its key when it is computed
 
-    def advance_beams(self, action: SelectBeams | BeamsRanked, max_tokens: int) -> None:
-        """Forks the beams as chosen, or sends the answers, best first, if the search is over."""
-        assert self.beams is not None
-        if isinstance(action, SelectBeams):
-            self.beams.select(action)
+    def advance_search(self, action: ForkSequences | AnswersRanked, max_tokens: int) -> None:
+        """Forks the sequences as chosen, or sends the answers, best first, if the search is over."""
+        assert self.search is not None
+        if isinstance(action, ForkSequences):
+            self.search.select(action)
             return
         sampling = self.incoming.sampling
         for number, score in action.hypotheses[: sampling.params.n]:
-            tokens = self.beams.hypotheses[number]
+            tokens = self.search.hypotheses[number]
             answer = tokens[sampling.prompt_tokens :]
-            self.beams.answers.append(AnswerOutput(answer, sampling.finish(tokens, max_tokens), score))
+            self.search.answers.append(AnswerOutput(answer, sampling.finish(tokens, max_tokens), score))
         if self.subscriber is not None:
-            for choice, answer_output in enumerate(self.beams.answers):
+            for choice, answer_output in enumerate(self.search.answers):
                 answer_output.send(self.subscriber, self.request_id, choice, 0)
             self.subscriber.flush()
 
@@ -469,10 +469,10 @@ class LiveRequest:
 
     @property
     def outputs(self) -> list[AnswerOutput]:
-        """The output of each answer so far; beams have none before their search is over."""
-        if self.beams is None:
+        """The output of each answer so far; a search has none before its end."""
+        if self.search is None:
             return [sequence.output for sequence in self.sequences]
-        return self.beams.answers or [AnswerOutput(array("i"))] * self.incoming.sampling.params.n
+        return self.search.answers or [AnswerOutput(array("i"))] * self.incoming.sampling.params.n
 
     def end(self, why: str) -> None:
         """Ends early; tells the sender of its KV and the conductor."""
@@ -481,7 +481,7 @@ class LiveRequest:
         if self.send_verdict is not None and not self.complete:
             self.send_verdict(self.transfer)
         if self.subscriber is not None:
-            for sequence in self.sequences if self.beams is None else ():
+            for sequence in self.sequences if self.search is None else ():
                 if sequence.output_tokens > sequence.sent_tokens:  # gathered: another instance continues behind them
                     sequence.send_new()
             self.subscriber.failed(self.request_id, why, transfer=not self.complete)
@@ -526,9 +526,9 @@ class LiveRequestTable:
         return _start_error(live, message)
 
 
-def beam_rules_of(params: SamplingParams) -> BeamRules | None:
-    """The rules of a request's beam search; None if it has none."""
-    return BeamRules(params.length_penalty, params.early_stopping) if params.beam_width else None
+def search_rules_of(params: SamplingParams) -> SearchRules | None:
+    """The rules of a request's search; None if it has none."""
+    return SearchRules(params.length_penalty, params.early_stopping) if params.deferred else None
 
 
 def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
@@ -537,18 +537,18 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
     if message.compute_prompt:
         if params.prompt_logprobs is not None:
             return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
-        alone = len(live.sequences) == 1 and live.beams is None
+        alone = len(live.sequences) == 1 and live.search is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)
     known = message.known_token_ids or message.further_known
-    if known and (live.beams or message.HasField("logprobs")):
+    if known and (live.search or message.HasField("logprobs")):
         return "tokens behind the first ones may be known without beams and log probabilities"
     longest = max(map(len, known_tokens(message, tokens)))
     if len(live.incoming.token_ids) + 1 + longest > live.incoming.sampling.prompt_tokens + params.max_tokens:
         return f"{longest} tokens are known behind a first one: the answer has at most {params.max_tokens}"
     if message.further_known and len(message.further_known) != wanted - 1:
         return f"{wanted} answers are wanted, of each tokens may be known"
-    if live.beams is None:
+    if live.search is None:
         first = logprobs_from_proto(message.logprobs)
         if not first.consistent or len(first) != tokens * message.HasField("logprobs"):
             return f"the log probabilities are not those of {tokens} tokens"

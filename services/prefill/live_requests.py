@@ -36,7 +36,7 @@ class LivePrefill:
         copies: kvstores to write blocks to.
         held: for each copy, leading blocks that it is believed to hold; None = unknown.
         max_queue_s: the prompt is refused if computing all queued prompts takes longer, seconds; None = no limit.
-        first: the token after the prompt, for each answer; for beams the most likely tokens.
+        first: the token after the prompt, for each answer; for deferred answers the most likely tokens.
         logprobs: of these tokens, if they are wanted.
         scores: log probabilities of the prompt's tokens except the first, if they are wanted.
         error: why its I/O has failed.

@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.contracts import sampling_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest
-from moonpool.sampling_params import SamplingParams, check_beams, check_end_tokens
+from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import kv_pb2
 
 VOCABULARY = 10
@@ -201,13 +201,14 @@ def test_what_beams_can_have() -> None:
 def test_beams_need_tokens_to_go_on_with(width: int, ends: int, wrong: bool) -> None:
     params = SamplingParams(beam_width=width)
     with pytest.raises(InvalidRequest, match=r"s\.beam_width") if wrong else nullcontext():
-        check_beams(params, frozenset(range(ends)), VOCABULARY, "s")
+        params.check_end_tokens(frozenset(range(ends)), VOCABULARY, "ends", "s")
 
 
 def test_beams_with_very_many_end_tokens_are_refused() -> None:
-    check_beams(SamplingParams(beam_width=16), frozenset(range(240)), 100_000, "s")
+    params = SamplingParams(beam_width=16)
+    params.check_end_tokens(frozenset(range(240)), 100_000, "ends", "s")
     with pytest.raises(InvalidRequest, match=r"s\.beam_width"):
-        check_beams(SamplingParams(beam_width=16), frozenset(range(241)), 100_000, "s")
+        params.check_end_tokens(frozenset(range(241)), 100_000, "ends", "s")
 
 
 def test_an_unknown_rule_of_stopping_from_the_contract_is_refused() -> None:
@@ -218,8 +219,8 @@ def test_an_unknown_rule_of_stopping_from_the_contract_is_refused() -> None:
 
 def test_end_tokens_are_known_and_leave_something_to_choose() -> None:
     everything = frozenset(range(VOCABULARY))
-    check_end_tokens(everything, 0, VOCABULARY, "ends")
-    check_end_tokens(everything - {4}, 5, VOCABULARY, "ends")
+    SamplingParams().check_end_tokens(everything, VOCABULARY, "ends")
+    SamplingParams(min_tokens=5).check_end_tokens(everything - {4}, VOCABULARY, "ends")
     for tokens, min_tokens in ((frozenset({-1}), 0), (frozenset({VOCABULARY}), 0), (everything, 1)):
         with pytest.raises(InvalidRequest, match="ends: "):
-            check_end_tokens(tokens, min_tokens, VOCABULARY, "ends")
+            SamplingParams(min_tokens=min_tokens).check_end_tokens(tokens, VOCABULARY, "ends")

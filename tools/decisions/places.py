@@ -6,7 +6,7 @@ from typing import Any
 ORDERS: Mapping[str, tuple[str, ...]] = {
     "ReserveBlocks": (
         *("id", "request.keys", "request.tokens", "request.prompt_tokens", "total_tokens", "tbt_slo_s", "conductor"),
-        *("stores", "request.width", "starts_in_s", "beams", "resumable", "fence", "request.priority"),
+        *("stores", "request.width", "starts_in_s", "search", "resumable", "fence", "request.priority"),
         *("request.tenant", "request.transient", "request.logprob_bytes"),
     ),
     "SubmitJob": (

@@ -498,7 +498,7 @@ class AttemptCalls:
     def detach(self, request: ScheduledRequest, now: float) -> None:
         """Ends the attempt to move the request; a sequence that runs is followed on without the attempt."""
         attempt = request.attempt
-        if attempt is not None and attempt.runs(beams=request.spec.beams) and not request.followed_call:
+        if attempt is not None and attempt.runs(deferred=request.spec.deferred) and not request.followed_call:
             request.followed_call = attempt.sequence_io
         self.end_attempt(request, now, complete=True, known=request.followed_call)
 

@@ -201,8 +201,8 @@ class RequestSpec:
         slo: latency limits.
         arrived: time of arrival, seconds of the core's clock.
         deadline: time at which the request fails.
-        choices: sequences that run together, answers or beams. Prefill computes the prompt alone for several.
-        beams: the sequences are beams: tokens come when all are known, and a new attempt begins again.
+        choices: sequences that run together. Prefill computes the prompt alone for several.
+        deferred: decode sends the answers whole, at their end; a new attempt begins again.
         tenant: owner of the request.
         scored: log probabilities of the prompt are returned: prefill computes all of the prompt.
         resumed: progress of a resumed request; None = new.
@@ -220,7 +220,7 @@ class RequestSpec:
     arrived: float
     deadline: float
     choices: int = 1
-    beams: bool = False
+    deferred: bool = False
     tenant: str = ""
     scored: bool = False
     resumed: ResumeState | None = None

@@ -269,10 +269,10 @@ class Attempt:
         streaming = self.decode_phase is DecodePhase.STREAMING
         return self.prefill_phase is PrefillPhase.ENDED and not self.delivered and not streaming
 
-    def runs(self, *, beams: bool) -> bool:
-        """Whether decode computes the sequence. Beams send nothing before their end: they run when they can."""
+    def runs(self, *, deferred: bool) -> bool:
+        """Whether decode computes the sequence. Deferred answers send nothing before their end: they run when able."""
         started = self.decode_phase is DecodePhase.STARTED
-        return self.decode_phase is DecodePhase.STREAMING or (beams and started and self.delivered)
+        return self.decode_phase is DecodePhase.STREAMING or (deferred and started and self.delivered)
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ class ScheduledRequest:
         keys: of all full blocks of the prompt and the tokens so far, at the last placement.
         state: what the request does now.
         tokens: length of the answer so far; 0 with several answers, none of which prefill computes again.
-        generated: tokens that have come of all answers; none of beams before their end.
+        generated: tokens that have come of all answers; none of deferred ones before their end.
         attempts: placements so far; the number of the next one.
         failures: the latest attempts in a row that failed.
         suspects: ids of instances that failed the request; used only when no other is left.
@@ -359,7 +359,7 @@ class ScheduledRequest:
     def grow(self, tokens: int) -> None:
         """Counts new tokens of the answer, or of one of them."""
         self.generated += tokens
-        if self.spec.choices == 1 and not self.spec.beams:
+        if self.spec.choices == 1 and not self.spec.deferred:
             self.tokens += tokens
 
     def suspect(self, instance: str) -> None:

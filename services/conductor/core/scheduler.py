@@ -302,7 +302,7 @@ class RequestScheduler:
         """Routes a request and begins an attempt; if there is no placement, the request waits or fails."""
         self.waiting_for_instance.pop(request.spec.number, None)
         spec = request.spec
-        at_decode = not request.attempts and spec.choices == 1 and not spec.beams and not spec.scored
+        at_decode = not request.attempts and spec.choices == 1 and not spec.deferred and not spec.scored
         decision, decodes = self._admitted(now, request, at_decode=at_decode)
         if (
             isinstance(decision, RoutingDecision)
@@ -338,7 +338,7 @@ class RequestScheduler:
             limit = self._gate.ttft_limit(spec.slo, spec.queue_key, request.elapsed_s(now))
         routing = RoutingRequest(
             tokens=spec.prompt_tokens + request.tokens,
-            answer_tokens=max(spec.max_tokens - request.tokens, 1 + spec.beams),  # decode chooses beams' only token
+            answer_tokens=max(spec.max_tokens - request.tokens, 1 + spec.deferred),  # decode chooses an only token, too
             choices=spec.choices,
             keys=request.keys,
             prompt_key=spec.prompt_key,
@@ -581,7 +581,7 @@ class RequestScheduler:
 
     def _first_token(self, now: float, request: ScheduledRequest, attempt: Attempt | None, event: FirstToken) -> None:
         """Starts decode with the token. A token of an attempt that has ended counts, too."""
-        request.grow(not event.known and not request.spec.beams)
+        request.grow(not event.known and not request.spec.deferred)
         if attempt is not None:
             for read in event.how.loads:
                 self._cluster.read_measured(attempt.prefill_claim, *read, now)
@@ -797,7 +797,7 @@ class RequestScheduler:
             if request is None:
                 continue
             attempt = request.attempt_as(call.sequence)
-            own = attempt is not None and attempt.runs(beams=request.spec.beams) and not request.followed_call
+            own = attempt is not None and attempt.runs(deferred=request.spec.deferred) and not request.followed_call
             if own or self._calls.open.get(request.followed_call) is call:
                 yield request
 

@@ -109,24 +109,24 @@ class FinishSequence:
 
 
 @frozen
-class SelectBeams:
-    """The beams of a request continue: each takes the tokens of its parent and one more.
+class ForkSequences:
+    """The sequences of a request fork: each takes the tokens of its parent and one more.
 
     Attributes:
-        beams: for each beam its parent, and the parent's candidate that follows. Empty if the search is over.
+        forks: for each sequence its parent, and the parent's candidate that follows. Empty if the search is over.
         ended: new hypotheses: number, parent, candidate.
         kept: numbers of the hypotheses that are kept.
     """
 
     id: int
-    beams: tuple[tuple[int, int], ...]
+    forks: tuple[tuple[int, int], ...]
     ended: tuple[tuple[int, int, int], ...]
     kept: tuple[int, ...]
 
 
 @frozen
-class BeamsRanked:
-    """A beam search is over. `hypotheses`: number and score, best first."""
+class AnswersRanked:
+    """A search is over. `hypotheses`: number and score, best first."""
 
     id: int
     hypotheses: tuple[tuple[int, float], ...]
@@ -254,8 +254,8 @@ Action = (
     | StartRun
     | StopRun
     | FinishSequence
-    | SelectBeams
-    | BeamsRanked
+    | ForkSequences
+    | AnswersRanked
     | RequestAborted
     | RequestFreed
     | RequestParked

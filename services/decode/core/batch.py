@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from moonpool.frozen import frozen
 from moonpool.scheduling.block_manager import BlockManager
 from services.decode.core.actions import Chunk, SetBlockTable
-from services.decode.core.events import BeamCandidates
+from services.decode.core.events import Candidates
 from services.decode.core.request import BlockSharing, DecodeRequest, RequestSequence, RequestStatus
 from services.decode.core.settings import DecodeSettings
 from services.decode.core.state import DecodeState
@@ -141,7 +141,7 @@ class RunningBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no request is a group or a beam search."""
+        """Whether no request is a group or a search."""
         return not any(request.is_group for request in self._requests.values())
 
     def soonest(self, steps: int) -> tuple[DecodeRequest, RequestSequence] | None:
@@ -255,13 +255,13 @@ def _replace_block(state: DecodeState, sequence: RequestSequence, index: int, bl
     state.act(SetBlockTable(sequence.id, tuple(sequence.table)))
 
 
-def advance_search(state: DecodeState, request: DecodeRequest, candidates: Sequence[BeamCandidates]) -> bool:
-    """Advances a request's beam search; beams fork by reference and dropped beams release their blocks.
+def advance_search(state: DecodeState, request: DecodeRequest, candidates: Sequence[Candidates]) -> bool:
+    """Advances a request's search; sequences fork by reference, and those that are dropped release their blocks.
 
     Returns:
         Whether the search is over; the sequences are then as before.
     """
-    search = request.beam_search
+    search = request.search
     assert search is not None
     parents, actions = search.advance(request.id, candidates)
     state.out += actions
@@ -285,10 +285,10 @@ def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], par
 
 
 def group_by_search(
-    found: tuple[tuple[int, BeamCandidates], ...], of: Callable[[int], DecodeRequest | None]
-) -> list[tuple[DecodeRequest, list[BeamCandidates]]]:
-    """Groups the candidates of a step's beams by request; leaves out requests that are finishing."""
-    requests: dict[int, tuple[DecodeRequest, list[BeamCandidates]]] = {}
+    found: tuple[tuple[int, Candidates], ...], of: Callable[[int], DecodeRequest | None]
+) -> list[tuple[DecodeRequest, list[Candidates]]]:
+    """Groups the candidates of a step's sequences by request; leaves out requests that are finishing."""
+    requests: dict[int, tuple[DecodeRequest, list[Candidates]]] = {}
     for number, candidates in found:
         request = of(number)
         if request is not None and request.status is not RequestStatus.FINISHING:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from moonpool.frozen import frozen
-from services.decode.core.actions import BeamsRanked, SelectBeams
-from services.decode.core.events import BeamCandidates, BeamRules
+from services.decode.core.actions import AnswersRanked, ForkSequences
+from services.decode.core.events import Candidates, SearchRules
 
 
 @frozen
@@ -46,8 +46,8 @@ class BeamSearch:
 
     width: int
     longest: int
-    rules: BeamRules
-    first_candidates: BeamCandidates = ()
+    rules: SearchRules
+    first_candidates: Candidates = ()
     length: int = 0
     scores: list[float] = field(default_factory=lambda: [0.0])
     kept: list[Hypothesis] = field(default_factory=list)
@@ -55,20 +55,20 @@ class BeamSearch:
     over: bool = False
 
     def advance(
-        self, request: int, candidates: Sequence[BeamCandidates]
-    ) -> tuple[list[int], list[SelectBeams | BeamsRanked]]:
+        self, request: int, candidates: Sequence[Candidates]
+    ) -> tuple[list[int], list[ForkSequences | AnswersRanked]]:
         """Takes the candidates of each beam, in the order of the beams.
 
         Returns:
             The parent of each beam that continues, best first; empty if the search is over. And the actions.
         """
         beams, ended = self.step(candidates)
-        selected = SelectBeams(request, tuple(beams), tuple(ended), tuple(it.number for it in self.kept))
+        selected = ForkSequences(request, tuple(beams), tuple(ended), tuple(it.number for it in self.kept))
         if self.over:
-            return [], [selected, BeamsRanked(request, tuple((it.number, it.score) for it in self.kept))]
+            return [], [selected, AnswersRanked(request, tuple((it.number, it.score) for it in self.kept))]
         return [parent for parent, _ in beams], [selected]
 
-    def step(self, candidates: Sequence[BeamCandidates]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+    def step(self, candidates: Sequence[Candidates]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
         """Scores the candidates of each beam, in the order of the beams.
 
         Returns:

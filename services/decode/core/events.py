@@ -6,13 +6,13 @@ from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks
 from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded, Tick
 
-BeamCandidates = tuple[tuple[float, bool], ...]
-"""Tokens that may follow one beam, best first: log probability, and whether the sequence ends with the token."""
+Candidates = tuple[tuple[float, bool], ...]
+"""Tokens that may follow one sequence, best first: log probability, and whether the sequence ends with the token."""
 
 
 @frozen
-class BeamRules:
-    """How the beams of a request are chosen; names as in `transformers`.
+class SearchRules:
+    """How the sequences of a search are chosen; names as in `transformers`.
 
     Attributes:
         length_penalty: a hypothesis' score is the sum of its log probabilities over (number of tokens ^ this).
@@ -36,7 +36,7 @@ class ReserveBlocks:
         conductor: identity of the conductor; "" = unknown.
         stores: kvstores that each full block of the answer is written to.
         starts_in_s: seconds until the request is expected to start; the time between tokens is kept from then on.
-        beams: rules of its beam search; None = independent sequences.
+        search: the rules if candidates are chosen together; None = independent sequences.
         resumable: another conductor may take the request over (`AdoptRequest`): it outlives its conductor, and its
             output is kept for a while after its end.
         fence: how often its client has resumed it.
@@ -49,7 +49,7 @@ class ReserveBlocks:
     conductor: str = ""
     stores: int = 0
     starts_in_s: float = 0.0
-    beams: BeamRules | None = None
+    search: SearchRules | None = None
     resumable: bool = False
     fence: int = 0
 
@@ -88,8 +88,8 @@ class StartDecoding:
         stream: the conductor's stream.
         finish: why the sequence has ended with its first token; 0 = it continues.
         others: the same for the further sequences of a group.
-        candidates: for a beam search, tokens that may follow the prompt; there is no first token then.
-        known: for each sequence, tokens known behind its first one; empty if there are none. Not for beams.
+        candidates: for a search, tokens that may follow the prompt; there is no first token then.
+        known: for each sequence, tokens known behind its first one; empty if there are none. Not for a search.
         known_keys: keys of the blocks that these tokens fill, without the last token.
         patient: no client waits for single tokens.
     """
@@ -98,7 +98,7 @@ class StartDecoding:
     stream: int
     finish: int
     others: tuple[int, ...] = ()
-    candidates: BeamCandidates = ()
+    candidates: Candidates = ()
     known: tuple[int, ...] = ()
     known_keys: tuple[tuple[BlockKey, ...], ...] = ()
     patient: bool = False
@@ -195,7 +195,7 @@ class RunDone:
         ended: sequences that ended with the token of the last step, with the reason.
         filled: sequences whose last block became full, with its key.
         steps: steps that took `seconds`: those not reported by `RunProgress`.
-        candidates: tokens that may follow each beam of the step.
+        candidates: tokens that may follow each sequence of a search.
         waited_s: as in `RunProgress`.
     """
 
@@ -205,7 +205,7 @@ class RunDone:
     ended: tuple[tuple[int, int], ...] = ()
     filled: tuple[tuple[int, BlockKey], ...] = ()
     steps: int = 1
-    candidates: tuple[tuple[int, BeamCandidates], ...] = ()
+    candidates: tuple[tuple[int, Candidates], ...] = ()
     waited_s: float = 0.0
 
 

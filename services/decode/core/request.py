@@ -180,7 +180,7 @@ class DecodeRequest:
         ended_tokens: tokens of answers that have ended while others continue.
         prompt_here: its prompt, or known tokens behind it, are computed here; no other instance writes these to its
             kvstores.
-        beam_search: set if its sequences are beams.
+        search: chooses which sequences fork; None = each goes on by itself.
         takeover: what another conductor needs to take it over.
         preemption: how it was preempted.
     """
@@ -197,7 +197,7 @@ class DecodeRequest:
     starts_at: float
     until: float
     takeover: TakeoverState
-    beam_search: BeamSearch | None
+    search: BeamSearch | None
     preemption: PreemptionState = field(default_factory=PreemptionState)
     status: RequestStatus = RequestStatus.PROMISED
     promised: int = 0
@@ -228,7 +228,7 @@ class DecodeRequest:
             starts_at=now + event.starts_in_s,
             until=until,
             takeover=TakeoverState(event.resumable, event.fence),
-            beam_search=BeamSearch(spec.width, longest, event.beams) if event.beams is not None else None,
+            search=BeamSearch(spec.width, longest, event.search) if event.search is not None else None,
         )
 
     def set_status(self, status: RequestStatus) -> None:
@@ -249,7 +249,7 @@ class DecodeRequest:
     @property
     def is_group(self) -> bool:
         """Whether the request has, or may have, more than one plain sequence."""
-        return self.spec.width > 1 or self.beam_search is not None
+        return self.spec.width > 1 or self.search is not None
 
     @property
     def slots(self) -> int:
@@ -284,8 +284,8 @@ class DecodeRequest:
     @property
     def answer_tokens(self) -> int:
         """Tokens of all its answers; at least those of its hypotheses. Not for a request in the batch."""
-        if self.beam_search is not None:
-            return self.beam_search.width * self.beam_search.length
+        if self.search is not None:
+            return self.search.width * self.search.length
         return self.ended_tokens + sum(max(0, sequence.tokens - self.spec.prompt_tokens) for sequence in self.sequences)
 
     def keep_nothing(self) -> None:
@@ -301,11 +301,11 @@ class DecodeRequest:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
         assert (self.promised > 0) <= (self.status is RequestStatus.PROMISED)
         assert leased == (self.status in TRANSFERRING)
-        self._check_beams()
+        self._check_search()
 
-    def _check_beams(self) -> None:
-        """Asserts that the sequences of a search that has begun are its beams, all of one length."""
-        search = self.beam_search
+    def _check_search(self) -> None:
+        """Asserts that a search that has begun has a score for each sequence."""
+        search = self.search
         if search is None or not search.length or self.status is RequestStatus.FINISHING:
             return
         assert len(self.sequences) == len(search.scores) == self.spec.width

@@ -169,8 +169,8 @@ class OutputRetention:
 def _retained_tokens(request: DecodeRequest) -> int:
     """Tokens kept of a parked request: of each sequence, and of each that has ended, with the prompt's."""
     tokens = sum(2 * sequence.tokens for sequence in request.sequences)
-    if request.beam_search is not None:
-        search = request.beam_search
+    if request.search is not None:
+        search = request.search
         return tokens + len(search.kept) * (request.spec.prompt_tokens + search.length)
     return tokens + (request.spec.width - len(request.sequences)) * request.spec.prompt_tokens + request.ended_tokens
 
@@ -491,8 +491,8 @@ class DecodeScheduler:
             return
         request.stream, request.finishes = event.stream, (event.finish, *event.others)
         request.takeover.known_tokens, request.takeover.known_keys = event.known, event.known_keys
-        if request.beam_search is not None:
-            request.beam_search.first_candidates = event.candidates
+        if request.search is not None:
+            request.search.first_candidates = event.candidates
         else:
             assert len(request.finishes) == request.spec.width, "a first token for each sequence"
         request.patient = event.patient and not request.tbt_slo_s
@@ -520,7 +520,7 @@ class DecodeScheduler:
         self._state.out += [SetBlockTable(it.id, tuple(it.table)) for it in request.sequences[1:]]
         ended = [(it, reason) for it, reason in zip(request.sequences, request.finishes, strict=False) if reason]
         self._state.out += [FinishSequence(sequence.id, reason) for sequence, reason in ended]
-        search = request.beam_search
+        search = request.search
         over = search is not None and batch.advance_search(self._state, request, [search.first_candidates])
         if over or len(ended) == request.spec.width:
             self._finish(request)

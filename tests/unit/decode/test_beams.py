@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.errors import InvalidRequest
 from moonpool.v1 import kv_pb2
-from services.decode.core.events import BeamRules
+from services.decode.core.events import SearchRules
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.decode.core.plain_beams import plain_search
 from tests.unit.fakes.engine import digest_after, most_likely
@@ -31,7 +31,7 @@ def following(tokens: list[int]) -> list[tuple[int, float]]:
 @pytest.mark.parametrize("n", [1, WIDTH])
 async def test_the_best_hypotheses_are_told_at_the_end(length: int, flags: dict[str, Any], n: int) -> None:
     tokens, ends, longest = prompt(length), list(range(8, 24)), BLOCK + 3
-    wanted = plain_search(tokens, WIDTH, longest, BeamRules(0.5, False), following, ends)[:n]
+    wanted = plain_search(tokens, WIDTH, longest, SearchRules(0.5, False), following, ends)[:n]
     async with decoding(**flags) as it, conducting(it) as conductor:
         target = await reserve(it, asked(tokens, longest, ends, n))
         await transfer(it, target, tokens)

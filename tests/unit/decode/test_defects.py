@@ -54,7 +54,7 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
             raise KeyError("a defect")
         taken.append(token)
 
-    request: Any = SimpleNamespace(request_id="a", ending=False, beams=None)
+    request: Any = SimpleNamespace(request_id="a", ending=False, search=None)
     sequence: Any = SimpleNamespace(
         id=7, request=request, tokens=[0], most_steps=lambda _: 9, step=lambda *_, **__: None, take_filled=lambda _: [],
         append=append, check_finish=lambda _: 0, send_new=lambda: taken.append(-1),

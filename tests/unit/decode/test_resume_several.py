@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.kv.keys import tokens_digest
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.core.events import BeamRules
+from services.decode.core.events import SearchRules
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.decode.core.plain_beams import plain_search
 from tests.unit.decode.test_beams import WIDTH, asked, following
@@ -15,7 +15,7 @@ from tests.unit.fakes.engine import continuation, digest_after, most_likely
 from tests.unit.instances import Decode, decoding, spec
 from tests.unit.transport.fakes import ROOT
 
-PLAIN = BeamRules(0.5, False)
+PLAIN = SearchRules(0.5, False)
 FIRST = (9, 11, 13)
 NAMES = ("a", "a/1", "a/2")
 CONDUCTOR = kv_pb2.Instance(id="conductor")

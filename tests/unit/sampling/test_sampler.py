@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.sampling.logprobs import beam_candidates, compute_logprobs
+from moonpool.sampling.logprobs import compute_logprobs, top_candidates
 from moonpool.sampling.random_sampler import uniform
 from moonpool.sampling.sampler import NOT_FINITE, NOTHING_LEFT, sample
 from moonpool.sampling_params import SampleSpec, SamplingParams
@@ -139,21 +139,21 @@ def test_each_of_several_samples_is_that_of_its_seed(how: dict[str, Any]) -> Non
 
 
 def test_the_most_likely_tokens_come_with_their_log_probabilities() -> None:
-    tokens, scores = beam_candidates(LOGITS.clone(), SampleSpec(best=4))
+    tokens, scores = top_candidates(LOGITS.clone(), SampleSpec(best=4))
     assert tokens == [1, 3, 2, 0], "equal ones in order of the token"
     assert scores == [pytest.approx(value, abs=1e-6) for value in torch.log_softmax(LOGITS, 0)[tokens].tolist()]
 
 
 def test_what_is_banned_is_not_among_the_most_likely_and_makes_no_other_likelier() -> None:
-    tokens, scores = beam_candidates(LOGITS.clone(), SampleSpec(best=9, banned=(1, 0)))
+    tokens, scores = top_candidates(LOGITS.clone(), SampleSpec(best=9, banned=(1, 0)))
     assert tokens == [3, 2, 4]
     assert scores == [pytest.approx(value, abs=1e-6) for value in torch.log_softmax(LOGITS, 0)[tokens].tolist()]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_the_most_likely_of_what_is_not_finite_are_none(bad: float) -> None:
-    assert beam_candidates(torch.tensor([0.0, bad]), SampleSpec(best=1)) == ([], [])
-    assert beam_candidates(torch.tensor([0.0, 1.0]), SampleSpec(best=1, banned=(0, 1))) == ([], [])
+    assert top_candidates(torch.tensor([0.0, bad]), SampleSpec(best=1)) == ([], [])
+    assert top_candidates(torch.tensor([0.0, 1.0]), SampleSpec(best=1, banned=(0, 1))) == ([], [])
 
 
 def test_log_probabilities_are_those_before_everything_else() -> None:

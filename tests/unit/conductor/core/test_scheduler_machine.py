@@ -29,7 +29,7 @@ REFUSALS = [NO_ROOM, Failure(FailureKind.OVERLOADED, "slow", reason="tbt_slo", p
 FINISH = st.none() | st.none() | st.sampled_from([CompletionReason.STOP, CompletionReason.LENGTH])
 KEYS = tuple(bytes([number]) * 32 for number in range(7))
 SEVERAL = [(1, False), (1, False), (1, False), (2, False), (1, True), (2, True)]
-"""Answers that run together, and whether they are beams."""
+"""Answers that run together, and whether they are deferred."""
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
 
 
@@ -74,9 +74,9 @@ class RequestMachine(RuleBasedStateMachine):
     ) -> None:
         if len(self.world.core.scheduler) < 6:
             keys = KEYS[: prompt // BLOCK]
-            slo, (choices, beams) = SloLimits(ttft_s=ttft_s, queue_s=queue_s), several
+            slo, (choices, deferred) = SloLimits(ttft_s=ttft_s, queue_s=queue_s), several
             asked = {"prompt": prompt, "answer": answer, "limit_s": limit_s, "keys": keys, "choices": choices}
-            number = self.world.arrive(**asked, beams=beams, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
+            number = self.world.arrive(**asked, deferred=deferred, slo=slo, tenant=tenant, priority=priority)  # type: ignore[arg-type]
             self.blocks[number] = len(keys)
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, len(KEYS)))
@@ -93,8 +93,10 @@ class RequestMachine(RuleBasedStateMachine):
     )
     def resume(self, name: str, restarted: bool, tokens: int, answer: int, several: tuple[int, bool]) -> None:
         if len(self.world.core.scheduler) < 6:
-            incarnation, (choices, beams) = self.incarnations[name] - restarted, several
-            self.world.resume(name, incarnation=incarnation, tokens=tokens, answer=answer, choices=choices, beams=beams)
+            incarnation, (choices, deferred) = self.incarnations[name] - restarted, several
+            self.world.resume(
+                name, incarnation=incarnation, tokens=tokens, answer=answer, choices=choices, deferred=deferred
+            )
 
     @precondition(lambda self: self.world.calls)
     @rule(data=st.data(), steps=st.integers(1, 8))

@@ -61,10 +61,10 @@ def test_a_sequence_goes_on_at_a_draining_instance_until_another_has_it(what: di
     world.finish_all()
 
 
-def test_a_beam_search_which_says_nothing_is_moved_when_all_of_it_is_there() -> None:
+def test_a_deferred_answer_which_says_nothing_is_moved_when_all_of_it_is_there() -> None:
     """It begins again at the new place, and whichever ends first gives the answers."""
     world = World()
-    number, prefill, old = world.decoding(choices=2, beams=True)
+    number, prefill, old = world.decoding(choices=2, deferred=True)
     world.drain("decode-0")
     assert world.rehashes == [], "its KV is on its way"
     world.post(KVDelivered(prefill.io))

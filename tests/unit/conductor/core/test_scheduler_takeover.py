@@ -238,10 +238,10 @@ def test_answers_that_have_grown_begin_a_new_series_of_failures() -> None:
     world.finish_all()
 
 
-def test_a_beam_search_that_ends_decode_time_and_again_is_given_up() -> None:
+def test_a_deferred_answer_that_ends_decode_time_and_again_is_given_up() -> None:
     """Candidates from prefill are no progress, however much time lies between two failures."""
     world = World(decodes=6)
-    number = world.arrive(choices=2, beams=True)
+    number = world.arrive(choices=2, deferred=True)
     for attempt in range(4):
         if attempt:
             world.sleep(20.0)

@@ -94,8 +94,8 @@ class World:
         self.calls: dict[int, CallReserve | CallPrefill | StartDecode | TakeOverSequence] = {}
         self.cancelled: set[int] = set()
         self.tokens: Counter[int] = Counter()
-        self.several: set[int] = set()  # of several answers, or beams: they begin again at prefill
-        self.beams: set[int] = set()  # their first tokens are candidates
+        self.several: set[int] = set()  # of several answers, or deferred ones: they begin again at prefill
+        self.deferred: set[int] = set()  # their first tokens are candidates
         self.ends: dict[int, CompleteRequest | FailRequest | DropRequest] = {}
         self.arrived: set[int] = set()
         self.promises: dict[int, DecodeReservation] = {}
@@ -134,13 +134,13 @@ class World:
         slo: SloLimits = SloLimits(),  # noqa: B008
         keys: tuple[bytes, ...] = (),
         choices: int = 1,
-        beams: bool = False,
+        deferred: bool = False,
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
     ) -> int:
-        number = self._new(choices, beams=beams)
-        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "beams": beams}
+        number = self._new(choices, deferred=deferred)
+        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "deferred": deferred}
         ask = RequestSpec(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
         self.post(RequestArrived(ask, keys))
         return number
@@ -157,15 +157,15 @@ class World:
         tokens: int = 3,
         answer: int = 8,
         choices: int = 1,
-        beams: bool = False,
+        deferred: bool = False,
     ) -> int:
         """A request comes whose client has some tokens, of a sequence at this instance."""
-        number = self._new(choices, beams=beams)
+        number = self._new(choices, deferred=deferred)
         self.tokens[number] = tokens
         self.placed_with[number] = self._kept(number)
         target = DecodeReservation(decode, incarnation, "", 77, 1, 0) if decode else None
         resumed, until = ResumeState(self._kept(number), 1, f"r{number}", target), self.now + 600.0
-        how: Any = {"resumed": resumed, "choices": choices, "beams": beams}
+        how: Any = {"resumed": resumed, "choices": choices, "deferred": deferred}
         self.post(
             RequestArrived(
                 RequestSpec(number, f"r{number}", 40, answer, b"key", SloLimits(), self.now, until, **how), ()
@@ -173,13 +173,13 @@ class World:
         )
         return number
 
-    def _new(self, choices: int, *, beams: bool) -> int:
+    def _new(self, choices: int, *, deferred: bool) -> int:
         number = len(self.arrived) + 1
         self.arrived.add(number)
-        if choices > 1 or beams:
+        if choices > 1 or deferred:
             self.several.add(number)
-        if beams:
-            self.beams.add(number)
+        if deferred:
+            self.deferred.add(number)
         return number
 
     def _kept(self, request: int) -> int:
@@ -213,7 +213,7 @@ class World:
         assert call.io not in self.given
         self.given.add(call.io)
         known = self.tokens[call.request] > self.placed_with[call.request]
-        self.tokens[call.request] += not known and call.request not in self.beams
+        self.tokens[call.request] += not known and call.request not in self.deferred
         return self.post(FirstToken(call.io, HOW, finish, known))
 
     def more(

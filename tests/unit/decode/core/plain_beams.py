@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 
 from moonpool.scheduling.state_machine import digest_of
-from services.decode.core.events import BeamCandidates, BeamRules
+from services.decode.core.events import Candidates, SearchRules
 
 TOKENS = 64
 ENDS = 2
@@ -19,7 +19,7 @@ def following(tokens: Sequence[int]) -> list[tuple[int, float]]:
     return _following(tuple(tokens))
 
 
-def candidates(tokens: Sequence[int], width: int, *, last: bool) -> BeamCandidates:
+def candidates(tokens: Sequence[int], width: int, *, last: bool) -> Candidates:
     """What the core is told of them, for beams of a width; with the `last` one each answer ends."""
     found = following(tokens)[: width + ENDS]
     return tuple((log_probability, token < ENDS or last) for token, log_probability in found)
@@ -37,7 +37,7 @@ def plain_search(
     prompt: list[int],
     width: int,
     longest: int,
-    rules: BeamRules,
+    rules: SearchRules,
     following: Callable[[list[int]], list[tuple[int, float]]] = following,
     ends: Collection[int] = range(ENDS),
 ) -> list[tuple[list[int], float]]:

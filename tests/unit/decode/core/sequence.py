@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from moonpool.kv.keys import BlockKey, block_keys
 from moonpool.scheduling.state_machine import digest_of
-from services.decode.core.actions import SelectBeams, SwapIn, SwapOut
+from services.decode.core.actions import ForkSequences, SwapIn, SwapOut
 from tests.unit.decode.core.plain_beams import following
 
 BT = 16
@@ -56,14 +56,16 @@ class Sequence:
         return (len(self.tokens) * 31 + tokens * 7 + self.tokens[0] + 101 * self.index) % 1000
 
 
-def follow_beams(beams: list[Sequence], chosen: SelectBeams, kept: "dict[int, array[int]]") -> "dict[int, array[int]]":
+def follow_beams(
+    beams: list[Sequence], chosen: ForkSequences, kept: "dict[int, array[int]]"
+) -> "dict[int, array[int]]":
     """Each beam takes the tokens of its parent and one more; returns the hypotheses that are kept."""
 
     def follow(parent: int, candidate: int) -> "array[int]":
         return beams[parent].tokens + array("i", [following(beams[parent].tokens)[candidate][0]])
 
     kept = kept | {number: follow(parent, candidate) for number, parent, candidate in chosen.ended}
-    taken = [(follow(*beam), list(beams[beam[0]].contents[: len(beams[0].tokens)])) for beam in chosen.beams]
+    taken = [(follow(*beam), list(beams[beam[0]].contents[: len(beams[0].tokens)])) for beam in chosen.forks]
     for it, (tokens, contents) in zip(beams, taken, strict=False):
         it.tokens, it.contents = tokens, contents
     return {number: kept[number] for number in chosen.kept}

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from moonpool.scheduling.latency import Speeds, decode_step_seconds
 from services.decode.core.actions import FenceConductor, RequestAdopted, RequestFreed, ReservationGranted
-from services.decode.core.events import AbortRequest, BeamRules, EngineDied, StreamOpened
+from services.decode.core.events import AbortRequest, EngineDied, SearchRules, StreamOpened
 from services.decode.core.request import NO_STREAM, RequestStatus
 from services.decode.core.settings import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
@@ -142,7 +142,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def beams(
         self, length: int, seed: int, answer: int, width: int, penalty: float, early: bool | str, begins: bool
     ) -> None:
-        how = {"conductor": self.conductor, "stores": 1, "beams": BeamRules(penalty, early), "resumable": True}
+        how = {"conductor": self.conductor, "stores": 1, "search": SearchRules(penalty, early), "resumable": True}
         number = self.world.reserve(prompt(length, seed), (answer,) * width, **how)  # type: ignore[arg-type]
         if number is not None and begins:
             self.world.arrive(number)

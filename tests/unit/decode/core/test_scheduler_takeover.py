@@ -11,7 +11,7 @@ from services.decode.core.actions import (
     RequestParked,
     StopRun,
 )
-from services.decode.core.events import AbortRequest, BeamRules, StreamOpened
+from services.decode.core.events import AbortRequest, SearchRules, StreamOpened
 from services.decode.core.request import NO_STREAM, RequestStatus
 from services.decode.core.scheduler import KEY_BYTES, RETAINED_BYTES, TOKEN_BYTES
 from services.decode.core.settings import Preemption
@@ -229,7 +229,7 @@ def test_a_group_parks_and_comes_back_whole_and_who_has_ended_stays_so(way: Pree
 def test_a_search_goes_on_as_if_nothing_had_been(parks: bool) -> None:
     """Its hypotheses are compared with those of a plain one by the world."""
     world = World(config(24, grace_s=2.0, log_ttl_s=30.0))
-    number = world.go(prompt(BT + 3), (9, 9), beams=BeamRules(1.0, "never"), conductor="conductor", resumable=True)
+    number = world.go(prompt(BT + 3), (9, 9), search=SearchRules(1.0, "never"), conductor="conductor", resumable=True)
     for _ in range(3):
         world.step()
     world.close(1)
@@ -238,7 +238,7 @@ def test_a_search_goes_on_as_if_nothing_had_been(parks: bool) -> None:
         world.step()
         assert world.core.blocks.num_used == 0
         [parked] = world.core.orphans.retained.parked
-        log, search = world.core.orphans.retained.get(number), parked.beam_search
+        log, search = world.core.orphans.retained.get(number), parked.search
         assert log is not None
         assert search is not None
         tokens = 2 * 2 * (BT + 3 + search.length) + len(search.kept) * (BT + 3 + search.length)

@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.scheduling.latency import decode_step_seconds
 from services.decode.core.actions import FenceConductor, RequestAdopted, RequestParked
-from services.decode.core.events import BeamRules, StreamOpened
+from services.decode.core.events import SearchRules, StreamOpened
 from services.decode.core.request import RequestStatus
 from services.decode.core.settings import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
@@ -57,8 +57,8 @@ def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
                 count += len(answers) - 1
         if left and groups and (not searches or rng.random() < 0.1):
             beams = (rng.randint(1, 3 * BT),) * rng.randint(1, 3)
-            start, rules = prompt(rng.randint(1, 2 * BT), rng.randrange(4)), BeamRules(1.0, "never")
-            if world.reserve(start, beams, stores=1, beams=rules) is not None:
+            start, rules = prompt(rng.randint(1, 2 * BT), rng.randrange(4)), SearchRules(1.0, "never")
+            if world.reserve(start, beams, stores=1, search=rules) is not None:
                 left -= 1
                 count -= 1
                 searches += 1

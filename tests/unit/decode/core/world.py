@@ -13,11 +13,12 @@ from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded, Tick, digest_of
 from services.decode.core.actions import (
     Action,
+    AnswersRanked,
     AppendBlock,
-    BeamsRanked,
     DropOutputLog,
     FenceConductor,
     FinishSequence,
+    ForkSequences,
     LoadStoredBlocks,
     RequestAborted,
     RequestAdopted,
@@ -25,7 +26,6 @@ from services.decode.core.actions import (
     RequestParked,
     ReservationGranted,
     ReservationRefused,
-    SelectBeams,
     SetBlockTable,
     StartRun,
     StopReceiving,
@@ -37,8 +37,7 @@ from services.decode.core.actions import (
 )
 from services.decode.core.events import (
     AdoptRequest,
-    BeamCandidates,
-    BeamRules,
+    Candidates,
     ComputePrompt,
     Event,
     LoadEnd,
@@ -46,6 +45,7 @@ from services.decode.core.events import (
     ReserveBlocks,
     RunDone,
     RunProgress,
+    SearchRules,
     StartDecoding,
     StoreEnd,
     StreamClosed,
@@ -135,7 +135,7 @@ class World:
         conductor: str = "",
         stores: int = 0,
         starts_in_s: float = 0.0,
-        beams: BeamRules | None = None,
+        search: SearchRules | None = None,
         resumable: bool = False,
         priority: int = 0,
         tenant: str = "",
@@ -157,7 +157,7 @@ class World:
             tenant,
             priority,
         )
-        asked = spec, total_tokens, slo, conductor, stores, starts_in_s, beams, resumable
+        asked = spec, total_tokens, slo, conductor, stores, starts_in_s, search, resumable
         self.asked[number] = ReserveBlocks(number, *asked)
         self.post(self.asked[number])
         if number not in self.core.requests:
@@ -183,7 +183,7 @@ class World:
     def start(self, number: int, stream: int = 1, known: int = 0) -> None:
         """Tells the first tokens; perhaps so many more of each sequence, which it would have generated."""
         self.started.add(number)
-        if self.core.requests[number].beam_search is not None:
+        if self.core.requests[number].search is not None:
             self.followers[number] = stream
             self.post(StartDecoding(number, stream, 0, candidates=self._candidates(self.sequences[number])))
             return
@@ -210,7 +210,7 @@ class World:
         """Behind what a client has heard of each answer; of beams nothing comes before their end."""
         asked = self.asked[number]
         numbers = range(number, number + asked.request.width)
-        return tuple([0 if asked.beams else len(self.heard[other]) for other in numbers])
+        return tuple([0 if asked.search else len(self.heard[other]) for other in numbers])
 
     def close(self, stream: int) -> None:
         """A conductor's stream ends: nobody hears its sequences any more."""
@@ -252,7 +252,7 @@ class World:
             assert member is not None
             if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
                 filled.append((number, it.keys()[-1]))
-            if self.core.requests[it.request].beam_search is not None:
+            if self.core.requests[it.request].search is not None:
                 candidates.append((number, self._candidates(it)))
                 continue
             it.tokens.append(it.token_after(len(it.tokens)))
@@ -343,25 +343,25 @@ class World:
             self.followers[other] = stream
             self.heard.setdefault(other, []).extend(self.answers.get(other, [])[position:])
 
-    def _candidates(self, it: Sequence) -> BeamCandidates:
+    def _candidates(self, it: Sequence) -> Candidates:
         """What may follow a beam."""
-        search = self.core.requests[it.request].beam_search
+        search = self.core.requests[it.request].search
         assert search is not None
         return candidates(it.tokens, search.width, last=len(it.tokens) + 1 - it.prompt == search.longest)
 
-    def _select(self, chosen: SelectBeams) -> None:
+    def _select(self, chosen: ForkSequences) -> None:
         beams, kept = [it for _, it in self.group(chosen.id)], self.hypotheses.get(chosen.id, {})
         self.hypotheses[chosen.id] = follow_beams(beams, chosen, kept)
 
-    def _ranked(self, ranked: BeamsRanked) -> None:
+    def _ranked(self, ranked: AnswersRanked) -> None:
         """A search is over: its hypotheses are those of the plain one, which knows no blocks."""
         it, asked = self.sequences[ranked.id], self.asked[ranked.id]
-        assert asked.beams is not None
+        assert asked.search is not None
         found = [
             (self.hypotheses[ranked.id][number].tolist()[it.prompt :], score) for number, score in ranked.hypotheses
         ]
         start = it.tokens[: it.prompt].tolist()
-        assert found == plain_search(start, asked.request.width, asked.total_tokens - it.prompt, asked.beams)
+        assert found == plain_search(start, asked.request.width, asked.total_tokens - it.prompt, asked.search)
         self.searched[ranked.id] = found
 
     def _receive(self, it: Sequence, end: int) -> None:
@@ -390,9 +390,9 @@ class World:
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
             case SwapDrop(number):
                 self.sequences[number].saved = {}
-            case SelectBeams():
+            case ForkSequences():
                 self._select(action)
-            case BeamsRanked():
+            case AnswersRanked():
                 self._ranked(action)
             case ReservationRefused():
                 self.refused.append(action)
