@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-import gguf
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -97,6 +96,8 @@ class GgufTensors:
 
     def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
         """See `StoredTensors.copy`."""
+        import gguf  # other checkpoints do without
+
         kind = _GGUF_TYPES[info.dtype]
         width = info.shape[-1] if len(info.shape) > 1 else 1 if kind.elements == 1 else info.shape[0]
         rows = info.elements // width

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import yaml
-
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import KVLayout
 from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
@@ -206,6 +204,8 @@ def load_profile(name: str) -> Profile:
     Raises:
         ConfigError: there is none, or it is wrong; names the field.
     """
+    import yaml  # engine processes import this module, and read no profile
+
     bundled = _FOLDER / f"{name}{_SUFFIX}"
     path = bundled if name in bundled_profiles() else Path(name)
     try:
