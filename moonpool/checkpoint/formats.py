@@ -12,7 +12,7 @@ from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_ggu
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, InvalidRequest
-from moonpool.families import FAMILIES
+from moonpool.families import names_of
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
 
@@ -143,5 +143,5 @@ def _computed(config: ModelConfig) -> str:
 
 def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> int:
     """Count the parameters; a tied output head is the embedding and counts once, stored or not."""
-    head = FAMILIES[config.architecture].names.head
+    head = names_of(config.architecture).head
     return sum(info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == head))

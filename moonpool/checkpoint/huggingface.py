@@ -24,6 +24,7 @@ from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import family_of
 from moonpool.families.fields import JsonFields, read_json
+from moonpool.families.other import common_names
 from moonpool.families.rope import longest
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
@@ -117,10 +118,11 @@ def folder_config(folder: Path) -> ModelConfig:
         CheckpointError: the folder has no readable configuration, or a field is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
-    data = read_json(folder / "config.json")
+    data: Mapping[str, Any] = read_json(folder / "config.json")
     family = family_of(data.get("architectures"), data.get("model_type"))
     inner = data.get(family.inner_config) if family.inner_config else None
-    fields = family.fields(inner if isinstance(inner, Mapping) else data, "config.json")
+    data = dict(inner if isinstance(inner, Mapping) else data)
+    fields = family.fields(common_names(data) if family.other else data, "config.json")
     quantised_format(fields)  # refuses what cannot be read
     generation = _generation_fields(folder)
     config = ModelConfig(

@@ -540,7 +540,7 @@ class StageRunner:
         """
         step, cpu = run.step, self.platform.device is None
         progress = self.model.progress() if cpu and step.layer_events else None
-        together = cpu and (progress is not None or not step.layer_events)
+        together = cpu and self.model.by_layers and (progress is not None or not step.layer_events)
         signals = self.kv_gates.signals(step.step_id, gated=step.gated) if together else None
         if progress is None:
             return self._give_layers(run, signals, None)
@@ -551,15 +551,16 @@ class StageRunner:
             progress.end()
 
     def _give_layers(self, run: StepRun, signals: StepState | None, progress: Progress | None) -> bool:
-        """As `_run_layers`; together if there are signals."""
+        """As `_run_layers`; together if there are signals, or the model has no layers apart."""
         step, platform, layer, end = run.step, self.platform, self.model.layer_begin, self.model.layer_end
         while layer < end:
-            if step.gated and not self.kv_gates.wait(step.step_id, layer, self.gate_timeout_s):
+            gate = layer if self.model.by_layers else end - 1
+            if step.gated and not self.kv_gates.wait(step.step_id, gate, self.gate_timeout_s):
                 return False
             if self.kv_gates.aborted(step.step_id):
                 return False
             start_ns = time.monotonic_ns()
-            last = layer + 1 if signals is None else end
+            last = layer + 1 if signals is None and self.model.by_layers else end
             for its in range(layer, last):
                 platform.memory.prepare_layer(its)
             platform.stream.run(partial(self._compute_layers, layer, last, run, signals, progress))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from moonpool.errors import UnsupportedModel
 from moonpool.families.arcee import ARCEE
-from moonpool.families.base import ModelFamily
+from moonpool.families.base import ModelFamily, TensorNames
 from moonpool.families.cohere import COHERE, COHERE2
 from moonpool.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moonpool.families.dots1 import DOTS1
@@ -25,6 +25,7 @@ from moonpool.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from moonpool.families.mixtral import MIXTRAL
 from moonpool.families.nemotron import NEMOTRON
 from moonpool.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
+from moonpool.families.other import other_family
 from moonpool.families.phi import PHI, PHI3
 from moonpool.families.qwen2 import QWEN2, QWEN2_MOE
 from moonpool.families.qwen3 import QWEN3, QWEN3_MOE
@@ -91,6 +92,8 @@ _BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None and i
 def family_of(declared: object, model_type: object) -> ModelFamily:
     """Return the family that config.json names in `architectures`, or else (None) in `model_type`.
 
+    An architecture that is not described here, but is a decoder by its name, is one for transformers' own code.
+
     Raises:
         UnsupportedModel: the family is not known; names the key.
     """
@@ -99,9 +102,17 @@ def family_of(declared: object, model_type: object) -> ModelFamily:
             raise UnsupportedModel("model_type", f"{model_type!r} is none of {', '.join(_BY_MODEL_TYPE)}")
         return _BY_MODEL_TYPE[model_type]
     names = declared if isinstance(declared, list) else [declared]
-    if len(names) != 1 or names[0] not in FAMILIES:
-        raise UnsupportedModel("architectures", f"{declared!r} is none of {', '.join(FAMILIES)}")
-    return FAMILIES[str(names[0])]
+    name = names[0] if len(names) == 1 else None
+    family = FAMILIES.get(str(name)) or (other_family(name, model_type) if isinstance(name, str) else None)
+    if family is None:
+        raise UnsupportedModel("architectures", f"{declared!r} is no decoder, as {', '.join(FAMILIES)} are")
+    return family
+
+
+def names_of(architecture: str) -> TensorNames:
+    """Return the names of a family's tensors; of an architecture that is not described here, the usual ones."""
+    family = FAMILIES.get(architecture)
+    return TensorNames() if family is None else family.names
 
 
 def gguf_family(name: object) -> ModelFamily:

@@ -141,6 +141,8 @@ class ModelFamily:
     """Further names in `architectures` of checkpoints that are of this family to the last tensor."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of tensors' names that some checkpoints of the family have in place of others."""
+    other: bool = False
+    """Whether transformers' own modelling code computes the model (`moonpool.families.other`)."""
     inner_config: str = ""
     """Key of the object with the decoder's fields in checkpoints with further parts, such as for pictures."""
 

@@ -39,6 +39,10 @@ class JsonFields:
         """Return the raw value."""
         return self._data.get(name, default)
 
+    def all(self) -> Mapping[str, Any]:
+        """Return all raw values."""
+        return self._data
+
     def positive(self, name: str, default: int | None = None, *, null: int | None = None) -> int:
         """Return a positive integer; `default` when absent, `null` (else `default`) when it is null."""
         value = self._present(name, default, null)

@@ -244,6 +244,9 @@ class DecoderSpec:
     learnt_positions: int = 0
     """Rows of a stored table that is added to the embeddings by position, less its first `positions_from`; 0: none."""
     positions_from: int = 0
+    other: str = ""
+    """Of an architecture that transformers' own modelling code computes, a digest of its config.json; layers then say
+    the shape of KV alone."""
 
     def each(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
         """Return this decoder with `change(index, layer)` in place of each layer."""
@@ -252,6 +255,8 @@ class DecoderSpec:
     @property
     def not_plain(self) -> str:
         """Why the layers are not all alike and of Llama's kind; "" if they are."""
+        if self.other:
+            return "an architecture that transformers' own modelling code computes"
         first = self.layers[0]
         rope = self.ropes[0] if self.ropes else None
         if any(layer != first for layer in self.layers):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,7 @@ from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.stage import StageModel
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
+from moonpool.models.transformers_stage import load_transformers_stage
 from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
 
 _PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
@@ -166,6 +168,8 @@ def load_stage(
             tensors before any is read), or a file is damaged.
     """
     assert 0 <= layer_begin < layer_end <= config.num_layers
+    if config.decoder.other:
+        return load_transformers_stage(Path(path), config, dtype, torch.device(device), layer_end - layer_begin)
     with ExitStack() as stack, torch.inference_mode():
         reader = _TensorReader(
             Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
@@ -182,9 +186,8 @@ def load_stage(
         for slot in wanted:
             reader.expect(outer[slot])
         slots = {index: layer_tensors(config, index) for index in range(layer_begin, layer_end)}
-        for parts in slots.values():
-            for part in parts.values():
-                reader.expect(part)
+        for part in chain.from_iterable(parts.values() for parts in slots.values()):
+            reader.expect(part)
 
         def read(slot: str) -> Tensor | None:
             return reader.read(outer[slot]) if slot in wanted else None

@@ -63,7 +63,10 @@ class StageModel:
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
     `kernels`: what computes (`kernels.choice.prepare`). `one_by_one`: why layers are not one native call, or "".
+    `by_layers`: whether some layers can be run without the others.
     """
+
+    by_layers = True
 
     def __init__(
         self,

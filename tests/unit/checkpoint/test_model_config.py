@@ -133,7 +133,7 @@ def test_spellings_and_defaults(changed: dict[str, Any], expected: dict[str, Any
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
-        ("architectures", {"architectures": ["MambaForCausalLM"]}),
+        ("architectures", {"architectures": ["MambaForCausalLM"], "num_attention_heads": ...}),
         ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
         ("architectures", {"architectures": []}),
         ("model_type", {"architectures": ..., "model_type": "mamba"}),

@@ -182,7 +182,7 @@ def reference(model_type: str, changed: Mapping[str, Any]) -> transformers.PreTr
         drawn = torch.randn(weight.shape, generator=generator)
         if "correction" in name:
             weight.copy_(drawn * 0.1)
-        elif "inv_freq" in name or "embed_scale" in name:
+        elif "inv_freq" in name or "embed_scale" in name or not weight.dim():
             continue
         elif "norm" in name or "ln_" in name or "sinks" in name:
             weight.add_(drawn * (0.2 if name.endswith("weight") or "sinks" in name else 0.05))

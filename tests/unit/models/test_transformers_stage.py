@@ -1,0 +1,67 @@
+"""Architectures without a family: transformers' own code over the paged pool gives the same tokens, or is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from moonpool.checkpoint import config_hash, inspect_checkpoint, load_config
+from moonpool.errors import UnsupportedModel
+from moonpool.families import FAMILIES
+from moonpool.models.loader import load_stage
+from tests.unit.models.forward import Runner
+from tests.unit.models.test_families import LENGTHS, NEW, TINY, reference
+from tests.unit.models.test_parity import assert_greedy
+
+SERVED = ("apertus", "jais2", "nanochat", "phimoe")
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
+    model = reference(model_type, {"head_dim": 16, "num_hidden_layers": 2})
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"][0] not in FAMILIES
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in LENGTHS]
+    runner = Runner(tmp_path, torch.float32)
+    assert "transformers" in runner.stages[0].one_by_one
+    for prompt, output in zip(prompts, runner.generate(prompts, NEW, chunk=16, budget=40), strict=True):
+        assert_greedy(model, prompt, output)
+
+
+def test_another_configuration_has_kv_of_its_own(tmp_path: Path) -> None:
+    reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    first = load_config(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    assert config_hash(load_config(tmp_path)) != config_hash(first)
+    path.write_text(json.dumps(config | {"transformers_version": "6.0", "dtype": "bfloat16"}))
+    assert config_hash(load_config(tmp_path)) == config_hash(first)
+    assert "transformers' own modelling code" in inspect_checkpoint(tmp_path).computed
+
+
+@pytest.mark.parametrize(("model_type", "words"), [("gptj", "cannot be served"), ("mamba", "cannot be served|heads")])
+def test_what_does_not_attend_through_the_interface_is_refused(model_type: str, words: str, tmp_path: Path) -> None:
+    """By name, when it is loaded: it has a rotary embedding of its own kind, or no attention."""
+    config = transformers.AutoConfig.for_model(model_type, **{**TINY, "rotary_dim": 8, "num_hidden_layers": 2})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
+    with pytest.raises(UnsupportedModel, match=words):
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2)
+
+
+def test_it_runs_in_one_stage_only(tmp_path: Path) -> None:
+    reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel) as caught:
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 1)
+    assert caught.value.field == "pipeline_parallel_size"
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["NobodysForCausalLM"]}))
+    with pytest.raises(UnsupportedModel, match="NobodysForCausalLM is unknown to transformers too"):
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2)
