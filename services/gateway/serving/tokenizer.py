@@ -134,15 +134,14 @@ class GatewayTokenizer:
         return self._reasoning if served == self._name else None
 
     def thinks_at_once(self, template_kwargs: Mapping[str, Any]) -> bool:
-        """Whether the chat template begins the thinking, so that answers begin within it.
-
-        Raises:
-            InvalidRequest: the chat template refuses `template_kwargs`.
-        """
+        """Whether the chat template begins the thinking, so that answers begin within it."""
         key = json.dumps(template_kwargs, sort_keys=True)
         if key not in self._thinks_at_once:
-            options = ChatOptions(template_kwargs=template_kwargs)
-            prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text
+            try:
+                options = ChatOptions(template_kwargs=template_kwargs)
+                prompt = self._tokenizer.render_chat([{"role": "user", "content": "x"}], (), options).text
+            except InvalidRequest:  # the conductor says what is wrong, if the request's own messages are refused, too
+                return False
             if len(self._thinks_at_once) >= MAX_TEMPLATE_VARIANTS:
                 self._thinks_at_once.clear()
             self._thinks_at_once[key] = self._reasoning is not None and self._reasoning.is_open(prompt)

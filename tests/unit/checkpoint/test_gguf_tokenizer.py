@@ -93,3 +93,13 @@ def test_unknown_tokenizers_are_named(tmp_path: Path) -> None:
         Tokenizer.load(write_bytes(tmp_path / "c.gguf", "gpt-2", ["Q x y"]))
     with pytest.raises(CheckpointError, match="chat template"):
         Tokenizer.load(write_sentencepiece(tmp_path / "d.gguf", chat_template="{% if %}"))
+
+
+def test_named_templates(tmp_path: Path) -> None:
+    """A further template has its name behind the key; the one for tools is used with tools."""
+    more = {"chat_template": "D{{ tools }}", "chat_template__tool_use": "U{{ tools | length }}"}
+    tokenizer = Tokenizer.load(write_sentencepiece(tmp_path / "model.gguf", **more))
+    turns = [{"role": "user", "content": "x"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert tokenizer.render_chat(turns).text == "DNone"
+    assert tokenizer.render_chat(turns, [tool]).text == "U1"
