@@ -131,7 +131,7 @@ def _decode_group(
     hidden = position >= length
     if window is not None:
         hidden |= position < length - window
-    mask = torch.zeros((len(group), tokens), dtype=kv.dtype).masked_fill_(hidden, -torch.inf)
+    mask = torch.zeros((len(group), tokens)).masked_fill_(hidden, -torch.inf)
     # Only the slots after a sequence's last token: padding beyond its last block repeats a block that is valid, unless
     # that first block is itself the last one.
     single = torch.tensor([len(tables[s]) == 1 for s in group])[:, None]

@@ -201,7 +201,9 @@ class Norm:
         self.spec = spec
         self.weight = weight
         self._bias = bias
+        self._plain = spec.plain
         self._wide = None if weight is None else weight.float() + spec.offset
+        self._wide_bias = None if bias is None else bias.float()
 
     @property
     def nbytes(self) -> int:
@@ -210,23 +212,23 @@ class Norm:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the norm of `x` [T, ..., n]; with `residual`, it becomes x + residual first and is what is normed."""
-        if self.spec.plain and x.dim() == 2:
+        if self._plain and x.dim() == 2:
             assert self.weight is not None
             return ops.rms_norm(x, self.weight, self.spec.eps, residual=residual)
         if residual is not None:
             x = residual.add_(x)
-        shape = (x.shape[-1],)
+        shape, eps = (x.shape[-1],), self.spec.eps
+        by_head = self._wide is not None and self._wide.dim() > 1
+        weight = None if by_head else self._wide
         if self.spec.kind == "layer":
-            normed = functional.layer_norm(x.float(), shape, None, None, self.spec.eps)
+            normed = functional.layer_norm(x.float(), shape, weight, self._wide_bias, eps)
+        elif self.spec.wide or self._wide is None:
+            normed = functional.rms_norm(x.float(), shape, weight, eps)
         else:
-            normed = functional.rms_norm(x.float(), shape, None, self.spec.eps)
-        if not self.spec.wide and self.spec.kind == "rms":
-            rounded = normed.to(x.dtype)
-            return rounded if self._wide is None else rounded * self._wide.to(x.dtype)
-        if self._wide is not None:
-            normed *= self._wide
-        if self._bias is not None:
-            normed += self._bias.float()
+            return functional.rms_norm(x.float(), shape, None, eps).to(x.dtype) * self._wide.to(x.dtype)
+        if by_head:
+            assert self._wide is not None
+            normed = normed * self._wide
         return normed.to(x.dtype)
 
 
