@@ -45,14 +45,11 @@ class Speeds:
         """Return these speeds with the rate of reading from other instances as that of loading, where it is known."""
         return replace(self, load_bytes_per_s=self.peer_bytes_per_s) if self.peer_bytes_per_s else self
 
-    def slowed_prefill(self, factor: float, load_factor: float = 1.0, fixed_factor: float | None = None) -> Speeds:
-        """Return these speeds with all prefill seconds multiplied by `factor`, and those of loading by another one.
+    def slowed_prefill(self, factor: float, *, fixed_factor: float | None = None) -> Speeds:
+        """Return these speeds with all prefill seconds multiplied by `factor`.
 
         `fixed_factor` is one for what a step takes whatever is in it; None = as for the others.
         """
-        load_bytes_per_s = self.load_bytes_per_s
-        if load_factor != 1.0:
-            load_bytes_per_s = (load_bytes_per_s or DEFAULT_BYTES_PER_S) / load_factor
         return Speeds(  # several times as quick as `replace`, and done for each report
             self.prefill_base_s * (factor if fixed_factor is None else fixed_factor),
             self.prefill_per_token_s * factor,
@@ -60,7 +57,7 @@ class Speeds:
             self.decode_base_s,
             self.decode_per_sequence_s,
             self.decode_per_context_token_s,
-            load_bytes_per_s,
+            self.load_bytes_per_s,
             self.transfer_bytes_per_s,
             self.prefill_per_prompt_s * factor,
             self.prefill_per_cached_token_s * factor,

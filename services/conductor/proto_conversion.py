@@ -131,7 +131,6 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         step_tokens=hello.step_tokens,
         capacity_bytes=hello.capacity_bytes,
         switches_role=hello.either_role,
-        host=hello.instance.address.rpartition(":")[0],
         reports_ssd=hello.tells_cold,
     )
 

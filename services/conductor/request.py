@@ -328,7 +328,6 @@ def read_request(
         resumed=None if resume is None else resume.state,
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
-        least_tokens=sampling.min_tokens if end_token_ids or sampling.stop else sampling.max_tokens,
     )
     return ValidRequest(
         spec=spec,

@@ -38,7 +38,7 @@ from services.conductor.core.request import (
     TimerKey,
     TimerKind,
 )
-from services.conductor.core.router import EXPECTED_ANSWER_TOKENS, RoutingDecision
+from services.conductor.core.router import RoutingDecision
 from services.conductor.placement.base import PrefillChoice
 
 MAX_RESERVES = 2
@@ -154,8 +154,7 @@ class StalePlacementCheck:
         if instance is None or instance.load.drain_s is None or lead_s is None or answered >= MAX_STALE_ANSWERS:
             return None
         before_s = max(0.0, instance.free_at - best.busy_s - now)
-        allowed_s = (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
-        return allowed_s + self._cluster.prefills.lagging_s(instance, now)
+        return (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
 
     def answered(self, instance_id: str, stale: StalePlacement, now: float) -> None:
         """Takes the queue that an instance answered. The answer says nothing of blocks and speeds."""
@@ -284,7 +283,6 @@ class AttemptCalls:
             demand.choices,
             spec.stratum,
             begins_at,
-            tokens=self.expected_tokens(request, demand.decode_tokens + 1),
         )
         claim = self._cluster.claim_decode(choice.id, answer)
         incarnation = self._cluster.incarnation(choice.id)
@@ -445,9 +443,8 @@ class AttemptCalls:
         spec, resumed, target = request.spec, request.spec.resumed, request.owner
         assert resumed is not None
         assert target is not None
-        expected = self._cluster.forecasts.lengths.expected(spec.stratum, min(spec.max_tokens, EXPECTED_ANSWER_TOKENS))
         context = (spec.prompt_tokens + request.tokens) * spec.choices
-        answer = PlacedAnswer(context, 0, spec.choices, spec.stratum, now, request.tokens, number=0, tokens=expected)
+        answer = PlacedAnswer(context, 0, spec.choices, spec.stratum, now, request.tokens, number=0)
         claim = self._cluster.claim_decode(target.decode, answer)
         request.followed_call = self.open.begin(
             OpenCall(CallKind.TAKE_OVER, spec.number, resumed.sequence, target.decode, target.incarnation, claim)
@@ -458,20 +455,12 @@ class AttemptCalls:
 
     # --- forecasts --------------------------------------------------------------------------------------------------
 
-    def expected_tokens(self, request: ScheduledRequest, longest: int) -> float:
-        """Expected length of the rest of an answer, in tokens."""
-        spec, lengths = request.spec, self._cluster.forecasts.lengths
-        return lengths.expected(spec.stratum, longest, max(spec.least_tokens - request.tokens, 0))
-
     def forecast_tpot(self, request: ScheduledRequest, attempt: Attempt) -> None:
         """Notes the forecast of the time per output token at the reserved instance."""
-        target, decision = attempt.reservation, attempt.decision
+        target = attempt.reservation
         decode = self._cluster.decodes.get(target.decode) if target is not None else None
         if decode is not None and attempt.tpot.tbt_s:
-            steps = self.expected_tokens(request, decision.demand.decode_tokens + 1) - 1.0
-            attempt.tpot = decode.tpot.forecast(
-                attempt.tpot.tbt_s, steps, decision.prefill.others, joins=not decision.at_decode
-            )
+            attempt.tpot = decode.tpot.forecast(attempt.tpot.tbt_s, attempt.decision.prefill.others)
 
     def observe_tpot(self, request: ScheduledRequest, now: float) -> None:
         """Learns from a complete answer how long its tokens took, if one attempt gave all of them."""

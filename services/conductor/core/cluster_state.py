@@ -54,7 +54,7 @@ class ClusterView:
         self._slow_factor = config.slow_factor
         self._instances: dict[str, AnyInstance] = {}
         self.decodes = DecodePool()
-        self.prefills = PrefillPool(config.policy, config.seed, self.decodes)
+        self.prefills = PrefillPool(config.policy, config.seed)
         self.forecasts = LoadForecaster(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = StorePool(config.kvstore_replicas)
         self.replication = PrefixReplication(config.copy_share if config.policy.stores else 0.0)
@@ -172,7 +172,7 @@ class ClusterView:
             return
         size = self.shape.block_tokens
         foreseen = demand.prompt_tokens - self.shape.reused_tokens(demand.prompt_tokens, decision.prefill.used_blocks)
-        instance.learnt.overheads.observe(decision.prefill.others, overhead_s)
+        instance.learnt.overhead.observe(overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
             instance.observe(decision.prefill, there_s)
         instance.computed(now)

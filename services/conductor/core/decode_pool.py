@@ -18,8 +18,6 @@ from services.conductor.core.instances import (
     blocks_at,
 )
 from services.conductor.core.latency_model import (
-    ALWAYS_BUSY,
-    BusySpan,
     DecodeChoice,
     DecodeLatencyModel,
     Demand,
@@ -50,7 +48,6 @@ class PlacedAnswer:
         generated: tokens so far.
         number: the instance's own number of the reservation; 0 = it gives none, None = not known yet.
         covered: the last report includes the answer, so its blocks are not counted any more.
-        tokens: expected length.
     """
 
     context_tokens: int
@@ -61,13 +58,6 @@ class PlacedAnswer:
     generated: int = 0
     number: int | None = None
     covered: bool = False
-    tokens: float = 0.0
-
-    def span(self, now: float, step_s: float) -> BusySpan:
-        """When the answer is expected to run, with steps of `step_s`; one longer than expected ends after a step."""
-        begin_s = 0.0 if self.generated else max(self.reported_at - now, 0.0)
-        since_s = min(self.reported_at - now, 0.0) if self.generated else begin_s
-        return BusySpan(begin_s, max(since_s + (self.tokens - self.generated) * step_s, begin_s + step_s))
 
 
 @dataclass(slots=True)
@@ -80,7 +70,6 @@ class DecodeInstanceState:
         tpot: what answers took here.
         unreported, unreported_blocks: sequences and blocks of these that no report includes.
         own_sequences, own_context_tokens: of all of these.
-        others: sequences of other conductors by the last report.
         sequences: by the last report and what it does not include; at least `own_sequences`.
         context_tokens: of all sequences. Tokens of this conductor's answers since they were placed are in reports only.
         available_blocks: blocks that could be reserved.
@@ -99,7 +88,6 @@ class DecodeInstanceState:
     unreported: int = 0  # of these, those that no report includes
     unreported_blocks: int = 0
     own_context_tokens: int = 0
-    others: int = 0
     sequences: int = field(init=False)
     context_tokens: int = field(init=False)
     available_blocks: int = field(init=False)
@@ -112,13 +100,6 @@ class DecodeInstanceState:
     def busy(self) -> bool:
         """Whether an answer of this conductor is here."""
         return bool(self.answers)
-
-    def spans(self, now: float) -> list[BusySpan]:
-        """When sequences are expected to run; those of other conductors are taken to stay."""
-        if self.others:
-            return [ALWAYS_BUSY]
-        step_s = decode_step_seconds(self.speeds, self.sequences, self.context_tokens)
-        return [answer.span(now, step_s) for answer in self.answers.values()]
 
     def count(self) -> None:
         """Counts sequences, context and memory anew: the last report, and what it does not include."""
@@ -166,8 +147,6 @@ class DecodeInstanceState:
             for answer in self.answers.values():
                 if not answer.covered and answer.number is not None and answer.number <= load.taken:
                     self._cover(answer)
-        own = sum([answer.sequences for answer in self.answers.values() if answer.covered])
-        self.others = max(load.running + load.waiting - own, 0)
         self.count()
 
     def _cover(self, answer: PlacedAnswer) -> None:
@@ -197,25 +176,6 @@ class DecodePool(InstancePool[DecodeInstanceState]):
 
     def __init__(self) -> None:
         super().__init__(LoadRanking(SPEED_NOISE, TypicalDecodeSeconds()))
-        self._by_host: dict[str, dict[str, DecodeInstanceState]] = {}
-
-    def add(self, instance: DecodeInstanceState) -> None:
-        """Takes an instance in."""
-        super().add(instance)
-        self._by_host.setdefault(instance.facts.host, {})[instance.facts.id] = instance
-
-    def remove(self, instance: DecodeInstanceState) -> None:
-        """Takes an instance out."""
-        super().remove(instance)
-        there = self._by_host[instance.facts.host]
-        del there[instance.facts.id]
-        if not there:
-            del self._by_host[instance.facts.host]
-
-    def busy_spans(self, host: str, now: float) -> list[BusySpan] | None:
-        """When decode instances of a host are expected to compute; None = the host has none."""
-        there = self._by_host.get(host) if host else None
-        return [span for one in there.values() for span in one.spans(now)] if there else None
 
     def rank(self, instance: DecodeInstanceState) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""

@@ -10,7 +10,7 @@ from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
-from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast, stratum_of
+from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast
 from services.conductor.core.router import ReplicatePrefix, RoutingDecision
 from services.conductor.placement.base import PrefillChoice
 
@@ -208,7 +208,6 @@ class RequestSpec:
         resumed: progress of a resumed request; None = new.
         priority: among the requests of its tenant; lower ones go first.
         weight: the tenant's share relative to other tenants.
-        least_tokens: least length of the answer; `max_tokens` if nothing ends it before.
     """
 
     number: int
@@ -226,7 +225,6 @@ class RequestSpec:
     resumed: ResumeState | None = None
     priority: int = 0
     weight: float = 1.0
-    least_tokens: int = 0
 
     @property
     def queue_key(self) -> QueueKey:
@@ -236,7 +234,7 @@ class RequestSpec:
     @property
     def stratum(self) -> Stratum:
         """Requests that share forecasts of the answer's length."""
-        return stratum_of(self.tenant, self.prompt_tokens)
+        return (self.tenant,)
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

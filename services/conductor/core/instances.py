@@ -39,7 +39,6 @@ class InstanceFacts:
         step_tokens: a prefill step computes at most; 0 = a whole prompt.
         capacity_bytes: of a kvstore; 0 = not known.
         either: an engine that comes back in the other role when it is ordered to.
-        host: of its address: engines of one host may slow each other down; empty = not known.
         reports_ssd: a kvstore that reports which of its blocks are on SSD only.
     """
 
@@ -53,7 +52,6 @@ class InstanceFacts:
     step_tokens: int = 0
     capacity_bytes: int = 0
     switches_role: bool = False
-    host: str = ""
     reports_ssd: bool = False
 
 

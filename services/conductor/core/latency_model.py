@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, log
+from math import exp, log
 from typing import NamedTuple
 
 from moonpool.frozen import frozen
@@ -27,7 +27,7 @@ from moonpool.scheduling.latency import (
     work_seconds,
 )
 from moonpool.scheduling.state_machine import digest_of
-from services.conductor.placement.base import LatencyParts, PrefillChoice, PrefillCost
+from services.conductor.placement.base import PrefillChoice, PrefillCost
 
 RATE_WEIGHT = 0.2
 """Weight of one read in the learned rate of a link."""
@@ -405,42 +405,10 @@ def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:
     return speeds.decode_per_sequence_s * sequences + speeds.decode_per_context_token_s * context_tokens
 
 
-class BusySpan(NamedTuple):
-    """When something computes, in seconds from now."""
-
-    begin_s: float
-    end_s: float
-
-
-ALWAYS_BUSY = BusySpan(0.0, inf)
-
-
-def contended_seconds(work_s: float, busy_spans: Sequence[BusySpan], slow: float) -> tuple[float, float]:
-    """Seconds that work takes beside other engines of its host, and the share of it done while they compute.
-
-    Args:
-        work_s: seconds of the work alone.
-        busy_spans: when other engines compute; may overlap.
-        slow: factor by which work takes longer while they compute.
-    """
-    at, left_s, shared_s = 0.0, work_s, 0.0
-    for begin_s, end_s in sorted(busy_spans):
-        alone_s = max(0.0, begin_s - at)
-        if alone_s >= left_s:
-            break
-        at, left_s = at + alone_s, left_s - alone_s
-        with_s = min(left_s * slow, max(0.0, end_s - at))
-        at, left_s, shared_s = at + with_s, left_s - with_s / slow, shared_s + with_s / slow
-    return at + left_s, shared_s / work_s if work_s else 0.0
-
-
 LOAD_BUCKETS = 5
-"""Load buckets by other requests on the host: 0, 1, 2-3, 4-7, 8 and more. Each is learned apart."""
+"""Load buckets by prompts at the prefill instance: 0, 1, 2-3, 4-7, 8 and more. Each is learned apart."""
 OVERHEAD_SAMPLES = 15
 """Samples whose median is the overhead: a few long ones do not count, and it follows the load of the machine."""
-FIRST_SLOWDOWN, SLOWDOWN_SPREAD = 1.5, 0.5
-"""Prior for the slowdown while other engines of the host compute: mean, standard deviation."""
-MAX_SLOWDOWN = 6.0
 CHANGE_SAMPLES = 16
 """Prompts in a row beyond the gate that are taken for a change."""
 LEARNING_DRIFT = 5e-3
@@ -450,203 +418,105 @@ MIN_ERROR_S = 0.005
 
 
 def load_bucket(others: int) -> int:
-    """The load bucket of `others` other requests on the host."""
+    """The load bucket of a prefill instance with `others` prompts."""
     return min(others.bit_length(), LOAD_BUCKETS - 1)
 
 
-def nearest_bucket(bucket: int, known: list[bool]) -> int | None:
-    """The nearest bucket for which something is known; None = there is none."""
-    return min((it for it in range(LOAD_BUCKETS) if known[it]), key=lambda it: (abs(it - bucket), it), default=None)
-
-
 class OverheadModel:
-    """Seconds that requests take beside the predicted work: medians by load bucket."""
+    """Seconds that requests take beside the predicted work: the median of the latest."""
 
-    __slots__ = ("_latest", "_medians")
+    __slots__ = ("_latest", "seconds")
 
     def __init__(self) -> None:
-        self._latest: list[tuple[float, ...]] = [()] * LOAD_BUCKETS
-        self._medians = [0.0] * LOAD_BUCKETS
+        self._latest: tuple[float, ...] = ()
+        self.seconds = 0.0
 
-    def seconds(self, others: int) -> float:
-        """The median with `others` other requests; if nothing was measured, that of the nearest bucket."""
-        return self._medians[load_bucket(others)]
-
-    def observe(self, others: int, seconds: float) -> None:
+    def observe(self, seconds: float) -> None:
         """Learns the overhead of a request."""
-        bucket = load_bucket(others)
-        self._latest[bucket] = (*self._latest[bucket][-OVERHEAD_SAMPLES + 1 :], max(seconds, 0.0))
-        known = [bool(latest) for latest in self._latest]
-        near = [self._latest[it] for bucket in range(LOAD_BUCKETS) if (it := nearest_bucket(bucket, known)) is not None]
-        self._medians = [sorted(latest)[len(latest) // 2] for latest in near]
+        self._latest = (*self._latest[-OVERHEAD_SAMPLES + 1 :], max(seconds, 0.0))
+        self.seconds = sorted(self._latest)[len(self._latest) // 2]
 
     @property
-    def state(self) -> tuple[tuple[float, ...], ...]:
+    def state(self) -> tuple[float, ...]:
         """Everything that later predictions depend on."""
-        return tuple(self._latest)
+        return self._latest
 
 
-class BucketedRegression:
-    """A regression for each load bucket. It begins with the coefficients of the nearest bucket.
-
-    Args:
-        first: coefficients before anything was measured.
-        spreads: how uncertain each is.
-    """
-
-    __slots__ = ("_first", "_regressions", "_spreads")
-
-    def __init__(self, first: Sequence[float], spreads: Sequence[float]) -> None:
-        self._first, self._spreads = tuple(first), tuple(spreads)
-        self._regressions: list[Regression | None] = [None] * LOAD_BUCKETS
-
-    def coefficients(self, others: int) -> tuple[float, ...]:
-        """The coefficients with `others` other requests; if nothing was measured, those of the nearest bucket."""
-        near = nearest_bucket(load_bucket(others), [one is not None for one in self._regressions])
-        found = None if near is None else self._regressions[near]
-        return self._first if found is None else found.coefficients
-
-    def observe(self, others: int, sizes: Sequence[float], seconds: float, known_s: float = 0.0) -> None:
-        """See `Regression.observe`."""
-        bucket = load_bucket(others)
-        one = self._regressions[bucket]
-        if one is None:
-            first = self.coefficients(others)
-            one = Regression(first, self._spreads, change=CHANGE_SAMPLES, drift=LEARNING_DRIFT, least_s=MIN_ERROR_S)
-            self._regressions[bucket] = one
-        one.observe(sizes, seconds, known_s)
-
-    @property
-    def state(self) -> tuple[object, ...]:
-        """Everything that later predictions depend on."""
-        return tuple(None if one is None else one.state for one in self._regressions)
-
-
-class SlowdownModel:
-    """Factor by which work takes longer while other engines of its host compute, by load bucket.
-
-    Args:
-        first: factor before anything was measured. 1 = other engines cost nothing, as of emulated engines: it stays 1.
-    """
-
-    __slots__ = ("_learnt",)
-
-    def __init__(self, first: float = FIRST_SLOWDOWN) -> None:
-        self._learnt = BucketedRegression((first,), (SLOWDOWN_SPREAD if first > 1.0 else 0.0,))
-
-    def of(self, others: int) -> float:
-        """The factor with `others` other requests; if nothing was measured, that of the nearest bucket."""
-        return min(max(self._learnt.coefficients(others)[0], 1.0), MAX_SLOWDOWN)
-
-    def observe(self, others: int, beside_s: float, alone_s: float, seconds: float) -> None:
-        """Learns from work of `beside_s` beside other engines and `alone_s` without them, both as they take alone."""
-        self._learnt.observe(others, (beside_s,), seconds, alone_s)
-
-    @property
-    def state(self) -> tuple[object, ...]:
-        """Everything that later predictions depend on."""
-        return self._learnt.state
-
-
-LATER_SHARE = 0.25
-"""Prior for the tail: share of a full step that later prompts take of the step in which a waiting prompt ends."""
-FIRST_FACTORS = LatencyParts(tail=LATER_SHARE)
-FACTOR_SPREADS = LatencyParts(queue=0.2, load=0.2, fixed=0.2, growing=0.2, tail=0.25)
-"""Standard deviations of the factors before anything was measured."""
-SHARED_HOST_SPREADS = FACTOR_SPREADS._replace(fixed=0.3, growing=0.5)
-"""The same if other programs may use the cores: an instance reports its speed with all of them."""
+GROWING_SPREAD, SHARED_HOST_SPREAD = 0.2, 0.5
+"""Standard deviation of the factor before anything was measured; the second if other programs may use the cores."""
 
 
 class PrefillCorrections:
     """Speeds of a prefill instance: those that it reports, corrected by what its prompts took.
 
-    A prompt's time at its instance, from arrival to first token, is the sum of `LatencyParts`, each times its factor.
-    The factors begin with 1. All are learned together: with a regression of their own, waiting prompts would keep a
-    factor that one misleading idle prompt taught.
+    - `growing`: factor of computing that grows with tokens. If other programs use the cores, this takes longer than the
+      instance reports, which is by all of its cores; the fixed part of a step and the queue hardly do.
+    - `overhead`: what is left of the time that the conductor measures: calls, tokenising, tokens on their way.
 
-    - `growing` and `fixed`: if other programs use the cores, work that grows with tokens takes longer, the rest hardly.
-    - `tail`: later prompts fill the step in which a waiting prompt ends, whatever the length of the queue.
-    - `overheads`: what is left of the time that the conductor measures: calls, tokenising, tokens on their way.
-    - `slowdown_model`: a prompt takes longer while other engines of its host compute, the more so the more requests the
-      host has. Only prompts that were expected to run beside others teach it.
-
-    An instance learns from each of its steps, too, and reports that. The factors are about what it cannot see. They
-    learn slowly: otherwise both would learn one slow moment, and it would count twice.
+    An instance learns from each of its steps, too, and reports that. The factor is about what it cannot see. The factor
+    is learnt slowly: otherwise both would learn one slow moment, and it would count twice.
 
     Args:
         reported: the speeds that the instance reports.
         alone: the instance takes no cores from others, nor they from it, as emulated engines.
 
     Attributes:
-        overheads: seconds beside the predicted work.
-        factors: of each part.
-        slowdown_model: slowdown beside other engines.
+        overhead: seconds beside the predicted work.
     """
 
-    __slots__ = ("_learnt", "_reported", "_speeds", "factors", "overheads", "slowdown_model")
+    __slots__ = ("_learnt", "_reported", "_speeds", "overhead")
 
     def __init__(self, reported: Speeds, *, alone: bool = False) -> None:
-        self._reported = reported
-        self.overheads = OverheadModel()
+        self._reported = self._speeds = reported
+        self.overhead = OverheadModel()
         self._learnt = Regression(
-            FIRST_FACTORS,
-            FACTOR_SPREADS if alone else SHARED_HOST_SPREADS,
+            (1.0,),
+            (GROWING_SPREAD if alone else SHARED_HOST_SPREAD,),
             change=CHANGE_SAMPLES,
             drift=LEARNING_DRIFT,
             least_s=MIN_ERROR_S,
         )
-        self.slowdown_model = SlowdownModel(1.0 if alone else FIRST_SLOWDOWN)
-        self._speeds: Speeds | None = None
-        self.factors = FIRST_FACTORS
+
+    @property
+    def growing(self) -> float:
+        """Factor of what grows with tokens."""
+        return self._learnt.coefficients[0]
 
     @property
     def speeds(self) -> Speeds:
         """The corrected speeds; the same object until something changes."""
-        if self._speeds is None:
-            _, load, fixed, growing, _ = self.factors
-            same = load == fixed == growing == 1.0
-            self._speeds = self._reported if same else self._reported.slowed_prefill(growing, load, fixed)
         return self._speeds
 
     def report(self, speeds: Speeds) -> None:
-        """Takes the speeds that the instance reports. The learned factors stay."""
+        """Takes the speeds that the instance reports. The learned factor stays."""
         if speeds != self._reported:
-            self._reported, self._speeds = speeds, None
+            self._reported = speeds
+            self._correct()
 
     def slowdown(self, work: PrefillWork) -> float:
         """Factor by which some work takes longer than by the reported speeds."""
         reported_s = work_seconds(self._reported, *work)
-        return work_seconds(self.speeds, *work) / reported_s if reported_s else self.factors.growing
+        return work_seconds(self._speeds, *work) / reported_s if reported_s else self.growing
 
-    def observe(
-        self,
-        foreseen: LatencyParts,
-        by: LatencyParts,
-        there_s: float,
-        shared: float | None = None,
-        others: int = 0,
-    ) -> None:
+    def observe(self, growing_s: float, rest_s: float, there_s: float) -> None:
         """Learns from the seconds between a prompt's arrival at its instance and its first token.
 
         Args:
-            foreseen: predicted seconds of each part.
-            by: the factors in the prediction.
-            there_s: seconds measured by the instance.
-            shared: share of the work expected beside other engines; None = the host has none.
-            others: requests on the host when the prompt was placed.
+            growing_s: predicted by the reported speeds: what grows with tokens.
+            rest_s: predicted: all else.
+            there_s: measured by the instance.
         """
-        sizes = LatencyParts(*[seconds / factor for seconds, factor in zip(foreseen, by, strict=True)])
-        if shared:
-            whole_s = self._learnt.seconds(sizes)
-            self.slowdown_model.observe(others, shared * whole_s, (1.0 - shared) * whole_s, there_s)
-            there_s /= 1.0 + shared * (self.slowdown_model.of(others) - 1.0)
-        self._learnt.observe(sizes, there_s)
-        self.factors, self._speeds = LatencyParts(*self._learnt.coefficients), None
+        self._learnt.observe((growing_s,), there_s, rest_s)
+        self._correct()
+
+    def _correct(self) -> None:
+        factor = self.growing
+        self._speeds = self._reported if factor == 1.0 else self._reported.slowed_prefill(factor, fixed_factor=1.0)
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._reported, *self._learnt.state, *self.slowdown_model.state, *self.overheads.state
+        return self._reported, *self._learnt.state, *self.overhead.state
 
 
 class TpotForecast(NamedTuple):
@@ -655,7 +525,7 @@ class TpotForecast(NamedTuple):
     Attributes:
         tbt_s: time between tokens that decode predicted when it reserved memory; 0 = none.
         tpot_s: mean over the answer; 0 = no forecast.
-        others: requests on the host when the answer was placed.
+        others: prompts that were at the prefill instance when the answer was placed.
     """
 
     tbt_s: float = 0.0
@@ -664,43 +534,50 @@ class TpotForecast(NamedTuple):
 
 
 NO_TPOT_FORECAST = TpotForecast()
-FIRST_TPOT = (0.01, 1.0, 0.0)
-"""Prior: seconds once, factor of steps as predicted at the reservation, factor of steps as at the instance's start."""
-TPOT_SPREADS = (0.05, 0.5, 1.0)
-"""Standard deviations of the prior."""
+TPOT_SPREAD = 1.0
+"""Standard deviation of the steps that are added, before anything was measured."""
 
 
 class TpotModel:
-    """Learns how long answers take at a decode instance.
+    """Learns by how much answers take longer at a decode instance than their reserved steps.
 
-    Three terms: seconds once, a factor of the steps as predicted at the reservation, and a factor of the steps as they
-    took at the instance's start. The prediction follows the load of the moment; what slows steps down later does not.
+    The time between tokens at the reservation follows the load of the moment. What comes later adds some of the
+    instance's steps at its start, for each load bucket. Buckets begin with the steps of the nearest bucket, the first
+    with none.
 
     Args:
         step_s: seconds of a step of one sequence, as the instance reported at its start.
     """
 
-    __slots__ = ("_learnt", "_step_s")
+    __slots__ = ("_added", "_step_s")
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
-        self._learnt = BucketedRegression(FIRST_TPOT, TPOT_SPREADS)
+        self._added: list[Regression | None] = [None] * LOAD_BUCKETS
 
-    def forecast(self, tbt_s: float, steps: float, others: int, *, joins: bool) -> TpotForecast:
-        """Forecast for an answer of `steps` tokens after the first; `joins`: prefill computes the first, not decode."""
-        once_s, *factors = self._learnt.coefficients(others)
-        step_s = factors[0] * tbt_s + factors[1] * self._step_s
-        return TpotForecast(tbt_s, step_s + (once_s / max(steps, 1.0) if joins else 0.0), others)
+    def forecast(self, tbt_s: float, others: int) -> TpotForecast:
+        """Forecast for an answer with reserved steps of `tbt_s`, and `others` prompts at the prefill instance."""
+        return TpotForecast(tbt_s, tbt_s + self._steps(others) * self._step_s, others)
 
     def observe(self, foreseen: TpotForecast, steps: int, seconds: float) -> None:
         """Learns from the seconds between an answer's first token and its last, `steps` later."""
-        sizes = 1.0, steps * foreseen.tbt_s, steps * self._step_s
-        self._learnt.observe(foreseen.others, sizes, seconds)
+        bucket = load_bucket(foreseen.others)
+        learnt = self._added[bucket]
+        if learnt is None:
+            first = (self._steps(foreseen.others),)
+            learnt = Regression(first, (TPOT_SPREAD,), change=CHANGE_SAMPLES, drift=LEARNING_DRIFT, least_s=MIN_ERROR_S)
+            self._added[bucket] = learnt
+        learnt.observe((steps * self._step_s,), seconds, steps * foreseen.tbt_s)
+
+    def _steps(self, others: int) -> float:
+        bucket = load_bucket(others)
+        known = [(abs(it - bucket), it, learnt) for it, learnt in enumerate(self._added) if learnt is not None]
+        return min(known)[2].coefficients[0] if known else 0.0
 
     @property
     def state(self) -> tuple[object, ...]:
         """Everything that later predictions depend on."""
-        return self._step_s, self._learnt.state
+        return self._step_s, *[None if learnt is None else learnt.state for learnt in self._added]
 
 
 def _length_bounds() -> tuple[int, ...]:
@@ -721,12 +598,7 @@ MIN_LOG_SURVIVAL = -30.0
 CURVE_REFRESH = 32
 """A curve is computed anew after a share of 1 / `CURVE_REFRESH` more answers have ended, at least one."""
 Stratum = tuple[str, ...]
-"""() is all requests, (tenant,) a tenant, (tenant, bucket) a tenant's prompts of similar length."""
-
-
-def stratum_of(tenant: str, prompt_tokens: int) -> Stratum:
-    """The stratum of a request; lengths of prompts within a factor of four are alike."""
-    return tenant, str((prompt_tokens.bit_length() + 1) // 2)
+"""() is all requests, (tenant,) a tenant."""
 
 
 @dataclass(slots=True)
@@ -819,19 +691,6 @@ class OutputLengthModel:
         """Probability that an answer that has more than `so_far` tokens has more than `tokens`."""
         curve = self._curve(stratum)
         return exp(min(_curve_at(curve, tokens) - _curve_at(curve, so_far), 0.0))
-
-    def expected(self, stratum: Stratum, longest: int, least: int = 0) -> float:
-        """Mean length of an answer that has at least `least` tokens and is cut off at `longest`."""
-        curve, before = self._curve(stratum), min(least, longest)
-        mean, known, share = float(before), _curve_at(curve, before), 1.0
-        for bound in LENGTH_BOUNDS[bisect_left(LENGTH_BOUNDS, before + 1) :]:
-            if before >= longest:
-                break
-            end, share_before = min(bound, longest), share
-            share = exp(_curve_at(curve, end) - known)
-            mean += (end - before) * (share_before + share) / 2
-            before = end
-        return mean
 
     def _curve(self, stratum: Stratum) -> tuple[float, ...]:
         """Logarithm of the probability of outliving each bound, and 0 before the first."""

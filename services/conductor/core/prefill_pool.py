@@ -10,7 +10,6 @@ from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import QueueKey
 from moonpool.scheduling.latency import PrefillWork, Speeds, work_of, work_seconds
 from moonpool.scheduling.state_machine import digest_of, draw_below
-from services.conductor.core.decode_pool import DecodePool
 from services.conductor.core.instances import (
     SHORTLIST,
     HealthMonitor,
@@ -21,12 +20,10 @@ from services.conductor.core.instances import (
     blocks_at,
 )
 from services.conductor.core.latency_model import (
-    BusySpan,
     Demand,
     KVLink,
     PrefillCorrections,
     PrefillLatencyModel,
-    contended_seconds,
 )
 from services.conductor.core.prefix_index import slots_in
 from services.conductor.placement.base import (
@@ -189,6 +186,8 @@ LONG_PROMPT_END = work_of(512, 16384)
 """The end of a long prompt."""
 LOAD_BYTES = 1 << 28
 """Bytes of KV by which loads are compared."""
+LATER_SHARE = 0.25
+"""Share of a full step that later prompts take of the step in which a waiting prompt ends."""
 
 
 @dataclass(slots=True)
@@ -315,7 +314,7 @@ class PrefillInstanceState:
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from the measured seconds of a prompt with this prediction."""
-        self.learnt.observe(choice.parts, choice.factors, there_s, choice.shared, choice.others)
+        self.learnt.observe(choice.growing_s, choice.rest_s, there_s)
 
     def computed(self, now: float) -> None:
         """A prompt of this conductor has its first token: the next prompt begins now."""
@@ -349,14 +348,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     Args:
         policy: which is chosen.
         seed: of its draws.
-        decodes: the decode instances, some of which may be on the hosts of these; None = there are none.
     """
 
-    def __init__(self, policy: PlacementPolicy, seed: int = 0, decodes: DecodePool | None = None) -> None:
+    def __init__(self, policy: PlacementPolicy, seed: int = 0) -> None:
         super().__init__(LoadRanking(CLASS_WIDTH, TypicalPrefillSeconds()))
         self.in_flight = InFlightPrefixes()
         """Prefixes that are being computed."""
-        self._decodes = decodes
         self._policy = policy
         self._seed = seed
         self._decisions = 0
@@ -367,17 +364,6 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         if instance is None or choice.queue_s <= 0.0:
             return choice.queue_s
         return instance.queue_s(key, choice.queue_s)
-
-    def lagging_s(self, instance: PrefillInstanceState, now: float) -> float:
-        """Seconds by which an instance may lag behind its last report.
-
-        It reports its queue as if it had all cores. While decode instances of its host compute, it has a part of them.
-        """
-        busy_spans = self._decodes.busy_spans(instance.facts.host, now) if self._decodes is not None else None
-        if not busy_spans or instance.load.drain_s is None:
-            return 0.0
-        slow = instance.learnt.slowdown_model.of(_requests_on_host(instance, busy_spans))
-        return (1.0 - 1.0 / slow) * min(now - instance.reported_at, instance.load.drain_s)
 
     def rank(self, instance: PrefillInstanceState) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -455,22 +441,13 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
-        factors = learnt.factors
-        queue_s = (free_at - now) * factors.queue if free_at > now else 0.0
-        steps = facts.step_tokens and queue_s
-        tail_s = work_seconds(learnt.speeds, *instance.full_step) * factors.tail if steps else 0.0
-        busy_spans = self._decodes.busy_spans(facts.host, now) if self._decodes is not None else None
-        others, shared = _requests_on_host(instance, busy_spans), None
-        if busy_spans is not None:
-            alone_s = queue_s + tail_s + load_s + prefill_s
-            whole_s, shared = contended_seconds(alone_s, busy_spans, learnt.slowdown_model.of(others))
-            by = whole_s / alone_s if alone_s else 1.0
-            queue_s, tail_s, factors = queue_s * by, tail_s * by, factors.slowed(by)
-            load_s, prefill_s, fixed_s = load_s * by, prefill_s * by, fixed_s * by
+        queue_s, growing_s = max(free_at - now, 0.0), (prefill_s - fixed_s) / learnt.growing
+        waits = facts.step_tokens and queue_s
+        tail_s = LATER_SHARE * work_seconds(learnt.speeds, *instance.full_step) if waits else 0.0
+        rest_s = queue_s + tail_s + load_s + fixed_s
         optimism = self.optimism_factor(instance)
         if optimism < 1.0:
-            load_s, prefill_s, fixed_s, busy_s = [part * optimism for part in (load_s, prefill_s, fixed_s, busy_s)]
-            factors = factors.computed(optimism)
+            load_s, prefill_s, busy_s = [part * optimism for part in (load_s, prefill_s, busy_s)]
         return PrefillChoice(
             facts.id,
             blocks,
@@ -481,13 +458,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             busy_s,
             source,
             excluded,
-            learnt.overheads.seconds(others),
-            factors,
-            shared,
-            others,
+            learnt.overhead.seconds,
+            len(instance.prompts),
+            growing_s,
+            rest_s,
             read_s,
             tail_s,
-            fixed_s,
             cold,
         )
 
@@ -508,11 +484,6 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         super().check_invariants()
         self.in_flight.check_invariants()
         assert all(self.get(name) is not None for name in self.in_flight.awaited), "no instance will report it"
-
-
-def _requests_on_host(instance: PrefillInstanceState, busy_spans: Sequence[BusySpan] | None) -> int:
-    """Requests that an instance's host has."""
-    return max(len(busy_spans or ()), len(instance.prompts))
 
 
 @frozen

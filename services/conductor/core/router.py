@@ -737,9 +737,9 @@ class Router:
             if not choice.excluded and choice.local_blocks < source.blocks:
                 instance = self._prefills.by_slot[self._index.slot(choice.id)]
                 facts, learnt = instance.facts, instance.learnt
-                slowed = choice.factors.growing / learnt.factors.growing
-                alone_s = model.alone_s(learnt.speeds, facts.stages, facts.step_tokens, source.blocks) * slowed
-                ttft_s = choice.queue_s + choice.tail_s + choice.overhead_s + alone_s
+                optimism = self._prefills.optimism_factor(instance)
+                alone_s = model.alone_s(learnt.speeds, facts.stages, facts.step_tokens, source.blocks)
+                ttft_s = choice.queue_s + choice.tail_s + choice.overhead_s + alone_s * optimism
                 found.append((ttft_s, choice.id, choice, instance))
         if not found:
             return None

@@ -80,32 +80,6 @@ class RankedInstance(NamedTuple):
     slot: int
 
 
-class LatencyParts(NamedTuple):
-    """Parts of a prompt's time at its instance: seconds of each, or the factors that correct each.
-
-    Attributes:
-        queue: waiting for earlier prompts.
-        load: loading the prefix, as far as computing does not hide it.
-        fixed: computing, the same for each step whatever its tokens: most of a prompt of few tokens.
-        growing: computing, in proportion to tokens.
-        tail: what later prompts take of the step in which the prompt ends. The factor is their share of a full step.
-    """
-
-    queue: float = 1.0
-    load: float = 1.0
-    fixed: float = 1.0
-    growing: float = 1.0
-    tail: float = 1.0
-
-    def slowed(self, by: float) -> LatencyParts:
-        """Every part times a factor."""
-        return LatencyParts(*[part * by for part in self])
-
-    def computed(self, by: float) -> LatencyParts:
-        """Loading and computing times a factor."""
-        return self._replace(load=self.load * by, fixed=self.fixed * by, growing=self.growing * by)
-
-
 class PrefillChoice(NamedTuple):
     """The prediction of a prompt on one prefill instance. Times are seconds.
 
@@ -120,12 +94,11 @@ class PrefillChoice(NamedTuple):
         source: instance to load from; "" = none.
         excluded: why the instance cannot be used; "" = it can.
         overhead_s: calls, tokenising, tokens on their way.
-        factors: corrections of the parts.
-        shared: share of the work beside other engines of its host; None = the host has none.
-        others: requests on the host when the prompt was placed.
+        others: prompts that were at the instance.
+        growing_s: part of `prefill_s` that grows with tokens, by the speeds that the instance reports.
+        rest_s: the other seconds at the instance, queue and loading among them.
         read_s: time for which the source's link is busy.
         tail_s: later prompts in the step in which this one ends.
-        fixed_s: part of `prefill_s` that does not grow with tokens.
         cold_blocks: blocks to read that are on the source's SSD only.
     """
 
@@ -139,18 +112,12 @@ class PrefillChoice(NamedTuple):
     source: str = ""
     excluded: str = ""
     overhead_s: float = 0.0
-    factors: LatencyParts = LatencyParts()
-    shared: float | None = None
     others: int = 0
+    growing_s: float = 0.0
+    rest_s: float = 0.0
     read_s: float = 0.0
     tail_s: float = 0.0
-    fixed_s: float = 0.0
     cold_blocks: int = 0
-
-    @property
-    def parts(self) -> LatencyParts:
-        """The time at the instance, in parts."""
-        return LatencyParts(self.queue_s, self.load_s, self.fixed_s, self.prefill_s - self.fixed_s, self.tail_s)
 
     @property
     def alone_s(self) -> float:

@@ -3,40 +3,32 @@
 import pytest
 
 from services.conductor.core.events import AnnouncePlacement, CallPrefill, CallReserve, CompletionReason, StartDecode
-from services.conductor.core.latency_model import FIRST_TPOT, TpotForecast, TpotModel
+from services.conductor.core.latency_model import TpotForecast, TpotModel
 from tests.unit.conductor.core.world import World
 
 STEP_S, ONCE_S = 0.002, 0.03
 
 
-def first_of(answer: int) -> float:
-    """What is foreseen of an answer of so many tokens before anything was measured."""
-    return STEP_S + FIRST_TPOT[0] / (answer - 1)
-
-
-def test_an_answer_takes_its_steps_and_once_what_is_beside_them() -> None:
-    """Steps take 1.5 times as long as was promised: prompts that came later were computed beside them."""
-    model = TpotModel(0.0)
-    assert model.forecast(STEP_S, 10, 0, joins=True) == TpotForecast(STEP_S, first_of(11), 0), "nothing was measured"
-    for number in range(100):
-        steps = 5 + 10 * (number % 4)
-        model.observe(model.forecast(STEP_S, steps, 0, joins=True), steps, 1.5 * steps * STEP_S + ONCE_S)
-    assert model.forecast(STEP_S, 10, 0, joins=True).tpot_s == pytest.approx(0.006, rel=0.03)
-    assert model.forecast(STEP_S, 30, 0, joins=True).tpot_s == pytest.approx(0.004, rel=0.03)
-    assert model.forecast(STEP_S, 0.2, 0, joins=True).tpot_s == pytest.approx(0.033, rel=0.05), "at least one step"
-    alone = model.forecast(STEP_S, 10, 0, joins=False).tpot_s
-    assert alone == pytest.approx(0.003, rel=0.05), "decode computes the first token itself"
-
-
-def test_what_is_promised_counts_as_far_as_it_was_right() -> None:
-    """Promises follow the moment, here between one and four of the instance's first steps; answers took two of them."""
+def test_an_answer_takes_longer_than_reserved() -> None:
+    """Prompts that came later were computed beside it."""
     model = TpotModel(STEP_S)
-    for number in range(200):
-        steps, promised_s = 5 + 10 * (number % 4), STEP_S * (1 + number % 3 * 1.5)
-        model.observe(model.forecast(promised_s, steps, 0, joins=True), steps, 2 * steps * STEP_S + ONCE_S)
-    for promised_s in (STEP_S, 4 * STEP_S):
-        foreseen = model.forecast(promised_s, 20, 0, joins=True)
-        assert foreseen.tpot_s == pytest.approx(2 * STEP_S + ONCE_S / 20, rel=0.1)
+    assert model.forecast(3 * STEP_S, 0) == TpotForecast(3 * STEP_S, 3 * STEP_S, 0), "nothing was measured"
+    for number in range(120):
+        steps, reserved_s = 5 + 10 * (number % 4), STEP_S * (1 + number % 3)
+        model.observe(model.forecast(reserved_s, 0), steps, steps * (reserved_s + 1.5 * STEP_S))
+    for reserved_s in (STEP_S, 4 * STEP_S):
+        assert model.forecast(reserved_s, 0).tpot_s == pytest.approx(reserved_s + 1.5 * STEP_S, rel=0.02)
+
+
+def test_load_buckets_are_learnt_apart_and_begin_with_the_nearest() -> None:
+    model = TpotModel(STEP_S)
+    for _ in range(60):
+        model.observe(model.forecast(STEP_S, 1), 10, 10 * 2.0 * STEP_S)
+    assert [model.forecast(STEP_S, others).tpot_s for others in (0, 1, 20)] == pytest.approx([0.004] * 3, rel=0.05)
+    for _ in range(60):
+        model.observe(model.forecast(STEP_S, 9), 10, 10 * 3.5 * STEP_S)
+    found = [model.forecast(STEP_S, others).tpot_s for others in (1, 2, 4, 8, 20)]
+    assert found == pytest.approx([0.004, 0.004, 0.007, 0.007, 0.007], rel=0.05)
 
 
 class TestRequests:
@@ -62,22 +54,22 @@ class TestRequests:
 
     def test_answers_teach_what_is_beside_their_steps(self) -> None:
         world = World(decodes=1)
-        assert self.serve(world, answer=8).tpot_s == pytest.approx(first_of(8), rel=0.02)
-        assert self.serve(world, answer=8).tpot_s > STEP_S + 1.5 * FIRST_TPOT[0] / 7
+        assert self.serve(world, answer=8).tpot_s == STEP_S
+        assert self.serve(world, answer=8).tpot_s > 1.5 * STEP_S
         world.finish_all()
 
     @pytest.mark.parametrize("changes", [{"finish": CompletionReason.CANCELLED}, {"choices": 2}])
     def test_answers_that_were_cut_off_or_several_teach_nothing(self, changes: dict[str, object]) -> None:
         world = World(decodes=1)
         self.serve(world, answer=8, **changes)  # type: ignore[arg-type]
-        assert self.serve(world, answer=8).tpot_s == pytest.approx(first_of(8), rel=0.02)
+        assert self.serve(world, answer=8).tpot_s == STEP_S
         world.finish_all()
 
     def test_without_a_promised_time_nothing_is_learnt(self) -> None:
-        """The whole answer would count as beside its steps."""
+        """There is nothing to compare with."""
         world = World(decodes=1)
         assert self.serve(world, answer=8, tbt_s=0.0).tpot_s == 0.0
-        assert self.serve(world, answer=8).tpot_s == pytest.approx(first_of(8), rel=0.02)
+        assert self.serve(world, answer=8).tpot_s == STEP_S
         world.finish_all()
 
     def test_an_answer_that_was_resumed_teaches_nothing(self) -> None:

@@ -68,7 +68,6 @@ class Engine:
     held: int
     load: float
     running: int
-    host: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Scene:
             for number, one in enumerate(engines):
                 name = f"{kind}-{number}"
                 shape = {"speeds": one.speeds, "stages": one.stages, "total_blocks": one.total_blocks}
-                world.join(facts(name, step_tokens=64, host=f"{kind}-host-{one.host}", **shape))
+                world.join(facts(name, step_tokens=64, **shape))
                 world.events(name, chain(one.held))
                 if kind == "prefill":
                     world.report(name, NOW - 1.0, drain_s=one.load, taken=0)
@@ -159,7 +158,6 @@ ENGINES = st.builds(
     held=st.integers(0, BLOCKS),
     load=st.sampled_from([0.0, 0.5, 1.25, 1.5, 4.0]),
     running=st.integers(0, 8),
-    host=st.integers(0, 3),
 )
 STORES = st.integers(0, BLOCKS).flatmap(lambda held: st.tuples(st.just(held), st.integers(0, held)))
 SCENES = st.builds(
@@ -249,8 +247,8 @@ def test_the_width_of_a_class_is_what_a_plan_may_lose(
 ) -> None:
     """A member is within three quarters of a width of its class; so who is left out seems to be so much slower than it
     is, and who is taken as much quicker."""
-    engines = tuple(Engine(BASES[0].slowed_prefill(factor), 1, 100, held, load, 0, 0) for factor, load, held in drawn)
-    scene = Scene(engines, (Engine(BASES[0], 1, 100, 0, 0.0, 0, 1),), (), (), frozenset(), None, tokens, False)
+    engines = tuple(Engine(BASES[0].slowed_prefill(factor), 1, 100, held, load, 0) for factor, load, held in drawn)
+    scene = Scene(engines, (Engine(BASES[0], 1, 100, 0, 0.0, 0),), (), (), frozenset(), None, tokens, False)
     stages = {f"prefill-{number}": 1 for number in range(len(engines))}
     expected = scene.plan(scene.world(Scan(SECONDS[name], False, stages, False)))
     found = scene.plan(scene.world(POLICIES[name]))

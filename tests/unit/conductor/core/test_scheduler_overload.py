@@ -6,11 +6,11 @@ import pytest
 
 from services.conductor.core.admission import AdmissionMode
 from services.conductor.core.events import CallPrefill, CallReserve, ClientGone, CompletionReason, FailRequest
-from services.conductor.core.latency_model import OutputLengthModel, SloLimits, stratum_of
+from services.conductor.core.latency_model import OutputLengthModel, SloLimits
 
 from .world import GONE, LIMITS, World
 
-ONE = stratum_of("", 40)
+ONE = ("",)
 
 
 def lengths_of(world: World) -> OutputLengthModel:

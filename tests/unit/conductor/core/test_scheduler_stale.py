@@ -11,7 +11,7 @@ from services.conductor.core.events import (
     PrefillAccepted,
     StalePlacement,
 )
-from services.conductor.core.latency_model import FIRST_SLOWDOWN, SloLimits
+from services.conductor.core.latency_model import SloLimits
 
 from .world import World
 
@@ -162,23 +162,6 @@ def test_what_an_instance_makes_up_counts_no_longer_than_one_report() -> None:
     assert (prefill.free_at, prefill.load.taken) == (world.now + 0.1, 7)
     world.report("prefill-0", 64, drain_s=0.3, taken=6)  # again one that was overtaken
     assert prefill.free_at == world.now + 0.1
-    world.finish_all()
-
-
-@pytest.mark.parametrize(("host", "lost"), [("", 0.0), ("here", 1.0 - 1.0 / FIRST_SLOWDOWN)])
-def test_while_decode_has_cores_an_instance_has_done_less_than_time_has_gone_by(host: str, lost: float) -> None:
-    world = World(prefills=0, decodes=0)
-    world.join_decode("decode-0", host=host)
-    for number in range(2):
-        world.join_prefill(f"prefill-{number}", host=host)
-        world.report(f"prefill-{number}", 64, drain_s=2.0)
-    world.report("decode-0", 64, running=1)  # another conductor's
-    world.sleep(1.0)
-    world.arrive(prompt=100)
-    world.promise(world.one(CallReserve))
-    call = world.one(CallPrefill)
-    slack = STALE_SLACK * call.plan.prefill.ttft_s
-    assert call.max_queue_s == pytest.approx(1.0 + slack + lost * 1.0)
     world.finish_all()
 
 

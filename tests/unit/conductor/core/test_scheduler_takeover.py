@@ -21,7 +21,6 @@ from services.conductor.core.events import (
     StopRequested,
     TakeOverSequence,
 )
-from services.conductor.core.latency_model import ALWAYS_BUSY
 from tests.unit.conductor.core.world import World
 
 UNKNOWN = Failure(FailureKind.STREAM, "decode-0 cannot go on: there is no such sequence here (any more)")
@@ -42,17 +41,15 @@ def test_a_sequence_is_taken_over_where_it_is() -> None:
     world.finish_all()
 
 
-def test_it_is_ours_until_it_ends_and_no_company_for_ever() -> None:
+def test_a_sequence_that_was_taken_over_is_ours_until_it_ends() -> None:
     world = World(decodes=0)
-    world.join_decode("decode-0", host="here")
+    world.join_decode("decode-0")
     world.resume(tokens=3, answer=8)
     adopt = world.one(TakeOverSequence)
     world.report("decode-0", 60, running=1, context_tokens=43)
     decode = world.cluster.decodes.get("decode-0")
     assert decode is not None
-    assert (decode.others, decode.sequences, decode.available_blocks) == (0, 1, 60)
-    [span] = world.cluster.decodes.busy_spans("here", world.now) or []
-    assert (span.begin_s, span != ALWAYS_BUSY) == (0.0, True)
+    assert (decode.own_sequences, decode.sequences, decode.available_blocks) == (1, 1, 60)
     world.more(adopt, 5, CompletionReason.LENGTH, known=True)
     world.end(adopt)
     assert (world.cluster.claims, decode.busy) == ([], False)

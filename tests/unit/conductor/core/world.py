@@ -232,12 +232,12 @@ class World:
         self.placed_with[request] = self._kept(request)
         return self.post(Rehashed(request, self._kept(request), ()))
 
-    def join_prefill(self, name: str, incarnation: int = 1, host: str = "", step_tokens: int = 0) -> None:
-        how = {"host": host, "step_tokens": step_tokens}
+    def join_prefill(self, name: str, incarnation: int = 1, step_tokens: int = 0) -> None:
+        how = {"step_tokens": step_tokens}
         self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS, **how))  # type: ignore[arg-type]
 
-    def join_decode(self, name: str, incarnation: int = 1, total: int = 64, host: str = "") -> None:
-        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS, host=host))
+    def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
+        self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))
 
     def _join(self, facts: InstanceFacts) -> None:
         self.members[facts.id] = facts
