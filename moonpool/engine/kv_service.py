@@ -6,13 +6,12 @@ Prefill and decode share it.
 import asyncio
 import dataclasses
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 
 from moonpool.cluster.proto_conversion import read_deletions
 from moonpool.engine.instance import InstanceContext
 from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavailable
-from moonpool.kv.delete_kv import DeletionIndex, KVSelection, check_ttls
+from moonpool.kv.delete_kv import DeletionLog, KVSelection, check_ttls
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.kv.pool import KVPool
@@ -268,11 +267,6 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
 
 
 WRITE_BACK_TIMEOUT_S = 30.0
-MAX_DELETIONS = 1 << 16
-"""Largest number of deletions in the log; conductors repeat those of the last month only."""
-DEMANDED_S = 3600.0
-"""Seconds in which KV is only taken from instances that carried out the same deletion. Far longer than older KV is on
-its way (minutes), far shorter than conductors repeat deletions to instances that join (a month)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -281,50 +275,6 @@ class _PendingDeletion:
 
     blocks: int
     writes: tuple[WriteBackJob, ...]
-
-
-class DeletionLog:
-    """The deletions that an engine instance has carried out; the oldest are dropped at last.
-
-    The log vouches for this instance for good. It demands a deletion of other instances for `DEMANDED_S` only: an
-    instance that joined later may not know an old deletion, and has no KV older than that.
-
-    Args:
-        namespace: of its KV.
-        clock: seconds.
-    """
-
-    def __init__(self, namespace: bytes, clock: Callable[[], float]) -> None:
-        self.namespace = namespace
-        self._clock = clock
-        self._deletions = DeletionIndex()
-        self._demanded = DeletionIndex()
-        self._until: deque[tuple[float, str]] = deque()  # those that are demanded, first come first
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and name in self._deletions
-
-    def add(self, name: str, selection: KVSelection) -> None:
-        """Add a deletion that the pool has carried out."""
-        self._deletions.add(name, selection)
-        self._drop_old()
-        self._demanded.add(name, selection)
-        self._until.append((self._clock() + DEMANDED_S, name))
-        while len(self._deletions) > MAX_DELETIONS:
-            self._deletions.remove(next(iter(self._deletions)))
-
-    def matching(self, keys: Iterable[bytes], tenant: str) -> list[str]:
-        """Return the names of deletions that such blocks came after."""
-        return self._deletions.matching(keys, tenant, self.namespace)
-
-    def demanded(self, keys: Iterable[bytes], tenant: str) -> list[str]:
-        """Return the names of deletions that a source of such blocks must have carried out."""
-        self._drop_old()
-        return self._demanded.matching(keys, tenant, self.namespace)
-
-    def _drop_old(self) -> None:
-        while self._until and self._until[0][0] <= self._clock():
-            self._demanded.remove(self._until.popleft()[1])
 
 
 class KVDeletion:
@@ -366,7 +316,9 @@ class KVDeletion:
             self._begin({name: selection for name, selection in chosen.items() if name not in self._carried_out})
             ending |= {name: self._ending[name] for name in chosen if name in self._ending}
             await asyncio.sleep(0)
-        blocks = sum(one.blocks for one in ending.values()) + self._expire(ttl_s)
+        blocks = sum(one.blocks for one in ending.values())
+        if ttl_s:
+            blocks += self._from_pool(KVSelection(), ttl_s)
         writes = {job for one in ending.values() for job in one.writes}
         if not await self._write_back.ended(writes, WRITE_BACK_TIMEOUT_S):
             raise Unavailable("deleted here, but it is being written to a kvstore that does not answer")
@@ -382,20 +334,13 @@ class KVDeletion:
         if not new:
             return
         together = KVSelection.union(new.values())
-        blocks = self._carry_out(self._event(together))
-        everything = self._namespace in together.namespaces
-        writes = self._write_back.forget(
-            lambda keys, tenant: everything or tenant in together.tenants or not together.keys.isdisjoint(keys)
-        )
+        blocks = self._from_pool(together)
+        writes = tuple(self._write_back.forget(together, self._namespace))
         for name, selection in new.items():
-            self._ending[name] = _PendingDeletion(blocks, tuple(writes))
+            self._ending[name] = _PendingDeletion(blocks, writes)
             self._carried_out.add(name, selection)
             blocks = 0
 
-    def _expire(self, ttl_s: Mapping[str, float]) -> int:
-        if not ttl_s:
-            return 0
-        return self._carry_out(DeleteKV(next(self._numbers), KVSelection(), ttl_s=tuple(ttl_s.items())))
-
-    def _event(self, selection: KVSelection) -> DeleteKV:
-        return DeleteKV(next(self._numbers), selection, self._namespace in selection.namespaces)
+    def _from_pool(self, selection: KVSelection, ttl_s: Mapping[str, float] | None = None) -> int:
+        everything, ages = self._namespace in selection.namespaces, tuple((ttl_s or {}).items())
+        return self._carry_out(DeleteKV(next(self._numbers), selection, everything, ages))

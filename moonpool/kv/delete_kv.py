@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,10 @@ class KVSelection:
         """Whether the selection names a block."""
         return tenant in self.tenants or key in self.keys or namespace in self.namespaces
 
+    def touches(self, keys: Iterable[BlockKey], tenant: str, namespace: bytes) -> bool:
+        """Whether the selection names one of some blocks of a tenant and a namespace."""
+        return tenant in self.tenants or namespace in self.namespaces or not self.keys.isdisjoint(keys)
+
 
 def check_ttls(ttl_s: Mapping[str, float], field: str = "ttl_s") -> dict[str, float]:
     """Times to live by tenant, seconds.
@@ -64,8 +69,8 @@ def ttl_of(ttl_s: Mapping[str, float], tenant: str) -> float:
     return ttl_s.get(tenant, ttl_s.get(EVERY_TENANT, math.inf))
 
 
-_Table = dict[Any, "str | dict[str, None]"]
-"""The deletion that names something, or all that do. Most keys are named once, and there may be very many."""
+_Table = dict[Any, tuple[str, ...]]
+"""The deletions that name something. Most keys are named once, and there may be millions: these share one tuple."""
 
 
 class DeletionIndex:
@@ -94,15 +99,20 @@ class DeletionIndex:
         """Adds a deletion; replaces another deletion of the same id."""
         self.remove(deletion)
         self._selections[deletion] = selection
+        alone = (deletion,)
         for table, names in self._tables(selection):
-            _add(table, names, deletion)
+            for name in names:
+                table[name] = (*table[name], deletion) if name in table else alone
 
     def remove(self, deletion: str) -> None:
         """Removes a deletion; unknown ids are ignored."""
         selection = self._selections.pop(deletion, None)
-        if selection is not None:
-            for table, names in self._tables(selection):
-                _remove(table, names, deletion)
+        for table, names in self._tables(selection) if selection is not None else ():
+            for name in names:
+                if left := tuple(other for other in table[name] if other != deletion):
+                    table[name] = left
+                else:
+                    del table[name]
 
     def matching(self, keys: Iterable[bytes], tenant: str, namespace: bytes) -> list[str]:
         """Ids of deletions that name the tenant, the namespace or one of the keys; sorted."""
@@ -111,7 +121,7 @@ class DeletionIndex:
         named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
         if self._by_key:
             named += map(self._by_key.get, keys)
-        return sorted({id_ for one in named if one for id_ in ((one,) if isinstance(one, str) else one)})
+        return sorted({deletion for some in named if some for deletion in some})
 
     def with_ending(self, ending: bytes, portion: int) -> Generator[None, None, list[str]]:
         """Ids of deletions that name a key with this ending, oldest first.
@@ -138,22 +148,52 @@ class DeletionIndex:
         yield self._by_key, selection.keys
 
 
-def _add(table: _Table, names: frozenset[Any], deletion: str) -> None:
-    if table.keys().isdisjoint(names):
-        table.update(dict.fromkeys(names, deletion))
-        return
-    for name in names:
-        there = table.setdefault(name, deletion)
-        if isinstance(there, dict):
-            there[deletion] = None
-        elif there != deletion:
-            table[name] = {there: None, deletion: None}
+MAX_DELETIONS = 1 << 16
+"""Most deletions in a `DeletionLog`. Conductors repeat deletions of the last month only."""
+DEMANDED_S = 3600.0
+"""Seconds for which KV is taken only from instances that carried out the same deletion. Older KV is on its way for
+minutes at most; conductors repeat deletions to joining instances for a month."""
 
 
-def _remove(table: _Table, names: frozenset[Any], deletion: str) -> None:
-    for name in names:
-        there = table[name]
-        if isinstance(there, dict):
-            del there[deletion]
-        if not there or there == deletion:
-            del table[name]
+class DeletionLog:
+    """The deletions that an engine instance has carried out; the oldest are dropped at last.
+
+    The log vouches for this instance for good. It demands a deletion of other instances for `DEMANDED_S` only: an
+    instance that joined later may not know an old deletion, and has no KV older than that.
+
+    Args:
+        namespace: of its KV.
+        clock: seconds.
+    """
+
+    def __init__(self, namespace: bytes, clock: Callable[[], float]) -> None:
+        self.namespace = namespace
+        self._clock = clock
+        self._deletions = DeletionIndex()
+        self._demanded = DeletionIndex()
+        self._until: deque[tuple[float, str]] = deque()  # those that are demanded, first come first
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name in self._deletions
+
+    def add(self, name: str, selection: KVSelection) -> None:
+        """Add a deletion that the pool has carried out."""
+        self._deletions.add(name, selection)
+        self._drop_old()
+        self._demanded.add(name, selection)
+        self._until.append((self._clock() + DEMANDED_S, name))
+        while len(self._deletions) > MAX_DELETIONS:
+            self._deletions.remove(next(iter(self._deletions)))
+
+    def matching(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+        """Return the names of deletions that such blocks came after."""
+        return self._deletions.matching(keys, tenant, self.namespace)
+
+    def demanded(self, keys: Iterable[bytes], tenant: str) -> list[str]:
+        """Return the names of deletions that a source of such blocks must have carried out."""
+        self._drop_old()
+        return self._demanded.matching(keys, tenant, self.namespace)
+
+    def _drop_old(self) -> None:
+        while self._until and self._until[0][0] <= self._clock():
+            self._demanded.remove(self._until.popleft()[1])

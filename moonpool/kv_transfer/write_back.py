@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from moonpool.kv_transfer.store_writer import PutOutcome
 from moonpool.telemetry.logs import get_logger
@@ -189,17 +190,17 @@ class WriteBack:
             return False
         return True
 
-    def forget(self, concerns: Callable[[Sequence[BlockKey], str], bool]) -> list[WriteBackJob]:
-        """Drops jobs that wait and of which `concerns(keys, tenant)` is true; returns those that are under way."""
+    def forget(self, selection: KVSelection, namespace: bytes) -> list[WriteBackJob]:
+        """Drops waiting jobs with KV of a selection; returns such jobs that are under way. `namespace`: of the KV."""
         for lane in list(self._lanes.values()):
             waiting = list(lane.queue)
             lane.queue.clear()
             for job in waiting:
-                if concerns(job.keys, job.tenant):
+                if selection.touches(job.keys, job.tenant, namespace):
                     self._drop(job)
                 else:
                     lane.queue.append(job)
-        return [job for job in self._doing if concerns(job.keys, job.tenant)]
+        return [job for job in self._doing if selection.touches(job.keys, job.tenant, namespace)]
 
     async def ended(self, jobs: Collection[WriteBackJob], timeout_s: float) -> bool:
         """Waits until none of some jobs is under way any more; False when that takes longer than `timeout_s`."""

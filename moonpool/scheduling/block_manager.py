@@ -304,7 +304,7 @@ def delete_kv(
         return event.everything or chosen.matches(key, tenant, b"") or age_s > ttl_of(ttl_s, tenant)
 
     for owner, keys in requests:
-        if event.everything or owner.tenant in chosen.tenants or not chosen.keys.isdisjoint(keys):
+        if event.everything or chosen.touches(keys, owner.tenant, b""):
             owner.transient = True
     keys = manager.held(takes)
     manager.forget(keys)

@@ -10,9 +10,10 @@ import grpc.aio
 from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
-from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, DeletionLog, KVDeletion, pool_reads
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, pool_reads
 from moonpool.engine.request import RequestReader
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.read_server import check_hello
 from moonpool.kv_transfer.receiver import TransferState

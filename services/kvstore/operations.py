@@ -4,25 +4,19 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import AsyncGenerator, Callable, Collection, Container, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Container, Sequence
 from concurrent.futures import Executor
 
-from moonpool import world
-from moonpool.cluster.proto_conversion import read_deletions
-from moonpool.errors import InvalidRequest, Unavailable, Unsupported
+from moonpool.errors import InvalidRequest, Unsupported
 from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.delete_kv import EVERY_TENANT, KVSelection, check_ttls
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.reuse_stats import HitCurve, ReuseSample
-from moonpool.transport.async_utils import run_in_steps, wait_within
+from moonpool.transport.async_utils import wait_within
 from moonpool.transport.flow_control import ByteCredits
-from moonpool.v1 import kv_pb2
-from services.kvstore.core.store import BlockStore, DeletedCount
+from services.kvstore.core.store import BlockStore
 from services.kvstore.eviction.tenants import PinOutcome
 from services.kvstore.layer_reader import LayerReader
-from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.tier import SsdTier
-from services.kvstore.write_behind import WriteBehind
 
 WARM_PORTION_BLOCKS = 64  # read together at most
 WARM_STEP_BLOCKS = 1024  # of the SSD tier looked at before other tasks run; there may be millions
@@ -142,87 +136,3 @@ class StoreOperations:
         dram, catalogue = self.store.tiers.dram, self.store.tiers.catalogue
         blocks, nbytes = len(dram) + len(catalogue), dram.block_bytes + catalogue.live.total_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []
-
-
-DROP_BLOCKS = 4096  # dropped before other tasks have a turn
-
-
-@dataclasses.dataclass(slots=True)
-class DeletionWorker:
-    """Deletes what `operations` keeps. `timeout_s` bounds the wait for the disk; `clock` gives seconds since 1970."""
-
-    operations: StoreOperations
-    records: RecordStore
-    writer: WriteBehind | None
-    timeout_s: float
-    clock: Callable[[], float] = world.unix_time
-    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)
-    unsaved: dict[str, DeletedCount] = dataclasses.field(default_factory=dict, init=False)
-    """Carried out, but not in the records yet: the disk may not have taken them."""
-
-    async def forget(self, deletions: Sequence[kv_pb2.Deletion], ttl_s: Mapping[str, float]) -> DeletedCount:
-        """Carries out what was not carried out before, and deletes what is older than its tenant's time to live.
-
-        Returns what all of these deletions deleted, whenever they did. Those carried out together count as the first.
-        Raises Unavailable when nobody finds the blocks any more, but the disk did not take it; to be asked again.
-        """
-        ttl_s = check_ttls(ttl_s)
-        asked, total = await read_deletions(deletions), DeletedCount()
-        async with self.turn:
-            for portion in asked:
-                await self._carry_out({name: one for name, one in portion.items() if self._done(name) is None})
-            if ttl_s:
-                total = await run_in_steps(self.operations.store.delete_expired(ttl_s, self.clock()))
-        await self._erased()
-        for portion in asked:
-            counts = {name: count for name in portion if (count := self._done(name)) is not None}
-            unsaved = [name for name in counts if name in self.unsaved]
-            await self.records.applied({name: dataclasses.astuple(counts[name]) for name in unsaved})
-            self.unsaved = {name: one for name, one in self.unsaved.items() if name not in unsaved}
-            total = sum(counts.values(), start=total)
-            await asyncio.sleep(0)
-        return total
-
-    async def _carry_out(self, new: Mapping[str, KVSelection]) -> None:
-        if new:
-            together = KVSelection.union(new.values())
-            for name, selection in new.items():
-                self.records.deletions.add(name, selection)
-            done = await run_in_steps(self.operations.store.delete_selected(together))
-            self.operations.unpin_all(together.tenants)
-            self.unsaved.update(dict.fromkeys(new, DeletedCount()) | {next(iter(new)): done})
-
-    async def catch_up(self) -> None:
-        """Deletes what some folder, left out then, may hold still; all that is older where it is known no more what."""
-        known, missing, store = self.records.deletions, self.records.incomplete, self.operations.store
-        if missing:
-            await run_in_steps(
-                store.delete_selected(KVSelection.union(known[name] for name in missing if name in known))
-            )
-            if over := [at for name, at in missing.items() if name not in known]:
-                await run_in_steps(store.delete_expired({EVERY_TENANT: 0.0}, max(over)))
-            with contextlib.suppress(Unavailable):
-                await self._erased()
-                await self.records.applied(dict.fromkeys(missing, (0, 0)))
-
-    async def drop(self, keys: Sequence[BlockKey]) -> DeletedCount:
-        """Drops blocks that may be put again; raises Unavailable as `forget`."""
-        dropped = DeletedCount()
-        async with self.turn:
-            for at in range(0, len(keys), DROP_BLOCKS):
-                dropped += self.operations.store.delete_keys(keys[at : at + DROP_BLOCKS])
-                await asyncio.sleep(0)
-        await self._erased()
-        return dropped
-
-    async def _erased(self) -> None:
-        if self.writer is not None and not await self.writer.erased(self.timeout_s):
-            raise Unavailable("deleted, but not on disk yet, which does not take it")
-
-    def __contains__(self, name: object) -> bool:
-        """Whether a deletion was carried out: nobody finds such blocks here that are older."""
-        return isinstance(name, str) and self._done(name) is not None
-
-    def _done(self, name: str) -> DeletedCount | None:
-        counts = self.records.counts(name)
-        return self.unsaved.get(name) if counts is None else DeletedCount(*counts)

@@ -40,13 +40,14 @@ from services.kvstore.config import KVStoreConfig
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener, find_blocks
 from services.kvstore.core.writes import MAX_SESSION_BLOCKS
+from services.kvstore.deletion import DeletionWorker
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.eviction.policies import POLICIES
 from services.kvstore.eviction.tenants import Pins, TenantAccount
 from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue, PutResources, PutStream
 from services.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics
-from services.kvstore.operations import DeletionWorker, StoreOperations
+from services.kvstore.operations import StoreOperations
 from services.kvstore.record_store import RecordStore
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier

@@ -11,8 +11,9 @@ from moonpool import world
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
-from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, DeletionLog, KVDeletion, pool_reads
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, pool_reads
 from moonpool.engine.request import RequestReader
+from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader, ReadMethod
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.kv_transfer.store_writer import StoreWriter

@@ -66,11 +66,6 @@ class PutSpec:
     def whole_blocks(self) -> bool:
         return len(self.layers) == self.format.layout.layers and self.all_heads
 
-    def is_among(self, selection: KVSelection) -> bool:
-        """Whether some of its blocks are chosen."""
-        named = self.tenant in selection.tenants or self.format.namespace in selection.namespaces
-        return named or not selection.keys.isdisjoint(self.keys)
-
     def info(self, index: int) -> BlockInfo:
         parent = self.parents[index] if self.parents else NO_PARENT
         return BlockInfo(self.keys[index], parent, self.tenant, self.format, self.written_at)
@@ -479,7 +474,8 @@ class WriteSessions:
 
     def end_matching(self, selection: KVSelection) -> None:
         """Ends sessions that bring blocks of a selection: such blocks are being deleted."""
-        self._end([session for session in self.sessions if session.spec.is_among(selection)])
+        specs = {session: session.spec for session in self.sessions}
+        self._end([at for at, it in specs.items() if selection.touches(it.keys, it.tenant, it.format.namespace)])
 
     def on_removed(self, blocks: Collection[DramBlock]) -> None:
         """Blocks have left DRAM for good: they never become durable, and sessions that wait for that end."""

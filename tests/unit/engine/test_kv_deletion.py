@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from moonpool.engine.kv_service import DEMANDED_S, DeletionLog, KVDeletion
+from moonpool.engine.kv_service import KVDeletion
 from moonpool.errors import InvalidRequest
+from moonpool.kv.delete_kv import DEMANDED_S, DeletionLog
 from moonpool.kv.keys import BlockKey
 from moonpool.kv_transfer.write_back import WriteBack, WriteBackLimits
 from moonpool.scheduling.block_manager import DeleteKV

@@ -15,7 +15,7 @@ from moonpool.kv.keys import pack_keys
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.core.store import DeletedCount
-from services.kvstore.operations import DeletionWorker
+from services.kvstore.deletion import DeletionWorker
 from services.kvstore.record_store import KEEP_S, RecordStore
 from tests.slices import hashed
 from tests.unit.kvstore.faulty_files import FaultyFiles
