@@ -50,12 +50,12 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
 
 
 def cluster() -> FakeConductor:
-    """A cluster with a kvstore, and two requests that ended: ann's and bob's."""
+    """A cluster with a kvstore, and three requests that ended: ann's, bob's, and one without a tenant."""
     fake = FakeConductor()
     store = kv_pb2.Instance(id="kvstore-0", kind=kv_pb2.INSTANCE_KIND_KVSTORE, address="host:1")
     load = pb.LoadReport(tiers=[pb.TierLoad(name="ssd", blocks=3, used_bytes=300, capacity_bytes=1000)])
     fake.state.instances.add(instance=store, load=load)
-    for tenant in ("ann", "bob"):
+    for tenant in ("ann", "bob", ""):
         fake.state.recent.last.add(request_id=f"of-{tenant}", tenant=tenant, usage=pb.Usage(prompt_tokens=5))
         line = pb.Timeline(tenant=tenant, timing=pb.Timing(ttft_s=0.5, e2e_s=0.75), usage=pb.Usage(prompt_tokens=5))
         fake.explanations[f"of-{tenant}"] = pb.ExplainResponse(placement=pb.Placement(prefill="p"), timeline=line)
@@ -63,17 +63,19 @@ def cluster() -> FakeConductor:
 
 
 async def seen(http: httpx2.AsyncClient, **headers: str) -> tuple[int, list[str], list[int]]:
-    """The status of the state, ids of the requests that are listed, and statuses of ann's, bob's and of none."""
+    """The status of the state, ids of the requests that are listed, and statuses of each request, and of one that never was."""
     state = await http.get("/moonpool/state", headers=headers)
     listed = await http.get("/moonpool/requests", headers=headers)
     ids = [it["request_id"] for it in listed.json().get("requests", ())]
-    each = [await http.get(f"/moonpool/requests/{name}", headers=headers) for name in ("of-ann", "of-bob", "of-none")]
+    each = [
+        await http.get(f"/moonpool/requests/{name}", headers=headers) for name in ("of-ann", "of-bob", "of-", "of-none")
+    ]
     return state.status_code, ids, [answer.status_code for answer in each]
 
 
 async def test_without_keys_everybody_sees_all() -> None:
     async with answering(cluster()) as gateway:
-        assert await seen(gateway.http) == (200, ["of-ann", "of-bob"], [200, 200, 404])
+        assert await seen(gateway.http) == (200, ["of-ann", "of-bob", "of-"], [200, 200, 200, 404])
         state = await gateway.http.get("/moonpool/state")
         assert state.json()["instances"][0]["tiers"] == [
             {"name": "ssd", "blocks": 3, "used_bytes": 300, "capacity_bytes": 1000}
@@ -90,9 +92,13 @@ async def test_with_keys_a_tenant_sees_its_own_and_operators_all(tmp_path: Path)
     keys.write_text("".join(f"sha256:{hash_key(name)} {name}\n" for name in ("ann", "bob", "root")))
     async with answering(cluster(), api_keys=keys, operator_tenants="root, other") as gateway:
         assert (await gateway.http.get("/")).status_code == 200
-        assert await seen(gateway.http) == (401, [], [401, 401, 401])
-        assert await seen(gateway.http, authorization="Bearer ann") == (403, ["of-ann"], [200, 404, 404])
-        assert await seen(gateway.http, authorization="Bearer root") == (200, ["of-ann", "of-bob"], [200, 200, 404])
+        assert await seen(gateway.http) == (401, [], [401] * 4)
+        assert await seen(gateway.http, authorization="Bearer ann") == (403, ["of-ann"], [200, 404, 404, 404])
+        assert await seen(gateway.http, authorization="Bearer root") == (
+            200,
+            ["of-ann", "of-bob", "of-"],
+            [200, 200, 200, 404],
+        )
         told = [
             (await gateway.http.get(f"/moonpool/requests/{name}", headers={"authorization": "Bearer ann"})).text
             for name in ("of-bob", "of-none")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
-from moonpool.kv.frames import bind_all, frame_shape, pack_frames
+from moonpool.kv.frames import DamagedSliceError, bind_all, frame_shape, pack_frames
 from moonpool.kv.keys import slice_hash
 from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead, ReadPlan
 from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import ThreadOffload
+from moonpool.transport.base import FilledBuffer
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.fakes.beside import Held
@@ -143,6 +144,38 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
     assert read.finished.is_done
     assert taken.slices == {(layer, block): bytes(part) for layer in range(2) for block in range(2)}
     assert taken.layers == [0, 1]
+
+
+@pytest.mark.parametrize("layers", [range(3), range(2)], ids=["all of the read", "a frame of the read"])
+def test_each_slice_that_lands_is_verified(layers: range) -> None:
+    whole = range(LAYOUT.kv_heads)
+    shape = frame_shape(layers, 2, whole, LAYOUT.block_tokens)
+    data = [bytes(content(*cell)) for cell in shape.cells]
+    header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
+    for bad, cell in enumerate(shape.cells):
+        memory = {(layer, index): memoryview(bytearray(SLICE)) for layer in range(3) for index in range(2)}
+        taken, filled = Taken(), list[FilledBuffer]()
+        read = PrefixRead(LAYOUT, ReadPlan(KEYS[:2], range(3), whole, taken.on_slice, taken.on_layer, _at(memory)))
+        opened = kv_pb2.ReadOpened(session=1, blocks=2)
+        message = kvstore_pb2.GetResponse(frame=header)
+        if len(layers) == LAYOUT.layers:
+            opened.frame.CopyFrom(header)
+            message = kvstore_pb2.GetResponse(opened=opened)
+        else:
+            read.on_message(kvstore_pb2.GetResponse(opened=opened), memoryview(b""))
+        buffer = read.receive_into(message, len(data) * SLICE)
+        assert buffer is not None
+        damaged = bytes([data[bad][0] ^ 1]) + data[bad][1:]
+        assert buffer.take(b"".join([*data[:bad], damaged, *data[bad + 1 :]]), filled.append)
+        with pytest.raises(DamagedSliceError):
+            filled[0].report()
+        assert read.damaged_key == KEYS[cell[1]]
+        assert cell not in taken.slices
+        assert not read.finished.is_done
+
+
+def _at(memory: dict[tuple[int, int], memoryview]) -> Callable[[int, int], memoryview]:
+    return lambda layer, index: memory[layer, index]
 
 
 def test_nothing_lands_once_all_has_come() -> None:

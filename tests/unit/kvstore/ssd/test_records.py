@@ -13,6 +13,7 @@ from services.kvstore.ssd.records import (
     header_size,
     list_segments,
     pack_header,
+    read_record,
     read_whole,
     record_size,
     scan_segment,
@@ -182,6 +183,14 @@ def test_reading_behind_the_end_is_a_bad_record(tmp_path: Path) -> None:
     files = write_segment(tmp_path / "0", 1)
     with pytest.raises(BadRecordError):
         read_whole(files, tmp_path / "0", memoryview(bytearray(10)), RECORD - 5)
+    files.close_all()
+
+
+def test_a_record_of_another_block_is_not_taken(tmp_path: Path) -> None:
+    files = write_segment(tmp_path / "0", 2)
+    assert unpack_header(read_record(files, tmp_path / "0", KEYS[1], RECORD, RECORD)).info.key == KEYS[1]
+    with pytest.raises(BadRecordError, match="another block"):
+        read_record(files, tmp_path / "0", KEYS[1], 0, RECORD)
     files.close_all()
 
 

@@ -68,6 +68,19 @@ def test_durable_blocks_are_there_after_a_restart_byte_for_byte(tmp_path: Path) 
         assert segment_files(tmp_path) == ["0000000000000001.seg", "0000000000000002.seg"]
 
 
+def test_an_intact_record_at_another_block_s_place_is_not_read(tmp_path: Path) -> None:
+    with store(tmp_path) as (driven, _):
+        driven.flush(KEYS[:2])
+    file = tmp_path / "segments" / f"{1:016d}.seg"
+    data = bytearray(file.read_bytes())
+    data[RECORD : 2 * RECORD] = data[:RECORD]
+    file.write_bytes(data)
+    with store(tmp_path) as (driven, _):
+        assert driven.read(KEYS[:1]) == [data_of(KEYS[0])]
+        assert driven.read(KEYS[1:2]) == []
+        assert driven.store.reads.bad_blocks == 1
+
+
 def test_what_was_not_committed_is_not_there_and_takes_no_room(tmp_path: Path) -> None:
     with store(tmp_path) as (driven, ssd):
         driven.flush([KEYS[0]])
