@@ -9,7 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -338,11 +338,7 @@ class PutState(enum.Enum):
     """State of a writing session on its stream.
 
     A session whose blocks come whole with the opening, and for which there is room, has no state: the session ends at
-    once.
-
-        WAITING ──opened──> OPEN ──close, incomplete──> CLOSING
-           │                 │                             │
-           └─────────────────┴──────────> ENDED <──────────┘
+    once. `TRANSITIONS` has the changes that may happen.
     """
 
     WAITING = "waits for room to open"
@@ -351,12 +347,13 @@ class PutState(enum.Enum):
     ENDED = "complete and closed, aborted, refused, or the stream has ended"
 
 
-_NEXT_STATES = {
-    PutState.WAITING: {PutState.OPEN, PutState.ENDED},
-    PutState.OPEN: {PutState.CLOSING, PutState.ENDED},
-    PutState.CLOSING: {PutState.CLOSING, PutState.ENDED},
-    PutState.ENDED: {PutState.ENDED},
+TRANSITIONS: Mapping[PutState, frozenset[PutState]] = {
+    PutState.WAITING: frozenset({PutState.OPEN, PutState.ENDED}),
+    PutState.OPEN: frozenset({PutState.CLOSING, PutState.ENDED}),
+    PutState.CLOSING: frozenset({PutState.CLOSING, PutState.ENDED}),
+    PutState.ENDED: frozenset(),
 }
+"""For each state the ones that may follow. A session begins as WAITING."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -383,7 +380,7 @@ class _SessionEntry:
 
     def move(self, state: PutState) -> None:
         """Changes the state."""
-        assert state in _NEXT_STATES[self.state], f"session {self.number}: {self.state.name} to {state.name}"
+        assert state in TRANSITIONS[self.state], f"session {self.number}: {self.state.name} to {state.name}"
         self.state = state
 
 
@@ -631,7 +628,8 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self.post(kvstore_pb2.PutResponse(refused=refused))
 
     def _remove(self, entry: _SessionEntry) -> None:
-        entry.move(PutState.ENDED)
+        if entry.state is not PutState.ENDED:
+            entry.move(PutState.ENDED)
         if self._entries.get(entry.number) is entry:
             del self._entries[entry.number]
         if entry.timer is not None:

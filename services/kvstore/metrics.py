@@ -48,7 +48,7 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
     Metric("put_sessions", "Open writing sessions.", lambda it: len(it.store.writes.sessions), 0),
     Metric("get_sessions", "Open reading sessions.", lambda it: it.store.reads.leases, 0),
     Metric("unfinished_blocks", "Blocks that have not fully arrived.", lambda it: len(it.store.writes.unfinished), 0),
-    Metric("pending_writes", "Blocks on the way to the SSD tier.", lambda it: len(it.store.writes.queue.queued), 0),
+    Metric("pending_writes", "Blocks on the way to the SSD tier.", lambda it: len(it.store.writes.queue.states), 0),
     Metric(
         "dram_reserved_bytes",
         "Bytes of DRAM reserved for blocks that are being written or read in.",

@@ -8,6 +8,7 @@ again.
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 
 from moonpool.kv.blocks import BlockFormat, DramBlock
 from moonpool.kv.keys import BlockKey
@@ -135,10 +136,46 @@ def find_blocks(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) 
     return [0 if layout is None else numbers[layout] for layout in known], list(numbers)
 
 
-class WriteQueue:
-    """The queue to the SSD tier, if there is one; `on_durable` is told keys of blocks that were committed.
+class SaveState(Enum):
+    """How far a block in DRAM is on its way to the SSD tier; `TRANSITIONS` has the changes that may happen."""
 
-    One commit has at most `batch_bytes`, unless one block is larger.
+    VISIBLE = "visible"
+    """In DRAM only: the block has just come, or the SSD tier did not admit it."""
+    WAITING = "waiting"
+    """In the queue; held, so that it stays in DRAM."""
+    WRITING = "writing"
+    """In a plan under way; held."""
+    RECALLED = "recalled"
+    """Deleted or found damaged while a plan writes it; its record is overwritten after the plan."""
+    UNSAVED = "unsaved"
+    """The SSD tier did not take it. Tried again for as long as it stays in DRAM."""
+    DURABLE = "durable"
+    """On SSD."""
+    DROPPED = "dropped"
+    """Deleted or found damaged before it was on SSD."""
+
+
+TRANSITIONS: Mapping[SaveState, frozenset[SaveState]] = {
+    SaveState.VISIBLE: frozenset({SaveState.WAITING}),
+    SaveState.WAITING: frozenset({SaveState.WRITING, SaveState.UNSAVED, SaveState.DROPPED}),
+    SaveState.WRITING: frozenset({SaveState.WAITING, SaveState.RECALLED, SaveState.UNSAVED, SaveState.DURABLE}),
+    SaveState.RECALLED: frozenset({SaveState.DROPPED}),
+    SaveState.UNSAVED: frozenset({SaveState.WAITING}),
+    SaveState.DURABLE: frozenset(),
+    SaveState.DROPPED: frozenset(),
+}
+"""For each state the ones that may follow. A block begins as VISIBLE."""
+_QUEUED = frozenset({SaveState.WAITING, SaveState.WRITING})
+_KNOWN = _QUEUED | {SaveState.RECALLED}
+
+
+class WriteQueue:
+    """Takes blocks from DRAM to the SSD tier, in batches, and knows the state of each block on the way.
+
+    Args:
+        tiers: both tiers; without an SSD tier the queue takes nothing.
+        on_durable: called with the keys of blocks that were committed.
+        batch_bytes: most bytes of one commit, unless one block is larger.
     """
 
     def __init__(self, tiers: TieredStore, on_durable: Callable[[Sequence[BlockKey]], None], batch_bytes: int) -> None:
@@ -151,8 +188,7 @@ class WriteQueue:
         self.batch_bytes = batch_bytes
         self.waiting: collections.deque[DramBlock] = collections.deque()
         self.committing: dict[int, WritePlan] = {}  # by disk
-        self.recalled: dict[DramBlock, None] = {}  # gone for good while a plan under way writes them
-        self.queued: set[BlockKey] = set()  # in the queue or in a plan under way
+        self.states: dict[DramBlock, SaveState] = {}  # of blocks that wait or are in a plan
         self.unsaved: dict[BlockKey, None] = {}  # not taken yet, the last tried at the end; some may be gone or queued
         self.blocks_durable = self.failed_batches = 0
         self.blocks_not_durable = 0  # at the first try
@@ -163,15 +199,42 @@ class WriteQueue:
         if ssd is None:
             return
         for block in blocks:
-            key = block.info.key
-            if key in self.queued or self._tiers.durable(key):
+            if block in self.states or self._tiers.durable(block.info.key):
                 continue
             if used or ssd.admission.admits(block.info, ssd.capacity_bytes // record_size(block.info)):
                 self._tiers.dram.hold(block)
-                self.queued.add(key)
+                self._move(block, SaveState.WAITING)
                 self.waiting.append(block)
         if self.waiting:
             self._tiers.listener.work()
+
+    def state_of(self, block: DramBlock) -> SaveState:
+        """State of a block in DRAM."""
+        if state := self.states.get(block):
+            return state
+        if self._tiers.durable(block.info.key):
+            return SaveState.DURABLE
+        return SaveState.UNSAVED if block.info.key in self.unsaved else SaveState.VISIBLE
+
+    def _move(self, block: DramBlock, state: SaveState) -> None:
+        """Changes the state of a block, along `TRANSITIONS` only."""
+        before = self.state_of(block)
+        assert state in TRANSITIONS[before], f"a block cannot go from {before} to {state}"
+        if state in _KNOWN:
+            self.states[block] = state
+        else:
+            del self.states[block]
+
+    @property
+    def queued(self) -> set[BlockKey]:
+        """Keys of blocks that wait or are being written, and were not recalled."""
+        return {block.info.key for block, state in self.states.items() if state is not SaveState.RECALLED}
+
+    @property
+    def recalled(self) -> list[DramBlock]:
+        """Blocks that plans write although the blocks are gone."""
+        blocks = itertools.chain.from_iterable(plan.blocks for plan in self.committing.values())
+        return [block for block in blocks if self.states[block] is SaveState.RECALLED]
 
     def lost(self, keys: Sequence[BlockKey]) -> None:
         """Durable blocks have gone with their disk: those that DRAM has are written anew."""
@@ -194,7 +257,10 @@ class WriteQueue:
             return None
         for _ in batch:
             self.waiting.popleft()
-        plan = self.committing[disk] = ssd.plan(batch, disk)
+        plan = ssd.plan(batch, disk)
+        for block in plan.blocks:
+            self._move(block, SaveState.WRITING)
+        self.committing[disk] = plan
         self.removed(plan.removed)
         self._not_durable(plan.rejected)
         return plan
@@ -214,15 +280,17 @@ class WriteQueue:
         """A disk's plan was committed, or failed with `error`; `again`: its blocks are tried again at once."""
         plan, ssd = self.committing.pop(disk), self._tiers.ssd
         assert ssd is not None
-        recalled = dict.fromkeys(block for block in plan.blocks if block in self.recalled)
+        recalled = [block for block in plan.blocks if self.states[block] is SaveState.RECALLED]
+        blocks = [block for block in plan.blocks if self.states[block] is SaveState.WRITING]
         for block in recalled:
-            del self.recalled[block]
-        blocks = [block for block in plan.blocks if block not in recalled]
+            self._move(block, SaveState.DROPPED)
         if error is not None:
             self.failed_batches += 1
             ssd.failed(plan, error)
             self.removed(plan.lost)
             if again:
+                for block in blocks:
+                    self._move(block, SaveState.WAITING)
                 self.waiting.extendleft(reversed(blocks))
             else:
                 self._not_durable(blocks)
@@ -231,7 +299,7 @@ class WriteQueue:
             self.removed(plan.lost)
             ssd.erase(place for block in recalled if (place := ssd.catalogue.find(block.info.key)) is not None)
             self._durable(blocks)
-        self._tiers.release(list(recalled))
+        self._tiers.release(recalled)
 
     @property
     def erasing(self) -> bool:
@@ -240,23 +308,20 @@ class WriteQueue:
 
     def recall(self, blocks: Iterable[DramBlock]) -> None:
         """Blocks have left DRAM for good: none of them becomes durable."""
-        queued = {block for block in blocks if block.info.key in self.queued}
-        if not queued:
-            return
-        waiting = [block for block in self.waiting if block in queued]
-        self.waiting = collections.deque(block for block in self.waiting if block not in queued)
-        writing = [block for plan in self.committing.values() for block in plan.blocks if block in queued]
-        self.recalled.update(dict.fromkeys(writing))
-        self.queued.difference_update(block.info.key for block in (*waiting, *writing))
+        queued = {block: state for block in blocks if (state := self.states.get(block)) in _QUEUED}
+        waiting = [block for block, state in queued.items() if state is SaveState.WAITING]
+        if waiting:
+            self.waiting = collections.deque(block for block in self.waiting if block not in queued)
+        for block, state in queued.items():
+            self._move(block, SaveState.DROPPED if state is SaveState.WAITING else SaveState.RECALLED)
         self._tiers.release(waiting)
 
     def _durable(self, blocks: Sequence[DramBlock]) -> None:
         self.blocks_durable += len(blocks)
         retried = any(block.info.key in self.unsaved for block in blocks)
         for block in blocks:
-            key = block.info.key
-            self.queued.remove(key)
-            self.unsaved.pop(key, None)
+            self._move(block, SaveState.DURABLE)
+            self.unsaved.pop(block.info.key, None)
         self._tiers.release(blocks)
         self._on_durable([block.info.key for block in blocks])
         if retried:
@@ -266,7 +331,7 @@ class WriteQueue:
         """Keeps blocks in DRAM for as long as there is room; sessions go on waiting for them."""
         for block in blocks:
             key = block.info.key
-            self.queued.remove(key)
+            self._move(block, SaveState.UNSAVED)
             self.blocks_not_durable += key not in self.unsaved
             self.unsaved.pop(key, None)
             self.unsaved[key] = None
@@ -283,5 +348,5 @@ class WriteQueue:
             block = self._tiers.dram.get(key)
             if block is None:
                 del self.unsaved[key]
-            elif key not in self.queued:
+            elif block not in self.states:
                 yield block

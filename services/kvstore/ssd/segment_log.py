@@ -15,6 +15,7 @@ import errno
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from enum import Enum
 from functools import partial
 from pathlib import Path
 
@@ -96,6 +97,28 @@ class Victim:
         return self.segment.size - self.carried_bytes
 
 
+class PlanState(Enum):
+    """How far a plan has come; `TRANSITIONS` has the changes that may happen."""
+
+    PLANNED = "planned"
+    """Made by `SsdTier.plan`; a thread may be writing what is carried over."""
+    CLEARED = "cleared"
+    """The first transaction was committed: victims are forgotten, and what was carried over has its new place."""
+    COMMITTED = "committed"
+    """All blocks are durable."""
+    FAILED = "failed"
+    """None of the blocks is durable. What was cleared stays cleared."""
+
+
+TRANSITIONS: Mapping[PlanState, frozenset[PlanState]] = {
+    PlanState.PLANNED: frozenset({PlanState.CLEARED, PlanState.FAILED}),
+    PlanState.CLEARED: frozenset({PlanState.COMMITTED, PlanState.FAILED}),
+    PlanState.COMMITTED: frozenset(),
+    PlanState.FAILED: frozenset(),
+}
+"""For each state the ones that may follow. A plan begins as PLANNED."""
+
+
 @dataclasses.dataclass(slots=True)
 class WritePlan:
     """One batch. Made by `SsdTier.plan`, done by `SsdTier.commit`, ended by `committed` or `failed`.
@@ -121,10 +144,20 @@ class WritePlan:
     cut: list[Segment] = dataclasses.field(default_factory=list)  # of these, what the device took
     unerased: list[RecordLocation] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # why the device did not take something of both, the last reason
-    cleared: bool = False  # first transaction committed: victims are forgotten, what was carried has its new place
+    state: PlanState = PlanState.PLANNED  # changes by `move` only
     unreadable: Segment | None = None  # the plan failed for it
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
     written_bytes: int = 0  # of records that count, once the plan has ended
+
+    def move(self, state: PlanState) -> None:
+        """Changes the state, along `TRANSITIONS` only."""
+        assert state in TRANSITIONS[self.state], f"a plan cannot go from {self.state} to {state}"
+        self.state = state
+
+    @property
+    def cleared(self) -> bool:
+        """Whether the first transaction was committed, of a plan that has not ended."""
+        return self.state is PlanState.CLEARED
 
     @property
     def removed(self) -> list[BlockKey]:
@@ -155,7 +188,7 @@ class Committer:
     sync: bool  # a commit survives a loss of power
 
     def run(self, plan: WritePlan) -> None:
-        """Does a plan. On an error `plan.cleared` tells how far it came."""
+        """Does a plan. On an error `plan.state` tells how far it came."""
         try:
             self._erase(plan)
             if plan.full:
@@ -251,7 +284,7 @@ class Committer:
             kinds = {segment.number: segment.named for segment in sizes}
             self.index.commit(IndexChange(going, dropped, entries, committed, kinds))
         if not plan.cleared:
-            plan.cleared = True
+            plan.move(PlanState.CLEARED)
             self._delete(plan)
 
     def _delete(self, plan: WritePlan) -> None:

@@ -25,6 +25,7 @@ from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
 from services.kvstore.ssd.segment_log import (
     Append,
     Committer,
+    PlanState,
     SegmentSpace,
     Victim,
     WritePlan,
@@ -234,6 +235,7 @@ class SsdTier:
         return WritePlan(number, taken, rejected, given_up, victims, *work)
 
     def committed(self, plan: WritePlan) -> None:
+        plan.move(PlanState.COMMITTED)
         self._clear(plan)
         self._add(plan, plan.store)
         self.user_bytes += sum(block.info.nbytes for block in plan.blocks)
@@ -259,6 +261,7 @@ class SsdTier:
                     continue
                 victim.segment.going = False
                 disk.dead += [(victim.segment.number, slot) for slot in victim.removed]
+        plan.move(PlanState.FAILED)
         if plan.unreadable is not None:
             disk.space.pass_over(plan.unreadable)
         disk.space.active = None

@@ -63,7 +63,7 @@ def cluster() -> FakeConductor:
 
 
 async def seen(http: httpx2.AsyncClient, **headers: str) -> tuple[int, list[str], list[int]]:
-    """The status of the state, ids of the requests that are listed, and statuses of each request, and of one that never was."""
+    """The status of the state, ids of the listed requests, and statuses of each request and of one that never was."""
     state = await http.get("/moonpool/state", headers=headers)
     listed = await http.get("/moonpool/requests", headers=headers)
     ids = [it["request_id"] for it in listed.json().get("requests", ())]

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from moonpool.errors import FrameError, InvalidRequest, Overloaded, StreamBroken
+from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from moonpool.kv_transfer.write_back import MAX_PAUSE_S, WriteBack, WriteBackLimits
 from moonpool.v1 import kv_pb2
@@ -174,17 +175,14 @@ async def test_the_end_drops_what_waits() -> None:
 
 async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> None:
     """When it is said to be done, no such block can come to a store any more."""
-
-    def concerns(blocks: Sequence[BlockKey], tenant: str) -> bool:
-        return not {*keys(1, 2)}.isdisjoint(blocks)
-
+    selection, namespace = KVSelection(keys=frozenset(keys(1, 2))), bytes(32)
     async with running(Bench()) as bench:
         writer = bench.open_writer("a:1")
         for number in (1, 2, 3):
             bench.submit([number])
         await turn()
         assert writer.sessions == 1
-        doing = bench.it.forget(concerns)
+        doing = bench.it.forget(selection, namespace)
         assert bench.released == [2]
         assert not await bench.it.ended(doing, 0.0)
         forgetting = asyncio.ensure_future(bench.it.ended(doing, WAIT_S))
@@ -194,4 +192,4 @@ async def test_deleted_jobs_are_dropped_and_those_under_way_are_waited_for() -> 
         assert await forgetting
         await bench.settle()
         assert bench.stored == [1, 3]
-        assert await bench.it.ended(bench.it.forget(concerns), 0.0)
+        assert await bench.it.ended(bench.it.forget(selection, namespace), 0.0)

@@ -7,6 +7,7 @@ from typing import Any
 from moonpool.kv.blocks import PARTS
 from moonpool.kv.reuse_stats import KeySample, ReturnRates, ReuseSample
 from services.kvstore.core.store import BlockStore, ReadLeases
+from services.kvstore.core.tiered_store import SaveState
 from services.kvstore.core.writes import WriteSessions
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
@@ -101,9 +102,9 @@ def _check_queue(store: BlockStore) -> None:
     """Waiting blocks are held and not durable."""
     queue, there = store.writes.queue, store.tiers.dram
     waiting = [*queue.waiting, *(block for plan in queue.committing.values() for block in plan.blocks)]
-    assert queue.recalled.keys() <= set(waiting)
-    waiting = [block for block in waiting if block not in queue.recalled]
-    assert queue.queued == {block.info.key for block in waiting}
+    assert queue.states.keys() == set(waiting)
+    assert {block for block in queue.waiting if queue.states[block] is SaveState.WAITING} == set(queue.waiting)
+    waiting = [block for block in waiting if queue.states[block] is not SaveState.RECALLED]
     assert len(queue.queued) == len(waiting)
     assert not any(map(store.tiers.durable, (*queue.queued, *queue.unsaved)))
     assert all(block.holds > 0 for block in waiting)
