@@ -1162,7 +1162,7 @@ Global___JoinWelcome: _TypeAlias = JoinWelcome  # noqa: Y015
 
 @_typing.final
 class ResyncOrder(_message.Message):
-    """The conductor's picture of the instance's KV is broken; a snapshot is wanted."""
+    """The conductor's list of the instance's KV has a gap; the instance sends a snapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1509,7 +1509,7 @@ class ExplainResponse(_message.Message):
     waited_s: _builtins.float
     """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
     lane: _builtins.str
-    """The lane on which the prompt's KV went to decode (docs/lanes.md); empty before the first token, and where none went."""
+    """The transport that carried the prompt's KV to decode (docs/lanes.md); empty before the first token, and if no KV went."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1545,7 +1545,7 @@ Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
 
 @_typing.final
 class ClusterStateRequest(_message.Message):
-    """Asks for the cluster's picture."""
+    """Asks for the state of the cluster."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1784,7 +1784,7 @@ Global___RecentState: _TypeAlias = RecentState  # noqa: Y015
 
 @_typing.final
 class ClusterStateResponse(_message.Message):
-    """The cluster's picture."""
+    """The state of the cluster."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ConductorServiceStub:
-    """Takes requests, places them on instances, and keeps the cluster's picture.
+    """Takes requests, places them on instances, and keeps the state of the cluster.
     """
 
     def __init__(self, channel):
@@ -93,7 +93,7 @@ class ConductorServiceStub:
 
 
 class ConductorServiceServicer:
-    """Takes requests, places them on instances, and keeps the cluster's picture.
+    """Takes requests, places them on instances, and keeps the state of the cluster.
     """
 
     def Generate(self, request, context):
@@ -240,7 +240,7 @@ def add_ConductorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ConductorService:
-    """Takes requests, places them on instances, and keeps the cluster's picture.
+    """Takes requests, places them on instances, and keeps the state of the cluster.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ConductorServiceStub:
-    """Takes requests, places them on instances, and keeps the cluster's picture."""
+    """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -58,7 +58,7 @@ class ConductorServiceStub:
 
 @_typing.type_check_only
 class ConductorServiceAsyncStub(ConductorServiceStub):
-    """Takes requests, places them on instances, and keeps the cluster's picture."""
+    """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_conductor_pb2.GenerateRequest, _conductor_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -85,7 +85,7 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """Everything the conductor holds, as gauges."""
 
 class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Takes requests, places them on instances, and keeps the cluster's picture."""
+    """Takes requests, places them on instances, and keeps the state of the cluster."""
 
     @_abc_1.abstractmethod
     def Generate(

@@ -57,7 +57,7 @@ class _LaneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneKind.Val
     """A TCP connection; payloads follow their messages."""
 
 class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
-    """A way for a stream's messages beside gRPC (docs/lanes.md). gRPC is always one and has no number."""
+    """A transport for a stream's messages beside gRPC (docs/lanes.md), called lane in this contract. gRPC needs no number."""
 
 LANE_KIND_UNSPECIFIED: LaneKind.ValueType  # 0
 LANE_KIND_LOCAL: LaneKind.ValueType  # 1
@@ -276,7 +276,7 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class Lane(_message.Message):
-    """A lane that the receiver of a hello offers."""
+    """A connection of another transport that the receiver of a hello offers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -285,13 +285,13 @@ class Lane(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     BRIEF_FIELD_NUMBER: _builtins.int
     kind: Global___LaneKind.ValueType
-    """What kind."""
+    """Which transport."""
     address: _builtins.str
     """Path of a unix socket, or "host:port"."""
     token: _builtins.bytes
-    """Random bytes that open it once."""
+    """Random bytes that open the connection once."""
     brief: _builtins.bool
-    """Brief messages are taken on it too (moonpool/streams/lanes/brief.py)."""
+    """One-shot operations are taken on the connection, too (OneShotMessage in moonpool/transport/framing.py)."""
     def __init__(
         self,
         *,
@@ -612,7 +612,7 @@ class FrameHeader(_message.Message):
     generation: _builtins.int
     """Generation of the session; frames of another generation are dropped."""
     checksum: _builtins.int
-    """xxh3-64 of the header's other fields (see moonpool/kv/frames.py)."""
+    """xxh3-64 of the header's other fields (moonpool/kv/frames.py)."""
     @_builtins.property
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___SliceRun]:
         """What the payload holds, in order."""
@@ -620,7 +620,7 @@ class FrameHeader(_message.Message):
     @_builtins.property
     def slice_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per block of each run the hash of the layer slice that the run's bytes are, or are a part of: made by the process
-        that computed the KV (see moonpool/kv/hashes.py), in sessions of some heads of those heads' bytes.
+        that computed the KV (slice_hash in moonpool/kv/keys.py), in sessions of some heads of those heads' bytes.
         """
 
     def __init__(

@@ -188,8 +188,8 @@ Global___PrefillResponse: _TypeAlias = PrefillResponse  # noqa: Y015
 
 @_typing.final
 class PrefillStale(_message.Message):
-    """The prompt is not taken: the queue is longer than `PrefillRequest.max_queue_s`, so it was placed by a picture that is
-    too old. Nothing of it is here.
+    """The prompt is not taken: the queue is longer than `PrefillRequest.max_queue_s`, so the conductor
+    placed it by an old report. The instance keeps nothing of it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -366,7 +366,7 @@ class FirstToken(_message.Message):
     prefill_s: _builtins.float
     """Time from the first step to the token, seconds."""
     lane: _builtins.str
-    """The lane on which KV goes to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while none goes."""
+    """The transport that carries KV to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while no KV goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
         """Blocks that could not be loaded because the kvstore that was believed to hold them had lost them."""
