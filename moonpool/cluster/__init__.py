@@ -1,4 +1,4 @@
-"""How an instance belongs to a cluster: its log of KV events and its Join stream to the conductor. Torch-free."""
+"""Membership of an instance in a cluster: the log of KV events, and the Join stream to a conductor. Without torch."""
 
 from moonpool.cluster.join import ChangeBell, ClusterMembership, InstanceReport, JoinAgent, Notify
 from moonpool.cluster.kv_events import HeldKeys, KVEventLog

@@ -32,7 +32,7 @@ MIN_LOAD_INTERVAL_S = 0.05
 
 
 class Notify(Protocol):
-    """Says that load or keys have changed; `soon` where who hears it may be asked for them next."""
+    """Says that load or keys have changed; `soon`: conductors need the change before their next placement."""
 
     def __call__(self, *, soon: bool = False) -> None: ...
 
@@ -332,7 +332,7 @@ class KeyChangeFeed:
         self._readers: list[tuple[Callable[[], bool], NetChanges]] = []
 
     def reader(self, follows: Callable[[], bool]) -> Callable[[], KeyChanges]:
-        """What one reader takes its changes from; `follows` tells whether it wants them now."""
+        """A function that takes one reader's changes; `follows()`: whether the reader needs changes now."""
         changes = NetChanges()
         self._readers.append((follows, changes))
 
@@ -343,7 +343,7 @@ class KeyChangeFeed:
         return take
 
     def changed(self, news: KeyChanges) -> None:
-        """Notes changes for all who follow, as those that were taken."""
+        """Notes changes for all readers that follow."""
         lists = [list(keys) for keys in news]
         for follows, changes in self._readers:
             if follows():

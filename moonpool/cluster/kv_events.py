@@ -93,7 +93,7 @@ class KVEventLog:
         return kv_pb2.KVEvents(sequence=sequence, stored_keys=stored, removed_keys=removed, cooled_keys=cooled)
 
     def numbered(self, messages: Iterable[kv_pb2.KVEvents]) -> Iterator[kv_pb2.KVEvents]:
-        """The messages of a snapshot's step, each with the number it has when it is taken."""
+        """The messages of a snapshot's step; each gets its number when the caller takes the message."""
         for message in messages:
             message.sequence = self._take_sequence()
             yield message

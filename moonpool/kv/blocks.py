@@ -48,11 +48,11 @@ class BlockInfo:
     """One block without its bytes.
 
     Attributes:
-        key: its identity.
+        key: identity of the block.
         parent: key of the block before it in its chain; `NO_PARENT` when unknown.
         tenant: whose block it is; "" for none.
-        format: of what kind of KV it is.
-        written_at: when its store got it, whole seconds since 1970; 0 = not known, long ago.
+        format: namespace and layout of the KV.
+        written_at: when the store got the block, whole seconds since 1970; 0 = unknown, long ago.
     """
 
     key: BlockKey
@@ -68,10 +68,12 @@ class BlockInfo:
 
 
 class DramBlock:
-    """A whole block in DRAM: `data` is `[layers, slice_bytes]`, layer after layer; `hashes` one per layer, bound to it.
+    """A whole block in DRAM.
 
-    `holds` counts who needs it to stay: readers, and the writer thread until the block is on SSD. `pinned`: some pin
-    keeps it. Its memory is free when the block and all views of it are gone.
+    `data` is `[layers, slice_bytes]`, layer after layer; `hashes` has one hash per layer, bound to the block.
+
+    `holds` counts users that need the block in DRAM: readers, and the writer until the block is on SSD. `pinned`: a
+    pin keeps the block. The memory is free when the block and all views of the memory are gone.
     """
 
     __slots__ = ("data", "hashes", "holds", "info", "pinned")

@@ -78,7 +78,7 @@ _memory = _AlignedMemory()
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """This thread's page-aligned memory, valid until its next call; a new one where it is larger than usual."""
+    """Page-aligned memory of this thread, valid until the thread's next call. Larger requests get new memory."""
     return _memory.aligned[:nbytes] if nbytes <= SCRATCH_BYTES else memoryview(_own_memory(nbytes))
 
 

@@ -69,7 +69,7 @@ def part_bytes(heads: range | None, layout: KVLayout) -> int:
 
 
 class DamagedSliceError(FrameError):
-    """The bytes of a slice are not those that its hash was made of.
+    """The bytes of a slice do not match the slice's hash.
 
     Attributes:
         block: index in the session's key list.
@@ -179,7 +179,7 @@ class FrameOpener:
 
         Raises:
             DamagedSliceError: A slice's bytes are not what was sent.
-            FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
+            FrameError: checksum, sizes or ranges are wrong; the frame must not be used.
         """
         opened = []
         for run, data, hashes in self.parse(header, payload):
@@ -189,10 +189,10 @@ class FrameOpener:
         return opened
 
     def parse(self, header: kv_pb2.FrameHeader, payload: BytesLike) -> list[OpenedRun]:
-        """As `open`, but the slices are not verified: who copies them does it (`moonpool.kv.native_copy`, `unbound`).
+        """As `open`, but without verifying slices: the copy verifies them (`moonpool.kv.native_copy`, `unbound`).
 
         Raises:
-            FrameError: Checksum, sizes or ranges are wrong; nothing of the frame may be used.
+            FrameError: checksum, sizes or ranges are wrong; the frame must not be used.
         """
         session, messages, hashes = header.session, header.runs, header.slice_hashes[:]
         if not 0 < len(messages) <= len(hashes) <= MAX_FRAME_SLICES:

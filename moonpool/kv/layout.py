@@ -135,10 +135,10 @@ class KVLayout:
 
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> KVLayout:
-        """The layout as it was received.
+        """A layout from the contract.
 
         Raises:
-            Mismatch: It is none that this version can hold; names the field.
+            Mismatch: this version cannot hold such a layout; names the field.
         """
         try:
             found = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})

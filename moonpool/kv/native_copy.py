@@ -197,10 +197,10 @@ def _check_native(land: CopyFunction) -> bool:
 
 
 class SliceCopier:
-    """Chooses between native code and two passes, at its first use or when `prepare` is called.
+    """Copies and hashes slices: in one pass of native code, or in two passes. Chosen at first use or by `prepare`.
 
     Args:
-        library: builds the native library, or finds it; `BuildError` where it cannot be had.
+        library: finds or builds the native library; raises `BuildError` if there is none.
     """
 
     def __init__(self, library: Callable[[], Path]) -> None:

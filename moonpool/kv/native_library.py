@@ -60,9 +60,9 @@ def load_native_keys(path: Path) -> ctypes.CDLL:
     """The functions of a built library.
 
     Raises:
-        OSError: it cannot be loaded.
-        AttributeError: it lacks a function.
-        BuildError: what it does is wrong.
+        OSError: the library cannot be loaded.
+        AttributeError: a function is missing.
+        BuildError: the library computes wrong values.
     """
     native = ctypes.CDLL(str(path))
     native.mp_chain.argtypes = ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_char_p

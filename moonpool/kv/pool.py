@@ -131,7 +131,7 @@ class PoolPart:
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
 
     def landed(self, layer: int, block: int, value: int) -> None:
-        """A slice came from elsewhere, all its bytes are here: keeps the hash that came with it, and counts it."""
+        """Counts a slice that has arrived in the pool, and keeps the hash that came with the slice."""
         self.set_hash(layer, block, value)
         self.written[(layer - self.layer_begin) * self.blocks + block] += 1
 
@@ -279,7 +279,7 @@ class PoolTarget:
         return memory
 
     def take(self, layer: int, index: int, data: memoryview, value: int) -> None:
-        """A slice has come, verified, with its hash: where it was to land, or in other memory."""
+        """Takes a verified slice with its hash, from the memory where the slice should land or from other memory."""
         if self._given.pop((layer, index), None) is data:
             self._pool.set_hash(layer, self._blocks[index], value)
         else:

@@ -152,7 +152,7 @@ class ReturnRates:
         self._kinds = kinds
 
     def used(self, key: BlockKey, kind: int, now: int) -> None:
-        """A block of a class came or was used; if its key is in the sample, its period without use ends."""
+        """Notes that a block of a class came or was used. If the sample has the key, the period without use ends."""
         if not self.sample.accepts(key):
             return
         if key in self.sample:
@@ -196,7 +196,7 @@ class ReturnRates:
         return self._factors[kind] * (low + (high - low) * min(part, 1.0))
 
     def _weigh(self, seen: list[float], expected: list[float]) -> list[float]:
-        """The factor of each class from its returns and those that the curve predicts."""
+        """Factor of each class: observed returns over the returns that the curve predicts."""
         kinds = self._kinds
         plain = [(seen[kind] + EVIDENCE) / (expected[kind] + EVIDENCE) for kind in range(kinds)]
         as_plain = sum(map(operator.mul, plain, expected[kinds:]))

@@ -78,7 +78,7 @@ def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:
 
 
 def content_key(data: Buffer) -> bytes:
-    """A key for content that is its own name: 32 bytes, blake3 of it."""
+    """Key of content that is named by its bytes: 32 bytes, the blake3 hash."""
     return blake3(data).digest()
 
 
@@ -147,7 +147,7 @@ class ValueTarget:
     """Memory that takes a value, slice by slice in any order."""
 
     def __init__(self, layout: KVLayout, memory: memoryview | None = None) -> None:
-        """Takes the layout of its block, and writable memory; without, it has its own from the first slice on."""
+        """`memory` is writable; None = the value allocates memory when the first slice comes."""
         self._layout = layout
         self._counted = layout.dtype == _COUNTED
         self._own: bytearray | None = None
@@ -156,7 +156,7 @@ class ValueTarget:
         self._length = b""
 
     def place(self, layer: int) -> memoryview | None:
-        """Where a slice may be put before `take` gets it there; None where there is not room for all of it."""
+        """Memory where a slice may land before `take`; None if the slice does not fit."""
         room = self._room(layer)
         if room.nbytes < self._layout.slice_bytes:
             return None

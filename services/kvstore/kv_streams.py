@@ -556,7 +556,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         self._settle(payload.nbytes)
 
     def _take_frame(self, entry: _SessionEntry, header: kv_pb2.FrameHeader, payload: BytesLike) -> bool:
-        """Writes a frame; False when it has to wait, for room or because it is large."""
+        """Writes a frame; False if the frame has to wait, for room or because the frame is large."""
         session = entry.session
         if session is None:
             raise InvalidRequest("session", f"{header.session} is not open yet")
@@ -649,7 +649,12 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
 
 def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: BytesLike) -> Sequence[int] | None:
-    """Hashes of a frame with all of a session's whole blocks; None when it takes a session. Raises if it is bad."""
+    """Hashes of a frame that holds all blocks of a session whole; None if the frame needs a session.
+
+    Raises:
+        FrameError: the frame is bad.
+        InvalidRequest: the frame is not all of the session.
+    """
     layout, count = spec.format.layout, len(spec.keys)
     fits = spec.whole_blocks and payload.nbytes == count * layout.block_bytes
     if fits and shape_of(header, spec.layers, count, spec.heads, layout.block_tokens) is not None:

@@ -28,7 +28,7 @@ LAYER_BREAK_BYTES = 512 << 10  # a group so large ends with its layer, which the
 
 
 class LostBlock(NamedTuple):
-    """A block cannot be read: it and all after it will not come (again)."""
+    """A block cannot be read: neither this block nor the blocks after it will come."""
 
     block: int
 

@@ -70,7 +70,7 @@ class RecordStore:
             return []
 
     def leave_out(self, number: int) -> None:
-        """Nothing is written to a folder any more, so that it does not say of later deletions that they were done."""
+        """Stops writing to a folder, so that the folder does not record later deletions as carried out."""
         self._envs.pop(number, None)
 
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
@@ -110,7 +110,7 @@ class RecordStore:
         return _COUNTS.unpack(mark.value) if len(mark.value) == _COUNTS.size else (0, 0)  # older marks have none
 
     async def applied(self, deletions: Mapping[str, tuple[int, int]]) -> None:
-        """Deletions were carried out, and deleted so many blocks and bytes, but for those whose counts are known."""
+        """Records that deletions were carried out, with blocks and bytes deleted. Known counts stay as they are."""
         over = self._clock() + KEEP_S
         marks = [
             kv_pb2.Record(kind=_APPLIED, id=name, value=_COUNTS.pack(*counts), version=1, expires_at=over)

@@ -173,8 +173,8 @@ def open_tiers(
 class KVStoreService(StoreListener):
     """The store with its threads and its servicer; use `running`.
 
-    Without `channels` to the conductor, it runs alone; else `on_drain` is called when the conductor orders it to drain,
-    and the address of `instance` is set before it joins.
+    Without `channels` to the conductor, the store runs alone. With channels, `on_drain` is called when the conductor
+    orders the store to drain, and the address of `instance` must be set before the store joins.
     """
 
     def __init__(
@@ -314,9 +314,11 @@ class KVStoreService(StoreListener):
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None) -> None:
-    """A kvstore process, until it is told to stop; raises ConfigError, or Mismatch when a conductor refuses it.
+    """Runs a kvstore process until it is told to stop; `files`: as of `open_tiers`.
 
-    `files`: as of `open_tiers`.
+    Raises:
+        ConfigError: a setting is refused.
+        Mismatch: a conductor refuses the store.
     """
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config, files)

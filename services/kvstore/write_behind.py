@@ -1,6 +1,6 @@
 """Write-behind: one writer thread per disk commits batches, one after the other, and tries failed ones again.
 
-Of several disks, one that fails is left out, and the others take its batch.
+If one of several disks fails, the disk is left out, and the other disks take its batch.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class WriteBehind:
             self._work[disk].set()
 
     async def run(self) -> None:
-        """Works until cancelled. A thread finishes a batch that it has begun, but its result is lost."""
+        """Writes until cancelled. The thread finishes a batch under way, but the result is lost."""
         self.wake()
         async with asyncio.TaskGroup() as group:
             for disk in self._delays:
@@ -110,7 +110,7 @@ class WriteBehind:
         return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
 
     async def _leave_out(self, disk: int, error: Exception | None) -> None:
-        """Goes on without a disk: others take its batch, and its blocks that DRAM has; the rest are misses."""
+        """Leaves a disk out. Other disks take its batch, and its blocks that DRAM has; its other blocks are misses."""
         log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=str(error))
         self.on_left_out(disk)
         for keys in self.ssd.leave_out(disk):
@@ -119,7 +119,7 @@ class WriteBehind:
         self.wake()
 
     async def _pause(self, nbytes: int) -> None:
-        """Waits until so many bytes more are within the rate; in a hurry nothing is owed to it."""
+        """Waits until `nbytes` more are within the write rate; does not wait while someone waits for durability."""
         now = asyncio.get_running_loop().time
         if self.bytes_per_s and await wait_within(self.pause_after(nbytes, now()), self._hurry):
             self._free_at = now()

@@ -191,7 +191,7 @@ class ReadLeases:
         return source
 
     def suspect(self, key: BlockKey) -> None:
-        """Checks a block that a reader reports as damaged; if it is, nobody finds it in DRAM, nor does the SSD tier."""
+        """Checks a block that a reader reports as damaged. A damaged block leaves DRAM and is not written to SSD."""
         block = self.tiers.dram.get(key)
         if block is not None and not block.is_intact:
             self.damaged_blocks += 1
@@ -209,9 +209,9 @@ class ReadLeases:
             self.tiers.listener.work()
 
     def close(self, lease: ReadLease) -> None:
-        """Ends a lease; what it read whole stays in DRAM if it is on SSD still, where it was. Idempotent.
+        """Ends a lease. Idempotent. No thread may still read for the lease.
 
-        No thread may still be reading for it.
+        Blocks that were read whole stay in DRAM if they are still at the same place on SSD.
         """
         if lease.closed:
             return

@@ -194,7 +194,7 @@ class WriteQueue:
         self.blocks_not_durable = 0  # at the first try
 
     def add(self, blocks: Iterable[DramBlock], *, used: bool = False) -> None:
-        """Queues those blocks that are neither durable nor queued; if they are not `used`, those that are admitted."""
+        """Queues blocks that are neither durable nor queued; unless `used`, only blocks that the SSD tier admits."""
         ssd = self._tiers.ssd
         if ssd is None:
             return

@@ -163,9 +163,12 @@ class PutSession:
         return [block for block in found if block is not None and not block.reserved]
 
     def take(self, runs: Sequence[OpenedRun], allocate: Allocate) -> Iterator[Assembly]:
-        """Writes a parsed frame into its blocks; yields those that are whole, which the caller must finish at once.
+        """Writes a parsed frame into its blocks; yields whole blocks, which the caller must finish at once.
 
-        Raises DamagedSliceError, FrameError when it does not belong to the session, Overloaded without memory.
+        Raises:
+            DamagedSliceError: bytes do not match their hash.
+            FrameError: the frame does not belong to the session.
+            Overloaded: there is no memory.
         """
         unfinished, layout, all_heads = self.unfinished, self.spec.format.layout, self.spec.all_heads
         for run, data, hashes in runs:

@@ -224,7 +224,7 @@ class Arena:
         self.returned_bytes += count * each.size
 
     def close(self) -> None:
-        """Blocking. Ends the thread when it has done what it has begun; slots can still be used."""
+        """Blocking. Ends the thread after its current work; slots can still be used."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -109,9 +109,10 @@ class DramTier(PartTable[DramBlock]):
         return self.has_room(nbytes, tenant) or self._victims(nbytes, tenant) is not None
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
-        """Blocks in the policy's order, the tenant's own first as far as its quota asks for it; None if too few may go.
+        """Blocks to evict, in the policy's order; None if too few may go.
 
-        Each block is judged as if those before it had left. Guarantees do not protect a tenant's blocks from itself.
+        The tenant's own blocks come first if the tenant exceeds its quota. Each block is judged as if the earlier
+        blocks had left. Guarantees do not protect a tenant's blocks from the tenant itself.
         """
         over = nbytes - self.free_bytes
         own = self.account.over_quota(tenant, self.reserved.get(tenant, 0) + nbytes)
@@ -156,7 +157,7 @@ class DramTier(PartTable[DramBlock]):
                 self._set_pinned(block, True)
 
     def drop(self, block: DramBlock) -> None:
-        """Nobody finds the block any more, pinned or not; its bytes go with its last hold, its pins stay."""
+        """Removes a block, pinned or not. The bytes go with the last hold; pins stay."""
         if block.pinned:
             self._set_pinned(block, False)
         if not block.holds:
@@ -176,7 +177,7 @@ class DramTier(PartTable[DramBlock]):
             self.account.used.add(tenant, -nbytes)
 
     def hold(self, block: DramBlock) -> None:
-        """Keeps the block until it is released as often as it was held."""
+        """Keeps a block in DRAM until each hold is released."""
         block.holds += 1
         if block.holds == 1:
             self._count_held(block, block.info.nbytes)

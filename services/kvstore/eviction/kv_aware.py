@@ -23,7 +23,7 @@ KINDS = TAIL = FIRST_GROWTH + 2 * MAX_GROWTH
 
 @dataclasses.dataclass(slots=True)
 class Growth:
-    """The blocks that one request added to its chain; `continued` when it is the first behind older blocks."""
+    """The blocks that one request added to a chain; `continued`: older blocks precede them."""
 
     continued: bool
     blocks: int = 0
@@ -36,7 +36,7 @@ class Growth:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A block in the tree; one that is not held is kept for its held descendants only."""
+    """A block in the tree. A node whose block is not held stays for its held descendants only."""
 
     key: BlockKey
     parent: "Node | None" = None
@@ -106,7 +106,7 @@ class KVAware(EvictionPolicy):
         self._learn()
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """How much the chain has grown is known now; it sets the class of all its blocks."""
+        """Sets the class of a chain's new blocks, once the growth of the chain is known."""
         if not chain:
             return
         for key in reversed(chain):
@@ -182,7 +182,7 @@ class KVAware(EvictionPolicy):
         parent.queued = 0
 
     def _queue(self, node: Node) -> None:
-        """Puts a leaf among the leaves of its class; its former entry is outdated."""
+        """Queues a leaf in its class; an earlier entry of the leaf becomes invalid."""
         if node.children or not node.held:
             return
         self._number += 1

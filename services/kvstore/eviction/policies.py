@@ -47,7 +47,7 @@ class LRU(EvictionPolicy):
 
 
 class LFU(EvictionPolicy):
-    """Fewest uses since it came first, its arrival counted; of those the one unused for longest.
+    """Least frequently used: evicts the block with the fewest uses, and among equals the one unused for longest.
 
     Keys lie in one queue per rank, so that a use costs two dictionary operations.
     """

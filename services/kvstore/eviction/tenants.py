@@ -26,9 +26,10 @@ QuotaKind = Literal[
 
 
 class TenantRow(BaseModel):
-    """What one tenant is granted: bytes of blocks in DRAM and kept by its pins, of records on SSD.
+    """Quotas and guarantees of one tenant, in bytes: blocks in DRAM, pinned blocks, records on SSD.
 
-    Other tenants cannot evict it below its guarantee. It never has more than its quota; None is no limit.
+    Other tenants cannot evict the tenant's blocks below the guarantee. The tenant never has more than the quota;
+    None = no limit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -118,12 +119,12 @@ class TenantAccount:
         return self.quotas.get(tenant, self.quotas.get(DEFAULT_ROW))
 
     def over_quota(self, tenant: str, incoming: int = 0) -> int:
-        """By how many bytes a tenant exceeds its quota with `incoming` more; 0 when it does not."""
+        """Bytes by which a tenant would exceed its quota with `incoming` bytes more; 0 if it would not."""
         quota = self.quota(tenant)
         return 0 if quota is None else max(0, self.used[tenant] + incoming - quota)
 
     def guards(self, tenant: str, nbytes: int) -> bool:
-        """Whether the tenant would have less than it is guaranteed without `nbytes` of what it has."""
+        """Whether evicting `nbytes` would leave the tenant with less than its guarantee."""
         guarantee = self.guarantees.get(tenant)
         return guarantee is not None and self.used[tenant] - nbytes < guarantee
 
@@ -166,7 +167,7 @@ class _Pin(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Pinned:
-    """A block that is pinned: its bytes, and in how many pins of each tenant it is."""
+    """A pinned block: bytes, and the number of pins of each tenant."""
 
     nbytes: int
     pins: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)

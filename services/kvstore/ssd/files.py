@@ -46,7 +46,7 @@ def is_full(error: BaseException) -> bool:
 
 
 class _File:
-    """An open file, closed with the last reference to it: so never under a call, whoever forgets it meanwhile."""
+    """An open file, closed with the last reference, so never during a call."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -160,7 +160,7 @@ class FileLayer:
             self.close(path)
 
     def write_note(self, path: Path, text: str) -> None:
-        """Writes a small file and syncs it and its name."""
+        """Writes a small file; syncs content and name."""
         with path.open("w") as file:
             file.write(text)
             file.flush()
@@ -176,7 +176,7 @@ class FileLayer:
             path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder and those around it, and syncs the names of new ones."""
+        """Makes a folder and its parents, and syncs the names of new folders."""
         if not path.is_dir():
             self.make_folder(path.parent)
             path.mkdir(exist_ok=True)

@@ -57,7 +57,7 @@ class BadRecordError(MoonpoolError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A record without its data, which begin at `header_bytes`; `seeded`: its hashes are of the older kind."""
+    """A record without its data, which begin at `header_bytes`; `seeded`: hashes of the older kind."""
 
     info: BlockInfo
     header_bytes: int
@@ -108,7 +108,7 @@ def record_size(info: BlockInfo) -> int:
 
 
 def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> bytes:
-    """The header of a record in a segment; `hashes` are those of its layer slices in order, bound to the block."""
+    """Header of a record in a segment; `hashes`: one per layer slice, in order, bound to the block."""
     layout = info.format.layout
     assert len(hashes) == layout.layers
     tenant = info.tenant.encode()
@@ -123,7 +123,7 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> byt
 
 
 def resembles_records(data: memoryview) -> bool:
-    """Whether a page of a block begins as a record does: a scan that meets it without its header would believe it."""
+    """Whether a page of a block begins like a record. A scan without the block's header would take the page for one."""
     pages = (match.start() * ALIGN for match in re.finditer(MAGIC[:1], bytes(data[::ALIGN])))
     return any(bytes(data[at : at + 8]) in (MAGIC, SEEDED_MAGIC) for at in pages)
 
@@ -216,7 +216,7 @@ class SsdReader:
             raise failure[1]
 
     def spans(self, first: int, out: memoryview, start: memoryview) -> list[FileSpan]:
-        """Where layers from `first` on lie, and the header if it is unread; `start` is memory for it."""
+        """Places of the layers from `first` on, and of an unread header; `start` is memory for the header."""
         size = self.format.layout.slice_bytes
         layers = FileSpan(self._offset + self._header_bytes + first * size, out, size)
         return [FileSpan(self._offset, start), layers] if start else [layers]
@@ -303,7 +303,11 @@ def read_whole(files: FileLayer, path: Path, out: memoryview, offset: int) -> No
 
 
 def read_record(files: FileLayer, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
-    """Blocking. A whole record of the block `key`, as it lies in its file. BadRecordError unless it is intact."""
+    """Blocking. Reads the whole record of block `key` from its file.
+
+    Raises:
+        BadRecordError: the record is damaged, or another block's.
+    """
     record = bytearray(nbytes)
     view = memoryview(record)
     read_whole(files, path, view, offset)

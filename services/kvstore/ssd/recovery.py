@@ -121,9 +121,10 @@ class DataFolder:
 
 
 class Recovery:
-    """What a data folder holds, added to a catalogue. Blocking: reads it, and makes its index and its files agree.
+    """Adds the blocks of a data folder to a catalogue, and makes index and files agree. Blocking.
 
-    Raises ConfigError naming `data_dir` when the folder cannot be used; it is closed then.
+    Raises:
+        ConfigError: the folder, which is closed then, cannot be used; names `data_dir`.
     """
 
     def __init__(self, folder: DataFolder, catalogue: Catalogue, map_bytes: int = MAP_BYTES) -> None:
@@ -155,7 +156,7 @@ class Recovery:
             self.index.close()
 
     def _load(self, *, is_first_start: bool) -> IndexImage:
-        """What the index holds; where it cannot be used, nothing, and what there is of it is deleted."""
+        """The content of the index. An index that cannot be used is deleted and counts as empty."""
         try:
             self.index = self._open_index()
             return self.index.load()
@@ -277,7 +278,7 @@ class Recovery:
 
 
 def _trim(files: FileLayer, segment: Segment, size: int, records: Sequence[ScannedRecord]) -> int:
-    """Cuts a file of `size` bytes behind its last record, or deletes it when it has none; the bytes that went."""
+    """Cuts a file of `size` bytes behind its last record; deletes a file without records. Returns the bytes freed."""
     segment.size = records[-1].end if records else segment.size
     if not segment.size:
         files.unlink(segment.path)

@@ -169,7 +169,7 @@ class WritePlan:
 
     @property
     def idle(self) -> bool:
-        """Whether committing it changes nothing."""
+        """Whether committing the plan changes nothing."""
         erased = len(self.erase) > len(self.unerased)
         return not (self.carry or self.store or self.dead or erased or self.removed_segments)
 
@@ -358,7 +358,7 @@ class SegmentSpace:
 
     @property
     def tails(self) -> list[Segment]:
-        """Segments that nothing is appended to, but whose files hold something of older ones."""
+        """Segments without further appends whose files still hold bytes of older segments."""
         return [segment for segment in self.segments if segment.room > segment.size and segment is not self.active]
 
     @property
@@ -401,7 +401,7 @@ class SegmentSpace:
         return self.used_bytes + max(0, nbytes - room)
 
     def give_up(self, nbytes: int, victims: list[Victim]) -> None:
-        """Reclaims at least one segment, and as many as it takes to free so many bytes, whatever the budget says."""
+        """Reclaims at least one segment, and enough to free `nbytes`, whatever the budget."""
         while len(victims) < MAX_VICTIMS and self._reclaim(victims, 0):
             if sum(victim.freed_bytes for victim in victims) >= nbytes:
                 break
@@ -499,10 +499,10 @@ class SegmentSpace:
         return spared
 
     def reusable(self, victims: Iterable[Victim], doomed: Container[Segment]) -> list[Segment]:
-        """Segments whose files new ones may take over: nobody reads them, and their records can be told apart.
+        """Segments whose files new segments may take over: without readers, and with records that can be told apart.
 
-        Not much smaller ones: with each generation there would only be more of them. Nor those in which something is
-        to be overwritten: if the device does not do it, the file must go.
+        Much smaller segments are left out, as each generation would make more of them. Segments with records to be
+        overwritten are left out: if the device does not overwrite a record, the file must go.
         """
         most = self.segment_bytes
         found = [one.segment for one in victims if not one.carried and one.segment not in doomed]

@@ -71,7 +71,7 @@ log = get_logger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Disk:
-    """One folder of the tier, its room, and what its next plan tells the index or the device."""
+    """One data folder of the tier: room, and what the next plan tells the index or the device."""
 
     folder: DataFolder
     space: SegmentSpace
