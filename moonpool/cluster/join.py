@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from moonpool.cluster.kv_events import KEYS_PER_MESSAGE, HeldKeys, KVEventLog, snapshot_messages
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
-from moonpool.kv.blocks import KeyChanges, NetChanges
+from moonpool.kv.blocks import KeyChanges
 from moonpool.rpc.channels import Channels
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.async_utils import wait_within
@@ -131,6 +131,38 @@ class InstanceReport:
     on_role: RoleTaker = keep_role
 
 
+class KeyChangeFeed:
+    """The stream of key changes of one instance, with a log for each subscriber.
+
+    A log has the net effect per key since its subscriber took the last message. While a subscriber does not follow, its
+    log stays empty: the subscriber begins with a snapshot.
+    """
+
+    def __init__(self, take: Callable[[], KeyChanges]) -> None:
+        """Reads from `take`, which tells each change once."""
+        self._take = take
+        self._subscribers: list[tuple[Callable[[], bool], KVEventLog]] = []
+
+    def subscribe(self, follows: Callable[[], bool]) -> KVEventLog:
+        """A log of all changes that come while `follows()` is true."""
+        events = KVEventLog()
+        self._subscribers.append((follows, events))
+        return events
+
+    def pull(self) -> None:
+        """Takes what has changed since the last call."""
+        self.changed(self._take())
+
+    def changed(self, news: KeyChanges) -> None:
+        """Notes changes in the logs of all subscribers that follow."""
+        lists = [list(keys) for keys in news]
+        for follows, events in self._subscribers:
+            if follows():
+                events.note(*lists)
+            else:
+                events.forget()
+
+
 class JoinAgent:
     """Keeps one instance joined to one conductor."""
 
@@ -141,6 +173,7 @@ class JoinAgent:
         report: InstanceReport,
         *,
         wake: AgentWake | None = None,
+        feed: KeyChangeFeed | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
         keys_per_message: int = KEYS_PER_MESSAGE,
@@ -152,6 +185,7 @@ class JoinAgent:
             conductor_address: "host:port".
             report: what the instance reports.
             wake: rung when load or keys have changed, if other code than the agent's caller notices the change.
+            feed: changes of keys that several agents share; None = the agent takes them from `report`.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
             keys_per_message: keys in one message at most.
@@ -162,7 +196,8 @@ class JoinAgent:
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
-        self._events = KVEventLog()
+        self._feed = feed or KeyChangeFeed(report.take_events)
+        self._events = self._feed.subscribe(lambda: self.follows)
         self._wake = wake or AgentWake()
         self._resync = False
         self._heartbeat_s = 1.0
@@ -277,7 +312,7 @@ class JoinAgent:
     async def _send_snapshot(self, call: _JoinCall) -> None:
         """Send a snapshot, and between its steps what changes meanwhile."""
         self.follows = True
-        self._take_events()
+        self._feed.pull()
         self._events.forget()
         for step in snapshot_messages(self._report.held, self._keys_per_message):
             for message in self._events.numbered(step):
@@ -285,12 +320,9 @@ class JoinAgent:
             await self._send_changes(call)
 
     async def _send_changes(self, call: _JoinCall) -> None:
-        self._take_events()
+        self._feed.pull()
         while (message := self._events.next_message(self._keys_per_message)) is not None:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
-
-    def _take_events(self) -> None:
-        self._events.note(*self._report.take_events())
 
     async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
         """Sends a message and waits until it is being written, so that a snapshot does not pile up."""
@@ -320,38 +352,6 @@ class ChangeBell:
             wake.ring(soon=soon)
 
 
-class KeyChangeFeed:
-    """Changes of the keys, for several readers: the net effect per key since each has asked last.
-
-    A reader that does not follow misses changes: it begins with a snapshot.
-    """
-
-    def __init__(self, take: Callable[[], KeyChanges]) -> None:
-        """Reads from `take`, which tells each change once."""
-        self._take = take
-        self._readers: list[tuple[Callable[[], bool], NetChanges]] = []
-
-    def reader(self, follows: Callable[[], bool]) -> Callable[[], KeyChanges]:
-        """A function that takes one reader's changes; `follows()`: whether the reader needs changes now."""
-        changes = NetChanges()
-        self._readers.append((follows, changes))
-
-        def take() -> KeyChanges:
-            self.changed(self._take())
-            return changes.take()
-
-        return take
-
-    def changed(self, news: KeyChanges) -> None:
-        """Notes changes for all readers that follow."""
-        lists = [list(keys) for keys in news]
-        for follows, changes in self._readers:
-            if follows():
-                changes.note(*lists)
-            else:
-                changes.clear()
-
-
 class ClusterMembership:
     """Keeps one instance joined to all conductors of a list."""
 
@@ -365,9 +365,8 @@ class ClusterMembership:
         self._bell = bell or ChangeBell()
         self._changes = KeyChangeFeed(report.take_events)
         self._agents: list[JoinAgent] = []
-        for number, address in enumerate(conductors):
-            take = self._changes.reader(lambda number=number: self._agents[number].follows)  # type: ignore[misc]
-            agent = JoinAgent(channels, address, replace(report, take_events=take), wake=self._bell.add())
+        for address in conductors:
+            agent = JoinAgent(channels, address, report, wake=self._bell.add(), feed=self._changes)
             self._agents.append(agent)
 
     def changed(self, news: KeyChanges) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from moonpool.cluster import ClusterMembership, HeldKeys, InstanceReport
 from moonpool.cluster.join import KeyChangeFeed
+from moonpool.cluster.kv_events import KVEventLog
 from moonpool.errors import Mismatch
 from moonpool.kv.blocks import KeyChanges
 from moonpool.rpc.channels import Channels
@@ -101,20 +102,27 @@ async def test_a_conductor_that_serves_something_else_is_an_error_though_another
 def test_who_does_not_follow_keeps_nothing_and_who_does_gets_the_net_effect() -> None:
     instance = Instance()
     news, following = KeyChangeFeed(instance.take), {"late": False}
-    early, late = news.reader(lambda: True), news.reader(lambda: following["late"])
+    early, late = news.subscribe(lambda: True), news.subscribe(lambda: following["late"])
+
+    def told(events: KVEventLog) -> tuple[bytes, bytes, bytes] | None:
+        """The next message: keys stored, removed and cooled."""
+        news.pull()
+        message = events.next_message()
+        return None if message is None else (message.stored_keys, message.removed_keys, message.cooled_keys)
+
     instance.change(KEYS[0])
-    assert early() == ([KEYS[0]], [], [])
+    assert told(early) == (KEYS[0], b"", b"")
     following["late"] = True
     instance.change(KEYS[1])
-    assert early() == ([KEYS[1]], [], [])
+    assert told(early) == (KEYS[1], b"", b"")
     instance.change(KEYS[1], here=False)
     instance.change(KEYS[2])
-    assert early() == ([KEYS[2]], [KEYS[1]], [])
-    assert late() == ([KEYS[2]], [KEYS[1]], []), "once, as it ended"
-    assert late() == ([], [], [])
+    assert told(early) == (KEYS[2], KEYS[1], b"")
+    assert told(late) == (KEYS[2], KEYS[1], b""), "once, as it ended"
+    assert told(late) is None
     following["late"] = False
     news.changed(KeyChanges([KEYS[0]], [KEYS[2]], [KEYS[1]]))
     following["late"] = True
     news.changed(KeyChanges([KEYS[2]], [], [KEYS[0]]))
-    assert early() == ([KEYS[2], KEYS[0]], [], [KEYS[1], KEYS[0]])
-    assert late() == ([KEYS[2]], [], [KEYS[0]])
+    assert told(early) == (KEYS[2] + KEYS[0], b"", KEYS[1] + KEYS[0])
+    assert told(late) == (KEYS[2], b"", KEYS[0])
