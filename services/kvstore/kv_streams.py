@@ -112,10 +112,12 @@ class MemoryWaitQueue:
     async def get(
         self, attempt: Callable[[], T | None], undo: Callable[[T], None], timeout_s: float, *, group: Hashable = None
     ) -> T:
-        """Runs `attempt` until the result is not None (None: there is no room); returns the result.
+        """Runs `attempt` until there is room, which is when the result is not None; returns the result.
 
-        `undo` takes back a result that came after the caller was cancelled. Raises DeadlineExceeded if there was no
-        room within `timeout_s`, or too many wait already.
+        `undo` takes back a result that came after the caller was cancelled.
+
+        Raises:
+            DeadlineExceeded: there was no room within `timeout_s`, or too many callers wait already.
         """
         if len(self) >= self._max_waiting:
             raise DeadlineExceeded("no room, and many others wait for it")

@@ -31,10 +31,12 @@ _COUNTS = struct.Struct("<QQ")
 
 
 class RecordStore:
-    """The records of one store. Blocking to open; without `folders` they are in memory only.
+    """The records of one store. Blocking to open; without `folders` in memory only.
 
-    `deletions` are those that the records, or conductors, have named, carried out here or not. Raises ConfigError
-    naming `data_dir` when what is there, of several folders all, cannot be read.
+    `deletions`: every deletion that records or conductors have named, carried out here or not.
+
+    Raises:
+        ConfigError: none of the folders can be read; names `data_dir`.
     """
 
     def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = world.unix_time) -> None:

@@ -106,7 +106,11 @@ class ReadLeases:
         return lease
 
     def begin(self, lease: ReadLease) -> ReadLease:
-        """Opens a lease that holds nothing yet; raises Overloaded when too many are open."""
+        """Opens a lease that holds nothing yet.
+
+        Raises:
+            Overloaded: too many leases are open.
+        """
         if self.leases >= self._max_sessions or self.open_keys + len(lease.keys) > MAX_OPEN_KEYS:
             raise Overloaded("too many reading sessions", reason="kvstore_sessions", retry_after_s=RETRY_AFTER_S)
         self.open_keys += len(lease.keys)
@@ -115,9 +119,10 @@ class ReadLeases:
         return lease
 
     def extend(self, lease: ReadLease) -> bool:
-        """Leases a portion of the leading blocks of the chain that are here; whether there may be more.
+        """Leases a portion of the chain's leading blocks; returns whether there may be more.
 
-        Raises Overloaded, and closes the lease, when leases keep so much DRAM that not even the first can be had.
+        Raises:
+            Overloaded: leases keep so much DRAM that not even the first block fits; the lease is closed.
         """
         end = min(lease.blocks + PORTION_KEYS, len(lease.keys))
         dram, keys = self.tiers.dram, lease.keys[lease.blocks : end]

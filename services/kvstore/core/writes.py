@@ -277,12 +277,22 @@ class WriteSessions:
     def open(
         self, spec: PutSpec, on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None], *, now: float = 0.0
     ) -> PutSession | None:
-        """Opens a session; evicts and reserves nothing, since that is done when data comes.
+        """Opens a session. Evicts and reserves nothing: both happen when data comes.
 
-        `on_visible` is told indices of blocks that others can read from now on, `on_durable` of those that survive a
-        restart, present ones among them, `on_ended` that the session has ended, as blocks of it were deleted or found
-        damaged. Returns None while there is no room for one more block; `StoreListener.room` tells when to try again.
-        Raises InvalidRequest if it can never be opened, Overloaded if too many are, or others' pins leave too little.
+        Args:
+            spec: the blocks, and the layers and heads of them that the writer brings.
+            on_visible: called with indices of blocks that readers find from now on.
+            on_durable: called with indices of blocks that survive a restart, also of blocks that were present.
+            on_ended: called if the session ends because some of its blocks were deleted or found damaged.
+            now: seconds, for the end of pins.
+
+        Returns:
+            The session; None while there is no room for one more block. `StoreListener.room` tells when to try again.
+
+        Raises:
+            InvalidRequest: the session can never be opened.
+            DeletedBlocksError: the blocks may be older than a deletion.
+            Overloaded: too many sessions are open, or pins of others leave too little DRAM.
         """
         self.check_not_deleted(spec)
         if len(self.sessions) >= self._max_sessions or self.open_keys + len(spec.keys) > MAX_OPEN_KEYS:
@@ -379,10 +389,12 @@ class WriteSessions:
         return [index for index in indices if self._tiers.durable(session.spec.keys[index])]
 
     def reserve(self, session: PutSession, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
-        """Reserves DRAM for those blocks of a frame whose first bytes it brings, all or (False) none.
+        """Reserves DRAM for the blocks that begin with a frame: for all of them, or (False) for none.
 
-        Where there is room, the session's next blocks get theirs too: as much as it has had so far. Raises Overloaded
-        when pins and guarantees of others leave too little; the session must be closed then.
+        If there is room, the session's next blocks get room too: as many bytes as the session has had so far.
+
+        Raises:
+            Overloaded: pins and guarantees of others leave too little; the caller must close the session.
         """
         starting = session.unreserved_of(runs)
         if not starting:
@@ -469,7 +481,11 @@ class WriteSessions:
         self._tiers.listener.sessions_changed()
 
     def check_not_deleted(self, spec: PutSpec) -> None:
-        """Raises DeletedBlocks if a deletion of a session's blocks is known here of which its writer does not know."""
+        """Checks that the writer knows of all deletions that concern a session's blocks.
+
+        Raises:
+            DeletedBlocksError: the writer does not know of one; its blocks may be older.
+        """
         if self.deletions:
             known = self.deletions.matching(spec.keys, spec.tenant, spec.format.namespace)
             if not set(spec.forgotten).issuperset(known):

@@ -140,9 +140,12 @@ class Arena:
         return sum(len(each.slabs) * each.slab_bytes for each in self.classes.values())
 
     def allocate(self, nbytes: int, *, ahead: bool = True) -> memoryview:
-        """Writable memory of undefined content; raises Overloaded when the operating system gives none.
+        """Writable memory of undefined content.
 
-        Not `ahead`: other threads write to it, page by page.
+        Not `ahead`: other threads write to the memory, page by page.
+
+        Raises:
+            Overloaded: the operating system gives no memory.
         """
         assert nbytes > 0
         self.collect()

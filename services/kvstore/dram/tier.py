@@ -63,9 +63,11 @@ class DramTier(PartTable[DramBlock]):
         return self.capacity_bytes - self.block_bytes - self.reserved.total_bytes
 
     def check_possible(self, nbytes: int, tenant: str, now: float) -> None:
-        """Checks that `reserve` can succeed once nothing is held or reserved any more.
+        """Checks that `reserve` can succeed once holds and reservations have ended.
 
-        Raises InvalidRequest if it never can, Overloaded while pins or guarantees of others leave too little.
+        Raises:
+            InvalidRequest: `reserve` can never succeed.
+            Overloaded: pins or guarantees of others leave too little now.
         """
         if nbytes > self.capacity_bytes:
             raise InvalidRequest("keys", f"the session needs {nbytes} bytes, all DRAM has {self.capacity_bytes}")

@@ -215,8 +215,13 @@ class Pins:
     ) -> tuple[PinOutcome, list[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
-        Call `expire` first: a pin whose time is over still counts here. Also returns the keys that may be pinned or no
-        longer pinned by this. Raises Overloaded when there are too many pins or keys in pins.
+        Call `expire` first: a pin whose time is over still counts.
+
+        Returns:
+            The outcome, and the keys whose state may have changed.
+
+        Raises:
+            Overloaded: there are too many pins, or too many keys in pins.
         """
         _check(tenant, name, keys, ttl_s)
         others = [pin for place, pin in self.by_name.items() if place != (tenant, name)]

@@ -313,11 +313,15 @@ class IndexChange:
 
 
 class Index:
-    """The LMDB database in a folder. It is whole with its first commit; `load` refuses it before.
+    """The LMDB database in a folder. The database is whole with the first commit; `load` refuses it before.
 
-    Without `files` it is a look, which changes and makes nothing. The memory map of `map_bytes` is doubled whenever it
-    is full. With `sync` a commit survives a loss of power; else only the death of this process. Raises IndexLostError
-    when the files there are not a usable LMDB database, OSError or lmdb.Error when the folder cannot be written.
+    Without `files` the index is read only. The memory map of `map_bytes` is doubled whenever the map is full. With
+    `sync` a commit survives a loss of power, else only the death of this process.
+
+    Raises:
+        IndexLostError: the files there are not a usable LMDB database.
+        OSError: the folder cannot be written.
+        lmdb.Error: the folder cannot be written.
     """
 
     def __init__(self, files: FileLayer | None, path: Path, map_bytes: int = MAP_BYTES, *, sync: bool = True) -> None:
@@ -340,7 +344,11 @@ class Index:
             on_error.pop_all()
 
     def load(self) -> IndexImage:
-        """Reads everything. Raises IndexLostError when nothing was ever committed, or what was is not readable."""
+        """Reads everything.
+
+        Raises:
+            IndexLostError: nothing was ever committed, or the content is not readable.
+        """
         with _lost_if_damaged((lmdb.Error, struct.error, DecodeError, UnicodeDecodeError)), self._env.begin() as txn:
             version = txn.get(_VERSION_KEY, db=self._meta)
             if version != _VERSION:

@@ -70,9 +70,12 @@ class RecordHeader:
         return self.header_bytes + _align(self.info.nbytes)
 
     def check_slices(self, first: int, data: memoryview, hashes: Sequence[int] = ()) -> list[int]:
-        """Verifies consecutive layers' bytes, whose `hashes` may have been made; these, bound to the block.
+        """Verifies the bytes of consecutive layers; returns their hashes, bound to the block.
 
-        Raises BadRecordError: they are not what was written.
+        `hashes` are those of the bytes, if they were made already.
+
+        Raises:
+            BadRecordError: the bytes are not the bytes that were written.
         """
         size, (of_key,) = self.info.format.layout.slice_bytes, key_bindings([self.info.key])
         layers = range(first, first + len(data) // size)

@@ -53,9 +53,10 @@ Durability = Literal["power", "process"]  # whose loss a committed block survive
 
 
 class DataFolder:
-    """A locked data folder, made if need be, of the disk with that number. `durability`: what commits survive now.
+    """A locked data folder, made if need be, of the disk with that number. `durability`: what commits survive.
 
-    Raises ConfigError naming `data_dir` when it cannot be made or written, or another process has it.
+    Raises:
+        ConfigError: the folder cannot be made or written, or another process has it; names `data_dir`.
     """
 
     def __init__(self, path: Path, files: FileLayer, durability: Durability = "power", disk: int = 0) -> None:
@@ -342,7 +343,8 @@ class VerifyReport:
 def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
     """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
 
-    Raises ConfigError when `path` holds no store, cannot be read, or is used by a kvstore.
+    Raises:
+        ConfigError: `path` holds no store, cannot be read, or is used by a kvstore.
     """
     try:
         lock = (path / "lock").open("rb")

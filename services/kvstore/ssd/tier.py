@@ -409,12 +409,22 @@ def open_tier(
     files: Sequence[FileLayer] = (),
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
-    """Blocking. Locks data folders, made if need be, finds out what they hold, and opens the tier on them.
+    """Opens the SSD tier on data folders: locks the folders, made if need be, and reads what they hold. Blocking.
 
-    Each may have `capacity_bytes`. At `segment_bytes` a segment is closed and the next begun; a larger record gets one
-    of its own. Blocks that `admission` knows as pinned stay, and those that `account` guarantees, which is kept up to
-    date. `map_bytes` is the size of an index's memory map to begin with. Of several folders those that cannot be used
-    are left out; raises ConfigError naming `data_dir` when none can.
+    If some of several folders cannot be used, the tier leaves them out.
+
+    Args:
+        paths: data folders, one a disk.
+        capacity_bytes: bytes that each folder may have.
+        segment_bytes: size at which a segment is closed and the next begins. A larger record gets a segment of its own.
+        durability: what commits survive.
+        account: bytes by tenant, which the tier keeps up to date; guaranteed blocks stay.
+        admission: which blocks the tier takes; pinned blocks stay.
+        files: file access of each folder; empty = as usual.
+        map_bytes: first size of an index's memory map.
+
+    Raises:
+        ConfigError: no folder can be used; names `data_dir`.
     """
     admission, catalogue, disks = admission or SsdAdmission(), Catalogue(account), list[Disk]()
     layers = files or [FileLayer(direct=durability == "power", max_open=MAX_OPEN // len(paths)) for _ in paths]
