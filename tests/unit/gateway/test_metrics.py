@@ -40,5 +40,6 @@ async def test_names_keep_their_colons_in_open_metrics(escaping: str) -> None:
         await gateway.chat()
         response = await gateway.http.get("/metrics", headers={"Accept": accept})
     assert response.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
-    samples = {sample.name for family in text_string_to_metric_families(response.text) for sample in family.samples}
+    families = text_string_to_metric_families(response.text)  # type: ignore[no-untyped-call]
+    samples = {sample.name for family in families for sample in family.samples}
     assert {"vllm:num_requests_waiting", "vllm:prompt_tokens_total"} <= samples

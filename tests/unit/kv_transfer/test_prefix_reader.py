@@ -166,7 +166,7 @@ def test_each_slice_that_lands_is_verified(layers: range) -> None:
         buffer = read.receive_into(message, len(data) * SLICE)
         assert buffer is not None
         damaged = bytes([data[bad][0] ^ 1]) + data[bad][1:]
-        assert buffer.take(b"".join([*data[:bad], damaged, *data[bad + 1 :]]), filled.append)
+        assert buffer.take(memoryview(b"".join([*data[:bad], damaged, *data[bad + 1 :]])), filled.append)
         with pytest.raises(DamagedSliceError):
             filled[0].report()
         assert read.damaged_key == KEYS[cell[1]]
