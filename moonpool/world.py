@@ -1,4 +1,4 @@
-"""What a process takes from outside: time, random numbers, threads and gRPC connections.
+"""What a process takes from outside: time, random numbers, threads, gRPC connections and its own use of the machine.
 
 Services, streams, clients and stores take them from here alone. `CURRENT` is the real world unless the running
 `contextvars` context has another: tests run the services on a virtual clock, in one process (`tests/world`).
@@ -7,12 +7,14 @@ A task, a timer and a callback have the world of the code that began them. A thr
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -49,6 +51,33 @@ class Draws:
 
     bits: Callable[[int], int] = secrets.randbits
     bytes: Callable[[int], bytes] = secrets.token_bytes
+
+
+def _resident_bytes() -> float:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0.0
+
+
+def _open_files() -> float:
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the process holds of the machine, known on Linux only and 0 elsewhere.
+
+    Attributes:
+        resident_bytes: resident memory.
+        open_files: number of open files.
+    """
+
+    resident_bytes: Callable[[], float] = _resident_bytes
+    open_files: Callable[[], float] = _open_files
 
 
 class Network(Protocol):
@@ -92,12 +121,14 @@ class World:
         draws: random numbers.
         network: gRPC servers and channels.
         thread_pool: an executor of so many workers, named so, beside the event loop.
+        usage: memory and files of the process.
     """
 
     clock: Clock = field(default_factory=Clock)
     draws: Draws = field(default_factory=Draws)
     network: Network = field(default_factory=GrpcNetwork)
     thread_pool: Callable[[int, str], Executor] = ThreadPoolExecutor
+    usage: Usage = field(default_factory=Usage)
 
 
 CURRENT: ContextVar[World] = ContextVar("world", default=World())  # noqa: B039 - a World never changes

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
 
+from moonpool import world
 from moonpool.v1 import kv_pb2
 
 S = TypeVar("S")
@@ -116,26 +115,18 @@ def _reported_name(name: str, labels: Mapping[str, str]) -> str:
     return f"{name}{{{','.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in labels.items())}}}"
 
 
-def _resident_bytes(_: None) -> float:
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0.0
-
-
-def _open_files(_: None) -> float:
-    try:
-        return len(os.listdir("/proc/self/fd"))
-    except OSError:
-        return 0.0
-
-
 PROCESS_METRICS: tuple[Metric[None], ...] = (
     Metric("tasks", "Tasks on the event loop.", lambda _: len(asyncio.all_tasks())),
     Metric(
-        "resident_bytes", "Resident memory of the process in bytes; 0 on systems other than Linux.", _resident_bytes
+        "resident_bytes",
+        "Resident memory of the process in bytes; 0 on systems other than Linux.",
+        lambda _: world.CURRENT.get().usage.resident_bytes(),
     ),
-    Metric("open_files", "Open file descriptors of the process; 0 on systems other than Linux.", _open_files),
+    Metric(
+        "open_files",
+        "Open file descriptors of the process; 0 on systems other than Linux.",
+        lambda _: world.CURRENT.get().usage.open_files(),
+    ),
 )
 """What every service process reports."""
 

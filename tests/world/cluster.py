@@ -83,6 +83,8 @@ STATS: dict[str, Callable[[Any], Awaitable[Any]]] = {
         decode_pb2.DecodeStatsRequest(), timeout=ASK_S
     ),
 }
+USAGE = world.Usage(lambda: 0.0, lambda: 0.0)
+"""Nodes share one real process, whose memory and files say nothing of a node."""
 
 
 class Simulation:
@@ -101,7 +103,9 @@ class Simulation:
         clock = world.Clock(self.time.monotonic, self.time.monotonic_ns, lambda: EPOCH_S + self.time.now + node.skew_s)
         NODE.set(node)
         world.CURRENT.set(
-            world.World(clock, world.Draws(numbers.getrandbits, numbers.randbytes), self.network, InlineExecutor)
+            world.World(
+                clock, world.Draws(numbers.getrandbits, numbers.randbytes), self.network, InlineExecutor, USAGE
+            )
         )
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:

@@ -85,7 +85,7 @@ class Storm:
             for service in self._cluster.services.values():
                 if service.task.done():
                     self.bad.append(f"{service.node} has ended: {service.task.exception()!r}")
-            log = self._simulation.log.digest  # gauges, which are asked next, tell the real process's memory too
+            log = self._simulation.log.digest  # some gauges of kvstores, which are asked next, tell the real memory
             try:
                 await self._cluster.rest()
             except AssertionError as error:
