@@ -115,14 +115,12 @@ class TakeoverState:
     """What another conductor needs to take a request over.
 
     Attributes:
-        resumable: another conductor may take it over; its output is kept for a while after its end.
-        fence: number of the last takeover; a higher one wins.
+        fence: number of the last takeover; a higher number wins.
         known_tokens: for each sequence, tokens known behind its first one; until it begins.
         known_keys: keys of the blocks that these tokens fill.
     """
 
-    resumable: bool = False
-    fence: int = 0
+    fence: int
     known_tokens: tuple[int, ...] = ()
     known_keys: tuple[tuple[BlockKey, ...], ...] = ()
 
@@ -159,13 +157,10 @@ class DecodeRequest:
     right.
 
     Attributes:
-        id: of the request and its first sequence; further sequences have the ids that follow.
+        asked: what the conductor asked for.
         sequences: one until the request starts, then all that have not ended, at most the width.
-        spec: what was asked for: prompt, width, tenant.
-        total_tokens: most tokens of a sequence.
-        tbt_slo_s: promised seconds between tokens; 0 = none.
-        conductor: identity of its conductor; "" = unknown.
-        stores: kvstores that its full blocks are written to.
+        tbt_slo_s: promised seconds between tokens; 0 = none, or none any more.
+        conductor: identity of the conductor that has the request now; "" = unknown.
         rank: time of arrival, later for a lower priority (`moonpool.scheduling.fair_share.priority_rank`).
         owner: tenant of its KV, and whether its blocks may be kept.
         starts_at: when it is expected to start, seconds.
@@ -185,13 +180,10 @@ class DecodeRequest:
         preemption: how it was preempted.
     """
 
-    id: int
+    asked: ReserveBlocks
     sequences: list[RequestSequence]
-    spec: EngineRequest
-    total_tokens: int
     tbt_slo_s: float
     conductor: str
-    stores: int
     rank: float
     owner: KVOwner
     starts_at: float
@@ -216,20 +208,37 @@ class DecodeRequest:
         first = RequestSequence(event.id, list(spec.keys), spec.tokens, stored=[len(spec.keys)] * event.stores)
         longest = event.total_tokens - spec.prompt_tokens
         return cls(
-            id=event.id,
+            asked=event,
             sequences=[first],
-            spec=spec,
-            total_tokens=event.total_tokens,
             tbt_slo_s=event.tbt_slo_s,
             conductor=event.conductor,
-            stores=event.stores,
             rank=priority_rank(now, spec.priority),
             owner=KVOwner(spec.tenant, spec.transient),
             starts_at=now + event.starts_in_s,
             until=until,
-            takeover=TakeoverState(event.resumable, event.fence),
+            takeover=TakeoverState(event.fence),
             search=BeamSearch(spec.width, longest, event.search) if event.search is not None else None,
         )
+
+    @property
+    def id(self) -> int:
+        """Id of the request and its first sequence; further sequences have the ids that follow."""
+        return self.asked.id
+
+    @property
+    def spec(self) -> EngineRequest:
+        """The request's record: prompt, width, tenant."""
+        return self.asked.request
+
+    @property
+    def total_tokens(self) -> int:
+        """Most tokens of a sequence."""
+        return self.asked.total_tokens
+
+    @property
+    def stores(self) -> int:
+        """Number of kvstores that its full blocks are written to."""
+        return self.asked.stores
 
     def set_status(self, status: RequestStatus) -> None:
         """Changes the status, along `TRANSITIONS` only."""

@@ -237,7 +237,7 @@ class OrphanedRequests:
     def request_ended(self, request: DecodeRequest) -> None:
         """A request has ended: its output is kept if it may be asked for."""
         self._clear_grace(request)
-        retained = request.takeover.resumable and request.is_started
+        retained = request.asked.resumable and request.is_started
         self._state.act(RequestFreed(request.id, retained))
         if retained:
             self.retained.keep_ended(request)
@@ -340,7 +340,7 @@ class OrphanedRequests:
 
 
 def _may_be_adopted(request: DecodeRequest) -> bool:
-    return request.takeover.resumable and request.is_started and request.status is not RequestStatus.FINISHING
+    return request.asked.resumable and request.is_started and request.status is not RequestStatus.FINISHING
 
 
 _RequestEvent = TransferOpened | TransferProgress | TransferComplete | StartDecoding | ComputePrompt | AbortRequest
@@ -558,7 +558,7 @@ class DecodeScheduler:
         there = conductor in self._streams.values()
         for request in list(self.requests.values()):
             on_stream = request.stream == event.stream and request.status is not RequestStatus.FINISHING
-            if on_stream and request.takeover.resumable and not there:
+            if on_stream and request.asked.resumable and not there:
                 self.orphans.orphan(request)
             elif on_stream or (conductor and not there and not request.is_started and request.conductor == conductor):
                 self._abort([request], "the conductor's stream ended")

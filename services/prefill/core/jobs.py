@@ -225,17 +225,13 @@ class PrefillJob:
     """One prompt.
 
     Attributes:
-        number: of the job.
-        spec: what was asked for: tokens, keys, tenant.
-        sources: instances that a prefix may be loaded from, best first.
-        copies: kvstores that blocks are written to.
+        asked: what the conductor asked for.
         outgoing: KV on its way to decode; None = the KV is not sent.
         added_at: when the job was queued, seconds.
         queue_key: place in the fair queue.
         expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
         owner: tenant of its KV, and whether its blocks may be kept.
         shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until its first step.
-        reuse: cached and stored blocks may be used; False = every token is computed.
         status: set by `set_status` only.
         first_step_at: when its first step was planned, seconds.
         token_at: when it was computed, seconds.
@@ -249,17 +245,13 @@ class PrefillJob:
         put_until: for each copy, blocks before this index were written or need not be.
     """
 
-    number: int
-    spec: EngineRequest
-    sources: tuple[KVSource, ...]
-    copies: tuple[WriteBackTarget, ...]
+    asked: SubmitJob
     outgoing: OutgoingKV | None
     added_at: float
     queue_key: QueueKey
     expected_tokens: int
     owner: KVOwner
     shared_tokens: int = 0
-    reuse: bool = True
     status: JobStatus = JobStatus.WAITING
     first_step_at: float | None = None
     token_at: float | None = None
@@ -278,13 +270,35 @@ class PrefillJob:
         spec, outgoing = event.request, None
         if event.held_blocks is not None:
             outgoing = OutgoingKV.of(settings.layers, settings.blocks_for(spec.tokens), event.held_blocks)
-        sources = event.sources if event.reuse else ()
-        believed = max((source.blocks for source in sources), default=0)
+        believed = max((source.blocks for source in event.sources), default=0) if event.reuse else 0
         expected = settings.reused_tokens(spec.tokens, believed)
         place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.job, spec.weight)
-        given = event.job, spec, sources, event.copies
-        owner = KVOwner(spec.tenant, spec.transient)
-        return cls(*given, outgoing, now, place, expected, owner, reuse=event.reuse)
+        return cls(event, outgoing, now, place, expected, KVOwner(spec.tenant, spec.transient))
+
+    @property
+    def number(self) -> int:
+        """Number of the job."""
+        return self.asked.job
+
+    @property
+    def spec(self) -> EngineRequest:
+        """The request's record: tokens, keys, tenant."""
+        return self.asked.request
+
+    @property
+    def reuse(self) -> bool:
+        """Whether cached and stored blocks may be used; otherwise every token is computed."""
+        return self.asked.reuse
+
+    @property
+    def sources(self) -> tuple[KVSource, ...]:
+        """Instances that a prefix may be loaded from, best first."""
+        return self.asked.sources if self.asked.reuse else ()
+
+    @property
+    def copies(self) -> tuple[WriteBackTarget, ...]:
+        """Kvstores that blocks are written to."""
+        return self.asked.copies
 
     def set_status(self, status: JobStatus) -> None:
         """Changes the status, along `TRANSITIONS` only."""

@@ -239,7 +239,7 @@ class DecodeMachine(RuleBasedStateMachine):
         world = self.world
         number = self.begun[pick % len(self.begun)]
         live, before = world.core.requests.get(number), world.followers.get(number)
-        there = live is not None and live.takeover.resumable and live.status is not RequestStatus.FINISHING
+        there = live is not None and live.asked.resumable and live.status is not RequestStatus.FINISHING
         there = there or number in world.logged
         fence = self.fences.get(number, 0) + higher
         out = [
