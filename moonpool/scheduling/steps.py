@@ -179,13 +179,11 @@ class StepResult:
 
 @frozen
 class SequenceSampling:
-    """How the tokens of one sequence are chosen and when they end."""
+    """How the tokens of a request's sequences are chosen, and when they end."""
 
     prompt_tokens: int
     """Length of the original prompt: the token after it has output position 0, also in a continued stream."""
     params: SamplingParams = GREEDY
-    sample_index: int = 0
-    """Which of the request's samples; see `moonpool.sampling_params.stream_seed`."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence (already without end-of-sequence tokens when those are ignored)."""
     banned_token_ids: tuple[int, ...] = ()
@@ -225,15 +223,16 @@ class SequenceSampling:
         """Longest the sequence can become, prompt and output, where the model takes `model_tokens`."""
         return min(self.prompt_tokens + self.params.max_tokens, model_tokens)
 
-    def at(self, tokens: "array[int]") -> SampleSpec:
+    def at(self, tokens: "array[int]", sample_index: int = 0) -> SampleSpec:
         """Parameters for sampling the token after `tokens` (the prompt and everything generated so far).
 
-        After the prompt alone that is the first token of each of the request's samples.
+        After the prompt alone that is the first token of each of the request's samples. `sample_index`: which of the
+        samples has these tokens; see `moonpool.sampling_params.stream_seed`.
         """
         position = len(tokens) - self.prompt_tokens
         return SampleSpec(
             self.params,
-            seed=stream_seed(self.params.seed or 0, self.sample_index),
+            seed=stream_seed(self.params.seed or 0, sample_index),
             samples=1 if position else self.params.n,
             best=self.candidates,
             position=position,

@@ -108,22 +108,20 @@ class _OpenCall:
     """A `Generate` call that has not ended.
 
     Attributes:
-        tenant: whose request it is.
-        resume: what the client said, if it resumes the request.
+        message: the client's.
         session: the request, once it was read.
         limit: of the time to send everything.
     """
 
-    tenant: str
-    resume: conductor_pb2.Resume | None
+    message: conductor_pb2.GenerateRequest
     session: Session | None = None
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
         """Whether the client resumes once more while its earlier call is still being read."""
-        this, before = self.resume, earlier.resume
-        if earlier.session is not None or this is None or before is None:
+        if earlier.session is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
             return False
+        this, before = self.message.resume, earlier.message.resume
         return hmac.compare_digest(this.point.secret, before.point.secret) and this.count > before.count
 
     def replaced(self) -> None:
@@ -200,7 +198,7 @@ class ConductorServicer:
     def _enter(self, message: conductor_pb2.GenerateRequest, request_id: str) -> _OpenCall:
         """Add a call to the open ones. A call that resumes an open request gets that request's session."""
         earlier = self._calls.get(request_id)
-        call = _OpenCall(message.tenant, message.resume if message.HasField("resume") else None)
+        call = _OpenCall(message)
         if earlier is None:
             self._check_queue(message.tenant)
         elif call.repeats(earlier):
@@ -234,7 +232,7 @@ class ConductorServicer:
             self._dispatcher.client_left(session, outgoing)
 
     def _tenants(self) -> Counter[str]:
-        return Counter([call.tenant for call in self._calls.values()])
+        return Counter([call.message.tenant for call in self._calls.values()])
 
     def _weight_of(self, tenant: str) -> float:
         return weight_of(tenant, self._config.tenant_weights)

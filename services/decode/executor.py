@@ -70,9 +70,11 @@ from services.decode.live_requests import (
     LiveRequestTable,
     LiveSequence,
     OutputLog,
+    RequestOutput,
     Subscriber,
     conductor_identity,
     search_rules_of,
+    stores_of,
 )
 
 MAX_GENERATION = (1 << 32) - 1
@@ -338,20 +340,8 @@ class DecodeExecutor:
 
     # --- requests --------------------------------------------------------------------------------------------------
 
-    def reserve(
-        self,
-        incoming: IncomingRequest,
-        stores: Sequence[kv_pb2.Instance],
-        tbt_slo_s: float,
-        conductor: kv_pb2.Instance | None,
-        starts_in_s: float,
-        *,
-        secret: bytes = b"",
-        fence: int = 0,
-    ) -> tuple[LiveRequest, float]:
-        """Reserves blocks for a request; `tbt_slo_s` is kept from `starts_in_s` seconds on.
-
-        A conductor that knows the `secret`, if there is one, may take the request over with a higher `fence`.
+    def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> tuple[LiveRequest, float]:
+        """Reserves blocks for a request, as the checked message `asked` wants them.
 
         Returns:
             The request, and the predicted seconds between its tokens.
@@ -363,18 +353,31 @@ class DecodeExecutor:
         """
         tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
         number, self._next = self._next, self._next + incoming.spec.width
-        who = "" if conductor is None else conductor_identity(conductor)
-        search = search_rules_of(incoming.sampling.params)
-        asked = incoming.spec, total, tbt_slo_s, who, len(stores), starts_in_s
-        self._order(ReserveBlocks(number, *asked, search, resumable=bool(secret), fence=fence))
+        stores = stores_of(asked)
+        event = ReserveBlocks(
+            number,
+            incoming.spec,
+            total,
+            asked.tbt_slo_s,
+            conductor_identity(asked.conductor),
+            len(stores),
+            asked.starts_in_s,
+            search_rules_of(incoming.sampling.params),
+            resumable=bool(asked.resume_secret),
+            fence=asked.fence,
+        )
+        self._order(event)
         if (answer := self._answers.pop(number, None)) is None:
             raise Unavailable("the instance stops")
         if isinstance(answer, ReservationRefused):
             raise Overloaded(
-                answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=tbt_slo_s, retry_after_s=1.0
+                answer.why, reason=answer.reason, predicted_tbt_s=answer.tbt_s, slo_s=asked.tbt_slo_s, retry_after_s=1.0
             )
         transfer = inbound_transfer(number, self._layout, tokens, answer.held)
-        live = LiveRequest(incoming, stores, transfer, self._clock(), secret, who)
+        output = RequestOutput(
+            incoming.request_id, transfer.generation, asked.resume_secret, incoming.chain_root, answers=[]
+        )
+        live = LiveRequest(incoming, event, stores, transfer, output, self._clock())
         self._live.add(live)
         self.taken += 1
         self.empty.clear()
@@ -580,7 +583,7 @@ class DecodeExecutor:
         match action:
             case FinishSequence(number, reason):
                 sequence = self._live.sequences[number]
-                sequence.finish = kv_pb2.FinishReason.ValueType(reason)
+                sequence.output.finish = kv_pb2.FinishReason.ValueType(reason)
                 sequence.send_new()
             case ForkSequences() | AnswersRanked():
                 live.advance_search(action, self._max_tokens)

@@ -27,7 +27,7 @@ from services.decode.core.actions import (
     RequestAdopted,
     RequestParked,
 )
-from services.decode.core.events import Candidates, SearchRules
+from services.decode.core.events import Candidates, SearchRules, ReserveBlocks
 
 MAX_CANCEL_ANSWERS = 4096
 """Failures, and answers to cancels and resumes, that wait at most.
@@ -148,28 +148,93 @@ def conductor_identity(conductor: kv_pb2.Instance) -> str:
     return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class AnswerOutput:
     """The output of one answer so far.
 
     Attributes:
-        tokens: of the answer, without the prompt.
-        finish: why it has ended by itself; unspecified while it continues.
+        tokens: prompt and answer, once started; grows by each step. The log keeps the answer alone.
+        prompt_tokens: tokens of the prompt in `tokens`.
+        finish: why the answer has ended by itself; unspecified while the answer continues.
         score: of a hypothesis of a search.
-        logprobs: of the tokens from `scored_from` on; None if they are not wanted.
+        logprobs: of the tokens from position `scored_from` on; None if no log probabilities are wanted.
     """
 
-    tokens: "array[int]"
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    prompt_tokens: int = 0
     finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
     score: float | None = None
     logprobs: Logprobs | None = None
     scored_from: int = 0
 
+    @property
+    def length(self) -> int:
+        """Tokens generated so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    def up_to(self, position: int) -> "array[int]":
+        """The answer's tokens before a position."""
+        return self.tokens[self.prompt_tokens : self.prompt_tokens + position]
+
     def send(self, subscriber: Subscriber, request_id: str, choice: int, position: int) -> None:
         """Queues the output from a position on for a conductor; sent at the next `flush`."""
         its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
-        tokens = self.tokens[position:].tolist()
+        tokens = self.tokens[self.prompt_tokens + position :].tolist()
         subscriber.tokens(request_id, position, tokens, self.finish, choice, self.score, its)
+
+    def without_prompt(self) -> Self:
+        """The same output, without the tokens of the prompt."""
+        return replace(self, tokens=self.tokens[self.prompt_tokens :], prompt_tokens=0)
+
+
+@dataclass(slots=True, eq=False)
+class RequestOutput:
+    """The output of a request, and what a takeover must show. The log keeps this record after the request's end.
+
+    Attributes:
+        request_id: id at the conductor.
+        generation: of its transfer.
+        secret: a conductor that knows the secret may take the request over; b"" = none may.
+        chain_root: of its tenant's keys.
+        answers: output of each answer. A search has none before its end.
+        why: why the request has ended early; "" = it has not.
+    """
+
+    request_id: str
+    generation: int
+    secret: bytes
+    chain_root: BlockKey
+    answers: list[AnswerOutput]
+    why: str = ""
+
+    def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
+        """Whether the conductor knows the request, its secret, and each answer up to its position."""
+        named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
+        if not named or not self.secret or not compare_digest(asked.secret, self.secret):
+            return False
+        if len(asked.further) != len(self.answers) - 1:
+            return False
+        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
+        return all(self._knows(answer, *its) for answer, its in zip(self.answers, had, strict=True))
+
+    def _knows(self, answer: AnswerOutput, position: int, digest: bytes) -> bool:
+        if answer.logprobs is not None and position < answer.scored_from:
+            return False  # log probabilities not known here are computed again
+        known = answer.up_to(position)
+        return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
+
+    def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
+        """Sends each answer from its position on."""
+        subscriber.drop(self.request_id)
+        for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
+            answer.send(subscriber, self.request_id, choice, position)
+        if self.why:
+            subscriber.failed(self.request_id, self.why)
+        subscriber.flush()
+
+    def without_prompt(self) -> Self:
+        """The same output, without the tokens of the prompt."""
+        return replace(self, answers=[answer.without_prompt() for answer in self.answers])
 
 
 def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
@@ -189,27 +254,21 @@ class LiveSequence:
     Attributes:
         choice: index of the answer.
         keys: of its full blocks, prompt and answer.
-        sampling: how its tokens are chosen.
+        output: tokens, end and log probabilities.
         table: its block table.
-        tokens: prompt and answer, once started; grows by each step.
-        history: the same for engines that check the content of blocks.
-        finish: why it has ended by itself.
-        stopped: the conductor wants no more of it: nothing more is sent, and it ends with its next token.
-        logprobs: of its tokens from output position `scored_from` on; None if they are not wanted.
+        history: its tokens, for engines that check the content of blocks.
+        stopped: the conductor wants no more of the answer: nothing more is sent, and the answer ends with its next
+            token.
         sent_tokens: generated tokens sent to the conductor.
     """
 
     request: "LiveRequest"
     choice: int
     keys: list[BlockKey]
-    sampling: SequenceSampling
-    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    output: AnswerOutput
     table: tuple[int, ...] = ()
-    tokens: "array[int]" = field(default_factory=lambda: array("i"))
     history: TokenHistory | None = None
     stopped: bool = False
-    logprobs: Logprobs | None = None
-    scored_from: int = 0
     sent_tokens: int = 0
 
     @property
@@ -218,38 +277,39 @@ class LiveSequence:
         return self.request.id + self.choice
 
     @property
-    def output_tokens(self) -> int:
-        """Tokens generated so far."""
-        return len(self.tokens) - self.sampling.prompt_tokens
+    def sampling(self) -> SequenceSampling:
+        """How its tokens are chosen."""
+        return self.request.incoming.sampling
 
     @property
-    def output(self) -> AnswerOutput:
-        """Its output so far."""
-        answer = self.tokens[self.sampling.prompt_tokens :]
-        return AnswerOutput(answer, self.finish, None, self.logprobs, self.scored_from)
+    def tokens(self) -> "array[int]":
+        """Prompt and answer, once started."""
+        return self.output.tokens
 
     def begin(self, *first_tokens: int) -> None:
         """Takes the first token, and those known behind it; a sequence of a search begins with the prompt alone."""
-        self.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
-        self.history = self.request.incoming.history(self.tokens)
-        self.scored_from = self.sent_tokens = self.output_tokens
-        self.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
+        output = self.output
+        output.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
+        self.history = self.request.incoming.history(output.tokens)
+        output.scored_from = self.sent_tokens = output.length
+        output.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
     def take_first(self, logprobs: Logprobs) -> None:
         """Takes the log probabilities of its first token."""
-        if self.logprobs is not None:
-            self.logprobs, self.scored_from = logprobs, self.output_tokens - 1
+        if self.output.logprobs is not None:
+            self.output.logprobs, self.output.scored_from = logprobs, self.output.length - 1
 
     def append(self, token: int, logprobs: Logprobs | None = None) -> None:
         """Takes the next token."""
-        self.tokens.append(token)
-        if self.logprobs is not None and logprobs is not None:
-            self.logprobs.extend(logprobs)
+        self.output.tokens.append(token)
+        if self.output.logprobs is not None and logprobs is not None:
+            self.output.logprobs.extend(logprobs)
 
     def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
         """Why the answer ends with its last token; unspecified if it continues. Called at the end of a run."""
-        self.finish = kv_pb2.FINISH_REASON_STOP if self.stopped else self.sampling.finish(self.tokens, max_tokens)
-        return self.finish
+        stopped, tokens = self.stopped, self.output.tokens
+        self.output.finish = kv_pb2.FINISH_REASON_STOP if stopped else self.sampling.finish(tokens, max_tokens)
+        return self.output.finish
 
     def set_table(self, blocks: tuple[int, ...]) -> None:
         """Sets the block table; the first one also binds the transfer."""
@@ -293,7 +353,7 @@ class LiveSequence:
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
             start=start,
             block_table=self.table[: -(-(start + count + steps - 1) // block_tokens)],
-            sample=self.sampling.at(self.tokens) if sample else None,
+            sample=self.sampling.at(self.tokens, self.choice) if sample else None,
             full_hit=full_hit,
             end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
             history=self.history,
@@ -304,13 +364,11 @@ class LiveSequence:
         request, position = self.request, self.sent_tokens
         if request.subscriber is None or self.stopped:
             return
-        few = self.output_tokens - position < GATHERED_TOKENS
-        if request.gather and few and position and not self.finish and not request.ending:
+        few = self.output.length - position < GATHERED_TOKENS
+        if request.gather and few and position and not self.output.finish and not request.ending:
             return
-        self.sent_tokens = self.output_tokens
-        tokens = self.tokens[self.sampling.prompt_tokens + position :].tolist()
-        its = None if self.logprobs is None else self.logprobs.part(position - self.scored_from)
-        request.subscriber.tokens(request.request_id, position, tokens, self.finish, self.choice, logprobs=its)
+        self.sent_tokens = self.output.length
+        self.output.send(request.subscriber, request.request_id, self.choice, position)
         request.subscriber.flush()
 
 
@@ -321,12 +379,10 @@ class LiveSearch:
     Attributes:
         sequences: those that go on, best first.
         hypotheses: prompt and answer of the hypotheses that the scheduler keeps, by number.
-        answers: the answers, best first, once the search is over.
     """
 
     sequences: list[LiveSequence]
     hypotheses: "dict[int, array[int]]" = field(default_factory=dict)
-    answers: list[AnswerOutput] = field(default_factory=list)
     _following: list[tuple[int, ...]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -346,7 +402,7 @@ class LiveSearch:
         tokens = [self._followed(parent, candidate) for parent, candidate in chosen.forks]
         keys = [list(self.sequences[parent].keys) for parent, _ in chosen.forks]
         for sequence, its_tokens, its_keys in zip(self.sequences, tokens, keys, strict=False):
-            sequence.tokens, sequence.keys = its_tokens, its_keys
+            sequence.output.tokens, sequence.keys = its_tokens, its_keys
             sequence.history = sequence.request.incoming.history(its_tokens)
 
     def _followed(self, parent: int, candidate: int) -> "array[int]":
@@ -358,16 +414,15 @@ class LiveRequest:
     """One request: what was asked for, its transfer, its answers and its conductor.
 
     Attributes:
-        incoming: what was asked for.
+        incoming: the request's record.
+        asked: what the scheduler was asked for.
         stores: kvstores for the answer's full blocks.
         transfer: the transfer of its prompt's KV.
+        output: of all answers, and the secret of takeovers.
         progress_at: when the scheduler was last told of progress of the transfer, seconds.
-        secret: a conductor that knows the secret may take the request over; b"" = none may.
-        promised_to: identity of the conductor that asked for blocks; "" = unknown.
         sequences: its answers.
         search: set if its sequences fork by their candidates.
         ending: the request ends: no KV is received and no token sent for it any more.
-        why: why it ends early; "" = it does not.
         subscriber: gets its tokens; set when it is started.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
         known: for each answer, tokens known behind its first one, and keys of the blocks that these fill.
@@ -375,26 +430,29 @@ class LiveRequest:
     """
 
     incoming: IncomingRequest
+    asked: ReserveBlocks
     stores: Sequence[kv_pb2.Instance]
     transfer: InboundTransfer
+    output: RequestOutput
     progress_at: float
-    secret: bytes = b""
-    promised_to: str = ""
     sequences: list[LiveSequence] = field(default_factory=list)
     search: LiveSearch | None = None
     ending: bool = False
-    why: str = ""
     subscriber: Subscriber | None = None
     send_verdict: Callable[[InboundTransfer], None] | None = None
     known: tuple[tuple[int, ...], tuple[tuple[BlockKey, ...], ...]] = ((), ())
     gather: bool = False
 
     def __post_init__(self) -> None:
+        prompt_tokens = self.incoming.sampling.prompt_tokens
         for choice in range(self.incoming.spec.width):
-            sampling = replace(self.incoming.sampling, sample_index=choice)
-            self.sequences.append(LiveSequence(self, choice, list(self.incoming.spec.keys), sampling))
+            output = AnswerOutput(prompt_tokens=prompt_tokens)
+            self.sequences.append(LiveSequence(self, choice, list(self.incoming.spec.keys), output))
         if self.incoming.sampling.params.deferred:
             self.search = LiveSearch(self.sequences)
+            self.output.answers = [AnswerOutput() for _ in range(self.incoming.sampling.params.n)]
+        else:
+            self.output.answers = [sequence.output for sequence in self.sequences]
 
     def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
         """Takes the first tokens, and those that are known behind them.
@@ -432,14 +490,14 @@ class LiveRequest:
         if isinstance(action, ForkSequences):
             self.search.select(action)
             return
-        sampling = self.incoming.sampling
+        sampling, answers = self.incoming.sampling, list[AnswerOutput]()
         for number, score in action.hypotheses[: sampling.params.n]:
             tokens = self.search.hypotheses[number]
-            answer = tokens[sampling.prompt_tokens :]
-            self.search.answers.append(AnswerOutput(answer, sampling.finish(tokens, max_tokens), score))
+            answers.append(AnswerOutput(tokens, sampling.prompt_tokens, sampling.finish(tokens, max_tokens), score))
+        self.output.answers = answers
         if self.subscriber is not None:
-            for choice, answer_output in enumerate(self.search.answers):
-                answer_output.send(self.subscriber, self.request_id, choice, 0)
+            for choice, answer in enumerate(answers):
+                answer.send(self.subscriber, self.request_id, choice, 0)
             self.subscriber.flush()
 
     @property
@@ -467,22 +525,15 @@ class LiveRequest:
         """Whether its first tokens are known."""
         return bool(self.sequences[0].tokens)
 
-    @property
-    def outputs(self) -> list[AnswerOutput]:
-        """The output of each answer so far; a search has none before its end."""
-        if self.search is None:
-            return [sequence.output for sequence in self.sequences]
-        return self.search.answers or [AnswerOutput(array("i"))] * self.incoming.sampling.params.n
-
     def end(self, why: str) -> None:
         """Ends early; tells the sender of its KV and the conductor."""
-        self.ending, self.why = True, why
+        self.ending, self.output.why = True, why
         self.transfer.fail(why)
         if self.send_verdict is not None and not self.complete:
             self.send_verdict(self.transfer)
         if self.subscriber is not None:
             for sequence in self.sequences if self.search is None else ():
-                if sequence.output_tokens > sequence.sent_tokens:  # gathered: another instance continues behind them
+                if sequence.output.length > sequence.sent_tokens:  # gathered: another instance continues behind them
                     sequence.send_new()
             self.subscriber.failed(self.request_id, why, transfer=not self.complete)
             self.subscriber = None
@@ -512,7 +563,7 @@ class LiveRequestTable:
         who = conductor_identity(subscriber.conductor)
         for live in self.requests.values() if not message.transfer_id else ():
             waits = live.transfer.state is TransferState.PROMISED and not live.started
-            if live.request_id == message.request_id and live.promised_to == who and waits:
+            if live.request_id == message.request_id and live.asked.conductor == who and waits:
                 return live
         return None
 
@@ -524,6 +575,11 @@ class LiveRequestTable:
         if any(other.subscriber is subscriber and other.request_id == message.request_id for other in others):
             return "a sequence of this id is running already"
         return _start_error(live, message)
+
+
+def stores_of(asked: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
+    """The kvstores that the answer goes to."""
+    return [*([asked.write_back] if asked.HasField("write_back") else []), *asked.replicas]
 
 
 def search_rules_of(params: SamplingParams) -> SearchRules | None:
@@ -557,58 +613,6 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
     return None if enough else f"{wanted} beams are wanted, of at least as many tokens with their log probabilities"
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The output of a request that is kept for takeovers.
-
-    Attributes:
-        request_id: id at the conductor.
-        generation: of its transfer.
-        secret: a conductor that knows the secret may take the request over; b"" = none may.
-        chain_root: of its tenant's keys.
-        answers: output of each answer.
-        why: why it has ended early; "" = it has not.
-    """
-
-    request_id: str
-    generation: int
-    secret: bytes
-    chain_root: BlockKey
-    answers: Sequence[AnswerOutput]
-    why: str
-
-    @classmethod
-    def of(cls, live: LiveRequest) -> Self:
-        """The output of a request so far."""
-        generation, root = live.transfer.generation, live.incoming.chain_root
-        return cls(live.request_id, generation, live.secret, root, live.outputs, live.why)
-
-    def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether the conductor knows the request, its secret, and each answer up to its position."""
-        named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
-        if not named or not self.secret or not compare_digest(asked.secret, self.secret):
-            return False
-        if len(asked.further) != len(self.answers) - 1:
-            return False
-        had = [(asked.from_position, asked.digest), *((it.from_position, it.digest) for it in asked.further)]
-        return all(self._knows(answer, *its) for answer, its in zip(self.answers, had, strict=True))
-
-    def _knows(self, answer: AnswerOutput, position: int, digest: bytes) -> bool:
-        if answer.logprobs is not None and position < answer.scored_from:
-            return False  # log probabilities not known here are computed again
-        known = answer.tokens[:position]
-        return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
-
-    def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
-        """Sends each answer from its position on."""
-        subscriber.drop(self.request_id)
-        for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
-            answer.send(subscriber, self.request_id, choice, position)
-        if self.why:
-            subscriber.failed(self.request_id, self.why)
-        subscriber.flush()
-
-
 class OutputLog:
     """Output of ended and parked requests. The scheduler decides how long it is kept.
 
@@ -632,7 +636,7 @@ class OutputLog:
 
     def ended(self, live: LiveRequest) -> None:
         """Keeps the output of a request that has ended."""
-        self._ended[live.id] = RequestOutput.of(live)
+        self._ended[live.id] = live.output.without_prompt()
 
     def perform(self, action: RequestAdopted | FenceConductor | RequestParked | DropOutputLog) -> None:
         """Carries out a decision about retained output."""
@@ -656,7 +660,7 @@ class OutputLog:
         if (live := self._live.requests.get(number)) is not None:
             live.subscriber = subscriber
             for sequence in live.sequences:
-                sequence.sent_tokens = sequence.output_tokens
+                sequence.sent_tokens = sequence.output.length
         output = self._output(number)
         if subscriber is not None and output is not None:
             output.send(subscriber, positions)
@@ -670,7 +674,7 @@ class OutputLog:
         live = self._live.requests.get(number) or self._parked.get(number)
         if live is None:
             return self._ended.get(number)
-        return RequestOutput.of(live) if live.secret and live.started and not live.ending else None
+        return live.output if live.output.secret and live.started and not live.ending else None
 
     def _subscriber(self, stream: int) -> Subscriber | None:
         return next((subscriber for subscriber, number in self._streams.items() if number == stream), None)

@@ -345,29 +345,18 @@ class DecodeServicer:
         """Promises blocks, or refuses."""
         instance = self._instance
         instance.check_open()
-        stores = _stores(request)
+        _check_stores(request)
         if request.HasField("tbt_slo_s") and not request.tbt_slo_s > 0:
             raise InvalidRequest("tbt_slo_s", "must be above 0")
         if not 0 <= request.starts_in_s < math.inf:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
-        conductor = request.conductor if request.HasField("conductor") else None
-        incoming = await instance.request_reader.read(
-            request.sequence, "" if conductor is None else conductor_identity(conductor)
-        )
+        incoming = await instance.request_reader.read(request.sequence, conductor_identity(request.conductor))
         instance.check_open()  # it may have taken a while
         left_s = context.time_remaining()
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded("nobody waits for this promise any more")
-        promised, predicted = instance.executor.reserve(
-            incoming,
-            stores,
-            request.tbt_slo_s,
-            conductor,
-            request.starts_in_s,
-            secret=request.resume_secret,
-            fence=request.fence,
-        )
+        promised, predicted = instance.executor.reserve(incoming, request)
         return decode_pb2.ReserveResponse(
             target=self._target(promised),
             lease_s=instance.core.settings.lease_s,
@@ -414,16 +403,13 @@ class DecodeServicer:
         )
 
 
-def _stores(request: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
-    """The kvstores that the answer goes to."""
-    stores = [request.write_back] if request.HasField("write_back") else []
-    if stores:
+def _check_stores(request: decode_pb2.ReserveRequest) -> None:
+    if request.HasField("write_back"):
         check_instance(request.write_back, "write_back")
     if len(request.replicas) > MAX_STORES:
         raise InvalidRequest("replicas", f"at most {MAX_STORES} kvstores")
     for index, replica in enumerate(request.replicas):
         check_instance(replica, f"replicas[{index}]")
-    return [*stores, *request.replicas]
 
 
 def _check_secret(request: decode_pb2.ReserveRequest) -> None:

@@ -29,13 +29,9 @@ class LivePrefill:
 
     Attributes:
         number: of the scheduler's job; an earlier attempt of the same request may still be ending.
-        incoming: what was asked for.
+        incoming: the request's record.
+        asked: the conductor's message, checked.
         history: tokens of the sequence, for engines that check the content of blocks.
-        target: the decode instance's transfer that takes the KV; None = the KV is not sent.
-        sources: instances to load a prefix from, best first.
-        copies: kvstores to write blocks to.
-        held: for each copy, leading blocks that it is believed to hold; None = unknown.
-        max_queue_s: the prompt is refused if computing all queued prompts takes longer, seconds; None = no limit.
         first: the token after the prompt, for each answer; for deferred answers the most likely tokens.
         logprobs: of these tokens, if they are wanted.
         scores: log probabilities of the prompt's tokens except the first, if they are wanted.
@@ -47,12 +43,8 @@ class LivePrefill:
 
     number: int
     incoming: IncomingRequest
-    history: TokenHistory
-    target: kv_pb2.TransferTarget | None
-    sources: list[prefill_pb2.PrefixSource]
-    copies: list[kv_pb2.Instance]
-    held: list[int | None]
-    max_queue_s: float | None = None
+    asked: prefill_pb2.PrefillRequest
+    history: TokenHistory = dataclasses.field(init=False)
     first: SampledCandidates | None = None
     logprobs: Logprobs | None = None
     scores: Logprobs = dataclasses.field(default_factory=Logprobs)
@@ -66,62 +58,48 @@ class LivePrefill:
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
     )
 
-    @classmethod
-    def from_proto(cls, request: prefill_pb2.PrefillRequest, incoming: IncomingRequest, number: int) -> "LivePrefill":
-        """From the contract.
-
-        Args:
-            request: as it was received.
-            incoming: its sequence, checked.
-            number: of the core's job.
-
-        Raises:
-            InvalidRequest: naming the field at fault.
-        """
-        if request.HasField("target"):
-            check_instance(request.target.decode, "target.decode")
-            if request.target.held_blocks > len(incoming.spec.keys):
-                raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.spec.keys)}")
-        if request.HasField("source"):
-            check_instance(request.source.instance, "source.instance")
-            _check_kind("source", request.source)
-        if request.HasField("write_back"):
-            check_instance(request.write_back, "write_back")
-        if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
-            raise InvalidRequest("max_queue_s", "must not be negative")
-        _check_stores("other_sources", request.other_sources)
-        for index, source in enumerate(request.other_sources):
-            _check_kind(f"other_sources[{index}]", source)
-        _check_stores("replicas", request.replicas)
-        copies, held = _write_back_targets(request)
-        return cls(
-            number,
-            incoming,
-            incoming.history(),
-            request.target if request.HasField("target") else None,
-            [*([request.source] if request.HasField("source") else []), *request.other_sources],
-            copies,
-            held,
-            request.max_queue_s if request.HasField("max_queue_s") else None,
-        )
+    def __post_init__(self) -> None:
+        self.history = self.incoming.history()
 
     @property
     def request_id(self) -> str:
         """Id of the request."""
         return self.incoming.request_id
 
+    @property
+    def target(self) -> kv_pb2.TransferTarget | None:
+        """The decode instance's transfer that takes the KV; None = the KV is not sent."""
+        return self.asked.target if self.asked.HasField("target") else None
+
+    @property
+    def sources(self) -> list[prefill_pb2.PrefixSource]:
+        """Instances to load a prefix from, best first."""
+        return [*([self.asked.source] if self.asked.HasField("source") else []), *self.asked.other_sources]
+
+    @property
+    def copies(self) -> list[kv_pb2.Instance]:
+        """Kvstores to write blocks to."""
+        first = [self.asked.write_back] if self.asked.HasField("write_back") else []
+        return [*first, *(replica.instance for replica in self.asked.replicas)]
+
+    @property
+    def _held(self) -> list[int | None]:
+        """For each of `copies`, leading blocks that the kvstore is believed to hold; None = unknown."""
+        asked = self.asked
+        first = [asked.write_back_held if asked.HasField("write_back_held") else None]
+        return [*(first if asked.HasField("write_back") else ()), *(replica.held_blocks for replica in asked.replicas)]
+
     def arrival(self) -> SubmitJob:
         """The event for the scheduler."""
+        asked, held = self.asked, zip(self.copies, self._held, strict=True)
         return SubmitJob(
             self.number,
             self.incoming.spec,
             None if self.target is None else self.target.held_blocks,
             tuple(_kv_source(source) for source in self.sources),
-            tuple(
-                WriteBackTarget(instance_name(store), held) for store, held in zip(self.copies, self.held, strict=True)
-            ),
+            tuple(WriteBackTarget(instance_name(store), blocks) for store, blocks in held),
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
-            max_queue_s=self.max_queue_s,
+            max_queue_s=asked.max_queue_s if asked.HasField("max_queue_s") else None,
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
@@ -200,6 +178,29 @@ class LivePrefill:
         return event
 
 
+def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest) -> None:
+    """Checks all of a request but its sequence, from which `incoming` was read.
+
+    Raises:
+        InvalidRequest: naming the field at fault.
+    """
+    if request.HasField("target"):
+        check_instance(request.target.decode, "target.decode")
+        if request.target.held_blocks > len(incoming.spec.keys):
+            raise InvalidRequest("target.held_blocks", f"must be at most {len(incoming.spec.keys)}")
+    if request.HasField("source"):
+        check_instance(request.source.instance, "source.instance")
+        _check_kind("source", request.source)
+    if request.HasField("write_back"):
+        check_instance(request.write_back, "write_back")
+    if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
+        raise InvalidRequest("max_queue_s", "must not be negative")
+    _check_stores("other_sources", request.other_sources)
+    for index, source in enumerate(request.other_sources):
+        _check_kind(f"other_sources[{index}]", source)
+    _check_stores("replicas", request.replicas)
+
+
 def _check_kind(field: str, source: prefill_pb2.PrefixSource) -> None:
     if source.instance.kind not in SOURCE_KINDS:
         raise InvalidRequest(f"{field}.instance.kind", "must be kvstore, prefill or decode")
@@ -215,17 +216,6 @@ def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefil
         raise InvalidRequest(field, f"at most {MAX_STORES}")
     for index, store in enumerate(stores):
         check_instance(store.instance, f"{field}[{index}].instance")
-
-
-def _write_back_targets(request: prefill_pb2.PrefillRequest) -> tuple[list[kv_pb2.Instance], list[int | None]]:
-    copies: list[kv_pb2.Instance] = []
-    held: list[int | None] = []
-    if request.HasField("write_back"):
-        copies.append(request.write_back)
-        held.append(request.write_back_held if request.HasField("write_back_held") else None)
-    copies += [replica.instance for replica in request.replicas]
-    held += [replica.held_blocks for replica in request.replicas]
-    return copies, held
 
 
 def instance_name(store: kv_pb2.Instance) -> str:

@@ -30,7 +30,7 @@ from services.prefill.core.jobs import PrefillSettings
 from services.prefill.core.scheduler import PrefillScheduler
 from services.prefill.executor import PrefillExecutor
 from services.prefill.kv_io import BlockLoader, KVSender
-from services.prefill.live_requests import LivePrefill
+from services.prefill.live_requests import LivePrefill, check_prefill
 
 CONNECT_TIMEOUT_S = 2.0
 
@@ -91,7 +91,8 @@ class PrefillInstance:
             InvalidRequest: the request is wrong.
         """
         incoming = await self.request_reader.read(request.sequence)
-        taken = LivePrefill.from_proto(request, incoming, next(self._numbers))
+        check_prefill(request, incoming)
+        taken = LivePrefill(next(self._numbers), incoming, request)
         taken.forgotten = self._deletions.matching(incoming.spec.keys, incoming.spec.tenant)
         self.executor.submit(taken)
         return taken

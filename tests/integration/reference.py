@@ -82,8 +82,8 @@ class Reference:
     def drawn(self, prompt: Sequence[int], output: Sequence[int], how: SamplingParams, index: int = 0) -> list[int]:
         """The tokens that the sampler chooses by the reference's logits, each after the output's tokens before it."""
         rows = self.logits([*prompt, *output[:-1]])[len(prompt) - 1 :]
-        sampling = replace(SequenceSampling.of(how, len(prompt), ()), sample_index=index)
-        specs = [sampling.at(array("i", [*prompt, *output[:position]])) for position in range(len(output))]
+        sampling = SequenceSampling.of(how, len(prompt), ())
+        specs = [sampling.at(array("i", [*prompt, *output[:position]]), index) for position in range(len(output))]
         chosen, *_ = sample(rows.contiguous(), [replace(spec, samples=1) for spec in specs])
         return [token for [token] in chosen]
 

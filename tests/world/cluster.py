@@ -103,9 +103,7 @@ class Simulation:
         clock = world.Clock(self.time.monotonic, self.time.monotonic_ns, lambda: EPOCH_S + self.time.now + node.skew_s)
         NODE.set(node)
         world.CURRENT.set(
-            world.World(
-                clock, world.Draws(numbers.getrandbits, numbers.randbytes), self.network, InlineExecutor, USAGE
-            )
+            world.World(clock, world.Draws(numbers.getrandbits, numbers.randbytes), self.network, InlineExecutor, USAGE)
         )
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:

@@ -70,7 +70,7 @@ async def test_a_conductor_cancels_by_its_name_what_is_being_read_for_it() -> No
         with pytest.raises(MoonpoolError, match="cancelled during validation"):
             await asked[0]
         assert await asked[1]
-        assert [live.promised_to for live in it.service.executor] == ["another/0"]
+        assert [live.asked.conductor for live in it.service.executor] == ["another/0"]
         it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 

@@ -192,7 +192,7 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
     subscriber.tokens("a", 3, [13, 14])
     said = array("i", [10, 11, 12, 13, 14])
-    transcript = RequestOutput("a", 1, SECRET, BlockKey(ROOT), [AnswerOutput(said)], "")
+    transcript = RequestOutput("a", 1, SECRET, BlockKey(ROOT), [AnswerOutput(said)])
     transcript.send(subscriber, [2])
     subscriber.tokens("a", 5, [15])
     message = await subscriber.next()
@@ -207,9 +207,8 @@ async def test_what_waits_for_a_conductor_is_sent_once_when_it_resumes_on_the_sa
 
 async def test_log_probabilities_come_from_the_position_on_as_far_as_they_are_known() -> None:
     """Those of an earlier placement were told by another instance: here the sequence is not known then."""
-    root, running = BlockKey(ROOT), kv_pb2.FINISH_REASON_UNSPECIFIED
     said, found = array("i", [10, 11, 12, 13]), Logprobs(array("f", [-1.0, -2.0, -4.0]), array("I", [1, 2, 3]))
-    transcript = RequestOutput("a", 1, SECRET, root, [AnswerOutput(said, running, None, found, 1)], "")
+    transcript = RequestOutput("a", 1, SECRET, BlockKey(ROOT), [AnswerOutput(said, logprobs=found, scored_from=1)])
     subscriber = Subscriber(kv_pb2.Instance(id="conductor"))
     transcript.send(subscriber, [2])
     message = await subscriber.next()
