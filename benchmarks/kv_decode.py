@@ -81,11 +81,11 @@ async def serve(context: ProcessContext, config: DecodeConfig) -> None:
     )
     instance = context.instance(kv_pb2.INSTANCE_KIND_DECODE, config.id, "")
     async with Channels() as channels:
-        dialer, lanes = open_dialer_and_listener(config, engine, instance)
-        kv = EgressLink(), instance, context.spans, quiet, dialer, lanes
+        dialer, transports = open_dialer_and_listener(config, engine, instance)
+        kv = EgressLink(), instance, context.spans, quiet, dialer, transports
         shared = InstanceContext(setup, engine, channels, *kv, ThreadOffload(ThreadPoolExecutor(BESIDE_THREADS)))
         decode = DecodeInstance(shared, config)
-        async with lanes.running(config), serving(config.listen, [contract(decode)]) as server:
+        async with transports.running(config), serving(config.listen, [contract(decode)]) as server:
             instance.address = config.advertised(server.port)
             running = asyncio.ensure_future(decode.run())
             context.announce(instance.address)

@@ -16,6 +16,7 @@ from benchmarks.kv_shape import SMALL, Shape
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool, PoolTarget
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
 from moonpool.kv_transfer.store_writer import StoreWriter
@@ -37,8 +38,8 @@ class Path(Protocol):
     """One way for KV to another process."""
 
     @property
-    def lane(self) -> str:
-        """The lane that is used; "" before anything has been moved."""
+    def transport(self) -> str:
+        """The transport that is used; "" before anything has been moved."""
         ...
 
     async def send(self, nbytes: int) -> None:
@@ -62,10 +63,10 @@ def filled_pool(shape: Shape = SMALL) -> KVPool:
 
 
 def dialers(pool: KVPool) -> dict[str, TransportDialer]:
-    """A client's end of each lane; peers may read the pool."""
+    """A client's end of each transport; peers may read the pool."""
 
     def dialer(name: str) -> TransportDialer:
-        transports = open_transports(TransportConfig(kv_lanes=name))
+        transports = open_transports(TransportConfig(kv_transports=name))
         return TransportDialer(transports, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
 
     return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORTS)}
@@ -106,13 +107,9 @@ class DecodePath(_Sessions):
         self._shape = shape
         self._stub = DecodeServiceStub(channels.get(address))
         self._sender = TransferSender(
-            channels,
-            address,
-            shape.hello("bench"),
-            shape.layout,
+            KVEndpoint(channels, address, shape.hello("bench"), shape.layout, StreamSettings(dialer)),
             frame_bytes=frame_bytes,
             send_timeout_s=TIMEOUT_S,
-            options=StreamSettings(dialer),
         )
         self._pool = pool
         self._steps: grpc.aio.StreamStreamCall[decode_pb2.StepsRequest, decode_pb2.StepsResponse] | None = None
@@ -122,7 +119,7 @@ class DecodePath(_Sessions):
         self.layer_sent = asyncio.Event()
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         return self._sender.transport
 
     @property
@@ -204,17 +201,13 @@ class PutPath(_Sessions):
         self, channels: Channels, address: str, pool: KVPool, frame_bytes: int, dialer: TransportDialer | None = None
     ) -> None:
         self._writer = StoreWriter(
-            channels,
-            address,
-            SMALL.hello("bench"),
-            SMALL.layout,
+            KVEndpoint(channels, address, SMALL.hello("bench"), SMALL.layout, StreamSettings(dialer)),
             frame_bytes=frame_bytes,
-            options=StreamSettings(dialer),
         )
         self._pool = pool
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         return self._writer.transport
 
     async def session(self) -> list[BlockKey]:
@@ -237,13 +230,13 @@ class GetPath(_Sessions):
     def __init__(self, channels: Channels, address: str, pool: KVPool, dialer: TransportDialer) -> None:
         self._put = PutPath(channels, address, pool, 1 << 20, dialer)
         self._reader = BlockReader(
-            channels, address, SMALL.hello("bench"), SMALL.layout, options=StreamSettings(dialer)
+            KVEndpoint(channels, address, SMALL.hello("bench"), SMALL.layout, StreamSettings(dialer))
         )
         self._keys: list[BlockKey] = []
         self._into = KVPool.create(SMALL.layout, SMALL.blocks, [(0, SMALL.layout.layers)])
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         return self._reader.transport
 
     async def send(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""KV frames between two processes over the real `ReceiveKV`, `Put` and `Get`, on each lane, beside raw TCP and copies.
+"""KV frames between two processes over the real `ReceiveKV`, `Put` and `Get`, by transport, beside raw TCP and copies.
 
 `python -m benchmarks.kv_stream [--json]`. The near ends are the real clients (`TransferSender`, `StoreWriter`,
 `BlockReader`), the far ends the real services' halves: decode's receiver with its pool and requests but no engine,
@@ -33,7 +33,7 @@ from moonpool.transport.handshake import TransportDialer
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
 TARGETS = {"grpc": 0.5, "tcp": 0.75, "local": 1.0}
-"""By lane: share of raw TCP's speed with frames of TARGET_FRAME."""
+"""By transport: share of raw TCP's speed with frames of TARGET_FRAME."""
 LOCAL_GB_PER_S = 3.0
 KINDS = ("ReceiveKV", "Put", "Get")
 SWEPT = {("ReceiveKV", "grpc"), ("Put", "grpc")}
@@ -43,7 +43,7 @@ GROWTH_LIMIT_MB = 64.0
 STILL_S = 1.0
 """A sender that makes no progress for so long has been stopped by its credits."""
 STORE_BYTES = 512 << 20
-LANES = ("--kv-lanes", "local,tcp")
+TRANSPORTS = ("--kv-transports", "local,tcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class Bench:
     dialers: dict[str, TransportDialer]
     window_bytes: int = WINDOW_BYTES
 
-    def path(self, kind: str, lane: str, frame_bytes: int) -> tuple[Path, Child]:
+    def path(self, kind: str, transport: str, frame_bytes: int) -> tuple[Path, Child]:
         """A way to a far end, and the process there. The store chooses the frames of `Get`."""
-        channels, dialer = self.channels, self.dialers[lane]
+        channels, dialer = self.channels, self.dialers[transport]
         if kind == "ReceiveKV":
             return DecodePath(channels, self.decode.address, self.pool, frame_bytes, dialer), self.decode
         if kind == "Get":
@@ -112,9 +112,9 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
         f"blocks={4 * SMALL.blocks}",
         "--log-level",
         "warning",
-        *LANES,
+        *TRANSPORTS,
     )
-    store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning", *LANES)
+    store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning", *TRANSPORTS)
     pool = filled_pool()
     with (
         child("benchmarks.kv_decode", *decode) as decode_child,
@@ -126,9 +126,11 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
     pool.close()
 
 
-async def speed_rows(it: Bench, kind: str, lane: str, frame_bytes: int, runs: int, progress: Progress) -> list[Row]:
-    """Bytes per second and processor seconds per byte on one lane at one frame size."""
-    path, far = it.path(kind, lane, frame_bytes)
+async def speed_rows(
+    it: Bench, kind: str, transport: str, frame_bytes: int, runs: int, progress: Progress
+) -> list[Row]:
+    """Bytes per second and processor seconds per byte on one transport at one frame size."""
+    path, far = it.path(kind, transport, frame_bytes)
     await path.send(2 * STORE_BYTES)  # every page at the far end has been touched
     ours, raw, hot, copies = [], [], [], []
     for _ in range(runs):
@@ -136,16 +138,16 @@ async def speed_rows(it: Bench, kind: str, lane: str, frame_bytes: int, runs: in
         raw.append(it.tcp(frame_bytes))
         hot.append(it.tcp(frame_bytes, one_buffer=True))
         copies.append(Sample(it.copy(frame_bytes), 0.0))
-    if path.lane != lane:
-        raise RuntimeError(f"{kind} went over {path.lane}, not {lane}")
+    if path.transport != transport:
+        raise RuntimeError(f"{kind} went over {path.transport}, not {transport}")
     await path.aclose()
-    name = f"{kind} over {lane}, frames of {frame_bytes >> 10} KiB"
+    name = f"{kind} over {transport}, frames of {frame_bytes >> 10} KiB"
 
     def speeds(limit: list[Sample], limit_name: str, target: float | None = None) -> Row:
         pairs = [(own.bytes_per_s / 1e9, other.bytes_per_s / 1e9) for own, other in zip(ours, limit, strict=True)]
         return paired(name, "GB/s", pairs, limit_name, target=target)
 
-    row = speeds(raw, "raw TCP, the same KV", TARGETS[lane] if frame_bytes == TARGET_FRAME else None)
+    row = speeds(raw, "raw TCP, the same KV", TARGETS[transport] if frame_bytes == TARGET_FRAME else None)
     progress(f"{name}: {row.value:.2f} GB/s, {row.ratio:.2f} of raw TCP")
     costs = [(own.cpu_s_per_byte * 1e9, other.cpu_s_per_byte * 1e9) for own, other in zip(ours, raw, strict=True)]
     least = [
@@ -155,16 +157,16 @@ async def speed_rows(it: Bench, kind: str, lane: str, frame_bytes: int, runs: in
     ]
     return [
         row,
-        *(least if lane == "local" else []),
+        *(least if transport == "local" else []),
         speeds(hot, "raw TCP, one buffer"),
         speeds(copies, "copy in memory"),
         paired(f"{name}, processors", "s/GB", costs, "raw TCP, the same KV", less_is_better=True),
     ]
 
 
-async def growth_rows(it: Bench, kind: str, lane: str, total_bytes: int, progress: Progress) -> list[Row]:
+async def growth_rows(it: Bench, kind: str, transport: str, total_bytes: int, progress: Progress) -> list[Row]:
     """Growth of resident memory on both sides while many bytes pass."""
-    path, far = it.path(kind, lane, TARGET_FRAME)
+    path, far = it.path(kind, transport, TARGET_FRAME)
     await path.send(SMALL.transfer_bytes)
     ours, theirs = own_resident_bytes(), far.resident_bytes()
     sent, grown = 0, [0.0]
@@ -174,10 +176,10 @@ async def growth_rows(it: Bench, kind: str, lane: str, total_bytes: int, progres
         sent += step
         grown.append((own_resident_bytes() - ours + far.resident_bytes() - theirs) / 1e6)
     await path.aclose()
-    progress(f"{kind} over {lane}: memory after {sent / 1e9:.1f} GB: {grown[-1]:+.0f} MB")
+    progress(f"{kind} over {transport}: memory after {sent / 1e9:.1f} GB: {grown[-1]:+.0f} MB")
     return [
         bounded(
-            f"{kind} over {lane}, growth of memory over {sent / 1e9:.0f} GB",
+            f"{kind} over {transport}, growth of memory over {sent / 1e9:.0f} GB",
             "MB",
             [max(grown)],
             "allowed",
@@ -212,13 +214,13 @@ async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]
     rows: list[Row] = []
     async with bench(int(options.gigabytes * 1e9)) as it:
         for kind in KINDS:
-            for lane in options.lanes.split(","):
-                for frame_bytes in FRAMES if (kind, lane) in SWEPT else (TARGET_FRAME,):
-                    rows += await speed_rows(it, kind, lane, frame_bytes, options.runs, progress)
+            for transport in options.transports.split(","):
+                for frame_bytes in FRAMES if (kind, transport) in SWEPT else (TARGET_FRAME,):
+                    rows += await speed_rows(it, kind, transport, frame_bytes, options.runs, progress)
         rows.append(await slow_reader_row(it, progress))
         for kind in KINDS:
-            for lane in options.lanes.split(","):
-                rows += await growth_rows(it, kind, lane, int(options.growth_gigabytes * 1e9), progress)
+            for transport in options.transports.split(","):
+                rows += await growth_rows(it, kind, transport, int(options.growth_gigabytes * 1e9), progress)
     return rows
 
 
@@ -235,7 +237,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
     parser.add_argument("--gigabytes", type=float, default=0.5, help="of each measured stretch (default 0.5)")
-    parser.add_argument("--lanes", default=",".join(TARGETS), help="which, with commas between them (default all)")
+    parser.add_argument("--transports", default=",".join(TARGETS), help="which, with commas between them (default all)")
     parser.add_argument(
         "--growth-gigabytes", type=float, default=20.0, help="that pass while memory is watched (default 20)"
     )

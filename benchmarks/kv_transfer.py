@@ -1,6 +1,6 @@
-"""A 2k prompt's KV of the 0.5B shape from prefill to decode on each lane: from the last layer computed to the join.
+"""A 2k prompt's KV of the 0.5B shape from prefill to decode, by transport: from the last layer computed to the join.
 
-`python -m benchmarks.kv_transfer [--json] [--lanes grpc,tcp,local] [--layer-ms 50]`. The near end is the real
+`python -m benchmarks.kv_transfer [--json] [--transports grpc,tcp,local] [--layer-ms 50]`. The near end is the real
 `TransferSender`, the far end decode's real receiver without an engine (kv_decode.py). No layer is computed: each is
 ready `--layer-ms` after the one before, and is sent while the next one would be computed, as prefill does; so the
 processors are free, which in prefill they are not. "At once" is the whole prompt, ready in one moment. The time ends
@@ -24,7 +24,7 @@ from moonpool.kv.pool import KVPool
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 
-LANES = ("grpc", "tcp", "local")
+TRANSPORTS = ("grpc", "tcp", "local")
 TRANSFERS = 5
 """Of which one figure of a run is the median."""
 
@@ -36,10 +36,10 @@ def raw_ms(address: str, pool: KVPool, nbytes: int) -> float:
     return statistics.median(times) * 1e3
 
 
-async def lane_rows(
-    path: DecodePath, lane: str, raw_address: str, pool: KVPool, options: argparse.Namespace, progress: Progress
+async def transport_rows(
+    path: DecodePath, transport: str, raw_address: str, pool: KVPool, options: argparse.Namespace, progress: Progress
 ) -> list[Row]:
-    """Both figures of one lane."""
+    """Both figures of one transport."""
     layout = HALF_B.layout
     layer_bytes = HALF_B.blocks * layout.slice_bytes
     rows = []
@@ -53,10 +53,10 @@ async def lane_rows(
             ours = statistics.median([await path.computed(layer_s) * 1e3 for _ in range(TRANSFERS)])
             pairs.append((ours, raw_ms(raw_address, pool, nbytes)))
         limit = f"raw TCP, {nbytes >> 20} MiB"
-        rows.append(paired(f"2k prompt over {lane}, {how}", "ms", pairs, limit, less_is_better=True))
+        rows.append(paired(f"2k prompt over {transport}, {how}", "ms", pairs, limit, less_is_better=True))
         progress(f"{rows[-1].name}: {rows[-1].value:.2f} ms; {limit} {rows[-1].limit_value:.2f} ms")
-    if path.lane != lane:
-        raise RuntimeError(f"it went over {path.lane}, not {lane}")
+    if path.transport != transport:
+        raise RuntimeError(f"it went over {path.transport}, not {transport}")
     return rows
 
 
@@ -65,12 +65,15 @@ async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]
     rows: list[Row] = []
     blocks = str(4 * HALF_B.blocks)
     decode = ("--conductor", "127.0.0.1:1", "--model", "0.5b", "--set", f"blocks={blocks}", "--log-level", "warning")
-    with child("benchmarks.kv_decode", *decode, "--kv-lanes", "local,tcp") as far, child("benchmarks.limits") as raw:
+    with (
+        child("benchmarks.kv_decode", *decode, "--kv-transports", "local,tcp") as far,
+        child("benchmarks.limits") as raw,
+    ):
         async with Channels() as channels:
             ends = dialers(pool)
-            for lane in options.lanes.split(","):
-                path = DecodePath(channels, far.address, pool, FRAME_BYTES, ends[lane], HALF_B)
-                rows += await lane_rows(path, lane, raw.address, pool, options, progress)
+            for transport in options.transports.split(","):
+                path = DecodePath(channels, far.address, pool, FRAME_BYTES, ends[transport], HALF_B)
+                rows += await transport_rows(path, transport, raw.address, pool, options, progress)
                 await path.aclose()
     pool.close()
     return rows
@@ -79,7 +82,7 @@ async def _measure(options: argparse.Namespace, progress: Progress) -> list[Row]
 def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row]:
     """All rows."""
     if not sys.platform.startswith("linux"):
-        raise Skipped("only Linux has all lanes")
+        raise Skipped("only Linux has all transports")
     tune_malloc()
     tune_gc()
     tune_grpc()
@@ -88,7 +91,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> Sequence[Row]:
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
-    parser.add_argument("--lanes", default=",".join(LANES), help="which, with commas between them (default all)")
+    parser.add_argument(
+        "--transports", default=",".join(TRANSPORTS), help="which, with commas between them (default all)"
+    )
     parser.add_argument(
         "--layer-ms", type=float, default=50.0, help="between two layers (default 50, about what two cores take)"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from benchmarks.kvstore_shape import Memory, hello, parents
 from moonpool.kv.keys import pack_keys, slice_hash
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
@@ -116,14 +117,14 @@ class StoreClient:
 
 @contextlib.asynccontextmanager
 async def connected(
-    address: str, layout: KVLayout, memory: Memory, lane: str | None = None
+    address: str, layout: KVLayout, memory: Memory, transport: str | None = None
 ) -> AsyncIterator[StoreClient]:
-    """A client of the store at `address`, over a lane; default: the one that MOONPOOL_KV_LANES names, or local."""
-    config = TransportConfig() if lane is None else TransportConfig(kv_lanes=lane)
-    lanes = TransportDialer(open_transports(config), memory.shared)
+    """A client of the store at `address`, over a transport; default: what MOONPOOL_KV_TRANSPORTS names, or local."""
+    config = TransportConfig() if transport is None else TransportConfig(kv_transports=transport)
+    transports = TransportDialer(open_transports(config), memory.shared)
     async with Channels() as channels:
-        writer = StoreWriter(channels, address, hello(layout), layout, options=StreamSettings(lanes))
-        reader = BlockReader(channels, address, hello(layout), layout, options=StreamSettings(lanes))
+        writer = StoreWriter(KVEndpoint(channels, address, hello(layout), layout, StreamSettings(transports)))
+        reader = BlockReader(KVEndpoint(channels, address, hello(layout), layout, StreamSettings(transports)))
         try:
             yield StoreClient(writer, reader, KVStoreServiceStub(channels.get(address)), layout, memory)
         finally:

@@ -1,4 +1,4 @@
-"""Moonpool's kvstore on each lane beside Mooncake Store and Redis: the same blocks, one and sixteen at a time.
+"""Moonpool's kvstore on each transport beside Mooncake Store and Redis: the same blocks, one and sixteen at a time.
 
 Every store and every client runs in a process of its own; an operation begins when the one before has ended. In each
 run all stores do the same, one after the other. A peer that is not installed is named as not measured. gRPC alone is
@@ -16,9 +16,9 @@ from benchmarks.peers.driver import MEMORY_BYTES, MODULES, Driver, store_of
 TARGET = 1.2
 TCP_TARGET, TCP_FROM_BYTES = 1.0, 256 << 10
 OURS = "moonpool"
-"""Over the local lane."""
+"""Over the local transport."""
 TCP = "moonpool-tcp"
-OTHER_LANES = (TCP, "moonpool-grpc")
+OTHER_TRANSPORTS = (TCP, "moonpool-grpc")
 FLOOR = "grpc"
 """Not a peer: the same bytes over gRPC without a store."""
 BATCHES = (1, 16)
@@ -45,7 +45,7 @@ def name_of(verb: str, block_bytes: int, batch: int) -> str:
 
 
 def target_of(store: str, block_bytes: int) -> float | None:
-    """What is wanted of our store on one of its lanes beside the better of the peers."""
+    """What is wanted of our store on one of its transports beside the better of the peers."""
     if store == TCP:
         return TCP_TARGET if block_bytes >= TCP_FROM_BYTES else None
     return TARGET if store == OURS else None
@@ -67,11 +67,11 @@ def rows_of(
         speeds: of our store and of the peers that are here.
         missing: peers that are not, and why.
         titles: names of all.
-        own: which lane of ours.
+        own: which transport of ours.
         target: of it.
     """
     ours = speeds[own]
-    others = {store: values for store, values in speeds.items() if store not in (OURS, *OTHER_LANES)}
+    others = {store: values for store, values in speeds.items() if store not in (OURS, *OTHER_TRANSPORTS)}
     rows: list[Row | Absent] = [
         paired(name, "GB/s", list(zip(ours, others[store], strict=True)), titles[store]) for store in others
     ]
@@ -150,7 +150,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
                 for verb in ("put", "get"):
                     speeds = {store: [run[verb][store] for run in runs] for store in found}
                     name = name_of(verb, size, batch)
-                    for own in (OURS, *OTHER_LANES):
+                    for own in (OURS, *OTHER_TRANSPORTS):
                         target = target_of(own, size)
                         rows += rows_of(f"{name}, {titles[own]}", speeds, missing, titles, own=own, target=target)
                         progress(_said(rows[-1]))

@@ -89,7 +89,7 @@ class Memory:
             self.source[at : at + size] = ((number + 1).to_bytes(4, "little") * (size // 4 + 1))[:size]
 
     def shared(self) -> list[SharedRegion]:
-        """The source, for stores to read on a local lane."""
+        """The source, for stores to read on a local transport."""
         return [SharedRegion(self._fd, self.source)]
 
     def clear_target(self) -> None:

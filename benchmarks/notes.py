@@ -174,14 +174,14 @@ RETIRED = (
         "kv_stream",
         "2026-11-22",
         "^(ReceiveKV|Put|Get), (frames|growth)",
-        "measured over gRPC before streams had lanes; the rows by lane take their place",
+        "measured over gRPC before streams had transports; the rows by transport take their place",
     ),
     Retired("kv_stream", "2026-11-23", "growth of memory over 5 GB", "rows over 20 GB take their place"),
     Retired(
         "kvstore",
         "2026-11-22",
         "^(Put|Get), blocks of .*at a time beside",
-        "measured over gRPC before streams had lanes; the rows by lane take their place",
+        "measured over gRPC before streams had transports; the rows by transport take their place",
     ),
     Retired(
         "kvstore",

@@ -1,4 +1,4 @@
-"""Moonpool's kvstore for the comparison, on each lane: the DRAM tier alone, through the blocking client `KVClient`.
+"""Moonpool's kvstore for the comparison, by transport: the DRAM tier alone, through the blocking client `KVClient`.
 
 Values are put out of memory that the client shares with the store, as Mooncake's are out of registered memory, and read
 into the memory that all clients have.
@@ -17,9 +17,9 @@ TIMEOUT_S = 300.0
 
 
 class _Client:
-    def __init__(self, address: str, memory: Memory, lane: str) -> None:
+    def __init__(self, address: str, memory: Memory, transport: str) -> None:
         self._client = KVClient(
-            address, namespace="benchmark", lanes=lane, memory_bytes=memory.source.nbytes, timeout_s=TIMEOUT_S
+            address, namespace="benchmark", transports=transport, memory_bytes=memory.source.nbytes, timeout_s=TIMEOUT_S
         )
         self._client.memory[:] = memory.source
         self._target = memory.target
@@ -57,23 +57,23 @@ def _parts(keys: Sequence[bytes], memory: memoryview, nbytes: int) -> dict[bytes
 
 
 class OnLane:
-    """The store on one lane; a `Store` of contract.py."""
+    """The store on one transport; a `Store` of contract.py."""
 
-    def __init__(self, lane: str) -> None:
-        self.lane = lane
-        self.NAME = f"Moonpool over {lane}"
+    def __init__(self, transport: str) -> None:
+        self.transport = transport
+        self.NAME = f"Moonpool over {transport}"
 
     @contextlib.contextmanager
     def running(self, nbytes: int) -> Iterator[str]:
         """A kvstore."""
-        flags = ("--dram-bytes", str(nbytes), "--kv-lanes", self.lane, "--log-level", "warning")
+        flags = ("--dram-bytes", str(nbytes), "--kv-transports", self.transport, "--log-level", "warning")
         with child("services.kvstore", *flags) as store:
             yield store.address
 
     def client(self, address: str, memory: Memory) -> _Client:
         """A client."""
         tune_grpc()
-        return _Client(address, memory, self.lane)
+        return _Client(address, memory, self.transport)
 
 
 LOCAL, TCP, GRPC = OnLane("local"), OnLane("tcp"), OnLane("grpc")

@@ -129,7 +129,7 @@ def _outcome_text(found: Explanation) -> str:
     waited = f", after {found.waited_s:.4f} s without a place" if found.waited_s else ""
     return "\n".join(
         (
-            _placement_text(placement) + waited + (f", KV over the lane {found.lane}" if found.lane else ""),
+            _placement_text(placement) + waited + (f", KV over {found.transport}" if found.transport else ""),
             f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_seconds_text(found.measured_ttft_s)}",
             f"TPOT: predicted {_seconds_text(placement.predicted_tpot_s)}, "
             f"measured {_seconds_text(found.measured_tpot_s)}",

@@ -145,3 +145,18 @@ def blocking(
         return self._loop.run(method(self._target, *args, **kwargs))
 
     return call
+
+
+def same_arguments(
+    init: Callable[Concatenate[TargetT, P], None],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Decorates the `__init__` of a blocking class, which takes the arguments of the asyncio class's `init`."""
+
+    def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        @wraps(init)
+        def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            own(self, *args, **kwargs)
+
+        return call
+
+    return decorate

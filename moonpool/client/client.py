@@ -6,12 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, Unpack
 
 from google.protobuf.message import Message
 
 from moonpool.client import translate
-from moonpool.client.background import BackgroundLoop, BlockingFacade, blocking
+from moonpool.client.background import BackgroundLoop, BlockingFacade, blocking, same_arguments
 from moonpool.client.cluster_state import ClusterState, GaugeValue
 from moonpool.client.contexts import DELETE_TIMEOUT_S, AsyncContexts, Contexts, DeletedKV, delete_request, deleted_kv
 from moonpool.client.explain import Explanation
@@ -36,18 +36,6 @@ CONNECT_TIMEOUT_S = 5.0
 QUERY_TIMEOUT_S = 10.0
 RESUME_TIMEOUT_S = 30.0
 SILENCE_S = 1.0
-
-
-class ClientOptions(TypedDict, total=False):
-    """Keyword arguments of `AsyncClient` and `Client`; see `AsyncClient`."""
-
-    timeout_s: float
-    connect_timeout_s: float
-    resume_timeout_s: float
-    silence_s: float
-    tls: Tls | None
-    api_key: str
-    transport: ConductorTransport | Sequence[ConductorTransport] | None
 
 
 class AsyncClient:
@@ -212,9 +200,9 @@ class Client(BlockingFacade[AsyncClient]):
     Every call has the arguments of the call of the same name of `AsyncClient`. KeyboardInterrupt cancels a call.
     """
 
-    def __init__(self, address: str | Sequence[str] = DEFAULT_ADDRESS, **options: Unpack[ClientOptions]) -> None:
-        """Take the arguments of `AsyncClient`. The client connects on first use."""
-        super().__init__(AsyncClient(address, **options), BackgroundLoop())
+    @same_arguments(AsyncClient.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(AsyncClient(*args, **options), BackgroundLoop())
         self.contexts = Contexts(self._target.contexts, self._loop)
         """Named contexts: create, list, get, update, delete."""
 

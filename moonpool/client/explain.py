@@ -160,7 +160,7 @@ class Explanation:
         policy: name of the placement policy.
         waited_s: seconds that the request waited at the conductor for a placement.
         timeline: the course of the request.
-        lane: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
+        transport: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
     """
 
     placement: Placement | None
@@ -171,4 +171,4 @@ class Explanation:
     policy: str = ""
     waited_s: float = 0.0
     timeline: Timeline = Timeline()
-    lane: str = ""
+    transport: str = ""

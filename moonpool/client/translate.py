@@ -288,7 +288,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         policy=message.policy,
         waited_s=message.waited_s,
         timeline=from_message(Timeline, message.timeline),
-        lane=message.lane,
+        transport=message.lane,
     )
 
 

@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from moonpool import world
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport, Notify
@@ -18,6 +18,7 @@ from moonpool.engine.setup import EngineConfig, EngineSetup, engine_setup
 from moonpool.errors import Unavailable
 from moonpool.kv import native_library
 from moonpool.kv.native_copy import copy_verified
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.write_back import WriteBack
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import EXIT_ROLE, ProcessContext
@@ -35,6 +36,8 @@ from moonpool.transport.flow_control import EgressLink
 from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS, TransportDialer, TransportListener
 from moonpool.transport.regions import SharedRegion
 from moonpool.transport.registry import open_transports
+from moonpool.transport.sessions import StreamSettings
+from moonpool.transport.streams import CONNECT_TIMEOUT_S
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 WRITE_BACK_GRACE_S = 3.0
@@ -59,8 +62,8 @@ class InstanceContext:
         instance: this instance; its address is filled in once the server listens.
         spans: where spans are recorded.
         notify: call it when keys or load have changed, to report to the conductor soon.
-        dialer: opens lanes to other instances.
-        lanes: offers lanes to them.
+        dialer: opens transports to other instances.
+        listener: offers transports to them.
         beside: threads for what would keep the event loop from dispatching steps.
     """
 
@@ -72,7 +75,7 @@ class InstanceContext:
     spans: Recorder
     notify: Notify
     dialer: TransportDialer
-    lanes: TransportListener
+    listener: TransportListener
     beside: ThreadOffload
 
     def hello(self) -> kv_pb2.StreamHello:
@@ -81,10 +84,15 @@ class InstanceContext:
             sender=self.instance, namespace=self.setup.namespace, layout=self.setup.layout.to_proto()
         )
 
+    def endpoint(self, address: str, connect_timeout_s: float = CONNECT_TIMEOUT_S) -> KVEndpoint:
+        """The instance at an address, for KV streams that connect within `connect_timeout_s` seconds."""
+        settings = StreamSettings(self.dialer, self.link, connect_timeout_s)
+        return KVEndpoint(self.channels, address, self.hello(), self.setup.layout, settings)
+
     def metrics(self) -> MetricSet:
         """What prefill and decode instances both report."""
         metrics = MetricSet().add(PROCESS_METRICS, None).add(INSTANCE_METRICS, self)
-        metrics.add(DIALER_METRICS, self.dialer).add(LISTENER_METRICS, self.lanes)
+        metrics.add(DIALER_METRICS, self.dialer).add(LISTENER_METRICS, self.listener)
         return metrics.add(EMULATED_METRICS, self.engine) if isinstance(self.engine, EmulatedEngine) else metrics
 
 
@@ -183,15 +191,15 @@ async def run_instance(
         bell = ChangeBell()
         instance = context.instance(kind, config.id, "")
         link = EgressLink(setup.link_rate)
-        dialer, lanes = open_dialer_and_listener(config, engine, instance)
+        dialer, listener = open_dialer_and_listener(config, engine, instance)
         beside = ThreadOffload(stack.enter_context(world.thread_pool(BESIDE_THREADS, "beside")))
-        kv = link, instance, context.spans, bell.ring, dialer, lanes
+        kv = link, instance, context.spans, bell.ring, dialer, listener
         shared = InstanceContext(setup, engine, channels, *kv, beside)
         service, contract = build(shared)
         metrics = PrometheusMetrics(config.service())
         metrics.watch(service.gauges())
         await stack.enter_async_context(metrics.served(config.metrics_listen))
-        await stack.enter_async_context(lanes.running(config))
+        await stack.enter_async_context(listener.running(config))
         server = await stack.enter_async_context(serving(config.listen, [contract], security=security))
         instance.address = config.advertised(server.port)
         report = InstanceReport(
@@ -229,7 +237,7 @@ def _change_role(
 def open_dialer_and_listener(
     config: TransportConfig, engine: Engine, instance: kv_pb2.Instance
 ) -> tuple[TransportDialer, TransportListener]:
-    """Both ends of an instance's lanes; peers may read its pool.
+    """Both ends of an instance's transports; peers may read its pool.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -269,7 +277,7 @@ class _Lifecycle:
                 worker.cancel()
                 watcher.cancel()
         except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
+            raise _first_error(errors) from errors
 
     async def _watch_engine(self) -> None:
         # The future belongs to the engine: a cancelled watcher must not cancel it.
@@ -290,7 +298,17 @@ class _Lifecycle:
             log.warning("grace period ended with requests still running")
 
 
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+async def run_together(*work: Coroutine[Any, Any, object]) -> None:
+    """Runs all until the first one fails, and cancels the others then. Raises that one's error."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for coroutine in work:
+                group.create_task(coroutine)
+    except BaseExceptionGroup as errors:
+        raise _first_error(errors) from errors
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """The first error of a group: what is reported as the reason of an end."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):

@@ -97,7 +97,7 @@ class PoolReads:
         calls: has the core hold blocks.
         manager: where the core has its blocks; only looked at.
         closing: set when streams are to end.
-        lanes: offers lanes to readers.
+        listener: offers transports to readers.
         carried_out: names of deletions that were carried out here.
 
     Attributes:
@@ -114,11 +114,11 @@ class PoolReads:
         calls: PoolCalls,
         manager: BlockManager,
         closing: asyncio.Event,
-        lanes: TransportListener,
+        listener: TransportListener,
         carried_out: Container[str],
     ) -> None:
         self.instance, self.namespace, self.pool, self.link, self.closing = instance, namespace, pool, link, closing
-        self.lanes, self.carried_out = lanes, carried_out
+        self.listener, self.carried_out = listener, carried_out
         self.sessions = self.sent_bytes = 0
         self._calls = calls
         self._manager = manager
@@ -181,7 +181,7 @@ def pool_reads(
     setup = context.setup
     pool, link = context.engine.pool, context.link
     own = context.instance, setup.namespace, pool, link
-    return PoolReads(*own, calls, manager, closing, context.lanes, carried_out)
+    return PoolReads(*own, calls, manager, closing, context.listener, carried_out)
 
 
 READ_METRICS: tuple[Metric[PoolReads], ...] = (
@@ -212,7 +212,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     def __init__(self, reads: PoolReads) -> None:
         super().__init__(
             reads.closing,
-            listener=reads.lanes,
+            listener=reads.listener,
             response=kv_pb2.ReadKVResponse,
             carried_out=reads.carried_out,
             suspect=reads.suspect,

@@ -192,6 +192,6 @@ class ValueTarget:
             return None
         for view in (*self._places.values(), self._memory):
             view.release()
-        with contextlib.suppress(BufferError):  # what came over a lane that broke may still be referred to
+        with contextlib.suppress(BufferError):  # what came over a connection that broke may still be referred to
             del self._own[nbytes:]
         return self._own if len(self._own) == nbytes else self._own[:nbytes]

@@ -42,12 +42,12 @@ class BlockingReader:
     """Whole blocks of one layout from one store.
 
     Attributes:
-        lane: whose end is this one's.
+        connection: this side's end of a direct connection.
         most: blocks that are read in one exchange; 0 where not even one can be.
     """
 
-    def __init__(self, lane: BlockingConnection, layout: KVLayout) -> None:
-        self.lane = lane
+    def __init__(self, connection: BlockingConnection, layout: KVLayout) -> None:
+        self.connection = connection
         self._layout = layout
         self._shapes: dict[int, FrameShape] = {}
         self._copy = copy_verified.prepare().land
@@ -56,17 +56,17 @@ class BlockingReader:
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:
         """Reads the leading blocks of `keys`, `most` at most; returns how many there are.
 
-        None where it takes a session, which then says why: blocks are not in memory, or damaged; another thread uses
-        the lane; it has ended, or ends now. Arguments as for `BlockReader.read`; slices are handed out in order when
-        all have come.
+        Returns None if the read needs a session, which then says why: blocks are not in memory, or damaged; another
+        thread uses the connection; the connection has ended, or ends now. Arguments as for `BlockReader.read`. Slices
+        are handed out in order when all have arrived.
 
         Raises:
             TransferFailed: It took longer than `timeout_s`.
         """
-        if not self.lane.begin(timeout_s):
+        if not self.connection.begin(timeout_s):
             return None
         try:
-            with self.lane:
+            with self.connection:
                 return self._read(keys, into, on_slice)
         except TransferFailed:
             raise
@@ -74,11 +74,11 @@ class BlockingReader:
             return None
 
     def _read(self, keys: Sequence[bytes], into: Into, on_slice: OnSlice) -> int | None:
-        lane = self.lane
-        number = lane.ask(GET, len(keys), pack_keys(keys))
+        connection = self.connection
+        number = connection.ask(GET, len(keys), pack_keys(keys))
         shape = self._shape(len(keys))
         targets, bindings = self._targets(shape, into), shape.bindings(keys)
-        message, follow = lane.answer(number)
+        message, follow = connection.answer(number)
         if message.kind == OTHERWISE:
             return None
         if message.blocks != len(keys):
@@ -88,7 +88,7 @@ class BlockingReader:
             targets, bindings = self._targets(shape, into), shape.bindings(keys[: message.blocks])
         hashes = self._land(message, follow, targets, bindings, 0)
         while len(hashes) < len(targets):
-            message, follow = lane.answer(number)
+            message, follow = connection.answer(number)
             hashes += self._land(message, follow, targets, bindings, len(hashes))
         for cell, target, value in zip(shape.cells, targets, hashes, strict=True):
             on_slice(*cell, target, value)
@@ -119,11 +119,11 @@ class BlockingReader:
             raise FrameError(f"a part of {len(message.numbers)} slices from {message.first} is not the next one")
         hashes = bind_all(message.numbers, bindings[first:end])
         if message.extents:
-            data = self.lane.shown(message)
+            data = self.connection.shown(message)
             if data.nbytes != nbytes or follow:
                 raise FrameError(f"{data.nbytes} bytes are shown for {nbytes}")
             intact = self._copy(targets, data, hashes)
-            self.lane.pulled()
+            self.connection.pulled()
         else:
             if follow != nbytes:
                 raise FrameError(f"{follow} bytes follow for {nbytes}")
@@ -135,7 +135,7 @@ class BlockingReader:
     def _filled(self, targets: Sequence[memoryview], hashes: Sequence[int]) -> int:
         intact = 0
         for target, value in zip(targets, hashes, strict=True):
-            self.lane.fill(target)
+            self.connection.fill(target)
             intact += slice_hash(target) == value
         return intact
 
@@ -156,13 +156,13 @@ class BlockingWriter:
     """Whole blocks of one layout to one store.
 
     Attributes:
-        lane: whose end is this one's.
+        connection: this side's end of a direct connection.
         most: blocks that are put in one exchange; 0 where not even one can be.
     """
 
-    def __init__(self, lane: BlockingConnection, layout: KVLayout, staging: SharedMemory | None) -> None:
-        """`staging`: `BRIEF_BYTES` among the lane's regions for what lies in none; None where there are no regions."""
-        self.lane = lane
+    def __init__(self, connection: BlockingConnection, layout: KVLayout, staging: SharedMemory | None) -> None:
+        """`staging`: `ONE_SHOT_BYTES` in a region of the connection, for slices in no region; None: no regions."""
+        self.connection = connection
         self._layout = layout
         self._staging = None if staging is None else staging.shared.data
         self.most = min(MAX_PUT_BLOCKS, MAX_FRAME_SLICES // layout.layers, ONE_SHOT_BYTES // layout.block_bytes)
@@ -171,19 +171,19 @@ class BlockingWriter:
         """Stores blocks, `most` at most; returns once all are VISIBLE.
 
         None, and nothing has happened, where it takes a session, which then says why: no room, or it is refused; more
-        deletions are named than fit; another thread uses the lane, or it has ended.
+        deletions are named than fit; another thread uses the connection, or it has ended.
 
         Raises:
             TransferFailed: It took longer than `timeout_s`; blocks may be stored all the same.
-            StreamBroken: The lane has ended meanwhile; the same.
+            StreamBroken: The connection has ended meanwhile; the same.
         """
         about = _encode_put_open(blocks.tenant, tuple(blocks.forgotten))
         if len(about) > PUT_OPEN_BYTES:
             return None
-        if not self.lane.begin(timeout_s):
+        if not self.connection.begin(timeout_s):
             return None
         try:
-            with self.lane:
+            with self.connection:
                 return self._answer(self._ask(blocks, about), len(blocks.keys))
         except FrameError as error:
             raise StreamBroken(f"the store's answer is not proper: {error}") from error
@@ -196,17 +196,17 @@ class BlockingWriter:
         if self._staging is None:
             slices = itertools.starmap(blocks.read, shape.cells)
             follow = len(bindings) * (layout.slice_bytes + HASH_BYTES)
-            return self.lane.ask(
+            return self.connection.ask(
                 PUT, count, packed, rest=about, payload=_hashed_meanwhile(slices, bindings), follow=follow
             )
         found = list(itertools.starmap(blocks.read, shape.cells))
         hashes = bind_all([value for _, value in found], bindings)
-        return self.lane.ask(
+        return self.connection.ask(
             PUT, count, packed, hashes, self._placed(self._staging, [data for data, _ in found]), about
         )
 
     def _answer(self, number: int, blocks: int) -> PutOutcome | None:
-        message, follow = self.lane.answer(number)
+        message, follow = self.connection.answer(number)
         if message.kind == OTHERWISE:
             return None
         present = len(message.numbers)
@@ -220,12 +220,12 @@ class BlockingWriter:
         places: list[PayloadExtent] = []
         for piece in pieces:
             nbytes = piece.nbytes
-            region, offset = self.lane.own.find(piece)
+            region, offset = self.connection.own.find(piece)
             if not region:
                 room = staging[at : at + nbytes]
                 room[:] = piece
                 at += nbytes
-                region, offset = self.lane.own.find(room)
+                region, offset = self.connection.own.find(room)
             last = places[-1] if places else None
             if last is not None and last.region == region and last.offset + last.length == offset:
                 places[-1] = PayloadExtent(region, last.length + nbytes, last.offset)

@@ -25,12 +25,11 @@ from moonpool.kv.frames import (
 )
 from moonpool.kv.keys import bind, key_bindings, layer_binding, pack_keys
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.kv_transfer.receiver import SliceBitmap
-from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import OneTimeEvent, ThreadOffload
 from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceivedPayload
-from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamSettings, StreamSpec
+from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
 ReadResponse = kvstore_pb2.GetResponse | kv_pb2.ReadKVResponse
@@ -315,23 +314,15 @@ def _check_arguments(error: Exception | None) -> None:
         raise TransferFailed(f"a payload could not be taken: {error!r}") from error
 
 
-__all__ = ["BlockReader", "PrefixLost", "ReadMethod"]
 READ_WINDOW_BYTES = 32 << 20
 ReadRequest = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
 
 
-class ReadMethod(NamedTuple):
-    """How blocks are read from one kind of instance; the messages of all kinds have the same fields."""
-
-    service: str
-    method: str
-    asked: type[ReadRequest]
-    answer: type[ReadResponse]
-
-
+ReadMethod = StreamMethod[ReadRequest, ReadResponse]
+"""How blocks are read from one kind of instance; the messages of all kinds have the same fields."""
 FROM_STORE = ReadMethod("KVStoreService", "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse)
 FROM_PREFILL = ReadMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
-FROM_DECODE = FROM_PREFILL._replace(service="DecodeService")
+FROM_DECODE = ReadMethod("DecodeService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
 
 
 def _get_session(message: ReadResponse) -> Hashable:
@@ -352,11 +343,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
 
     def __init__(
         self,
-        channels: Channels,
-        address: str,
-        hello: kv_pb2.StreamHello,
-        layout: KVLayout,
-        options: StreamSettings = DEFAULT_OPTIONS,
+        source: KVEndpoint,
         *,
         method: ReadMethod = FROM_STORE,
         window_bytes: int = READ_WINDOW_BYTES,
@@ -366,37 +353,24 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         """Connects when the first read begins.
 
         Args:
-            channels: Where the channel comes from.
-            address: "host:port" of the instance.
-            hello: This side, and the KV it speaks of.
-            layout: Arrangement of that KV.
-            options: How the stream opens.
-            method: How this kind of instance is read.
-            window_bytes: Payload bytes the source may be ahead.
-            forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side:
-                nothing is taken from who has not carried out all of them.
-            offload: Copies slices `into` memory on threads; None: the loop copies.
+            source: the kvstore or engine instance.
+            method: how this kind of instance is read.
+            window_bytes: payload bytes that the source may be ahead.
+            forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out on this side. A
+                source that has not carried out all of them is not read.
+            offload: copies slices `into` memory on threads; None: the loop copies.
         """
-        self._layout = layout
+        self._layout = source.layout
         self._forgotten = forgotten
         self._offload = offload
-        self._asked = method.asked
+        self._asked = method.request
         self._ids = count(1)
-        spec: StreamSpec[ReadRequest, ReadResponse] = StreamSpec(
-            f"KV from {address}",
-            lambda: payload_stream(
-                channels.get(address),
-                f"moonpool.v1.{method.service}",
-                method.method,
-                method.asked,
-                method.answer,
-            )(metadata=options.metadata),
-            method.asked(hello=hello),
+        spec = source.spec(
+            f"KV from {source.address}",
+            method,
             _get_session,
-            method.answer,
             window_bytes=window_bytes,
-            credit=lambda credit: method.asked(credit=credit),
-            options=options,
+            credit=lambda credit: method.request(credit=credit),
         )
         super().__init__(MuxStream(spec))
 

@@ -10,15 +10,15 @@ from typing import Self
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
 from moonpool.kv.frames import FRAME_BYTES, Slice
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels
+from moonpool.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.rpc.messages import payload_bytes
 from moonpool.transport.fault_injection import frames_to_send
 from moonpool.transport.flow_control import TO_DECODE
-from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamSettings, StreamSpec
+from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
 from moonpool.v1 import decode_pb2, kv_pb2
 
 SEND_TIMEOUT_S = 30.0
+RECEIVE_KV = StreamMethod("DecodeService", "ReceiveKV", decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse)
 _Session = MuxSession[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]
 
 
@@ -43,45 +43,19 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
     """One per pair of processes: all transfers of this process to one decode instance, on one stream."""
 
     def __init__(
-        self,
-        channels: Channels,
-        address: str,
-        hello: kv_pb2.StreamHello,
-        layout: KVLayout,
-        options: StreamSettings = DEFAULT_OPTIONS,
-        *,
-        send_timeout_s: float = SEND_TIMEOUT_S,
-        frame_bytes: int = FRAME_BYTES,
+        self, decode: KVEndpoint, *, send_timeout_s: float = SEND_TIMEOUT_S, frame_bytes: int = FRAME_BYTES
     ) -> None:
         """Connects when the first transfer opens.
 
         Args:
-            channels: Where the channel comes from.
-            address: "host:port" of the decode instance.
-            hello: This side, and the KV it speaks of.
-            layout: Arrangement of that KV.
-            options: How the stream opens.
-            send_timeout_s: Longest wait for credits, and for the link, per frame.
-            frame_bytes: Payload size aimed at.
+            decode: the decode instance.
+            send_timeout_s: longest wait for credits, and for the link, per frame.
+            frame_bytes: payload size aimed at.
         """
-        self._layout = layout
+        self._layout = decode.layout
         self._send_timeout_s = send_timeout_s
         self._frame_bytes = frame_bytes
-        spec: StreamSpec[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse] = StreamSpec(
-            f"KV to {address}",
-            lambda: payload_stream(
-                channels.get(address),
-                "moonpool.v1.DecodeService",
-                "ReceiveKV",
-                decode_pb2.ReceiveKVRequest,
-                decode_pb2.ReceiveKVResponse,
-            )(metadata=options.metadata),
-            decode_pb2.ReceiveKVRequest(hello=hello),
-            _session_of,
-            decode_pb2.ReceiveKVResponse,
-            priority=TO_DECODE,
-            options=options,
-        )
+        spec = decode.spec(f"KV to {decode.address}", RECEIVE_KV, _session_of, priority=TO_DECODE)
         super().__init__(MuxStream(spec))
 
     async def open(self, target: kv_pb2.TransferTarget, forgotten: Sequence[str] = ()) -> OutboundTransfer:

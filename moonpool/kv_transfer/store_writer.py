@@ -12,15 +12,15 @@ from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloade
 from moonpool.kv.frames import FRAME_BYTES, MAX_FRAME_SLICES, Slice, bind_all, frame_shape
 from moonpool.kv.keys import key_bindings, layer_binding, pack_keys
 from moonpool.kv.layout import KVLayout
-from moonpool.rpc.channels import Channels
+from moonpool.kv_transfer.endpoint import KVEndpoint, StreamMethod
 from moonpool.transport.async_utils import OneTimeEvent
 from moonpool.transport.base import PendingPayload
 from moonpool.transport.fault_injection import frame_to_send, frames_to_send
 from moonpool.transport.flow_control import TO_STORE
-from moonpool.transport.grpc import payload_stream
-from moonpool.transport.sessions import DEFAULT_OPTIONS, MuxSession, MuxStream, StreamClient, StreamSettings, StreamSpec
-from moonpool.v1 import kv_pb2, kvstore_pb2
+from moonpool.transport.sessions import MuxSession, MuxStream, StreamClient
+from moonpool.v1 import kvstore_pb2
 
+PUT = StreamMethod("KVStoreService", "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse)
 ReadSlice = Callable[[int, int], tuple[memoryview, int]]
 """Gives the layer slice of (layer, index into keys) and its hash."""
 
@@ -107,36 +107,12 @@ class _PutSession:
 class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse]):
     """One per pair of processes: everything this process writes to one kvstore, on one stream."""
 
-    def __init__(
-        self,
-        channels: Channels,
-        address: str,
-        hello: kv_pb2.StreamHello,
-        layout: KVLayout,
-        options: StreamSettings = DEFAULT_OPTIONS,
-        *,
-        frame_bytes: int = FRAME_BYTES,
-    ) -> None:
-        """Connects when the first put begins. Arguments as for TransferSender."""
-        self._layout = layout
+    def __init__(self, store: KVEndpoint, *, frame_bytes: int = FRAME_BYTES) -> None:
+        """Connects when the first put begins. `frame_bytes`: payload size aimed at."""
+        self._layout = store.layout
         self._frame_bytes = frame_bytes
         self._ids = count(1)
-        spec: StreamSpec[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse] = StreamSpec(
-            f"KV to store {address}",
-            lambda: payload_stream(
-                channels.get(address),
-                "moonpool.v1.KVStoreService",
-                "Put",
-                kvstore_pb2.PutRequest,
-                kvstore_pb2.PutResponse,
-            )(metadata=options.metadata),
-            kvstore_pb2.PutRequest(hello=hello),
-            _put_session,
-            kvstore_pb2.PutResponse,
-            priority=TO_STORE,
-            options=options,
-        )
-        super().__init__(MuxStream(spec))
+        super().__init__(MuxStream(store.spec(f"KV to store {store.address}", PUT, _put_session, priority=TO_STORE)))
 
     async def put(
         self,

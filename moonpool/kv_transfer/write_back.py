@@ -106,7 +106,7 @@ class WriteBack:
         self._read = read
         self._clock = clock
         self._forgotten = forgotten
-        self._lanes: dict[tuple[str, str], _StoreQueue] = {}
+        self._queues: dict[tuple[str, str], _StoreQueue] = {}
         self._group: asyncio.TaskGroup | None = None
         self._closed = False
         self._doing: list[WriteBackJob] = []
@@ -137,9 +137,9 @@ class WriteBack:
         taken = 0
         if not self._closed and not self._stores.paused(store, self._clock()):
             taken = max(0, min(blocks, self._limits.blocks - self.blocks_held))
-            lane = self._lanes.get(_store_key(store))
-            if lane is not None:
-                taken = max(0, min(taken, self._limits.blocks // len(self._lanes) - lane.blocks_held))
+            store_queue = self._queues.get(_store_key(store))
+            if store_queue is not None:
+                taken = max(0, min(taken, self._limits.blocks // len(self._queues) - store_queue.blocks_held))
         self.blocks_dropped += blocks - taken
         return taken
 
@@ -158,27 +158,27 @@ class WriteBack:
         """
         assert not self._closed
         assert len(keys) == len(parents) == len(blocks) > 0
-        lane = self._lanes.setdefault(_store_key(store), _StoreQueue())
-        lane.blocks_held += len(blocks)
+        store_queue = self._queues.setdefault(_store_key(store), _StoreQueue())
+        store_queue.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        lane.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over))
-        self._staff(lane)
+        store_queue.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over))
+        self._staff(store_queue)
 
     async def run(self) -> None:
         """Works until cancelled; then every job is dropped and every stream closed."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                for lane in self._lanes.values():
-                    self._staff(lane)
+                for store_queue in self._queues.values():
+                    self._staff(store_queue)
                 try:
                     await asyncio.Event().wait()  # until cancelled
                 finally:
                     self._closed = True  # a group that ends takes no new tasks
         finally:
-            for lane in list(self._lanes.values()):
-                while lane.queue:
-                    self._drop(lane.queue.popleft())
+            for store_queue in list(self._queues.values()):
+                while store_queue.queue:
+                    self._drop(store_queue.queue.popleft())
             await self._stores.aclose()
 
     async def idle(self, timeout_s: float) -> bool:
@@ -192,14 +192,14 @@ class WriteBack:
 
     def forget(self, selection: KVSelection, namespace: bytes) -> list[WriteBackJob]:
         """Drops waiting jobs with KV of a selection; returns such jobs that are under way. `namespace`: of the KV."""
-        for lane in list(self._lanes.values()):
-            waiting = list(lane.queue)
-            lane.queue.clear()
+        for store_queue in list(self._queues.values()):
+            waiting = list(store_queue.queue)
+            store_queue.queue.clear()
             for job in waiting:
                 if selection.touches(job.keys, job.tenant, namespace):
                     self._drop(job)
                 else:
-                    lane.queue.append(job)
+                    store_queue.queue.append(job)
         return [job for job in self._doing if selection.touches(job.keys, job.tenant, namespace)]
 
     async def ended(self, jobs: Collection[WriteBackJob], timeout_s: float) -> bool:
@@ -212,18 +212,18 @@ class WriteBack:
             return False
         return True
 
-    def _staff(self, lane: _StoreQueue) -> None:
-        """A worker more for a lane, as long as it may have one."""
-        if self._group is not None and lane.workers < self._limits.workers:
-            lane.workers += 1
-            self._group.create_task(self._work(lane))
+    def _staff(self, store_queue: _StoreQueue) -> None:
+        """A worker more for a store_queue, as long as it may have one."""
+        if self._group is not None and store_queue.workers < self._limits.workers:
+            store_queue.workers += 1
+            self._group.create_task(self._work(store_queue))
 
-    async def _work(self, lane: _StoreQueue) -> None:
+    async def _work(self, store_queue: _StoreQueue) -> None:
         try:
-            while lane.queue:
-                await self._do(lane.queue.popleft())
+            while store_queue.queue:
+                await self._do(store_queue.queue.popleft())
         finally:
-            lane.workers -= 1
+            store_queue.workers -= 1
 
     async def _do(self, job: WriteBackJob) -> None:
         if self._stores.paused(job.store, self._clock()):
@@ -272,10 +272,10 @@ class WriteBack:
         self._give_back(job, stored=False)
 
     def _give_back(self, job: WriteBackJob, *, stored: bool) -> None:
-        lane = self._lanes[_store_key(job.store)]
-        lane.blocks_held -= len(job.blocks)
-        if not lane.blocks_held:
-            del self._lanes[_store_key(job.store)]
+        store_queue = self._queues[_store_key(job.store)]
+        store_queue.blocks_held -= len(job.blocks)
+        if not store_queue.blocks_held:
+            del self._queues[_store_key(job.store)]
         self.blocks_held -= len(job.blocks)
         job.over(stored)
         if not self.blocks_held:

@@ -157,15 +157,15 @@ class WaiterQueue(Generic[Wanted, Result]):
     ) -> None:
         self._attempt = attempt
         self._undo = undo
-        self._lanes: dict[int, OrderedDict[asyncio.Future[Result], Wanted]] = {}
+        self._queues: dict[int, OrderedDict[asyncio.Future[Result], Wanted]] = {}
         self._closed: Exception | None = None
 
     def __len__(self) -> int:
         """Number of tasks that wait."""
-        return sum(map(len, self._lanes.values()))
+        return sum(map(len, self._queues.values()))
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._queues)
 
     async def get(self, wanted: Wanted, *, priority: int = 0) -> Result:
         """Returns what the attempt gives, waiting for it behind all others. The caller sets the deadline.
@@ -177,10 +177,10 @@ class WaiterQueue(Generic[Wanted, Result]):
         """
         if self._closed is not None:
             raise self._closed
-        if not self._lanes and (result := self._attempt(wanted)) is not None:
+        if not self._queues and (result := self._attempt(wanted)) is not None:
             return result
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._lanes.setdefault(priority, OrderedDict())[future] = wanted
+        self._queues.setdefault(priority, OrderedDict())[future] = wanted
         try:
             return await future
         except BaseException:
@@ -192,9 +192,9 @@ class WaiterQueue(Generic[Wanted, Result]):
 
     def notify(self) -> None:
         """What is waited for may be there: serves tasks from the front until one has to wait."""
-        while self._lanes:
-            priority = min(self._lanes)
-            future, wanted = next(iter(self._lanes[priority].items()))
+        while self._queues:
+            priority = min(self._queues)
+            future, wanted = next(iter(self._queues[priority].items()))
             if not future.done() and not self._serve(future, wanted):
                 return
             self._remove(future, priority)
@@ -204,9 +204,9 @@ class WaiterQueue(Generic[Wanted, Result]):
         if self._closed is not None:
             return
         self._closed = error
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            for future in lane:
+        queues, self._queues = self._queues, {}
+        for queue in queues.values():
+            for future in queue:
                 if not future.done():
                     future.set_exception(error)
 
@@ -222,11 +222,11 @@ class WaiterQueue(Generic[Wanted, Result]):
         return True
 
     def _remove(self, future: asyncio.Future[Result], priority: int) -> None:
-        lane = self._lanes.get(priority)
-        if lane is not None:
-            lane.pop(future, None)
-            if not lane:
-                del self._lanes[priority]
+        queue = self._queues.get(priority)
+        if queue is not None:
+            queue.pop(future, None)
+            if not queue:
+                del self._queues[priority]
 
 
 OFFLOAD_LEAST_BYTES = 256 << 10

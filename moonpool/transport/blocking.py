@@ -50,7 +50,7 @@ def _processors() -> int:
 
 
 class BlockingConnection:
-    """The client's end of a lane that takes brief messages.
+    """The client's end of a connection that takes one-shot messages.
 
     Attributes:
         name: "local" or "tcp".
@@ -59,7 +59,7 @@ class BlockingConnection:
     """
 
     def __init__(self, end: ConnectionEnd, *, spin_s: float | None = None) -> None:
-        """Takes over a lane on which nothing but the handshake has been said."""
+        """Takes over a connection on which nothing but the handshake has been said."""
         self.name = end.name
         self.own = end.own
         self.error: Exception | None = None
@@ -74,7 +74,7 @@ class BlockingConnection:
         self._deadline = 0.0
 
     def begin(self, timeout_s: float) -> bool:
-        """Begins an exchange, which `with` the lane must then be around; False when it has ended, or is in use."""
+        """Begins an exchange; use the connection in `with` then. False if the connection has ended, or is in use."""
         if self.error is not None or not self._used.acquire(blocking=False):
             return False
         if self.error is not None:  # since a moment ago; who ended it may have left the rest to this thread
@@ -85,7 +85,7 @@ class BlockingConnection:
         return True
 
     def __enter__(self) -> None:
-        """An exchange that was begun. What is raised in it ends the lane: nobody knows where in a message it is."""
+        """An exchange that was begun. An exception inside ends the connection, as its place in a message is unknown."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -171,7 +171,7 @@ class BlockingConnection:
 
         Raises:
             FrameError: It is no brief message, or does not answer this number.
-            StreamBroken: The lane has ended.
+            StreamBroken: The connection has ended.
             TransferFailed: It did not come in time.
         """
         self._await(LENGTH_PREFIX.size)
@@ -265,10 +265,10 @@ log = get_logger(__name__)
 
 
 class BlockingStream(ClientStream[Req, Res]):
-    """One call and its direct lane. When either ends, both have.
+    """One call and its direct connection. When either ends, both have.
 
     Attributes:
-        direct: the lane, once it is open.
+        direct: the connection, once it is open.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class BlockingStream(ClientStream[Req, Res]):
         Args:
             name: Who is at the other end and what for.
             connect: Starts the call.
-            hello: First message sent; says which lanes this side can use.
+            hello: First message sent; says which transports this side can use.
             dialer: Opens the connection.
             mailbox_bytes: Of memory to which the store may write what it sends; 0 on a stream of puts.
             share: Memory besides that of `dialer` that the store may read.
@@ -299,12 +299,12 @@ class BlockingStream(ClientStream[Req, Res]):
         self._welcome: kv_pb2.StreamWelcome | None = None
 
     async def open(self) -> BlockingConnection | None:
-        """Opens call and lane; None where that is not to be had."""
+        """Opens call and connection; None where that is not to be had."""
         try:
             await self.start()
             self.direct = await self._join()
         except MoonpoolError as error:
-            log.warning("no direct lane", stream=self.name, error=str(error))
+            log.warning("no direct connection", stream=self.name, error=str(error))
         except BaseException:
             self.break_(StreamBroken("given up"))
             raise
@@ -313,7 +313,7 @@ class BlockingStream(ClientStream[Req, Res]):
             if self.direct is not None and self.error is not None:
                 self.direct.close(self.error)  # the call has ended meanwhile
             return None
-        log.info("lane opened", stream=self.name, lane=self.direct.name)
+        log.info("transport opened", stream=self.name, transport=self.direct.name)
         return self.direct
 
     async def _join(self) -> BlockingConnection | None:
@@ -339,6 +339,6 @@ class BlockingStream(ClientStream[Req, Res]):
         self.ready()
 
     def on_broken(self, error: Exception) -> None:
-        """The lane ends with its call."""
+        """The connection ends with its call."""
         if self.direct is not None:
             self.direct.close(error)

@@ -32,25 +32,25 @@ def _check_names(text: str) -> str:
 class TransportConfig(ServiceConfig):
     """Flags of services that exchange KV."""
 
-    flag_groups: ClassVar = {"KV cache": ("kv_lanes",)}
-    kv_lanes: Annotated[str, AfterValidator(_check_names)] = Field(
+    flag_groups: ClassVar = {"KV cache": ("kv_transports",)}
+    kv_transports: Annotated[str, AfterValidator(_check_names)] = Field(
         "local",
         description="ways to move KV, best first, separated by commas: local (shared memory, between processes of one "
         "user on one machine), tcp (plain TCP at a port of its own); grpc is always the last resort, and alone when "
         "only it is named",
     )
-    kv_lanes_dir: Path | None = Field(
+    kv_transports_dir: Path | None = Field(
         None,
-        description="folder for the sockets of local lanes; all processes that use them need the same one (in "
+        description="folder for the sockets of `local`; all processes that use `local` need the same folder (in "
         "containers a volume); default: moonpool-UID in XDG_RUNTIME_DIR or the temporary folder",
     )
-    kv_lanes_trusted: bool = Field(
+    kv_transports_trusted: bool = Field(
         False,
-        description="use lanes beside gRPC even with `tls_cert`, although what they carry is neither encrypted nor "
-        "authenticated",
+        description="use other transports than gRPC even with `tls_cert`, although they neither encrypt nor "
+        "authenticate",
     )
 
-    @field_validator("kv_lanes_dir", mode="before")
+    @field_validator("kv_transports_dir", mode="before")
     @classmethod
     def _no_dir(cls, value: Any) -> Any:
         return None if value == "" else value

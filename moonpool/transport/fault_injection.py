@@ -2,7 +2,7 @@
 
 Off unless the environment asks for it:
 
-    MOONPOOL_FAULT_BREAK_LANES      share of the payloads before which this process breaks their connection, 0 to 1
+    MOONPOOL_FAULT_BREAK_CONNECTIONS  share of the payloads before which this process breaks their connection, 0 to 1
     MOONPOOL_FAULT_CORRUPT_FRAMES   share of the frames that this process damages after their checksum was taken, 0 to 1
     MOONPOOL_FAULT_SEED             seed of the choice (default 0)
 """
@@ -19,15 +19,15 @@ from moonpool.kv.layout import KVLayout
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 
-BREAK_CONNECTIONS = "MOONPOOL_FAULT_BREAK_LANES"
+BREAK_CONNECTIONS = "MOONPOOL_FAULT_BREAK_CONNECTIONS"
 SEED = "MOONPOOL_FAULT_SEED"
-CONNECTION_BROKEN = "lane broken on purpose"
-"""The event that is logged once for each lane that is broken."""
+CONNECTION_BROKEN = "connection broken on purpose"
+"""The event that is logged once for each connection that is broken."""
 log = get_logger(__name__)
 
 
 class ConnectionBreaker:
-    """Says when a lane is to break."""
+    """Says when a connection is to break."""
 
     def __init__(self, share: float, seed: int) -> None:
         self._share = share
@@ -73,7 +73,7 @@ def _number(environment: Mapping[str, str], name: str, kind: type[int] | type[fl
 
 
 breaker = connection_breaker_from(os.environ)
-"""This process' own; None when no lane is to break."""
+"""This process' own; None when no connection is to break."""
 CORRUPT_FRAMES = "MOONPOOL_FAULT_CORRUPT_FRAMES"
 HEADER_SHARE = 0.3
 """Share of the damage that is done to headers; the rest is done to payloads."""

@@ -194,19 +194,19 @@ class TransportListener:
 
 DIAL_S = 2.0
 RETRY_S = 10.0
-"""How long a process leaves the lanes of a peer alone after one of them failed."""
+"""How long a process leaves the transports of a peer alone after one of them failed."""
 MAX_FAILURES = 1024
 
 
 def _opened_connections(transport: str) -> Metric[TransportListener]:
     text = f"Connections of transport `{transport}` that peers opened."
-    return counter(f"lanes_{transport}_opened_total", text, lambda listener: listener.opened[transport])
+    return counter(f"transports_{transport}_opened_total", text, lambda listener: listener.opened[transport])
 
 
 LISTENER_METRICS: tuple[Metric[TransportListener], ...] = (
     *map(_opened_connections, TRANSPORTS),
-    counter("lanes_refused_total", "Connections of peers that were not accepted.", lambda listener: listener.refused),
-    Metric("lane_offers", "Transports offered to peers that have not connected yet.", lambda it: it.offers, 0),
+    counter("transports_refused_total", "Connections of peers that were not accepted.", lambda listener: listener.refused),
+    Metric("transport_offers", "Transports offered to peers that have not connected yet.", lambda it: it.offers, 0),
 )
 """Reported by the side that streams are opened to."""
 
@@ -259,7 +259,7 @@ class TransportDialer:
         self._failed[incarnation] = asyncio.get_running_loop().time()
         if len(self._failed) > MAX_FAILURES:
             del self._failed[min(self._failed, key=self._failed.__getitem__)]
-        log.warning("lane failed; gRPC takes its place", stream=name, lane=transport, error=str(error))
+        log.warning("transport failed; gRPC takes its place", stream=name, transport=transport, error=str(error))
 
     async def dial(
         self,
@@ -314,13 +314,13 @@ class TransportDialer:
 
 def _open_connections(transport: str) -> Metric[TransportDialer]:
     text = f"Open connections of transport `{transport}` to peers."
-    return Metric(f"lanes_{transport}", text, lambda dialer: dialer.count_open(transport))
+    return Metric(f"transports_{transport}", text, lambda dialer: dialer.count_open(transport))
 
 
 DIALER_METRICS: tuple[Metric[TransportDialer], ...] = (
     *map(_open_connections, TRANSPORTS),
     counter(
-        "lane_failures_total",
+        "transport_failures_total",
         "Connections to peers that could not be opened or broke; gRPC takes their place.",
         lambda dialer: dialer.failures,
     ),

@@ -69,7 +69,7 @@ class ExportedRegions:
 class Mailbox:
     """Memory that this process lends to a peer, who writes payloads there. It is never used for anything else.
 
-    So a peer that goes on writing when the lane has ended harms nobody.
+    So a peer that goes on writing when the connection has ended harms nobody.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -43,10 +43,10 @@ def open_transports(config: TransportConfig) -> tuple[Transport, ...]:
     Raises:
         ConfigError: A flag asks for what this machine lacks.
     """
-    if config.tls_cert is not None and not config.kv_lanes_trusted:
+    if config.tls_cert is not None and not config.kv_transports_trusted:
         return ()
     found: list[Transport] = []
-    for name in config.kv_lanes.split(","):
+    for name in config.kv_transports.split(","):
         if name == GRPC_NAME:
             continue
         try:

@@ -67,7 +67,7 @@ class SendQueue:
         self._append(serialize_payload(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
 
     def answer(self, item: OneShotAnswer) -> None:
-        """Queues a lane's brief message without waiting; its payload is seen until it has left. Raises as `post`."""
+        """Queues a one-shot message without waiting. Keep its payload until it has left. Raises as `post`."""
         self._append(item, 0)
 
     def hold(self, stuck: Callable[[Exception], None], start: Callable[[OutgoingItem], UnsentRest | None]) -> None:
@@ -92,8 +92,9 @@ class SendQueue:
     ) -> PendingPayload | None:
         """Queues a message with a payload once there is room.
 
-        Returns None when the payload's memory is free; on a lane what must be `done_with`, or given to `abandon`,
-        before it is. `unsent` is called when nothing of the message has left or will: this raises, or those do.
+        Returns None when the payload's memory is free. On a connection beside gRPC, returns what must be `done_with`,
+        or given to `abandon`, before the memory is free. `unsent` is called if nothing of the message has left, or
+        will leave: then this call raises, or those raise.
 
         Raises:
             StreamBroken: The send_queue is or becomes closed.
@@ -122,7 +123,7 @@ class SendQueue:
             return False
         clear = self.is_clear
         if self._stuck is not None and not clear and not isinstance(payload, bytes | memoryview):
-            payload = b"".join(payload)  # nobody waits until the lane is done with it
+            payload = b"".join(payload)  # nobody waits until the connection is done with it
         self._put(message, payload, size)
         if clear and self._queue and isinstance(unsent := self._queue[0][0], UnsentRest):
             self._queue[0] = unsent.kept(), size
@@ -143,11 +144,11 @@ class SendQueue:
             raise
 
     async def done_with(self, held: PendingPayload, timeout_s: float) -> None:
-        """Waits until the lane is done with a payload; cancelled, or too late, it lets the lane end what it began.
+        """Waits until the connection is done with a payload. Cancelled, or too late, the connection ends what it began.
 
         Raises:
             StreamBroken: The send_queue becomes closed.
-            TransferFailed: The lane was not done with it for `timeout_s`.
+            TransferFailed: The connection was not done with it for `timeout_s`.
         """
         if held.done.done():
             held.done.result()
@@ -162,7 +163,7 @@ class SendQueue:
             raise
 
     async def abandon(self, items: Iterable[PendingPayload]) -> None:
-        """Withdraws payloads that the lane has not started, and lets it end the others; their memory is free then."""
+        """Withdraws payloads that the connection has not started, and ends the others. Their memory is free then."""
         started = []
         for held in items:
             if held.done.done() or held.cancelled:

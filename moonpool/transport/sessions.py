@@ -137,8 +137,9 @@ class MuxSession(Generic[Req, Res]):
     async def send(self, frames: Iterable[tuple[Req, Payload]], *, timeout_s: float) -> None:
         """Sends frames in their order: waits for credits, for the link, for room, and queues their bytes.
 
-        On a lane some are under way at once, so that the peer is not waited for after each. When it returns or raises,
-        nothing refers to the payloads' memory any more. A frame that was not sent used no credits.
+        On a transport beside gRPC, several frames are under way at once, without a wait for the peer after each. When
+        `send` returns or raises, nothing refers to the payloads' memory any more. A frame that was not sent used no
+        credits.
 
         Args:
             frames: The message around each frame's header, and the frame's bytes; taken as they can be sent.
@@ -257,14 +258,14 @@ class MuxConnection(ClientStream[Req, Res]):
         self._passed_over = False
 
     async def start(self) -> None:
-        """Starts the call, shakes hands, and opens the lane that the peer offers."""
+        """Starts the call, shakes hands, and opens the transport that the peer offers."""
         await super().start()
         await self._open_connection()
         self._give_back(self._spec.window_bytes)
 
     @property
     def outgrown(self) -> bool:
-        """It did without a lane that could be tried again by now, and is not in use."""
+        """It did without a transport that could be tried again by now, and is not in use."""
         spec, welcome = self._spec, self.welcome
         if not self._passed_over or self.sessions or welcome is None or spec.options.dialer is None:
             return False
@@ -287,7 +288,7 @@ class MuxConnection(ClientStream[Req, Res]):
             self._passed_over = True
             spec.options.dialer.failed(spec.name, transport_name(welcome.lane.kind), incarnation, error)
             return
-        log.info("lane opened", stream=spec.name, lane=connection.name)
+        log.info("transport opened", stream=spec.name, transport=connection.name)
         self.use_connection(connection)
 
     @property
@@ -384,7 +385,7 @@ class MuxConnection(ClientStream[Req, Res]):
 
 
 def _hello(spec: StreamSpec[Req, Res]) -> Req:
-    """The hello with the lanes that this side can use now."""
+    """The hello with the transports that this side can use now."""
     if spec.options.dialer is None:
         return spec.hello
     message: Any = type(spec.hello)()
@@ -456,7 +457,7 @@ class MuxStream(Generic[Req, Res]):
         Args:
             key: The session's.
             handler: Gets its messages.
-            receive_into: Says where the payload of one of them, of so many bytes, is to land when it comes on a lane.
+            receive_into: Gives the memory for a message's payload of so many bytes, on a transport beside gRPC.
 
         Raises:
             Mismatch: The peer does not take what the hello offers.

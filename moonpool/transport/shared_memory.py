@@ -54,10 +54,10 @@ class SharedMemoryTransport(SocketTransport):
     def create(cls, config: TransportConfig) -> Self:
         """Makes the socket folder if there is none."""
         try:
-            return cls(_socket_folder(config.kv_lanes_dir))
+            return cls(_socket_folder(config.kv_transports_dir))
         except (OSError, ValueError) as error:
-            if config.kv_lanes_dir is not None:
-                raise ConfigError("kv_lanes_dir", f"{config.kv_lanes_dir}: {error}") from error
+            if config.kv_transports_dir is not None:
+                raise ConfigError("kv_transports_dir", f"{config.kv_transports_dir}: {error}") from error
             raise TransportUnavailableError(str(error)) from error
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
@@ -70,7 +70,7 @@ class SharedMemoryTransport(SocketTransport):
             stack.callback(path.unlink, missing_ok=True)
             listener.listen(options.backlog)
         except OSError as error:
-            raise ConfigError("kv_lanes_dir", f"cannot listen at {path}: {error.strerror}") from error
+            raise ConfigError("kv_transports_dir", f"cannot listen at {path}: {error.strerror}") from error
         return listener, os.fspath(path)
 
     async def connect(self, address: str) -> socket.socket:

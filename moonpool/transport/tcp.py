@@ -34,7 +34,7 @@ class TcpTransport(SocketTransport):
         try:
             listener = stack.enter_context(socket.create_server((host, 0), family=_family(host)))
         except OSError as error:
-            raise ConfigError("kv_lanes", f"cannot listen at {host} for tcp: {error.strerror}") from error
+            raise ConfigError("kv_transports", f"cannot listen at {host} for tcp: {error.strerror}") from error
         shown = host if is_loopback(host) else parse_address(config.advertised(1))[0]
         return listener, format_address(shown, listener.getsockname()[1])
 
@@ -55,7 +55,7 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Sets up a connected TCP socket, as each end of a lane does for what it sends.
+    """Sets up a connected TCP socket, as each end of a connection does for what it sends.
 
     Nothing waits for more to be sent with it. To a process of the same machine the oldest congestion control is used,
     which every Linux has and lets everybody use: one that paces by the shortest round trip (BBR) takes the time until

@@ -1509,7 +1509,7 @@ class ExplainResponse(_message.Message):
     waited_s: _builtins.float
     """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
     lane: _builtins.str
-    """The transport that carried the prompt's KV to decode (docs/lanes.md); empty before the first token, and if no KV went."""
+    """The transport that carried the prompt's KV to decode (docs/transports.md); empty before the first token, and if no KV went."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""

@@ -57,7 +57,7 @@ class _LaneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneKind.Val
     """A TCP connection; payloads follow their messages."""
 
 class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
-    """A transport for a stream's messages beside gRPC (docs/lanes.md), called lane in this contract. gRPC needs no number."""
+    """A transport for a stream's messages beside gRPC (docs/transports.md), called lane in this contract. gRPC needs no number."""
 
 LANE_KIND_UNSPECIFIED: LaneKind.ValueType  # 0
 LANE_KIND_LOCAL: LaneKind.ValueType  # 1

@@ -366,7 +366,7 @@ class FirstToken(_message.Message):
     prefill_s: _builtins.float
     """Time from the first step to the token, seconds."""
     lane: _builtins.str
-    """The transport that carries KV to decode: "local", "tcp" or "grpc" (docs/lanes.md); empty while no KV goes."""
+    """The transport that carries KV to decode: "local", "tcp" or "grpc" (docs/transports.md); empty while no KV goes."""
     @_builtins.property
     def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreMiss]:
         """Blocks that could not be loaded because the kvstore that was believed to hold them had lost them."""

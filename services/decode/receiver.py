@@ -59,9 +59,9 @@ class TransferReceiver:
         """Bytes taken and not handed back to the sender."""
         return self._credits.kept
 
-    def welcome(self, lane: kv_pb2.Lane | None) -> None:
-        """Answers the hello, offering a lane if there is one."""
-        self.send_queue.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, lane)))
+    def welcome(self, transport: kv_pb2.Lane | None) -> None:
+        """Answers the hello, offering a transport if there is one."""
+        self.send_queue.post(decode_pb2.ReceiveKVResponse(welcome=self._credits.welcome(self._instance, transport)))
 
     def take(self, message: decode_pb2.ReceiveKVRequest, payload: memoryview) -> None:
         """Takes one message.

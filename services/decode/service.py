@@ -9,7 +9,7 @@ import grpc.aio
 
 from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, pool_reads
 from moonpool.engine.request import RequestReader
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
@@ -27,7 +27,6 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.transport.base import ReceiveBuffer
 from moonpool.transport.send_queue import STALL_S
-from moonpool.transport.sessions import StreamSettings
 from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.decode.config import DecodeConfig
@@ -58,7 +57,7 @@ class DecodeInstance:
         subscribers: conductors on a Steps stream.
         receivers: prefill processes on a ReceiveKV stream.
         closing: set when long-lived streams are to end.
-        lanes: offers transports to prefill processes.
+        listener: offers transports to prefill processes.
     """
 
     def __init__(self, context: InstanceContext, config: DecodeConfig) -> None:
@@ -68,10 +67,9 @@ class DecodeInstance:
         self.core = DecodeScheduler(core_config(context, config))
         self.manager = self.core.blocks
         self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
-        options = StreamSettings(context.dialer, context.link)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: StoreWriter(context.channels, address, context.hello(), layout, options),
+            lambda address: StoreWriter(context.endpoint(address)),
             engine.pool.read,
             world.monotonic,
             deletions.matching,
@@ -81,13 +79,7 @@ class DecodeInstance:
             ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
             context.setup.max_tokens,
             lambda address: BlockReader(
-                context.channels,
-                address,
-                context.hello(),
-                layout,
-                options,
-                forgotten=deletions.demanded,
-                offload=context.beside,
+                context.endpoint(address), forgotten=deletions.demanded, offload=context.beside
             ),
         )
         pool = self.executor.pool
@@ -96,7 +88,7 @@ class DecodeInstance:
         self.receivers: dict[TransferReceiver, None] = {}
         self.closing = asyncio.Event()
         self.reads = pool_reads(context, pool, self.core.blocks, self.closing, deletions)
-        self.lanes = context.lanes
+        self.listener = context.listener
         self.draining = False
         self._notify = context.notify
         self._context = context
@@ -128,12 +120,7 @@ class DecodeInstance:
             Internal: the core has failed.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.executor.run())
-                group.create_task(self.executor.failure())
-                group.create_task(self.write_back.run())
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
+            await run_together(self.executor.run(), self.executor.failure(), self.write_back.run())
         finally:
             self.executor.die("the instance stops")
             self.closing.set()
@@ -422,7 +409,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
     """KV of many transfers from one prefill process."""
 
     def __init__(self, instance: DecodeInstance) -> None:
-        super().__init__(instance.closing, listener=instance.lanes)
+        super().__init__(instance.closing, listener=instance.listener)
         self._instance = instance
         self._receiver: TransferReceiver
 

@@ -78,12 +78,12 @@ class KVStream(ServerStream[Req]):
 
     async def on_hello(self, message: Any) -> None:
         """Takes any KV whose layout can be kept; raises Mismatch for others."""
-        self.tenant = own_tenant()  # noted here: what comes on a lane comes outside of the call
+        self.tenant = own_tenant()  # noted here: what comes on a transport beside gRPC comes outside of the call
         self.format = block_format(message.hello.namespace, check_hello(message.hello))
         answer: Any = self.welcome()
-        lane = self.offer_transport(message)
-        if lane is not None:
-            answer.welcome.lane.CopyFrom(lane)
+        transport = self.offer_transport(message)
+        if transport is not None:
+            answer.welcome.lane.CopyFrom(transport)
         self.send_queue.post(answer)
 
 

@@ -68,15 +68,15 @@ class KVStoreServicer:
     gauges: MetricSet
     closing: asyncio.Event
     streams: OpenStreams
-    lanes: TransportListener | None = None
+    listener: TransportListener | None = None
 
     async def Put(self, requests: AsyncIterator[PayloadMessage[pb.PutRequest]], context: object) -> None:  # noqa: N802
-        stream = PutStream(self.put, self.closing, self.lanes)
+        stream = PutStream(self.put, self.closing, self.listener)
         with self.streams.running(stream):
             await stream.run(requests, bare_write(context))
 
     async def Get(self, requests: AsyncIterator[pb.GetRequest], context: object) -> None:  # noqa: N802
-        stream = GetStream(self.get, self.closing, self.lanes)
+        stream = GetStream(self.get, self.closing, self.listener)
         with self.streams.running(stream):
             await stream.run(requests, bare_write(context))
 
@@ -191,7 +191,7 @@ class KVStoreService(StoreListener):
         self.idle = asyncio.Event()  # no session is open
         self.idle.set()
         self.streams = OpenStreams()
-        self.lanes = TransportListener(open_transports(config), instance.incarnation)
+        self.listener = TransportListener(open_transports(config), instance.incarnation)
         self.metrics = PrometheusMetrics(config.service())
         self._closing = asyncio.Event()
         self._draining = False
@@ -208,7 +208,7 @@ class KVStoreService(StoreListener):
         self._journal = KVEventJournal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
         measured = MeasuredStore(self.store, self.streams, self.rooms, ahead, self._journal, self.writer)
-        self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.lanes)
+        self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.listener)
         self.metrics.watch(self.gauges)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
@@ -228,7 +228,7 @@ class KVStoreService(StoreListener):
         operations, journal, closing, streams = self._operations, self._journal, self._closing, self.streams
         deletions = DeletionWorker(operations, self._records, self.writer, config.session_timeout_s)
         get = GetResources(store.reads, pool, ahead, instance, timeout_s, lease_timeout_s, on_read, deletions)
-        return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.lanes)
+        return KVStoreServicer(put, get, deletions, operations, journal, self.gauges, closing, streams, self.listener)
 
     @property
     def contract(self) -> Service:
@@ -332,7 +332,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Pat
         async with (
             service.running(),
             service.metrics.served(config.metrics_listen),
-            service.lanes.running(config),
+            service.listener.running(config),
             serving(config.listen, [service.contract], security=security) as server,
         ):
             instance.address = config.advertised(server.port)

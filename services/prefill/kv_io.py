@@ -266,7 +266,7 @@ class KVSender:
             self._transfers[request.number] = await sender.open(request.target, request.forgotten)
         except Mismatch as error:  # decode was restarted: another placement can succeed
             raise TransferFailed(f"{request.target.decode.id} does not take the transfer: {error}") from error
-        request.lane = sender.transport
+        request.transport = sender.transport
         return IoDone()
 
     async def send(self, request: LivePrefill, pieces: tuple[LayerBlocks, ...]) -> SlicesSent:

@@ -38,7 +38,7 @@ class LivePrefill:
         error: why its I/O has failed.
         forgotten: deletions of its blocks that were carried out here before it arrived.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
-        lane: transport on which its KV goes to decode.
+        transport: transport on which its KV goes to decode.
     """
 
     number: int
@@ -53,7 +53,7 @@ class LivePrefill:
     loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     chunks: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
     _came: float = dataclasses.field(default_factory=world.monotonic)
-    lane: str = ""
+    transport: str = ""
     _events: "asyncio.Queue[prefill_pb2.PrefillResponse | MoonpoolError | None]" = dataclasses.field(
         default_factory=lambda: asyncio.Queue(MAX_EVENTS)
     )
@@ -141,7 +141,7 @@ class LivePrefill:
             prefill_s=told.prefill_s,
             loads=self.loads,
             chunks=self.chunks,
-            lane=self.lane,
+            lane=self.transport,
             misses=[prefill_pb2.StoreMiss(store=sources[it.source], block=it.block) for it in told.misses],
             reads=[
                 prefill_pb2.LoadedPrefix(source=sources[it.source], blocks=it.blocks, seconds=it.seconds)

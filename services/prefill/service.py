@@ -10,7 +10,7 @@ import grpc.aio
 from moonpool import world
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, first_error, run_instance
+from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, pool_reads
 from moonpool.engine.request import RequestReader
 from moonpool.kv.delete_kv import DeletionLog
@@ -22,7 +22,6 @@ from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
 from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.metrics import Metric, MetricSet, counter
-from moonpool.transport.sessions import StreamSettings
 from moonpool.v1 import conductor_pb2, kv_pb2, prefill_pb2
 from services.prefill.config import PrefillConfig
 from services.prefill.core.events import CancelJob, Drain
@@ -109,12 +108,7 @@ class PrefillInstance:
             Internal: the core has failed.
         """
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self.write_back.run())
-                group.create_task(self.executor.run())
-                group.create_task(self.executor.failure())
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
+            await run_together(self.write_back.run(), self.executor.run(), self.executor.failure())
         finally:
             self.closing.set()
             self.executor.close()
@@ -160,31 +154,18 @@ class PrefillInstance:
         return sum(it.traffic.unsent for it in (self.sending, self.loading, self.write_back, self.reads))
 
     def _open_sender(self, address: str) -> TransferSender:
-        it = self._context
-        return TransferSender(
-            it.channels,
-            address,
-            it.hello(),
-            self.layout,
-            StreamSettings(it.dialer, it.link, CONNECT_TIMEOUT_S),
-        )
+        return TransferSender(self._context.endpoint(address, CONNECT_TIMEOUT_S))
 
     def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
-        it = self._context
         return BlockReader(
-            it.channels,
-            address,
-            it.hello(),
-            self.layout,
-            StreamSettings(it.dialer, it.link, CONNECT_TIMEOUT_S),
+            self._context.endpoint(address, CONNECT_TIMEOUT_S),
             method=method,
             forgotten=self._deletions.demanded,
-            offload=it.beside,
+            offload=self._context.beside,
         )
 
     def _open_writer(self, address: str) -> StoreWriter:
-        it = self._context
-        return StoreWriter(it.channels, address, it.hello(), self.layout, StreamSettings(it.dialer, it.link))
+        return StoreWriter(self._context.endpoint(address))
 
 
 PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (

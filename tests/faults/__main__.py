@@ -27,8 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--storms", type=int, default=1, help="how many, one after the other")
     parser.add_argument("--clients", type=int, default=6, help="requests at once")
     parser.add_argument("--corrupt", type=float, default=0.05, help="share of damaged frames")
-    parser.add_argument("--lanes", default="local", help="the lane that KV takes: local, tcp or grpc")
-    parser.add_argument("--break-lanes", type=float, default=0.03, help="share of payloads that break their lane")
+    parser.add_argument("--transports", default="local", help="the transport that KV takes: local, tcp or grpc")
+    parser.add_argument(
+        "--break-connections", type=float, default=0.03, help="share of payloads that break their transport"
+    )
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between faults")
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")
@@ -59,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 targets=args.targets.split(","),
                 clients=args.clients,
                 corrupt=args.corrupt,
-                lanes=args.lanes,
-                break_lanes=args.break_lanes,
+                transports=args.transports,
+                break_connections=args.break_connections,
                 gap_s=args.gap_s,
                 longest_prompt=args.longest_prompt,
                 longest_answer=args.longest_answer,

@@ -26,8 +26,8 @@ class StormPlan:
         targets: kinds of services that may be hit.
         clients: requests at once.
         corrupt: share of KV frames that are damaged.
-        lanes: the lane that KV takes.
-        break_lanes: share of payloads before which their lane breaks.
+        transports: the transport that KV takes.
+        break_connections: share of payloads before which their transport breaks.
         gap_s: mean seconds between two faults.
         longest_prompt, longest_answer: tokens.
         least_per_s: completed requests per second of the storm, at least.
@@ -41,8 +41,8 @@ class StormPlan:
     targets: Sequence[str] = ("prefill", "decode", "kvstore", "conductor")
     clients: int = 6
     corrupt: float = 0.05
-    lanes: str = "local"
-    break_lanes: float = 0.03
+    transports: str = "local"
+    break_connections: float = 0.03
     gap_s: float = 2.0
     longest_prompt: int = 400
     longest_answer: int = 60
@@ -85,7 +85,7 @@ class Report:
         rest_s: seconds until everything was at rest.
         restarted: services that were started anew.
         frames_damaged: frames that services damaged on purpose, from their logs.
-        lanes_opened, lanes_broken: lines in the logs that tell of lanes, and of those that were broken on purpose.
+        transports_opened, connections_broken: log lines of transports opened, and connections broken on purpose.
         storm_requests: the first so many outcomes are those of the storm.
     """
 
@@ -98,8 +98,8 @@ class Report:
     rest_s: float = 0.0
     restarted: int = 0
     frames_damaged: int = 0
-    lanes_opened: int = 0
-    lanes_broken: int = 0
+    transports_opened: int = 0
+    connections_broken: int = 0
     storm_requests: int = 0
 
     def __post_init__(self) -> None:
@@ -133,10 +133,10 @@ class Report:
             found.append(f"{self.restarted} services were restarted, {ended} were ended")
         if self.plan.corrupt and not self.frames_damaged:
             found.append("no frame was damaged")
-        if self.plan.lanes != GRPC_NAME and not self.lanes_opened:
-            found.append(f"KV never took the {self.plan.lanes} lane")
-        if self.plan.lanes != GRPC_NAME and self.plan.break_lanes and not self.lanes_broken:
-            found.append("no lane was broken")
+        if self.plan.transports != GRPC_NAME and not self.transports_opened:
+            found.append(f"KV never took the {self.plan.transports} transport")
+        if self.plan.transports != GRPC_NAME and self.plan.break_connections and not self.connections_broken:
+            found.append("no transport was broken")
         if not self.placed_anew:
             found.append("no request was placed anew")
         if self.per_s < self.plan.least_per_s:
@@ -156,7 +156,7 @@ class Report:
             f"{loaded} with a prefix from a kvstore, {tokens} tokens checked, slowest {slowest:.1f} s; "
             f"faults planned {len(self.planned)}, injected {dict(kinds(self.injected))}, "
             f"seen {dict(kinds(self.seen))}; {self.restarted} restarts, {self.frames_damaged} frames damaged, "
-            f"{self.lanes_broken} lanes broken; "
+            f"{self.connections_broken} transports broken; "
             f"at rest after {self.rest_s:.1f} s; {len(self.failures)} failures"
             + "".join(f"\n  {count:4} x {error}" for error, count in told.most_common())
         )

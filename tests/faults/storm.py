@@ -56,16 +56,16 @@ def storm_stack_plan(base: StackPlan, plan: StormPlan) -> StackPlan:
         "decode": ["--set", "lease_s=6"],
         "kvstore": ["--set", "session_timeout_s=10"],
     }.items():
-        lanes = [] if kind == "conductor" else ["--kv-lanes", plan.lanes]
-        extra[kind] = [*extra.get(kind, []), *flags, *lanes]
+        transports = [] if kind == "conductor" else ["--kv-transports", plan.transports]
+        extra[kind] = [*extra.get(kind, []), *flags, *transports]
     return replace(base, extra=extra)
 
 
 @contextlib.contextmanager
 def damaged_frames(plan: StormPlan, setenv: Callable[[str, str], None]) -> Iterator[None]:
-    """Lets the services of a storm damage what they send, and break their lanes."""
+    """Lets the services of a storm damage what they send, and break their transports."""
     setenv(CORRUPT_FRAMES, str(plan.corrupt))
-    setenv(BREAK_CONNECTIONS, str(plan.break_lanes))
+    setenv(BREAK_CONNECTIONS, str(plan.break_connections))
     setenv(FAULT_SEED, str(plan.seed))
     yield
 
@@ -109,8 +109,8 @@ class Storm:
         self._judge_all(report)
         report.restarted = self._stack.restarted
         report.frames_damaged = self._stack.count_in_logs(FRAME_DAMAGED)
-        report.lanes_broken = self._stack.count_in_logs(CONNECTION_BROKEN)
-        report.lanes_opened = self._stack.count_in_logs(f"lane={self.plan.lanes}")
+        report.connections_broken = self._stack.count_in_logs(CONNECTION_BROKEN)
+        report.transports_opened = self._stack.count_in_logs(f"transport={self.plan.transports}")
         self._say(report.summary())
         return report
 

@@ -14,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import kvstore_pb2
@@ -115,7 +116,7 @@ class Store:
         """Those of the blocks that are here; what is read is what was written."""
         here: list[BlockKey] = []
         async with Channels() as channels:
-            reader = BlockReader(channels, self.address, HELLO, LAYOUT)
+            reader = BlockReader(KVEndpoint(channels, self.address, HELLO, LAYOUT))
             for key in keys:
                 found = bytearray()
 

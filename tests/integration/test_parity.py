@@ -143,8 +143,13 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tolerance = tolerance_of(folder / "model", topology, reference)
     eos_prompt = sharp_prompt(reference, tolerance)
     end_with(folder / "model", reference.first_token(eos_prompt))
-    lanes = ["--kv-lanes", topology.lane]
-    flags = ["--device", topology.device, *(["--set", "deterministic=true"] if topology.deterministic else []), *lanes]
+    transports = ["--kv-transports", topology.transport]
+    flags = [
+        "--device",
+        topology.device,
+        *(["--set", "deterministic=true"] if topology.deterministic else []),
+        *transports,
+    ]
     plan = StackPlan(
         model=str(folder / "model"),
         data_dir=folder,
@@ -160,7 +165,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         extra={
             "prefill": ["--max-num-batched-tokens", "64", *flags],
             "decode": flags,
-            "kvstore": lanes,
+            "kvstore": transports,
             # Where there is a store, prefixes come from it; elsewhere from other instances' pools.
             "conductor": ["--set", "peers=false"] if topology.store else [],
         },
@@ -171,7 +176,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_the_selection_covers_every_pair_of_values() -> None:
     assert missing(SELECTED) == set()
-    assert {topology.lane for topology in SELECTED} == {"local", "tcp", "grpc"}
+    assert {topology.transport for topology in SELECTED} == {"local", "tcp", "grpc"}
     for topology in SELECTED:
         assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 
@@ -346,10 +351,10 @@ def test_work_is_spread(served: Served) -> None:
 
 def test_kv_took_its_lane_and_no_other(served: Served) -> None:
     result = served.check(served.prompt(70, seed=950), max_tokens=3)
-    assert served.client.explain(result.request_id).lane == served.topology.lane
+    assert served.client.explain(result.request_id).transport == served.topology.transport
     for kind in ("decode", "kvstore") if served.topology.store else ("decode",):
-        for lane in ("local", "tcp"):
-            opened = served.stack.gauge(kind, f"lanes_{lane}_opened_total")
-            assert (opened > 0) == (lane == served.topology.lane), (kind, lane, opened)
-        assert served.stack.gauge(kind, "lanes_refused_total") == 0
-    assert served.stack.gauge("prefill", "lane_failures_total") == 0
+        for transport in ("local", "tcp"):
+            opened = served.stack.gauge(kind, f"transports_{transport}_opened_total")
+            assert (opened > 0) == (transport == served.topology.transport), (kind, transport, opened)
+        assert served.stack.gauge(kind, "transports_refused_total") == 0
+    assert served.stack.gauge("prefill", "transport_failures_total") == 0

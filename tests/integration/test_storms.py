@@ -24,8 +24,8 @@ EMULATED = "emulated:llama-70b-a800"
     [
         (EMULATED, StormPlan(seed=8, seconds=120.0, conductors=3, least_per_s=5.0)),
         ("real", StormPlan(seed=4, seconds=120.0, least_per_s=5.0)),
-        ("real", StormPlan(seed=9, seconds=60.0, lanes="tcp", least_per_s=5.0)),
-        ("real", StormPlan(seed=11, seconds=60.0, lanes="grpc", least_per_s=5.0)),
+        ("real", StormPlan(seed=9, seconds=60.0, transports="tcp", least_per_s=5.0)),
+        ("real", StormPlan(seed=11, seconds=60.0, transports="grpc", least_per_s=5.0)),
     ],
 )
 def test_a_storm_keeps_every_promise_and_really_happens(

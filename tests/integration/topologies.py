@@ -17,7 +17,7 @@ class Topology:
         dtype: of weights and KV.
         deterministic: whether the services run with `deterministic`.
         device: where the engines compute.
-        lane: that KV takes.
+        transport: that KV takes.
     """
 
     shape: str
@@ -27,7 +27,7 @@ class Topology:
     dtype: str
     deterministic: bool = False
     device: str = "cpu"
-    lane: str = "local"
+    transport: str = "local"
 
     @property
     def exact(self) -> bool:
@@ -38,7 +38,7 @@ class Topology:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
         device = "" if self.device == "cpu" else f"-{self.device}"
         name = f"{self.shape}-{self.each}p{self.each}d-stages{self.stages}-{store}-{self.dtype}{exact}"
-        return f"{name}-{self.lane}{device}"
+        return f"{name}-{self.transport}{device}"
 
 
 SHAPES = ("tiny-llama", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
@@ -46,13 +46,13 @@ F32, BF16 = "float32", "bfloat16"
 SELECTED = [
     Topology("tiny-qwen3", 2, 2, False, F32),
     Topology("tiny-qwen2", 2, 1, True, BF16, deterministic=True),
-    Topology("tiny-mistral", 1, 2, True, BF16, lane="tcp"),
-    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, lane="grpc"),
-    Topology("tiny-qwen2", 1, 1, True, F32, lane="tcp", device="staged:5"),
+    Topology("tiny-mistral", 1, 2, True, BF16, transport="tcp"),
+    Topology("tiny-llama", 1, 1, False, BF16, deterministic=True, transport="grpc"),
+    Topology("tiny-qwen2", 1, 1, True, F32, transport="tcp", device="staged:5"),
 ]
-"""Every family, every lane, and every pair of values of two of the other axes, is in one of them at least."""
+"""Every family, every transport, and every pair of values of two of the other axes, is in one of them at least."""
 KINDS = [
-    Topology("tiny-gemma3", 1, 2, True, F32, lane="tcp"),
+    Topology("tiny-gemma3", 1, 2, True, F32, transport="tcp"),
     Topology("tiny-deepseek-v3", 1, 2, True, F32),
 ]
 """Layers that are not of Llama's kind: windows, experts, latent attention with experts."""

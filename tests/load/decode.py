@@ -17,6 +17,7 @@ from moonpool.cli.load_generator import RequestOutcome, SendRequest
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.frames import Slice
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.rpc.channels import Channels
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -98,7 +99,7 @@ async def sending(
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
         stub = DecodeServiceStub(channels.get(address))
-        sender = TransferSender(channels, address, hello, plan.layout)
+        sender = TransferSender(KVEndpoint(channels, address, hello, plan.layout))
         stack.push_async_callback(sender.aclose)
         pool = StepsPool(channels)
         pool.conductor.CopyFrom(kv_pb2.Instance(id="load", incarnation=1, kind=kv_pb2.INSTANCE_KIND_CONDUCTOR))

@@ -19,6 +19,7 @@ from moonpool.cli.stack import ServiceProcess
 from moonpool.errors import NotFound, TransferFailed
 from moonpool.kv.keys import block_keys, chain_root, namespace
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
@@ -107,9 +108,9 @@ async def sending(
     hello = kv_pb2.StreamHello(sender=me, namespace=namespace(bytes(32), layout), layout=layout.to_proto())
     async with contextlib.AsyncExitStack() as stack:
         channels = await stack.enter_async_context(Channels())
-        writer = StoreWriter(channels, address, hello, layout)
+        writer = StoreWriter(KVEndpoint(channels, address, hello, layout))
         stack.push_async_callback(writer.aclose)
-        reader = BlockReader(channels, address, hello, layout)
+        reader = BlockReader(KVEndpoint(channels, address, hello, layout))
         stack.push_async_callback(reader.aclose)
 
         async def put(keys: Sequence[bytes], outcome: RequestOutcome, clock: Callable[[], float]) -> None:

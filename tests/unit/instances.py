@@ -161,8 +161,10 @@ def _parts(
         256,
         max_tokens,
     )
-    dialer, lanes = open_dialer_and_listener(config, engine, instance)
-    return InstanceContext(plan, engine, channels, EgressLink(rate), instance, spans, notify, dialer, lanes, beside)
+    dialer, transports = open_dialer_and_listener(config, engine, instance)
+    return InstanceContext(
+        plan, engine, channels, EgressLink(rate), instance, spans, notify, dialer, transports, beside
+    )
 
 
 @asynccontextmanager
@@ -207,7 +209,7 @@ async def decoding(
     **settings: Any,
 ) -> AsyncIterator[Decode]:
     """A running decode instance; afterwards everything must be at rest."""
-    config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **{"kv_lanes": "grpc", **settings})
+    config = DecodeConfig(conductor="127.0.0.1:1", model="fake", id="decode-0", **{"kv_transports": "grpc", **settings})
     instance = kv_pb2.Instance(id="decode-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_DECODE)
     async with Channels() as channels, _beside(executor) as beside:
         engine, recorder = FakeEngine(blocks, run_steps=run_steps), Recorder("decode-0", spans)
@@ -225,7 +227,7 @@ async def decoding(
             ),
             config,
         )
-        async with it.service.lanes.running(config), _running(it, decode_contract(it.service), it.changed.set):
+        async with it.service.listener.running(config), _running(it, decode_contract(it.service), it.changed.set):
             yield it
             if not isinstance(it.death, Internal):  # a core that has failed gives nothing back
                 await it.rest()
@@ -245,7 +247,7 @@ async def prefilling(
     **settings: Any,
 ) -> AsyncIterator[Prefill]:
     """A running prefill instance; afterwards everything must be at rest."""
-    settings = {"max_num_batched_tokens": 2 * BLOCK, "kv_lanes": "grpc", **settings}
+    settings = {"max_num_batched_tokens": 2 * BLOCK, "kv_transports": "grpc", **settings}
     config = PrefillConfig(conductor="127.0.0.1:1", model="fake", id="prefill-0", **settings)
     instance = kv_pb2.Instance(id="prefill-0", incarnation=incarnation, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     async with Channels() as channels, _beside(executor) as beside:
@@ -253,7 +255,7 @@ async def prefilling(
         it = Prefill(None, engine, instance, channels)
         parts = _parts(engine, channels, instance, it.notify, rate=rate, spans=recorder, config=config, beside=beside)
         it.service = PrefillInstance(parts, config)
-        async with parts.lanes.running(config), _running(it, prefill_contract(it.service), it.changed.set):
+        async with parts.listener.running(config), _running(it, prefill_contract(it.service), it.changed.set):
             yield it
             if not isinstance(it.death, Internal):  # a core that has failed gives nothing back
                 await it.rest()

@@ -225,10 +225,10 @@ class Cluster:
     ) -> None:
         """Take how many of each kind, a kind's flags beside the usual ones, and the profile of all engines."""
         self.addresses = [f"10.0.0.{1 + number}:{CONDUCTOR_PORT}" for number in range(counts.get("conductor", 1))]
-        engine = ["--model", MODEL, "--engine", f"emulated:{profile}", "--kv-lanes", "grpc"]
+        engine = ["--model", MODEL, "--engine", f"emulated:{profile}", "--kv-transports", "grpc"]
         usual = {
             "conductor": ["--model", MODEL],
-            "kvstore": ["--kv-lanes", "grpc"],
+            "kvstore": ["--kv-transports", "grpc"],
             "prefill": engine,
             "decode": engine,
         }

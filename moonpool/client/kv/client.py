@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Required, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 
 from pydantic import ValidationError
 from typing_extensions import Buffer
 
-from moonpool.client.background import BackgroundLoop
+from moonpool.client.background import BackgroundLoop, same_arguments
 from moonpool.client.kv.connection import (
     MAX_KEYS_PER_CALL,
     BlockingKVConnection,
     KVConnection,
+    StoreAddress,
     ValueRead,
     read_values,
     remaining_s,
@@ -62,7 +63,7 @@ class AsyncKVClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         tls: Tls | None = None,
         api_key: str = "",
-        lanes: str | None = None,
+        transports: str | None = None,
         memory_bytes: int = 0,
     ) -> None:
         """Talk to the kvstore at `address`. The client connects on first use.
@@ -77,44 +78,42 @@ class AsyncKVClient:
             tls: certificates. Default: the files that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, or
                 no TLS if MOONPOOL_TLS_CA is not set.
             api_key: API key, sent over TLS only. Default: MOONPOOL_API_KEY.
-            lanes: as `--kv-lanes` of the services (docs/lanes.md). Default: MOONPOOL_KV_LANES, else local. With TLS,
-                all values go over gRPC.
+            transports: as `--kv-transports` of the services (docs/transports.md). Default: MOONPOOL_KV_TRANSPORTS, else
+                local. With TLS, all values go over gRPC.
             memory_bytes: size of `memory`, in bytes.
 
         Raises:
-            ConfigError: a certificate or `lanes` is wrong.
+            ConfigError: a certificate or `transports` is wrong.
         """
         tls = tls or Tls.from_environment()
-        transports = () if tls else open_transports(_lane_config(lanes))
+        opened = () if tls else open_transports(_transport_config(transports))
         shared = self._shared = SharedMemory(memory_bytes) if memory_bytes else None
         # The dialer must not refer to the client, which would then live as long as its streams.
-        dialer = TransportDialer(transports, lambda: [shared.shared] if shared is not None else [])
+        dialer = TransportDialer(opened, lambda: [shared.shared] if shared is not None else [])
         self._namespace = value_namespace(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
-        self._connection = self._connect(address, self._namespace, tls, key, dialer)
+        self._connection = self._connect(StoreAddress(address, self._namespace, tls, key, dialer))
         self._tenant = tenant
         self._identity: _CallerIdentity | None = None
         self._timeout_s = timeout_s
         self._last_layout: KVLayout | None = None  # of the values used last: a guess for the next
 
-    def _connect(
-        self, address: str, namespace: bytes, tls: Tls | None, key: str, lanes: TransportDialer
-    ) -> KVConnection:
-        return KVConnection(address, namespace, tls, key, lanes)
+    def _connect(self, store: StoreAddress) -> KVConnection:
+        return KVConnection(store)
 
     @property
     def memory(self) -> memoryview:
         """Writable memory of `memory_bytes`, which a store on this machine reads directly.
 
-        On the lane `local`, a value in this memory is not copied on its way to the store. Do not change the value
+        On the transport `local`, a value in this memory is not copied on its way to the store. Do not change the value
         before `put` returns.
         """
         return self._shared.shared.data if self._shared is not None else memoryview(bytearray())
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         """Transport of the last value: "local", "tcp" or "grpc"; "" before the first value."""
-        return self._connection.lane
+        return self._connection.transport
 
     async def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
         """Store a value. Returns whether the value is new; a value that the key has already is not changed.
@@ -311,12 +310,12 @@ class AsyncKVClient:
         return wanted[await read_values(self._connection, layout, wanted, deadline) :]
 
 
-def _lane_config(lanes: str | None) -> TransportConfig:
+def _transport_config(transports: str | None) -> TransportConfig:
     try:
-        return TransportConfig() if lanes is None else TransportConfig(kv_lanes=lanes)
+        return TransportConfig() if transports is None else TransportConfig(kv_transports=transports)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = "lanes" if lanes is not None else str(first["loc"][0])  # as in the environment
+        field = "transports" if transports is not None else str(first["loc"][0])  # as in the environment
         raise ConfigError(field, first["msg"].removeprefix("Value error, ")) from None
 
 
@@ -352,14 +351,12 @@ def _split_portions(items: Iterable[T], count: int = MAX_KEYS_PER_CALL) -> Itera
 class _NonSuspendingClient(AsyncKVClient):
     """A client on a connection whose calls never suspend, so that a coroutine can run without an event loop."""
 
-    def __init__(self, loop: BackgroundLoop, address: str, **options: Any) -> None:
+    def __init__(self, loop: BackgroundLoop, *args: Any, **options: Any) -> None:
         self._loop = loop
-        super().__init__(address, **options)
+        super().__init__(*args, **options)
 
-    def _connect(
-        self, address: str, namespace: bytes, tls: Tls | None, key: str, lanes: TransportDialer
-    ) -> KVConnection:
-        return BlockingKVConnection(self._loop, address, namespace, tls, key, lanes)
+    def _connect(self, store: StoreAddress) -> KVConnection:
+        return BlockingKVConnection(self._loop, store)
 
     def drive(self, call: Coroutine[Any, Any, T]) -> T:
         """Run a call, which waits on this thread or for the background loop."""
@@ -393,18 +390,6 @@ class _NonSuspendingClient(AsyncKVClient):
         return wanted
 
 
-class KVClientOptions(TypedDict, total=False):
-    """Keyword arguments of `AsyncKVClient` and `KVClient`; see `AsyncKVClient`."""
-
-    namespace: Required[str]
-    tenant: str
-    timeout_s: float
-    tls: Tls | None
-    api_key: str
-    lanes: str | None
-    memory_bytes: int
-
-
 def _blocking(
     method: Callable[Concatenate[AsyncKVClient, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[KVClient, P], T]:
@@ -423,10 +408,10 @@ class KVClient:
     Every call has the arguments of the call of the same name of `AsyncKVClient`.
     """
 
-    def __init__(self, address: str, **options: Unpack[KVClientOptions]) -> None:
-        """Take the arguments of `AsyncKVClient`. The client connects on first use."""
+    @same_arguments(AsyncKVClient.__init__)
+    def __init__(self, *args: Any, **options: Any) -> None:
         self._loop = BackgroundLoop()
-        self._client = _NonSuspendingClient(self._loop, address, **options)
+        self._client = _NonSuspendingClient(self._loop, *args, **options)
 
     @property
     def memory(self) -> memoryview:
@@ -434,9 +419,9 @@ class KVClient:
         return self._client.memory
 
     @property
-    def lane(self) -> str:
-        """Transport of the last value; see `AsyncKVClient.lane`."""
-        return self._client.lane
+    def transport(self) -> str:
+        """Transport of the last value; see `AsyncKVClient.transport`."""
+        return self._client.transport
 
     def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
         """Store a value. Returns whether the value is new. See `AsyncKVClient.put`."""

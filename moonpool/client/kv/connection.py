@@ -1,8 +1,8 @@
 """A client's connection to one kvstore: calls, and a pair of streams for each size class of values.
 
-The blocking connection sends small values over direct lanes from the caller's thread, without an event loop. Its
-coroutines never suspend. What direct lanes cannot do, the asyncio connection does on the background loop. There is one
-direct lane for puts and one for reads of each size class. It is opened after the first such call on an ordinary lane.
+The blocking connection sends small values over direct connections from the caller's thread, without an event loop. Its
+coroutines never suspend. What direct connections cannot do, the asyncio connection does on the background loop. For
+each size class, one direct connection is for puts and one for reads. Each opens after the first such call on a stream.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -25,14 +26,14 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.values import ValueTarget
 from moonpool.kv_transfer.blocking import BlockingReader, BlockingWriter
-from moonpool.kv_transfer.prefix_reader import BlockReader, Into, OnSlice, PrefixLost
-from moonpool.kv_transfer.store_writer import BlocksToPut, PutOutcome, StoreWriter
-from moonpool.rpc.channels import Channels, Metadata, StreamCall
+from moonpool.kv_transfer.endpoint import KVEndpoint, StreamMethod
+from moonpool.kv_transfer.prefix_reader import FROM_STORE, BlockReader, Into, OnSlice, PrefixLost
+from moonpool.kv_transfer.store_writer import PUT, BlocksToPut, PutOutcome, StoreWriter
+from moonpool.rpc.channels import Channels, Metadata
 from moonpool.rpc.tls import Tls
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.blocking import BlockingConnection, BlockingStream
 from moonpool.transport.framing import ONE_SHOT_BYTES
-from moonpool.transport.grpc import payload_stream
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.regions import SharedMemory
 from moonpool.transport.sessions import StreamSettings
@@ -103,16 +104,36 @@ def _ignore_layer(layer: int) -> None:
     """Do nothing: a value is of use only with all its layers."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """A kvstore, and how a client speaks to it.
+
+    Attributes:
+        address: "host:port".
+        namespace: of the client's values.
+        tls: certificates; None for plaintext.
+        api_key: sent over TLS only; "" for none.
+        dialer: opens transports beside gRPC.
+    """
+
+    address: str
+    namespace: bytes
+    tls: Tls | None
+    api_key: str
+    dialer: TransportDialer
+
+    @property
+    def metadata(self) -> Metadata:
+        """Metadata of each call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key and self.tls is not None else ()
+
+
 class KVConnection:
     """A connection for asyncio. It connects on first use, on the event loop that runs then."""
 
-    def __init__(self, address: str, namespace: bytes, tls: Tls | None, api_key: str, lanes: TransportDialer) -> None:
-        """Connect to `address`, "host:port", for values of `namespace`. The API key is sent over TLS only."""
-        self._address = address
-        self._namespace = namespace
-        self._lanes = lanes
-        self._channels = Channels(tls)
-        self._metadata: Metadata = (("authorization", f"Bearer {api_key}"),) if api_key and tls is not None else ()
+    def __init__(self, store: StoreAddress) -> None:
+        self._store = store
+        self._channels = Channels(store.tls)
         self._sender = kv_pb2.Instance(id="kv-client", incarnation=secrets.randbits(63) or 1)
         self._streams: OrderedDict[KVLayout, SizeClassStreams] = OrderedDict()
 
@@ -149,15 +170,15 @@ class KVConnection:
 
     async def find(self, keys: Sequence[bytes], tenant: str, timeout_s: float) -> kvstore_pb2.FindResponse:
         """Which values the store has, and the caller's tenant. Raises as `ErrorTranslation`."""
-        request = kvstore_pb2.FindRequest(keys=b"".join(keys), tenant=tenant, namespace=self._namespace)
+        request = kvstore_pb2.FindRequest(keys=b"".join(keys), tenant=tenant, namespace=self._store.namespace)
         with translated_errors:
-            return await self._stub.Find(request, timeout=timeout_s, metadata=self._metadata)
+            return await self._stub.Find(request, timeout=timeout_s, metadata=self._store.metadata)
 
     async def remove(self, keys: Sequence[bytes], timeout_s: float) -> int:
         """Delete values. Returns how many the store had. Raises as `ErrorTranslation`."""
         request = kvstore_pb2.RemoveRequest(keys=b"".join(keys))
         with translated_errors:
-            answer = await self._stub.Remove(request, timeout=timeout_s, metadata=self._metadata)
+            answer = await self._stub.Remove(request, timeout=timeout_s, metadata=self._store.metadata)
         return int(answer.blocks)
 
     @asynccontextmanager
@@ -177,42 +198,42 @@ class KVConnection:
         finally:
             found.users -= 1
 
-    def _hello(self, layout: KVLayout) -> kv_pb2.StreamHello:
-        return kv_pb2.StreamHello(sender=self._sender, namespace=self._namespace, layout=layout.to_proto())
+    def _endpoint(self, layout: KVLayout) -> KVEndpoint:
+        store = self._store
+        hello = kv_pb2.StreamHello(sender=self._sender, namespace=store.namespace, layout=layout.to_proto())
+        settings = StreamSettings(store.dialer, metadata=store.metadata)
+        return KVEndpoint(self._channels, store.address, hello, layout, settings)
 
     def _open(self, layout: KVLayout) -> SizeClassStreams:
-        where = self._channels, self._address, self._hello(layout), layout
-        options = StreamSettings(self._lanes, metadata=self._metadata)
-        return SizeClassStreams(StoreWriter(*where, options), BlockReader(*where, options, window_bytes=WINDOW_BYTES))
+        endpoint = self._endpoint(layout)
+        return SizeClassStreams(StoreWriter(endpoint), BlockReader(endpoint, window_bytes=WINDOW_BYTES))
 
     def direct_stream(
-        self, layout: KVLayout, method: str, asked: type[Any], answers: type[Any], **options: Any
+        self, layout: KVLayout, method: StreamMethod[Any, Any], **options: Any
     ) -> BlockingStream[Any, Any]:
-        """The stream of a direct lane for values of a layout, to be opened on the loop."""
-        hello, channels, address, metadata = self._hello(layout), self._channels, self._address, self._metadata
-        self._lanes.fill(hello)
+        """The stream of a direct connection for values of a layout, to be opened on the loop."""
+        endpoint, dialer = self._endpoint(layout), self._store.dialer
+        dialer.fill(endpoint.hello)
+        # `connect` must not refer to this object, which keeps the client alive.
+        connect = partial(endpoint.connect, method)
+        name = f"direct {method.name} to {endpoint.address}"
+        return BlockingStream(name, connect, method.request(hello=endpoint.hello), dialer, **options)
 
-        def connect() -> StreamCall:  # must not refer to this object, which keeps the client alive
-            opener = payload_stream(channels.get(address), "moonpool.v1.KVStoreService", method, asked, answers)
-            return opener(metadata=metadata)
-
-        return BlockingStream(f"direct {method} to {address}", connect, asked(hello=hello), self._lanes, **options)
-
-    def lane_of(self, layout: KVLayout) -> str:
-        """Transport of the last value of a layout on ordinary streams; as `lane`."""
+    def transport_of(self, layout: KVLayout) -> str:
+        """Transport of the last value of a layout on ordinary streams; as `transport`."""
         streams = self._streams.get(layout)
         return "" if streams is None else streams.writer.transport or streams.reader.transport
 
     @property
-    def lane(self) -> str:
+    def transport(self) -> str:
         """Transport of the streams that were used last: "local", "tcp" or "grpc"; "" without streams."""
         if not self._streams:
             return ""
-        return self.lane_of(next(reversed(self._streams)))
+        return self.transport_of(next(reversed(self._streams)))
 
     @property
     def _stub(self) -> KVStoreServiceAsyncStub:
-        return KVStoreServiceStub(self._channels.get(self._address))
+        return KVStoreServiceStub(self._channels.get(self._store.address))
 
     async def aclose(self) -> None:
         """Close all streams and channels. Idempotent."""
@@ -299,63 +320,63 @@ async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequen
 
 
 log = get_logger(__name__)
-DIRECT_LANES = ("local", "tcp")
-"""Lanes that can be direct lanes."""
+DIRECT_TRANSPORTS = ("local", "tcp")
+"""Transports that can carry direct connections."""
 REOPEN_AFTER_S = 10.0
-"""Seconds between two attempts to open a direct lane of one kind and size, which may break each time."""
-LaneUser = TypeVar("LaneUser", BlockingReader, BlockingWriter)
+"""Seconds between two attempts to open a direct connection of one kind and size, which may break each time."""
+DirectT = TypeVar("DirectT", BlockingReader, BlockingWriter)
 
 
 @dataclass(slots=True, eq=False)
-class _OpenLane(Generic[LaneUser]):
-    """An open direct lane, and its stream.
+class _OpenDirect(Generic[DirectT]):
+    """An open direct connection, and its stream.
 
     Attributes:
-        user: reader or writer on the lane.
-        stream: stream of the lane.
-        again_at: time from which on another lane may be opened.
+        user: reader or writer on the connection.
+        stream: stream that opened the connection.
+        again_at: time from which on another connection may be opened.
         used: number of the last use; higher is later.
     """
 
-    user: LaneUser
+    user: DirectT
     stream: BlockingStream[Any, Any]
     again_at: float
     used: int
 
 
-_LaneFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], LaneUser]]
-"""A stream, and the function that makes a reader or writer of its lane."""
+_DirectFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], DirectT]]
+"""A stream, and the function that makes a reader or writer of its connection."""
 
 
-class _LaneTable(Generic[LaneUser]):
-    """Direct lanes of one kind by the layout of their values, shared by all threads."""
+class _DirectTable(Generic[DirectT]):
+    """Direct connections of one kind by the layout of their values, shared by all threads."""
 
     def __init__(self, loop: BackgroundLoop, clock: Callable[[], float]) -> None:
         self._loop = loop
         self._clock = clock
-        self._open: dict[KVLayout, _OpenLane[LaneUser]] = {}
+        self._open: dict[KVLayout, _OpenDirect[DirectT]] = {}
         self._again_at: dict[KVLayout, float] = {}
         self._changing = threading.Lock()  # `_open`
         self._opening = threading.Lock()
         self._uses = itertools.count(1)
 
-    def get(self, layout: KVLayout) -> LaneUser | None:
-        """The open lane for a layout, or None."""
+    def get(self, layout: KVLayout) -> DirectT | None:
+        """The open connection for a layout, or None."""
         found = self._open.get(layout)
         if found is None:
             return None
-        if found.user.lane.error is not None:
+        if found.user.connection.error is not None:
             self._close(layout, found)
             return None
         found.used = next(self._uses)
         return found.user
 
     def wants(self, layout: KVLayout) -> bool:
-        """Whether there is no lane, and the last attempt to open a lane was long ago."""
+        """Whether no connection is open, and the last attempt to open one was long ago."""
         return layout not in self._open and self._clock() >= self._again_at.get(layout, 0.0)
 
-    def open(self, layout: KVLayout, make: Callable[[], _LaneFactory[LaneUser]]) -> None:
-        """Open a lane, unless another thread opens a lane now. Never raises, because the call before has succeeded."""
+    def open(self, layout: KVLayout, make: Callable[[], _DirectFactory[DirectT]]) -> None:
+        """Open a connection, unless another thread opens one now. Never raises: the call before has succeeded."""
         if not self._opening.acquire(blocking=False):
             return
         try:
@@ -363,33 +384,33 @@ class _LaneTable(Generic[LaneUser]):
                 self._again_at[layout] = self._clock() + REOPEN_AFTER_S
         except Exception as error:  # no memory or descriptor, or the client is being closed
             self._again_at[layout] = self._clock() + REOPEN_AFTER_S
-            log.warning("no direct lane", error=str(error))
+            log.warning("no direct connection", error=str(error))
         finally:
             self._opening.release()
 
     def _opened(
-        self, layout: KVLayout, stream: BlockingStream[Any, Any], user: Callable[[BlockingConnection], LaneUser]
+        self, layout: KVLayout, stream: BlockingStream[Any, Any], user: Callable[[BlockingConnection], DirectT]
     ) -> bool:
-        lane = self._loop.run(stream.open())
-        if lane is None:
+        connection = self._loop.run(stream.open())
+        if connection is None:
             return False
         if len(self._open) >= MAX_SIZE_CLASSES:
             self._retire_one()
         with self._changing:
-            self._open[layout] = _OpenLane(user(lane), stream, self._clock() + REOPEN_AFTER_S, next(self._uses))
+            self._open[layout] = _OpenDirect(user(connection), stream, self._clock() + REOPEN_AFTER_S, next(self._uses))
         return True
 
     def _retire_one(self) -> None:
-        """Close the idle lane that was used longest ago."""
+        """Close the idle connection that was used longest ago."""
         with self._changing:
             every = sorted(self._open.items(), key=lambda item: item[1].used)
         for layout, found in every:
-            if found.user.lane.retire():
+            if found.user.connection.retire():
                 self._close(layout, found)
                 return
 
-    def _close(self, layout: KVLayout, found: _OpenLane[LaneUser]) -> None:
-        """Close a lane once, even if several threads find that the lane has ended."""
+    def _close(self, layout: KVLayout, found: _OpenDirect[DirectT]) -> None:
+        """Close a connection once, even if several threads find that the connection has ended."""
         with self._changing:
             if self._open.get(layout) is not found:
                 return
@@ -398,7 +419,7 @@ class _LaneTable(Generic[LaneUser]):
         self._loop.run(found.stream.aclose())
 
     async def aclose(self) -> None:
-        """Close all lanes; runs on the loop."""
+        """Close all connections; runs on the loop."""
         with self._changing:
             every = [self._open.popitem()[1] for _ in list(self._open)]
         for found in every:
@@ -408,12 +429,11 @@ class _LaneTable(Generic[LaneUser]):
 class BlockingKVConnection(KVConnection):
     """A connection whose calls run on the caller's thread and never suspend. Only `aclose` runs on the loop."""
 
-    def __init__(self, loop: BackgroundLoop, *arguments: Any) -> None:
-        """Take the background loop, and the arguments of `KVConnection`."""
-        super().__init__(*arguments)
+    def __init__(self, loop: BackgroundLoop, store: StoreAddress) -> None:
+        super().__init__(store)
         self._loop = loop
-        self._writers = _LaneTable[BlockingWriter](loop, time.monotonic)
-        self._readers = _LaneTable[BlockingReader](loop, time.monotonic)
+        self._writers = _DirectTable[BlockingWriter](loop, time.monotonic)
+        self._readers = _DirectTable[BlockingReader](loop, time.monotonic)
 
     def portion(self, layout: KVLayout) -> int:
         writer = self._writers.get(layout)
@@ -436,7 +456,7 @@ class BlockingKVConnection(KVConnection):
         if (
             self._writers.wants(layout)
             and layout.block_bytes <= ONE_SHOT_BYTES
-            and self.lane_of(layout) in DIRECT_LANES
+            and self.transport_of(layout) in DIRECT_TRANSPORTS
         ):
             self._writers.open(layout, lambda: self._new_writer(layout))
         return outcome
@@ -458,21 +478,20 @@ class BlockingKVConnection(KVConnection):
         if (
             self._readers.wants(layout)
             and layout.block_bytes <= ONE_SHOT_BYTES
-            and self.lane_of(layout) in DIRECT_LANES
+            and self.transport_of(layout) in DIRECT_TRANSPORTS
         ):
             self._readers.open(layout, lambda: self._new_reader(layout))
         return count
 
-    def _new_writer(self, layout: KVLayout) -> _LaneFactory[BlockingWriter]:
-        staging = SharedMemory(ONE_SHOT_BYTES) if self.lane_of(layout) == "local" else None
+    def _new_writer(self, layout: KVLayout) -> _DirectFactory[BlockingWriter]:
+        staging = SharedMemory(ONE_SHOT_BYTES) if self.transport_of(layout) == "local" else None
         share = () if staging is None else (staging.shared,)
-        stream = self.direct_stream(layout, "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse, share=share)
-        return stream, lambda lane: BlockingWriter(lane, layout, staging if lane.name == "local" else None)
+        stream = self.direct_stream(layout, PUT, share=share)
+        return stream, lambda it: BlockingWriter(it, layout, staging if it.name == "local" else None)
 
-    def _new_reader(self, layout: KVLayout) -> _LaneFactory[BlockingReader]:
-        kinds = kvstore_pb2.GetRequest, kvstore_pb2.GetResponse
-        stream = self.direct_stream(layout, "Get", *kinds, mailbox_bytes=WINDOW_BYTES)
-        return stream, lambda lane: BlockingReader(lane, layout)
+    def _new_reader(self, layout: KVLayout) -> _DirectFactory[BlockingReader]:
+        stream = self.direct_stream(layout, FROM_STORE, mailbox_bytes=WINDOW_BYTES)
+        return stream, lambda it: BlockingReader(it, layout)
 
     async def aclose(self) -> None:
         await self._writers.aclose()

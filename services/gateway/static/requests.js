@@ -44,8 +44,8 @@ function story(found) {
   const where = placement.prefill === placement.decode
     ? `on ${placement.decode} alone` : `on ${placement.prefill}, then ${placement.decode || "nowhere: one token was all"}`;
   const source = placement.kvstore ? `, prefix from ${placement.kvstore}` : "";
-  const lane = found.lane ? ` over ${found.lane}` : "";
-  const sent = timeline.sent_bytes ? ` ${bytes(timeline.sent_bytes)} of KV went to decode${lane}.` : "";
+  const transport = found.transport ? ` over ${found.transport}` : "";
+  const sent = timeline.sent_bytes ? ` ${bytes(timeline.sent_bytes)} of KV went to decode${transport}.` : "";
   const came = timeline.arrived_at ? new Date(1000 * timeline.arrived_at).toLocaleTimeString() : "";
   return [
     el("h2", {}, `Request ${found.request_id}`),

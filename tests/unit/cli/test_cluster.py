@@ -51,7 +51,7 @@ def explained() -> FakeConductor:
         ],
         measured_ttft_s=0.3,
         policy="cache_aware",
-        lane="local",
+        transport="local",
     )
     alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
     fake.explanations["r3"] = pb.ExplainResponse(placement=alone)
@@ -106,7 +106,7 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
         ["prefill-2", "0", "0", "-", "-", "-", "-", "-", "draining"],
     ]
     assert lines[-3:] == [
-        "placed on prefill-1, then decode-0, KV over the lane local",
+        "placed on prefill-1, then decode-0, KV over the transport local",
         "TTFT: predicted 0.2500 s, measured 0.3000 s",
         "TPOT: predicted 0.0100 s, measured -",
     ]

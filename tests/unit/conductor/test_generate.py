@@ -48,7 +48,7 @@ async def test_happy_path() -> None:
         assert explanation.placement is not None
         assert explanation.placement.prefill == "prefill-0"
         assert explanation.measured_ttft_s > 0
-        assert explanation.lane == "tcp"
+        assert explanation.transport == "tcp"
         assert [candidate.instance for candidate in explanation.candidates] == ["prefill-0"]
         with pytest.raises(NotFound):
             await s.client.explain("nobody")

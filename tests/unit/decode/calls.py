@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from moonpool.kv.frames import Slice
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.sessions import StreamSettings
@@ -31,8 +32,8 @@ async def reserve(it: Served, sequence: kv_pb2.SequenceSpec, **fields: Any) -> k
 
 
 @asynccontextmanager
-async def sending(it: Decode, lanes: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
-    sender = TransferSender(it.channels, it.instance.address, HELLO, LAYOUT, StreamSettings(lanes))
+async def sending(it: Decode, transports: TransportDialer | None = None) -> AsyncIterator[TransferSender]:
+    sender = TransferSender(KVEndpoint(it.channels, it.instance.address, HELLO, LAYOUT, StreamSettings(transports)))
     try:
         yield sender
     finally:

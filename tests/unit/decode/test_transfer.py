@@ -3,6 +3,7 @@
 import pytest
 
 from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.v1 import kv_pb2
 from tests.unit.decode.calls import conducting, reserve, sending, slices, transfer
@@ -112,7 +113,7 @@ async def test_hello_is_checked() -> None:
         wrong.CopyFrom(HELLO)
         wrong.namespace = bytes(32)
         target = await reserve(it, spec("a", tokens))
-        sender = TransferSender(it.channels, it.instance.address, wrong, LAYOUT)
+        sender = TransferSender(KVEndpoint(it.channels, it.instance.address, wrong, LAYOUT))
         with pytest.raises(MoonpoolError, match="namespace"):
             await sender.open(target)
         await sender.aclose()

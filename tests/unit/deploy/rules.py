@@ -197,8 +197,8 @@ def _of_volumes(service: Service, config: ServiceConfig, images: Containerfile) 
     for data in getattr(config, "data_dir", ()):
         if str(data) not in writable:
             yield f"writes to {data}, which is no volume"
-    if hasattr(config, "kv_lanes_dir") and str(config.kv_lanes_dir) not in writable:
-        yield f"has its lanes' sockets in {config.kv_lanes_dir}, which no other container sees"
+    if hasattr(config, "kv_transports_dir") and str(config.kv_transports_dir) not in writable:
+        yield f"has its transports' sockets in {config.kv_transports_dir}, which no other container sees"
     model = getattr(config, "model", None)
     if model is not None and f" {model}" not in made:
         yield f"the image has no {model}"

@@ -72,7 +72,7 @@ def test_a_value_is_had_although_something_still_refers_to_its_memory() -> None:
     target = ValueTarget(source.layout)
     place = target.place(0)
     assert place is not None
-    kept = place[:10]  # as a lane that broke may keep it for a moment
+    kept = place[:10]  # as a transport that broke may keep it for a moment
     through(data, target, source)
     assert target.value() == bytearray(data)
     assert kept == data[:10]

@@ -1,4 +1,4 @@
-"""A direct lane whose store says what it likes: reads end as `None`, puts with an error, and nothing is believed."""
+"""A direct connection whose store says what it likes: reads end as `None`, puts with an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PART = good(numbers=HASHES[:1]).encoded(LAYOUT.slice_bytes) + WHOLE[: LAYOUT.sli
 
 @contextmanager
 def joined(mailbox: bytes = b"", *, spin_s: float = 0.0) -> Iterator[tuple[BlockingConnection, socket.socket]]:
-    """A direct lane, and the socket of who plays the store; what the store has written to the mailbox."""
+    """A direct connection, and the socket of who plays the store; what the store has written to the mailbox."""
     near, far = socket.socketpair()
     readable: dict[int, MappedRegion] = {}
     if mailbox:
@@ -59,17 +59,17 @@ def joined(mailbox: bytes = b"", *, spin_s: float = 0.0) -> Iterator[tuple[Block
         readable[1] = box.region
         box.close()
     sock = FramedSocket(near)
-    lane = BlockingConnection(
+    connection = BlockingConnection(
         ConnectionEnd(TcpTransport(), sock, ExportedRegions(()), readable, next(iter(readable), None)), spin_s=spin_s
     )
     try:
-        yield lane, far
+        yield connection, far
     finally:
         far.close()
-        lane.close(StreamBroken("the test is over"))
+        connection.close(StreamBroken("the test is over"))
 
 
-def read(lane: BlockingConnection, timeout_s: float = 10.0) -> list[bytes] | None:
+def read(connection: BlockingConnection, timeout_s: float = 10.0) -> list[bytes] | None:
     memory = [bytearray(BLOCK) for _ in KEYS]
     handed: list[tuple[int, int]] = []
 
@@ -79,20 +79,20 @@ def read(lane: BlockingConnection, timeout_s: float = 10.0) -> list[bytes] | Non
     def take(layer: int, index: int, data: memoryview, value: int) -> None:
         handed.append((layer, index))
 
-    count = BlockingReader(lane, LAYOUT).read(KEYS, into=into, on_slice=take, timeout_s=timeout_s)
+    count = BlockingReader(connection, LAYOUT).read(KEYS, into=into, on_slice=take, timeout_s=timeout_s)
     assert len(handed) == LAYOUT.layers * (count or 0), "slices are handed out when all have come"
     return None if count is None else [bytes(each) for each in memory[:count]]
 
 
 def put(
-    lane: BlockingConnection, keys: list[BlockKey] = KEYS, timeout_s: float = 10.0, forgotten: Sequence[str] = ()
+    connection: BlockingConnection, keys: list[BlockKey] = KEYS, timeout_s: float = 10.0, forgotten: Sequence[str] = ()
 ) -> int | None:
     def slice_at(layer: int, index: int) -> tuple[memoryview, int]:
         data = memoryview(slice_of(keys[index], layer))
         return data, slice_hash(data)
 
     blocks = BlocksToPut(keys, [NO_PARENT] * len(keys), "", slice_at, forgotten)
-    outcome = BlockingWriter(lane, LAYOUT, None).put(blocks, timeout_s)
+    outcome = BlockingWriter(connection, LAYOUT, None).put(blocks, timeout_s)
     return None if outcome is None else outcome.present
 
 
@@ -123,21 +123,21 @@ SAID: dict[str, bytes] = {
 
 @pytest.mark.parametrize("what", SAID)
 async def test_what_is_not_an_answer_is_not_taken(what: str) -> None:
-    with joined(WHOLE) as (lane, store):
+    with joined(WHOLE) as (connection, store):
         store.sendall(SAID[what])
         store.shutdown(socket.SHUT_WR)
-        assert await asyncio.to_thread(read, lane) is None
-        assert lane.error is not None, "nobody knows what comes next on this lane"
-        assert await asyncio.to_thread(read, lane) is None
-    with joined() as (lane, store):
+        assert await asyncio.to_thread(read, connection) is None
+        assert connection.error is not None, "nobody knows what comes next on this connection"
+        assert await asyncio.to_thread(read, connection) is None
+    with joined() as (connection, store):
         store.sendall(SAID[what])
         store.shutdown(socket.SHUT_WR)
         if what == "another kind":
-            assert await asyncio.to_thread(put, lane) == 0
+            assert await asyncio.to_thread(put, connection) == 0
         else:
             with pytest.raises(StreamBroken):
-                await asyncio.to_thread(put, lane)
-            assert lane.error is not None
+                await asyncio.to_thread(put, connection)
+            assert connection.error is not None
 
 
 @pytest.mark.parametrize("spin_s", [0.0, 10.0])
@@ -161,54 +161,56 @@ async def test_a_proper_answer_is_taken_however_it_comes(shown: bool, spin_s: fl
             store.sendall(said[at : at + 100])
         store.sendall(OneShotMessage(FOUND, 2).encoded() + OneShotMessage(OTHERWISE, 3).encoded())
 
-    with joined(WHOLE if shown else b"", spin_s=spin_s) as (lane, store):
+    with joined(WHOLE if shown else b"", spin_s=spin_s) as (connection, store):
         playing = asyncio.create_task(asyncio.to_thread(play, store))
-        assert await asyncio.to_thread(read, lane) == [data_of(key) for key in KEYS]
+        assert await asyncio.to_thread(read, connection) == [data_of(key) for key in KEYS]
         await playing
-        assert await asyncio.to_thread(read, lane) == []
-        assert await asyncio.to_thread(read, lane) is None
-        assert lane.error is None
+        assert await asyncio.to_thread(read, connection) == []
+        assert await asyncio.to_thread(read, connection) is None
+        assert connection.error is None
 
 
 async def test_a_store_that_does_not_answer_is_not_waited_for_longer_than_was_said() -> None:
-    with joined() as (lane, _):
+    with joined() as (connection, _):
         with pytest.raises(TransferFailed, match="in time"):
-            await asyncio.to_thread(read, lane, 0.0)
-        assert lane.error is not None, "an answer may come still"
-        assert await asyncio.to_thread(put, lane) is None
+            await asyncio.to_thread(read, connection, 0.0)
+        assert connection.error is not None, "an answer may come still"
+        assert await asyncio.to_thread(put, connection) is None
 
 
 async def test_a_store_that_always_says_something_is_not_heard_for_longer_than_was_said() -> None:
-    with joined() as (lane, store):
+    with joined() as (connection, store):
         store.sendall(good().encoded(len(WHOLE)) + WHOLE)
         with pytest.raises(TransferFailed, match="in time"):
-            await asyncio.to_thread(read, lane, -1.0)
-    with joined() as (lane, store):
+            await asyncio.to_thread(read, connection, -1.0)
+    with joined() as (connection, store):
         store.sendall(good(numbers=()).encoded())  # and the same again, for ever
-        assert await asyncio.to_thread(read, lane) is None
-        assert "not the next one" in str(lane.error)
+        assert await asyncio.to_thread(read, connection) is None
+        assert "not the next one" in str(connection.error)
 
 
 @pytest.mark.parametrize("timeout_s", [math.inf, 1e10])
 async def test_a_deadline_may_be_far_away(timeout_s: float) -> None:
-    with joined() as (lane, store):
-        putting = asyncio.create_task(asyncio.to_thread(put, lane, timeout_s=timeout_s))
+    with joined() as (connection, store):
+        putting = asyncio.create_task(asyncio.to_thread(put, connection, timeout_s=timeout_s))
         await asyncio.to_thread(store.recv, 1)
         store.sendall(OneShotMessage(STORED, 1).encoded())
-        assert (await putting, lane.error) == (0, None)
+        assert (await putting, connection.error) == (0, None)
 
 
 async def test_a_put_that_names_more_deletions_than_fit_takes_a_session() -> None:
-    with joined() as (lane, store):
-        assert await asyncio.to_thread(put, lane, forgotten=[f"deletion-{number}" for number in range(5000)]) is None
-        assert lane.error is None
+    with joined() as (connection, store):
+        assert (
+            await asyncio.to_thread(put, connection, forgotten=[f"deletion-{number}" for number in range(5000)]) is None
+        )
+        assert connection.error is None
         store.setblocking(False)
         with pytest.raises(BlockingIOError):
             store.recv(1)
 
 
 async def test_a_lane_that_has_ended_keeps_nothing_of_the_caller() -> None:
-    with joined() as (lane, store):
+    with joined() as (connection, store):
         store.sendall(good().encoded(len(WHOLE)) + WHOLE[:9])
         store.shutdown(socket.SHUT_WR)
         memory = bytearray(BLOCK * len(KEYS))
@@ -217,14 +219,14 @@ async def test_a_lane_that_has_ended_keeps_nothing_of_the_caller() -> None:
             return memoryview(memory)[index * BLOCK + layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
 
         arguments: dict[str, Any] = {"into": into, "on_slice": lambda *_: None, "timeout_s": 10.0}
-        assert await asyncio.to_thread(BlockingReader(lane, LAYOUT).read, KEYS, **arguments) is None
-        assert isinstance(lane.error, StreamBroken)
+        assert await asyncio.to_thread(BlockingReader(connection, LAYOUT).read, KEYS, **arguments) is None
+        assert isinstance(connection.error, StreamBroken)
         memory.clear()  # raises as long as somebody refers to a part of it
 
 
-async def ended(lane: BlockingConnection, store: socket.socket, end: Callable[[], None]) -> None:
+async def ended(connection: BlockingConnection, store: socket.socket, end: Callable[[], None]) -> None:
     """A put under way fails when `end` is called."""
-    putting = asyncio.create_task(asyncio.to_thread(put, lane))
+    putting = asyncio.create_task(asyncio.to_thread(put, connection))
     await asyncio.to_thread(store.recv, 1)
     end()
     with pytest.raises(StreamBroken):
@@ -232,53 +234,53 @@ async def ended(lane: BlockingConnection, store: socket.socket, end: Callable[[]
 
 
 async def test_whatever_ends_a_lane_ends_the_exchange_on_it() -> None:
-    with joined() as (lane, store):
-        await ended(lane, store, store.close)
-        assert await asyncio.to_thread(put, lane) is None
-    with joined() as (lane, store):
-        await ended(lane, store, lambda: lane.close(StreamBroken("the call has ended")))
-        assert str(lane.error) == "the call has ended"
+    with joined() as (connection, store):
+        await ended(connection, store, store.close)
+        assert await asyncio.to_thread(put, connection) is None
+    with joined() as (connection, store):
+        await ended(connection, store, lambda: connection.close(StreamBroken("the call has ended")))
+        assert str(connection.error) == "the call has ended"
 
 
 async def test_another_thread_does_not_wait_for_an_exchange() -> None:
-    with joined() as (lane, store):
-        putting = asyncio.create_task(asyncio.to_thread(put, lane))
+    with joined() as (connection, store):
+        putting = asyncio.create_task(asyncio.to_thread(put, connection))
         await asyncio.to_thread(store.recv, 1)
-        assert await asyncio.to_thread(read, lane) is None
-        assert await asyncio.to_thread(put, lane) is None
+        assert await asyncio.to_thread(read, connection) is None
+        assert await asyncio.to_thread(put, connection) is None
         store.sendall(OneShotMessage(STORED, 1, numbers=[0]).encoded())
-        assert (await putting, lane.error) == (1, None)
+        assert (await putting, connection.error) == (1, None)
 
 
 async def test_a_store_that_reads_nothing_is_given_up() -> None:
-    with joined() as (lane, store):
+    with joined() as (connection, store):
         store.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
         def flood() -> None:
-            assert lane.begin(0.0)
-            with lane:
+            assert connection.begin(0.0)
+            with connection:
                 while True:
-                    lane.ask(GET, 0, b"", payload=[[memoryview(bytes(1 << 20))]], follow=1 << 20)
+                    connection.ask(GET, 0, b"", payload=[[memoryview(bytes(1 << 20))]], follow=1 << 20)
 
         with pytest.raises(TransferFailed, match="in time"):
             await asyncio.to_thread(flood)
-        assert lane.error is not None
+        assert connection.error is not None
 
 
-def test_what_somebody_raises_within_an_exchange_ends_the_lane() -> None:
+def test_what_somebody_raises_within_an_exchange_ends_the_connection() -> None:
     def interrupted(layer: int, index: int) -> memoryview | None:
         raise KeyboardInterrupt
 
     async def run() -> None:
-        with joined() as (lane, _):
+        with joined() as (connection, _):
             with pytest.raises(KeyboardInterrupt):
-                BlockingReader(lane, LAYOUT).read(KEYS, into=interrupted, on_slice=lambda *_: None, timeout_s=1.0)
-            assert str(lane.error) == "a call was given up"
+                BlockingReader(connection, LAYOUT).read(KEYS, into=interrupted, on_slice=lambda *_: None, timeout_s=1.0)
+            assert str(connection.error) == "a call was given up"
 
     asyncio.run(run())
 
 
-async def test_one_who_speaks_first_gets_no_direct_lane() -> None:
+async def test_one_who_speaks_first_gets_no_direct_connection() -> None:
     near, far = socket.socketpair()
     sock = FramedSocket(near)
     far.sendall(b"hello")

@@ -13,6 +13,7 @@ import pytest
 from moonpool.errors import FrameError, InvalidRequest, StreamBroken, TransferFailed
 from moonpool.kv.frames import DamagedSliceError, bind_all, frame_shape, pack_frames
 from moonpool.kv.keys import slice_hash
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost, PrefixRead, ReadPlan
 from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import ThreadOffload
@@ -29,7 +30,7 @@ WIDE = dataclasses.replace(LAYOUT, kv_heads=5)
 @asynccontextmanager
 async def reading(store: FakeStore, **options: Any) -> AsyncIterator[BlockReader]:
     async with served((STORE, store)) as (channels, address):
-        reader = BlockReader(channels, address, HELLO, LAYOUT, **options)
+        reader = BlockReader(KVEndpoint(channels, address, HELLO, LAYOUT), **options)
         try:
             yield reader
             assert reader.sessions == 0
@@ -232,7 +233,7 @@ async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(h
 async def test_scaled_slices_are_read_whole() -> None:
     scaled = dataclasses.replace(LAYOUT, dtype="int8")
     async with Channels() as channels:
-        reader = BlockReader(channels, "127.0.0.1:1", HELLO, scaled)
+        reader = BlockReader(KVEndpoint(channels, "127.0.0.1:1", HELLO, scaled))
         with pytest.raises(InvalidRequest, match="whole"):
             await Taken().read(reader, heads=range(1))
         await reader.aclose()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moonpool.errors import FrameError, InvalidRequest, MoonpoolError, Overloaded, StreamBroken, TransferFailed
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.store_writer import PutOutcome, StoreWriter, missing_slices
 from moonpool.v1 import kvstore_pb2
 from tests.slices import hashed
@@ -20,7 +21,7 @@ from tests.unit.transport.fakes import HELLO, LAYOUT, STORE, FakeStore, content,
 @asynccontextmanager
 async def writing(store: FakeStore, **options: Any) -> AsyncIterator[StoreWriter]:
     async with served((STORE, store)) as (channels, address):
-        writer = StoreWriter(channels, address, HELLO, LAYOUT, **options)
+        writer = StoreWriter(KVEndpoint(channels, address, HELLO, LAYOUT), **options)
         try:
             yield writer
             assert writer.sessions == 0

@@ -13,6 +13,7 @@ import pytest
 
 from moonpool.errors import Mismatch, StreamBroken, TransferFailed
 from moonpool.kv.frames import Slice
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.receiver import TransferState
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.transport.flow_control import EgressLink
@@ -37,7 +38,7 @@ def slices(layers: range, blocks: range, last_valid: int = 16) -> list[Slice]:
 @asynccontextmanager
 async def sending(decode: FakeDecode, **options: Any) -> AsyncIterator[TransferSender]:
     async with served((DECODE, decode)) as (channels, address):
-        sender = TransferSender(channels, address, HELLO, LAYOUT, **options)
+        sender = TransferSender(KVEndpoint(channels, address, HELLO, LAYOUT), **options)
         try:
             yield sender
             assert sender.sessions == 0, "every session is over"
@@ -249,13 +250,13 @@ async def test_another_layout_is_refused_and_later_handshakes_work() -> None:
     hello.CopyFrom(HELLO)
     hello.layout.kv_heads = 1
     async with served((DECODE, decode)) as (channels, address):
-        wrong = TransferSender(channels, address, hello, LAYOUT)
+        wrong = TransferSender(KVEndpoint(channels, address, hello, LAYOUT))
         for _ in range(2):
             with pytest.raises(Mismatch) as caught:
                 await wrong.open(decode.promise(1, 1))
             assert caught.value.field == "layout.kv_heads"
         await wrong.aclose()
-        right = TransferSender(channels, address, HELLO, LAYOUT)
+        right = TransferSender(KVEndpoint(channels, address, HELLO, LAYOUT))
         (await right.open(decode.promise(2, 1))).close(aborted=True)
         await right.aclose()
 
@@ -263,7 +264,7 @@ async def test_another_layout_is_refused_and_later_handshakes_work() -> None:
 async def test_nobody_there() -> None:
     decode = FakeDecode()
     async with served((DECODE, decode)) as (channels, _):
-        sender = TransferSender(channels, "127.0.0.1:1", HELLO, LAYOUT)
+        sender = TransferSender(KVEndpoint(channels, "127.0.0.1:1", HELLO, LAYOUT))
         with pytest.raises(StreamBroken):
             await sender.open(decode.promise(1, 1))
         assert sender.sessions == 0

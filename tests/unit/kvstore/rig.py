@@ -10,6 +10,7 @@ from typing import Any
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import FRAME_BYTES, pack_frames
 from moonpool.kv.keys import BlockKey, pack_keys
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
@@ -40,16 +41,20 @@ class Rig:
     channels: Channels
     address: str
     dialer: TransportDialer | None = None
-    """Opens the lanes of its clients."""
+    """Opens the transports of its clients."""
 
     def hello(self, block_format: Any = FORMAT) -> kv_pb2.StreamHello:
         return kv_pb2.StreamHello(namespace=block_format.namespace, layout=block_format.layout.to_proto())
 
     def writer(self, block_format: Any = FORMAT) -> StoreWriter:
-        return StoreWriter(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
+        return StoreWriter(
+            KVEndpoint(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
+        )
 
     def reader(self, block_format: Any = FORMAT) -> BlockReader:
-        return BlockReader(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
+        return BlockReader(
+            KVEndpoint(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
+        )
 
     @property
     def stub(self) -> Any:
@@ -121,7 +126,7 @@ async def rig(
     records: RecordStore | None = None,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
-    defaults: dict[str, Any] = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5, "kv_lanes": "grpc"}
+    defaults: dict[str, Any] = {"dram_bytes": 64 * BLOCK, "ssd_bytes": 1 << 20, "drain_s": 5, "kv_transports": "grpc"}
     settings = defaults | settings
     config = KVStoreConfig(data_dir=data_dir, **{"lease_bytes": settings["dram_bytes"]} | settings)
     instance = kv_pb2.Instance(id="kvstore-0", incarnation=9, kind=kv_pb2.INSTANCE_KIND_KVSTORE)
@@ -130,7 +135,7 @@ async def rig(
     service.servicer = replace(service.servicer, get=get)
     async with (
         service.running(),
-        service.lanes.running(config),
+        service.listener.running(config),
         serving("127.0.0.1:0", [service.contract], grace_s=0) as server,
         Channels() as channels,
     ):

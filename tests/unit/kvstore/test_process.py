@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
@@ -58,7 +59,7 @@ async def running(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process
 
 async def put(address: str, keys: Sequence[BlockKey]) -> None:
     async with Channels() as channels:
-        writer = StoreWriter(channels, address, HELLO, LAYOUT)
+        writer = StoreWriter(KVEndpoint(channels, address, HELLO, LAYOUT))
         outcome = await writer.put(
             keys, keys, "", hashed(lambda layer, index: slice_of(keys[index], layer)), timeout_s=20
         )
@@ -73,7 +74,7 @@ async def read(address: str, keys: Sequence[BlockKey]) -> list[bytes]:
         out[index] = out.get(index, b"") + data
 
     async with Channels() as channels:
-        reader = BlockReader(channels, address, HELLO, LAYOUT)
+        reader = BlockReader(KVEndpoint(channels, address, HELLO, LAYOUT))
         count = await reader.read(keys, layers=range(3), on_slice=take, on_layer=lambda _: None, timeout_s=20)
         await reader.aclose()
     return [out[index] for index in range(count)]

@@ -16,7 +16,7 @@ def report() -> Report:
     ask = Ask(0, (9,), 1, None, "run", 0.0)
     outcomes = [Outcome(ask, [1], "complete", placements=count) for count in (1, 2)]
     found = Report(PLAN, outcomes, FAULTS, injected=FAULTS, seen=FAULTS, restarted=1, frames_damaged=3)
-    found.lanes_opened, found.lanes_broken = 2, 1
+    found.transports_opened, found.connections_broken = 2, 1
     return found
 
 
@@ -31,8 +31,8 @@ def test_a_storm_without_any_effect_is_found() -> None:
         "only 0 of 2 faults were injected",
         "0 services were restarted, 0 were ended",
         "no frame was damaged",
-        "KV never took the local lane",
-        "no lane was broken",
+        "KV never took the local transport",
+        "no transport was broken",
         "no request was placed anew",
         "0.50 requests completed per second, wanted 1",
     ]
@@ -45,8 +45,8 @@ def test_a_storm_without_any_effect_is_found() -> None:
         ({"injected": [*FAULTS, *FAULTS[1:] * 2], "seen": FAULTS[:1]}, "reset: injected 3 times and never seen"),
         ({"restarted": 0}, "0 services were restarted, 1 were ended"),
         ({"frames_damaged": 0}, "no frame was damaged"),
-        ({"lanes_opened": 0}, "KV never took the local lane"),
-        ({"lanes_broken": 0}, "no lane was broken"),
+        ({"transports_opened": 0}, "KV never took the local transport"),
+        ({"connections_broken": 0}, "no transport was broken"),
     ],
 )
 def test_each_missing_effect_is_named(changes: dict[str, object], found: str) -> None:

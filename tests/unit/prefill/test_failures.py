@@ -126,7 +126,7 @@ async def test_a_token_that_cannot_be_told_ends_its_request_and_no_other() -> No
         story = await begin(it, spec("a", tokens, max_tokens=1))
         await reached.wait()
         [request] = executor.find("a")
-        request.lane = 7  # type: ignore[assignment]  # no message can say that
+        request.transport = 7  # type: ignore[assignment]  # no message can say that
         go.set()
         with pytest.raises(Internal, match="the prefill failed: TypeError"):
             await story.to_the_end()

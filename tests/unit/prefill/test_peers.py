@@ -40,15 +40,15 @@ async def test_reads_from_another_prefill() -> None:
         assert peer.service.reads.sent_bytes == 4 * LAYOUT.block_bytes
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_reads_over_a_lane(lane: str, sockets: Path) -> None:
-    lanes: dict[str, Any] = {"kv_lanes": lane, "kv_lanes_dir": sockets}
-    async with prefilling(incarnation=6, **lanes) as peer, prefilling(**lanes) as it:
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+async def test_reads_over_a_transport(transport: str, sockets: Path) -> None:
+    transports: dict[str, Any] = {"kv_transports": transport, "kv_transports_dir": sockets}
+    async with prefilling(incarnation=6, **transports) as peer, prefilling(**transports) as it:
         await warm(peer)
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()
         assert (told.token_id, told.loaded_tokens) == (next_token(TOKENS), 4 * BLOCK)
         gauges = {gauge.name: gauge.value for gauge in peer.service.gauges().read()}
-        assert (gauges[f"lanes_{lane}_opened_total"], gauges["lanes_refused_total"]) == (1, 0)
+        assert (gauges[f"transports_{transport}_opened_total"], gauges["transports_refused_total"]) == (1, 0)
 
 
 async def test_reads_from_a_decode() -> None:

@@ -87,7 +87,9 @@ class Cuttable(TransportDialer):
     def __init__(
         self, names: str, folder: Path, share: Callable[[], Sequence[SharedRegion]] = tuple, **options: Any
     ) -> None:
-        super().__init__(open_transports(TransportConfig(kv_lanes=names, kv_lanes_dir=folder)), share, **options)
+        super().__init__(
+            open_transports(TransportConfig(kv_transports=names, kv_transports_dir=folder)), share, **options
+        )
         self.made: list[ZeroCopyConnection[Any]] = []
 
     async def dial(self, *args: Any, **options: Any) -> ZeroCopyConnection[Any]:

@@ -64,7 +64,7 @@ class Ends:
 async def ends(
     folder: Path, lanes: str = "local,tcp", *, uid: int | None = None, **options: Any
 ) -> AsyncIterator[Ends]:
-    config = TransportConfig(kv_lanes=lanes, kv_lanes_dir=folder)
+    config = TransportConfig(kv_transports=lanes, kv_transports_dir=folder)
     transports = open_transports(config)
     served = transports if uid is None else (SharedMemoryTransport(folder, uid),)
     server = TransportListener(served, INCARNATION, handshake_s=options.pop("handshake_s", 5.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.receiver import TransferState
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.kv_transfer.store_writer import StoreWriter
@@ -58,7 +59,7 @@ async def test_a_transfer_waits_for_its_reader(window: int) -> None:
     blocks = 16
     target = decode.promise(1, blocks)
     async with served((DECODE, decode)) as (channels, address):
-        sender = TransferSender(channels, address, HELLO, LAYOUT, frame_bytes=SLICE)
+        sender = TransferSender(KVEndpoint(channels, address, HELLO, LAYOUT), frame_bytes=SLICE)
         transfer = await sender.open(target)
         work = asyncio.ensure_future(transfer.send(slices(range(LAYOUT.layers), range(blocks))))
         for _ in range(blocks):  # it gives way now and then, but waits for nothing but credits
@@ -76,7 +77,7 @@ async def test_a_transfer_waits_for_its_reader(window: int) -> None:
 async def test_a_put_waits_for_its_store() -> None:
     store = SlowStore(window=3 * SLICE)
     async with served((STORE, store)) as (channels, address):
-        writer = StoreWriter(channels, address, HELLO, LAYOUT, frame_bytes=SLICE)
+        writer = StoreWriter(KVEndpoint(channels, address, HELLO, LAYOUT), frame_bytes=SLICE)
         read: list[tuple[int, int]] = []
         waiting = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The blocking client while its store is killed and started again, and while lanes break: no wrong byte, no hang."""
+"""The blocking client while its store is killed and started again, and connections break: no wrong byte, no hang."""
 
 import contextlib
 import os
@@ -24,15 +24,15 @@ SEED_OF_TEST = 11
 
 
 @contextmanager
-def store_at(port: int, lane: str, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
-    """A store as a process, whose lanes break now and then; and its port."""
+def store_at(port: int, transport: str, folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int]]:
+    """A store as a process, whose transports break now and then; and its port."""
     flags = [
         "--listen",
         f"127.0.0.1:{port}",
-        "--kv-lanes",
-        lane,
+        "--kv-transports",
+        transport,
         "--set",
-        f"kv_lanes_dir={folder}",
+        f"kv_transports_dir={folder}",
         "--log-level",
         "error",
     ]
@@ -92,16 +92,16 @@ class Worker(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("lane", ["local", "tcp"])
-def test_a_store_that_is_killed_again_and_again(lane: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_store_that_is_killed_again_and_again(transport: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KV_TRANSPORTS_DIR", str(sockets))
     print("seed", SEED_OF_TEST)
     progress, workers, port = threading.Semaphore(0), list[Worker](), 0
     with contextlib.ExitStack() as stack:
         for turn in range(ROUNDS):
-            with store_at(port, lane, sockets) as (child, port):
+            with store_at(port, transport, sockets) as (child, port):
                 if not turn:
-                    client = KVClient(f"127.0.0.1:{port}", namespace=NAME, lanes=lane, timeout_s=10.0)
+                    client = KVClient(f"127.0.0.1:{port}", namespace=NAME, transports=transport, timeout_s=10.0)
                     workers += [Worker(stack.enter_context(client), number, progress) for number in range(2)]
                     for worker in workers:
                         worker.start()

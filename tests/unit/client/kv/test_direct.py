@@ -1,4 +1,4 @@
-"""The blocking client over lanes: what goes over direct ones, and what happens where they end or are not to be had."""
+"""The blocking client: what goes over direct connections, and what happens if they end or cannot be opened."""
 
 import asyncio
 import errno
@@ -29,17 +29,17 @@ USUAL, DIRECT = 2, 2
 
 
 @asynccontextmanager
-async def stored(folder: Path, lane: str) -> AsyncIterator[Rig]:
-    async with rig(kv_lanes=lane, kv_lanes_dir=folder, dram_bytes=64 << 20) as store:
+async def stored(folder: Path, transport: str) -> AsyncIterator[Rig]:
+    async with rig(kv_transports=transport, kv_transports_dir=folder, dram_bytes=64 << 20) as store:
         yield store
         await store.at_rest()
 
 
-async def with_client(store: Rig, lane: str, work: Callable[[KVClient], None], **options: Any) -> None:
+async def with_client(store: Rig, transport: str, work: Callable[[KVClient], None], **options: Any) -> None:
     """Works with a client in a thread of its own."""
 
     def run() -> None:
-        with KVClient(store.address, namespace=NAME, lanes=lane, **options) as client:
+        with KVClient(store.address, namespace=NAME, transports=transport, **options) as client:
             work(client)
 
     await asyncio.to_thread(run)
@@ -47,13 +47,13 @@ async def with_client(store: Rig, lane: str, work: Callable[[KVClient], None], *
 
 @pytest.fixture(autouse=True)
 def folder(sockets: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))
+    monkeypatch.setenv("MOONPOOL_KV_TRANSPORTS_DIR", str(sockets))
     return sockets
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_values_of_many_sizes_come_back(lane: str, folder: Path) -> None:
-    """The first call of each kind and size goes the usual way, the others over direct lanes where they are small."""
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+async def test_values_of_many_sizes_come_back(transport: str, folder: Path) -> None:
+    """The first call of each kind and size goes over a stream, further small ones over direct connections."""
     largest = (4 << 20) + 1
 
     def work(client: KVClient) -> None:
@@ -75,16 +75,16 @@ async def test_values_of_many_sizes_come_back(lane: str, folder: Path) -> None:
             assert client.exists(keys[1])
             assert client.batch_delete(keys) == 3
             assert [client.get(key) for key in keys] == [None] * 3
-        assert client.lane == lane
+        assert client.transport == transport
 
-    async with stored(folder, lane) as store:
-        await with_client(store, lane, work, memory_bytes=8 << 20)
-        counts = store.service.lanes.opened
+    async with stored(folder, transport) as store:
+        await with_client(store, transport, work, memory_bytes=8 << 20)
+        counts = store.service.listener.opened
         direct, usual = DIRECT * len(SIZES), USUAL * len({*SIZES, largest})
-        assert usual + direct <= counts[lane] <= usual + direct + 2 * DIRECT  # buffers are of other sizes
+        assert usual + direct <= counts[transport] <= usual + direct + 2 * DIRECT  # buffers are of other sizes
 
 
-async def test_more_sizes_than_direct_lanes_stay_open(folder: Path) -> None:
+async def test_more_sizes_than_direct_connections_stay_open(folder: Path) -> None:
     sizes = [64 << place for place in range(10)] + [(64 << place) - 10 for place in range(1, 11)]
 
     def work(client: KVClient) -> None:
@@ -153,9 +153,9 @@ async def test_a_damaged_value_is_a_miss_and_the_store_drops_it(folder: Path) ->
         await with_client(store, "local", work)
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_a_store_that_ends_is_unavailable_and_not_waited_for(lane: str, folder: Path) -> None:
-    async with stored(folder, lane) as store:
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+async def test_a_store_that_ends_is_unavailable_and_not_waited_for(transport: str, folder: Path) -> None:
+    async with stored(folder, transport) as store:
         loop = asyncio.get_running_loop()
 
         def work(client: KVClient) -> None:
@@ -168,7 +168,7 @@ async def test_a_store_that_ends_is_unavailable_and_not_waited_for(lane: str, fo
             with pytest.raises(Unavailable):
                 client.get(b"1")
 
-        await with_client(store, lane, work)
+        await with_client(store, transport, work)
 
 
 async def test_a_closed_client_says_so(folder: Path) -> None:
@@ -200,10 +200,10 @@ async def test_a_put_that_was_taken_has_not_failed_because_no_direct_lane_could_
 
     async with stored(folder, "local") as store:
         await with_client(store, "local", work)
-        assert store.service.lanes.opened["local"] == USUAL + 1
+        assert store.service.listener.opened["local"] == USUAL + 1
 
 
-async def test_lanes_that_break_each_time_are_not_opened_each_time(
+async def test_transports_that_break_each_time_are_not_opened_each_time(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -223,7 +223,7 @@ async def test_lanes_that_break_each_time_are_not_opened_each_time(
             for turn in range(3):
                 now += REOPEN_AFTER_S - 1.0 if turn else 0.0
                 breaks(b"%d" % turn)
-            assert store.service.lanes.opened["local"] == USUAL + DIRECT + 1
+            assert store.service.listener.opened["local"] == USUAL + DIRECT + 1
 
         await with_client(store, "local", work)
 
@@ -231,7 +231,7 @@ async def test_lanes_that_break_each_time_are_not_opened_each_time(
 async def test_what_a_direct_lane_does_not_take_has_the_time_that_is_left(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each direct attempt takes two seconds; the ordinary lane gets the rest."""
+    """Each direct attempt takes two seconds; the ordinary transport gets the rest."""
     now, given = 50.0, list[float]()
     usual_put, usual_read = KVConnection.put, KVConnection.read
     direct_put, direct_read = BlockingWriter.put, BlockingReader.read
@@ -280,11 +280,11 @@ async def test_a_client_that_is_dropped_without_close_ends_its_thread_and_its_st
     """Shared memory, usual and direct streams: none of them keeps the client."""
 
     def run() -> None:
-        client = KVClient(store.address, namespace=NAME, lanes="local", memory_bytes=4096)
+        client = KVClient(store.address, namespace=NAME, transports="local", memory_bytes=4096)
         for key in (b"1", b"2"):
             assert client.put(key, b"data")
             assert client.get(key) == bytearray(b"data")
-        assert store.service.lanes.opened["local"] == USUAL + DIRECT
+        assert store.service.listener.opened["local"] == USUAL + DIRECT
         (thread,) = [each for each in threading.enumerate() if each.name == "moonpool-client"]
         del client
         gc.collect()

@@ -20,11 +20,11 @@ def run(source: str) -> None:
     exec(compile(source, "docs/kvclient.md", "exec"), namespace)
 
 
-@pytest.mark.parametrize("lanes", ["local", "grpc"])
-async def test_every_example_runs(lanes: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))
-    monkeypatch.setenv("MOONPOOL_KV_LANES", lanes)
-    async with rig(kv_lanes=lanes, dram_bytes=64 << 20) as store:
+@pytest.mark.parametrize("transports", ["local", "grpc"])
+async def test_every_example_runs(transports: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KV_TRANSPORTS_DIR", str(sockets))
+    monkeypatch.setenv("MOONPOOL_KV_TRANSPORTS", transports)
+    async with rig(kv_transports=transports, dram_bytes=64 << 20) as store:
         assert ADDRESS in EXAMPLES[0]
         await asyncio.to_thread(run, "\n".join(EXAMPLES).replace(ADDRESS, store.address))
         await store.at_rest()

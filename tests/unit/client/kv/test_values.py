@@ -45,18 +45,20 @@ def data_of(nbytes: int, seed: int = 1) -> bytearray:
 async def stored(**settings: Any) -> AsyncIterator[tuple[Rig, AsyncKVClient]]:
     """A store and a client of it; nothing is left in the store's hands in the end."""
     async with rig(**{"dram_bytes": 64 << 20} | settings) as store:
-        async with AsyncKVClient(store.address, namespace=NAME, lanes=settings.get("kv_lanes", "grpc")) as client:
+        async with AsyncKVClient(
+            store.address, namespace=NAME, transports=settings.get("kv_transports", "grpc")
+        ) as client:
             yield store, client
         await store.at_rest()
 
 
-@pytest.mark.parametrize("lane", ["grpc", "local"])
-async def test_values_of_many_sizes_come_back(lane: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MOONPOOL_KV_LANES_DIR", str(sockets))
+@pytest.mark.parametrize("transport", ["grpc", "local"])
+async def test_values_of_many_sizes_come_back(transport: str, sockets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KV_TRANSPORTS_DIR", str(sockets))
     values = {b"%d" % size: data_of(size) for size in SIZES}
-    async with stored(kv_lanes=lane, kv_lanes_dir=sockets) as (_, client):
+    async with stored(kv_transports=transport, kv_transports_dir=sockets) as (_, client):
         assert await client.batch_put(values) == len(values)
-        assert client.lane == lane
+        assert client.transport == transport
         assert await client.batch_get(list(values)) == list(values.values())
         for size in SIZES:
             buffer = bytearray(size)
@@ -112,7 +114,7 @@ async def test_a_call_goes_on_while_another_one_learns_of_a_deletion() -> None:
 
 async def test_several_threads_share_a_blocking_client() -> None:
     async with stored() as (store, _):
-        with KVClient(store.address, namespace=NAME, lanes="grpc") as client:
+        with KVClient(store.address, namespace=NAME, transports="grpc") as client:
 
             def work(number: int) -> bool:
                 key, data = b"%d" % number, data_of(50_000 + number, number)
@@ -157,7 +159,7 @@ async def test_tenants_and_namespaces_do_not_meet() -> None:
     async with stored() as (store, client):
         await client.put(b"k", b"mine")
         for settings in ({"namespace": NAME, "tenant": "ann"}, {"namespace": "other"}):
-            async with AsyncKVClient(store.address, lanes="grpc", **settings) as other:  # type: ignore[arg-type]
+            async with AsyncKVClient(store.address, transports="grpc", **settings) as other:  # type: ignore[arg-type]
                 assert await other.get(b"k") is None
                 assert not await other.delete(b"k")
         assert await client.get(b"k") == bytearray(b"mine")
@@ -199,7 +201,7 @@ async def test_after_an_operators_deletion_values_can_be_put_again(selection: kv
         with pytest.raises(InvalidRequest, match="older than a deletion"):  # it may have been made before
             await client.put(b"k", b"old")
         assert await client.put(b"k", b"new")
-        async with AsyncKVClient(store.address, namespace=NAME, lanes="grpc") as later:
+        async with AsyncKVClient(store.address, namespace=NAME, transports="grpc") as later:
             assert await later.put(b"k2", b"new")
 
 
@@ -237,8 +239,8 @@ async def test_what_cannot_be_used_is_named(key: bytes, buffer: Any, field: str)
         assert caught.value.field == field
         with pytest.raises(InvalidRequest, match="data: is not a buffer of bytes"):
             await client.put(b"object", object())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="lanes: must be some of grpc, local, tcp"):
-        AsyncKVClient("127.0.0.1:1", namespace=NAME, lanes="lokal")
+    with pytest.raises(ConfigError, match="transports: must be some of grpc, local, tcp"):
+        AsyncKVClient("127.0.0.1:1", namespace=NAME, transports="lokal")
 
 
 async def test_a_buffer_may_be_larger_than_any_value() -> None:

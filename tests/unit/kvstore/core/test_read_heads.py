@@ -11,6 +11,7 @@ import pytest
 from moonpool.kv.frames import FrameOpener, SliceRun, pack_frames, split_run
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv.layout import KVLayout
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.messages import PayloadMessage
@@ -38,7 +39,7 @@ def part_of(key: BlockKey, layer: int, heads: range, layout: KVLayout = WIDE) ->
 
 
 async def put(store: Rig, keys: Sequence[BlockKey], layout: KVLayout = WIDE) -> None:
-    writer = StoreWriter(store.channels, store.address, hello(layout), layout)
+    writer = StoreWriter(KVEndpoint(store.channels, store.address, hello(layout), layout))
     parents = [BlockKey(bytes(32)), *keys][: len(keys)]
     try:
         await writer.put(
@@ -67,7 +68,7 @@ async def check(reader: BlockReader, heads: range, layers: range = ALL) -> None:
 
 
 def reader_of(store: Rig, layout: KVLayout = WIDE) -> BlockReader:
-    return BlockReader(store.channels, store.address, hello(layout), layout)
+    return BlockReader(KVEndpoint(store.channels, store.address, hello(layout), layout))
 
 
 async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.telemetry.metrics import restless
@@ -31,8 +32,8 @@ class Client:
     """Puts chains and reads them again, sometimes only for a moment, and checks every block that it was promised."""
 
     def __init__(self, rig: Rig, seed: int, frame_bytes: int) -> None:
-        self.writer = StoreWriter(rig.channels, rig.address, rig.hello(), LAYOUT, frame_bytes=frame_bytes)
-        self.reader = BlockReader(rig.channels, rig.address, rig.hello(), LAYOUT)
+        self.writer = StoreWriter(KVEndpoint(rig.channels, rig.address, rig.hello(), LAYOUT), frame_bytes=frame_bytes)
+        self.reader = BlockReader(KVEndpoint(rig.channels, rig.address, rig.hello(), LAYOUT))
         self.complete = self.failed = 0
         self._random = random.Random(seed)
 

@@ -43,8 +43,8 @@ TIMEOUT_S = 60.0
 
 @asynccontextmanager
 async def storing(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig]:
-    async with rig(kv_lanes=lane, kv_lanes_dir=folder, **settings) as store:
-        store.dialer = TransportDialer(open_transports(TransportConfig(kv_lanes=lane, kv_lanes_dir=folder)))
+    async with rig(kv_transports=lane, kv_transports_dir=folder, **settings) as store:
+        store.dialer = TransportDialer(open_transports(TransportConfig(kv_transports=lane, kv_transports_dir=folder)))
         yield store
         await store.at_rest()
 
@@ -229,7 +229,7 @@ async def test_a_damaged_block_takes_a_session_which_reports_it(sockets: Path) -
 
 
 async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
-    """Lanes to those who speak for one tenant need `kv_lanes_trusted`; the check is the streams' own."""
+    """Lanes to those who speak for one tenant need `kv_transports_trusted`; the check is the streams' own."""
     async with storing(sockets, "tcp") as store:
         servicer, closing = store.service.servicer, asyncio.Event()
         streams: list[GetStream | PutStream] = [GetStream(servicer.get, closing), PutStream(servicer.put, closing)]

@@ -15,6 +15,7 @@ import pytest
 from moonpool.errors import FrameError, StreamBroken
 from moonpool.kv.keys import slice_hash
 from moonpool.kv.pool import KVPool
+from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.transport.config import TRANSPORTS
 from moonpool.transport.sessions import StreamSettings
@@ -22,7 +23,7 @@ from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
 from tests.unit.transport.pairs import Cuttable, shared
 
-LANES = ["local", "tcp", "grpc"]
+NAMES = ["local", "tcp", "grpc"]
 FRAME = 2 * LAYOUT.slice_bytes
 
 
@@ -37,7 +38,7 @@ async def storing(
             data = memoryview(slice_of(key, layer))
             pool.write(layer, index, data, slice_hash(data))
     dialer = Cuttable(lane, folder, shared(pool), **options)
-    async with rig(kv_lanes=lane, kv_lanes_dir=folder, dram_bytes=dram_bytes) as store:
+    async with rig(kv_transports=lane, kv_transports_dir=folder, dram_bytes=dram_bytes) as store:
         store.dialer = dialer
         yield store, dialer, pool
         await store.at_rest()
@@ -48,7 +49,8 @@ async def storing(
 async def writing(store: Rig) -> AsyncIterator[StoreWriter]:
     """In small frames, so that a put has many."""
     writer = StoreWriter(
-        store.channels, store.address, store.hello(), LAYOUT, StreamSettings(store.dialer), frame_bytes=FRAME
+        KVEndpoint(store.channels, store.address, store.hello(), LAYOUT, StreamSettings(store.dialer)),
+        frame_bytes=FRAME,
     )
     try:
         yield writer
@@ -60,7 +62,7 @@ def expected(count: int = len(KEYS)) -> list[bytes]:
     return [b"".join(slice_of(key, layer) for layer in range(LAYOUT.layers)) for key in KEYS[:count]]
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", NAMES)
 async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> None:
     async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
         assert (await store.put(KEYS[:2])) == (0, 2)  # whole with its opening, from memory that is no region
@@ -119,7 +121,7 @@ async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
         assert (await writer.put(KEYS, PARENTS[: len(KEYS)], "", pool.read, timeout_s=10)).present >= 2
         assert (writer.transport, len(dialer.made)) == (lane, 2), "after retry_s, which is 0 here, it is tried again"
         assert dialer.failures == 1
-        assert sum("lane failed" in record.getMessage() for record in caplog.records) == 1
+        assert sum("transport failed" in record.getMessage() for record in caplog.records) == 1
         assert await store.read(KEYS) == expected()
 
 
@@ -139,11 +141,11 @@ async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, lane: str
 
 async def test_a_lane_that_cannot_be_opened_is_told_once(sockets: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with storing(sockets, "local") as (store, dialer, pool), writing(store) as writer:
-        os.unlink(store.service.lanes.addresses["local"])
+        os.unlink(store.service.listener.addresses["local"])
         assert (await writer.put(KEYS[:2], PARENTS[:2], "", pool.read, timeout_s=10)).stored == 2
         assert await store.read(KEYS[:2]) == expected(2)
         assert (writer.transport, dialer.failures) == ("grpc", 1)
-        assert sum("lane failed" in record.getMessage() for record in caplog.records) == 1
+        assert sum("transport failed" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(sockets: Path) -> None:

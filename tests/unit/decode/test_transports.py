@@ -1,4 +1,4 @@
-"""Transfers to a decode instance over each lane; leases that end while payloads are under way."""
+"""Transfers to a decode instance over each transport; leases that end while payloads are under way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.transport.fakes import LAYOUT
 from tests.unit.transport.pairs import Cuttable, shared
 
 TOKENS = prompt(3 * BLOCK + 5)
-LANES = ["local", "tcp", "grpc"]
+TRANSPORTS = ["local", "tcp", "grpc"]
 
 
 def pool_of(tokens: list[int]) -> KVPool:
@@ -45,31 +45,33 @@ def slices(pool: KVPool, layers: range = range(LAYOUT.layers)) -> list[Slice]:
 
 @asynccontextmanager
 async def transferring(
-    folder: Path, lane: str, **options: Any
+    folder: Path, transport: str, **options: Any
 ) -> AsyncIterator[tuple[Decode, TransferSender, Cuttable, KVPool]]:
     pool = pool_of(TOKENS)
-    dialer = Cuttable(lane, folder, shared(pool), **options)
-    async with decoding(kv_lanes=lane, kv_lanes_dir=folder) as it, sending(it, dialer) as sender:
+    dialer = Cuttable(transport, folder, shared(pool), **options)
+    async with decoding(kv_transports=transport, kv_transports_dir=folder) as it, sending(it, dialer) as sender:
         yield it, sender, dialer, pool
     pool.close()
 
 
-@pytest.mark.parametrize("lane", LANES)
-async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path, lane: str) -> None:
-    async with transferring(sockets, lane) as (it, sender, _, pool), conducting(it) as conductor:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path, transport: str) -> None:
+    async with transferring(sockets, transport) as (it, sender, _, pool), conducting(it) as conductor:
         target = await reserve(it, spec("a", TOKENS, max_tokens=6))
         await conductor.start("a", target, 9)
         async with await sender.open(target) as outbound:
             assert await outbound.send(slices(pool)) == LAYOUT.layers * pool.blocks * LAYOUT.slice_bytes
             outbound.close(aborted=False)
             await outbound.verdict(WAIT_S)
-        assert sender.transport == lane
+        assert sender.transport == transport
         await conductor.until(lambda: "a" in conductor.reasons)  # the fake engine fails on any other KV
 
 
-@pytest.mark.parametrize("lane", LANES)
-async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_free(sockets: Path, lane: str) -> None:
-    async with transferring(sockets, lane) as (it, sender, dialer, pool):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_free(
+    sockets: Path, transport: str
+) -> None:
+    async with transferring(sockets, transport) as (it, sender, dialer, pool):
         target = await reserve(it, spec("a", TOKENS))
         outbound = await sender.open(target)
         await outbound.send(slices(pool, range(1)))
@@ -82,13 +84,15 @@ async def test_what_comes_after_a_transfer_s_end_is_dropped_and_its_memory_is_fr
         again = await sender.open(await reserve(it, spec("b", TOKENS)))
         await again.send(slices(pool))
         await again.verdict(WAIT_S)
-        assert (sender.transport, dialer.failures) == (lane, 0)
+        assert (sender.transport, dialer.failures) == (transport, 0)
         it.service.executor.abort(next(iter(it.service.executor)), "not wanted")
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
-async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(sockets: Path, lane: str) -> None:
-    async with transferring(sockets, lane) as (it, sender, dialer, pool):
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+async def test_a_lane_that_breaks_fails_its_transfers_and_the_next_goes_over_grpc(
+    sockets: Path, transport: str
+) -> None:
+    async with transferring(sockets, transport) as (it, sender, dialer, pool):
         first = await sender.open(await reserve(it, spec("a", TOKENS)))
         await first.send(slices(pool, range(1)))
         dialer.cut()

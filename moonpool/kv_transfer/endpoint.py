@@ -1,0 +1,82 @@
+"""A peer that exchanges KV: where its streams lead to, and how they open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic
+
+from moonpool.kv.layout import KVLayout
+from moonpool.rpc.channels import Channels, StreamCall
+from moonpool.transport.flow_control import TO_DECODE
+from moonpool.transport.grpc import payload_stream
+from moonpool.transport.sessions import DEFAULT_OPTIONS, StreamSettings, StreamSpec
+from moonpool.transport.streams import Req, Res
+from moonpool.v1 import kv_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMethod(Generic[Req, Res]):
+    """A bidirectional method of a service.
+
+    Attributes:
+        service: name of the service in `moonpool.v1`.
+        name: name of the method.
+        request: class of the messages to the peer.
+        response: class of the peer's messages.
+    """
+
+    service: str
+    name: str
+    request: type[Req]
+    response: type[Res]
+
+
+@dataclass(frozen=True, slots=True)
+class KVEndpoint:
+    """Where streams to one peer lead to, and how they open.
+
+    Attributes:
+        channels: gives the channel.
+        address: "host:port" of the peer.
+        hello: first message: this side, and the KV it speaks of.
+        layout: arrangement of that KV.
+        settings: how streams open.
+    """
+
+    channels: Channels
+    address: str
+    hello: kv_pb2.StreamHello
+    layout: KVLayout
+    settings: StreamSettings = DEFAULT_OPTIONS
+
+    def connect(self, method: StreamMethod[Req, Res]) -> StreamCall:
+        """Start a call of the method."""
+        service = f"moonpool.v1.{method.service}"
+        opener = payload_stream(self.channels.get(self.address), service, method.name, method.request, method.response)
+        return opener(metadata=self.settings.metadata)
+
+    def spec(
+        self,
+        name: str,
+        method: StreamMethod[Req, Res],
+        session_of: Callable[[Res], Hashable],
+        *,
+        window_bytes: int = 0,
+        credit: Callable[[kv_pb2.Credit], Req] | None = None,
+        priority: int = TO_DECODE,
+    ) -> StreamSpec[Req, Res]:
+        """What makes a stream of the method; arguments as the attributes of `StreamSpec`."""
+        hello = method.request(hello=self.hello)
+        return StreamSpec(
+            name,
+            partial(self.connect, method),
+            hello,
+            session_of,
+            method.response,
+            window_bytes,
+            credit,
+            priority,
+            self.settings,
+        )
