@@ -76,7 +76,7 @@ class SimulatedNetwork:
     """
 
     def __init__(self, world: SimulatedWorld, many: int = MANY) -> None:
-        self._world, self._many = world, many
+        self.world, self._many = world, many
         self._made = 0
         self._changed: dict[Link, None] = {}
         self.flows: dict[int, Flow] = {}
@@ -90,7 +90,7 @@ class SimulatedNetwork:
     ) -> Flow:
         """Starts a flow; `done` is called when its last byte has arrived. No bytes arrive at once, as an event."""
         self._made += 1
-        now = self._world.now
+        now = self.world.now
         flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), now)
         self.flows[flow.number] = flow
         if nbytes:
@@ -126,7 +126,7 @@ class SimulatedNetwork:
 
     def _look(self, flow: Flow) -> None:
         """Ends a flow whose last byte has arrived; its rate may have changed since this was planned."""
-        now = self._world.now
+        now = self.world.now
         if flow.looked_at != now or flow.number not in self.flows:
             return
         flow.looked_at = None
@@ -151,7 +151,7 @@ class SimulatedNetwork:
                     return
             return
         if not self._changed:
-            self._world.after(_DEAL, self._deal_changed)
+            self.world.after(_DEAL, self._deal_changed)
         self._changed.update(dict.fromkeys(path))
 
     def _deal_changed(self, _: None) -> None:
@@ -167,7 +167,7 @@ class SimulatedNetwork:
                 self._set_rate(flow, rate)
 
     def _set_rate(self, flow: Flow, rate: float) -> None:
-        now = self._world.now
+        now = self.world.now
         if now != flow.since:
             flow.left = max(0.0, flow.left - flow.rate * (now - flow.since) / PS)
         flow.since, flow.rate = now, rate
@@ -178,7 +178,7 @@ class SimulatedNetwork:
 
     def _look_at(self, flow: Flow, when: int) -> None:
         flow.looked_at = when
-        self._world.at(when, self._look, flow)
+        self.world.at(when, self._look, flow)
 
 
 def _connected(path: Sequence[Link]) -> list[Flow]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypedDict, Unpack, cast
 
 from google.protobuf.message import Message as Protobuf
 
@@ -127,6 +128,38 @@ class DeletedKV:
         return not any(instance.error for instance in self.instances)
 
 
+class CreateContextArguments(TypedDict, total=False):
+    """Keyword arguments of `create`: exactly one of `messages` and `token_ids`.
+
+    Attributes:
+        messages: a conversation.
+        token_ids: tokens.
+        tools: functions that the model may call, with `messages`.
+        name: a name for people.
+        ttl_s: time to live in seconds; 0: one hour.
+        tenant: owner of the context.
+        tags: further names that requests may use.
+        description: for people.
+        metadata: any texts, by name.
+        model: name of the model; "" for the model that is served.
+    """
+
+    messages: Sequence[Message] | None
+    token_ids: Sequence[int] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    name: str
+    ttl_s: float
+    tenant: str
+    tags: Sequence[str]
+    description: str
+    metadata: Mapping[str, str] | None
+    model: str
+
+
+_PROMPT = ("messages", "token_ids", "tools")
+_PLAIN = ("name", "ttl_s", "tenant", "description", "model")
+
+
 class AsyncContexts:
     """The calls for contexts, at `AsyncClient.contexts`. Every call takes `timeout_s` and raises `moonpool.errors`."""
 
@@ -134,39 +167,31 @@ class AsyncContexts:
         self._query = query
 
     async def create(
-        self,
-        *,
-        messages: Sequence[Message] | None = None,
-        token_ids: Sequence[int] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        name: str = "",
-        ttl_s: float = 0.0,
-        tenant: str = "",
-        tags: Sequence[str] = (),
-        description: str = "",
-        metadata: Mapping[str, str] | None = None,
-        model: str = "",
-        timeout_s: float = CREATE_TIMEOUT_S,
+        self, *, timeout_s: float = CREATE_TIMEOUT_S, **arguments: Unpack[CreateContextArguments]
     ) -> Context:
         """Create a context from a conversation (`messages` and `tools`) or from tokens.
 
-        The context can be used at once; its KV is computed afterwards. `ttl_s` 0: one hour.
+        The context can be used at once; its KV is computed afterwards.
+
+        Args:
+            timeout_s: time limit of the call, in seconds.
+            arguments: see `CreateContextArguments`.
 
         Raises:
             InvalidRequest: a field is wrong; names the field.
             Overloaded: the tenant has too many contexts.
             Unavailable: the cluster has no engine instance or no kvstore.
         """
-        given: GenerateArguments = {"messages": messages, "token_ids": token_ids}
-        if tools is not None:
-            given["tools"] = tools
-        prompt = generate_request(given)
+        unknown = set(arguments) - set(CreateContextArguments.__annotations__)
+        if unknown:
+            raise TypeError(f"unexpected arguments: {', '.join(sorted(unknown))}")
+        given: dict[str, Any] = dict(arguments)
+        prompt = generate_request(cast("GenerateArguments", {name: given[name] for name in _PROMPT if name in given}))
         request = pb.CreateContextRequest()
-        for field, value in (("name", name), ("ttl_s", ttl_s), ("tenant", tenant), ("description", description)):
-            assign(field, lambda field=field, value=value: setattr(request, field, value))  # type: ignore[misc]
-        assign("model", lambda: setattr(request, "model", model))
-        assign("tags", lambda: request.tags.extend(tags))
-        assign("metadata", lambda: request.metadata.update(metadata or {}))
+        for field in (name for name in _PLAIN if name in given):
+            assign(field, partial(setattr, request, field, given[field]))
+        assign("tags", lambda: request.tags.extend(arguments.get("tags", ())))
+        assign("metadata", lambda: request.metadata.update(arguments.get("metadata") or {}))
         if prompt.HasField("chat"):
             request.chat.CopyFrom(prompt.chat)
         else:

@@ -14,7 +14,6 @@ from moonpool.errors import InvalidRequest, MoonpoolError, StreamBroken, Unavail
 from moonpool.kv.delete_kv import DeletionLog, KVSelection, check_ttls
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import BlockKey, bind, slice_hash
-from moonpool.kv.pool import KVPool
 from moonpool.kv_transfer.read_server import FrameWriter, ReadSessions, check_hello
 from moonpool.kv_transfer.write_back import WriteBack, WriteBackJob
 from moonpool.rpc.stream_writes import bare_write
@@ -29,8 +28,7 @@ from moonpool.scheduling.block_manager import (
 )
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metric, counter
-from moonpool.transport.flow_control import EgressLink, StreamTraffic
-from moonpool.transport.handshake import TransportListener
+from moonpool.transport.flow_control import StreamTraffic
 from moonpool.transport.streams import OpenStreams
 from moonpool.v1 import kv_pb2
 
@@ -90,14 +88,10 @@ class PoolReads:
     """What other instances read here.
 
     Args:
-        instance: this one.
-        namespace: of its KV, the only one that is read.
-        pool: what is read.
-        link: the way out.
+        context: of this instance.
         calls: has the core hold blocks.
         manager: where the core has its blocks; only looked at.
         closing: set when streams are to end.
-        listener: offers transports to readers.
         carried_out: names of deletions that were carried out here.
 
     Attributes:
@@ -107,18 +101,14 @@ class PoolReads:
 
     def __init__(
         self,
-        instance: kv_pb2.Instance,
-        namespace: bytes,
-        pool: KVPool,
-        link: EgressLink,
+        context: InstanceContext,
         calls: PoolCalls,
         manager: BlockManager,
         closing: asyncio.Event,
-        listener: TransportListener,
         carried_out: Container[str],
     ) -> None:
-        self.instance, self.namespace, self.pool, self.link, self.closing = instance, namespace, pool, link, closing
-        self.listener, self.carried_out = listener, carried_out
+        self.context, self.closing, self.carried_out = context, closing, carried_out
+        self.pool = context.engine.pool
         self.sessions = self.sent_bytes = 0
         self._calls = calls
         self._manager = manager
@@ -170,20 +160,6 @@ class PoolReads:
                 yield Slice(layer, index, data, full, bind(value, key, layer))
 
 
-def pool_reads(
-    context: InstanceContext,
-    calls: PoolCalls,
-    manager: BlockManager,
-    closing: asyncio.Event,
-    carried_out: Container[str],
-) -> PoolReads:
-    """What other instances read of an instance's pool."""
-    setup = context.setup
-    pool, link = context.engine.pool, context.link
-    own = context.instance, setup.namespace, pool, link
-    return PoolReads(*own, calls, manager, closing, context.listener, carried_out)
-
-
 READ_METRICS: tuple[Metric[PoolReads], ...] = (
     Metric("peer_reads", "Open reads of other instances.", lambda reads: reads.sessions, 0),
     Metric(
@@ -212,7 +188,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     def __init__(self, reads: PoolReads) -> None:
         super().__init__(
             reads.closing,
-            listener=reads.listener,
+            listener=reads.context.listener,
             response=kv_pb2.ReadKVResponse,
             carried_out=reads.carried_out,
             suspect=reads.suspect,
@@ -223,13 +199,16 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
         """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
         reads = self._reads
-        check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
+        check_hello(message.hello, namespace=reads.context.setup.namespace, layout=reads.pool.layout)
         self.writes(
             FrameWriter(
-                self.send_queue, reads.pool.layout, lambda header: kv_pb2.ReadKVResponse(frame=header), link=reads.link
+                self.send_queue,
+                reads.pool.layout,
+                lambda header: kv_pb2.ReadKVResponse(frame=header),
+                link=reads.context.link,
             )
         )
-        welcome = kv_pb2.StreamWelcome(receiver=reads.instance, lane=self.offer_transport(message))
+        welcome = kv_pb2.StreamWelcome(receiver=reads.context.instance, lane=self.offer_transport(message))
         self.post(kv_pb2.ReadKVResponse(welcome=welcome))
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:

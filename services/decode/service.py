@@ -10,7 +10,7 @@ import grpc.aio
 from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
-from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, pool_reads
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.kv.delete_kv import DeletionLog
@@ -87,7 +87,7 @@ class DecodeInstance:
         self.subscribers: dict[Subscriber, None] = {}
         self.receivers: dict[TransferReceiver, None] = {}
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, pool, self.core.blocks, self.closing, deletions)
+        self.reads = PoolReads(context, pool, self.core.blocks, self.closing, deletions)
         self.listener = context.listener
         self.draining = False
         self._notify = context.notify

@@ -11,7 +11,7 @@ from moonpool import world
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
-from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, pool_reads
+from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
 from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader, ReadMethod
@@ -75,7 +75,7 @@ class PrefillInstance:
         )
         self.deletion = KVDeletion(self.layout.block_bytes, self.write_back, self.executor.pool.forget, deletions)
         self.closing = asyncio.Event()
-        self.reads = pool_reads(context, self.executor.pool, self.manager, self.closing, deletions)
+        self.reads = PoolReads(context, self.executor.pool, self.manager, self.closing, deletions)
 
     @property
     def manager(self) -> BlockManager:

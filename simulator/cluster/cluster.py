@@ -73,9 +73,7 @@ class Cluster:
             partial(self._keys, name), partial(self._changed, name), self._open, self._heard, self._whole, self._give_up
         )
         stores = self.stores, self._readable
-        return SimulatedPrefill(
-            self.world, self.network, self.config, name, *stores, self.calls, peers, self._machine, up=up
-        )
+        return SimulatedPrefill(self.network, self.config, name, *stores, self.calls, peers, self._machine, up=up)
 
     def _readable(self, name: str) -> Readable:
         return self.stores[int(name[1:])] if name[0] == "s" else self._engines[name].pool
@@ -87,9 +85,7 @@ class Cluster:
             partial(self._tokens, name), partial(self._failed, name), partial(self._keys, name),
             partial(self._changed, name),
         )  # fmt: skip
-        return SimulatedDecode(
-            self.world, self.network, self.config, name, self.stores, ears, runs, self._machine, up=up
-        )
+        return SimulatedDecode(self.network, self.config, name, self.stores, ears, runs, self._machine, up=up)
 
     # Requests
 

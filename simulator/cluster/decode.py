@@ -38,7 +38,7 @@ from services.decode.core.scheduler import DecodeScheduler
 from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.config import LEAPS, ClusterConfig, Runs, decode_core_config
 from simulator.cluster.core_host import CoreHost
-from simulator.cluster.engine import STOPPED, DecodeEngine, SharedMachine
+from simulator.cluster.engine import STOPPED, DecodeEngine, RunListener, SharedMachine
 from simulator.cluster.requests import DecodeSequence, DecodeUse, PlacedSequence, Resume, SequenceReport
 from simulator.cluster.store import SimulatedPoolReads, Store
 from simulator.network import Link, SimulatedNetwork
@@ -164,7 +164,6 @@ class SimulatedDecode:
 
     def __init__(
         self,
-        world: SimulatedWorld,
         network: SimulatedNetwork,
         config: ClusterConfig,
         name: str,
@@ -178,7 +177,7 @@ class SimulatedDecode:
         self.name = name
         self.receives = Link(f"{name} in", config.transfer_bytes_per_s)
         self.pool = SimulatedPoolReads(Link(f"{name} out", config.transfer_bytes_per_s), self._tell)
-        self._world, self._network, self._config, self._ears = world, network, config, ears
+        self._world, self._network, self._config, self._ears = network.world, network, config, ears
         self._stores = {store.name: store for store in stores}
         self._core_config = decode_core_config(config, runs)
         self._machine = machine or SharedMachine()
@@ -202,8 +201,8 @@ class SimulatedDecode:
         self._answers: dict[int, ReserveGranted | Failure] = {}
         self._taken, self._told_at, self.draining = 0, self._world.now, False
         self._engine = DecodeEngine(
-            self._world, self._config, self.core, self._sequences, self.use, self._stepped, self._run_ended, self._say,
-            self._machine, int(self.name[1:]),
+            self._world, self._config, self.core, self._sequences, self.use,
+            RunListener(self._stepped, self._run_ended, self._say), self._machine, int(self.name[1:]),
         )  # fmt: skip
 
     def crash(self) -> None:

@@ -128,17 +128,30 @@ STOPPED = 1
 """Why answers end."""
 
 
-class DecodeEngine:
-    """Takes the steps of one core, until it is lost.
+@dataclass(frozen=True, slots=True)
+class RunListener:
+    """Who hears of the runs of a `DecodeEngine`.
 
-    Args:
-        core: orders them.
-        sequences: those of the instance, by the core's numbers.
-        use: counts what is done.
+    Attributes:
         post: tells the core.
         ended: called when a run is over, with the sequences that ended or made their first tokens in it, and whether
             the instance's load or keys have changed.
         begun: called when sequences have made their first tokens in a run that goes on.
+    """
+
+    post: Callable[[RunProgress | RunDone], None]
+    ended: Callable[[list[DecodeSequence], bool], None]
+    begun: Callable[[list[DecodeSequence]], None]
+
+
+class DecodeEngine:
+    """Takes the steps of one core, until it is lost.
+
+    Args:
+        core: orders the steps.
+        sequences: those of the instance, by the core's numbers.
+        use: counts what is done.
+        listener: hears of the runs.
         machine: engines that share cores.
         number: of the instance; each draws for itself how long the way to it takes.
     """
@@ -150,15 +163,13 @@ class DecodeEngine:
         core: DecodeScheduler,
         sequences: dict[int, DecodeSequence],
         use: DecodeUse,
-        post: Callable[[RunProgress | RunDone], None],
-        ended: Callable[[list[DecodeSequence], bool], None],
-        begun: Callable[[list[DecodeSequence]], None],
+        listener: RunListener,
         machine: SharedMachine,
         number: int,
     ) -> None:
         self._number = number
         self._world, self._config, self._core, self._sequences, self._use = world, config, core, sequences, use
-        self._post, self._ended, self._begun = post, ended, begun
+        self._listener = listener
         self._times = StepTimes.of(config.profile.speeds)
         self._run: StartRun | None = None
         self._leap = Leap(0, 0, 0, 0)
@@ -188,7 +199,7 @@ class DecodeEngine:
         if steps:
             seconds = self._advance(self._run, steps)
             filled = self._filled(self._batch(self._run)) if self._ahead else ()
-            self._post(RunProgress(self._run.step, steps, seconds, filled))
+            self._listener.post(RunProgress(self._run.step, steps, seconds, filled))
 
     def begin(self, run: StartRun) -> None:
         """Begins a run."""
@@ -253,7 +264,7 @@ class DecodeEngine:
         run, members = begun
         if run is self._run:
             self.settle()
-            self._begun(members)
+            self._listener.begun(members)
 
     def _over(self, leap: Leap) -> None:
         run = self._run
@@ -277,9 +288,9 @@ class DecodeEngine:
     def _tell(self, run: StartRun, sampled: list[DecodeSequence], steps: int, seconds: float) -> None:
         over, filled = [member for member in sampled if not member.left], self._filled(sampled)
         news = [member for member in sampled if not (member.left and member.told)]
-        self._ended(news, bool(over or filled or run.chunks))
+        self._listener.ended(news, bool(over or filled or run.chunks))
         ended = tuple((member.number, STOPPED) for member in over)
-        self._post(RunDone(run.step, False, seconds, ended, filled, steps))
+        self._listener.post(RunDone(run.step, False, seconds, ended, filled, steps))
 
     def _batch(self, run: StartRun) -> list[DecodeSequence]:
         return [self._sequences[number] for number in run.batch]

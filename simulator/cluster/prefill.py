@@ -215,7 +215,6 @@ class SimulatedPrefill:
 
     def __init__(
         self,
-        world: SimulatedWorld,
         network: SimulatedNetwork,
         config: ClusterConfig,
         name: str,
@@ -230,7 +229,7 @@ class SimulatedPrefill:
         self.name = name
         self.stages = config.stages_of(name)
         self.sends = Link(f"{name} out", self.stages * config.transfer_bytes_per_s)
-        self._world, self._network, self._config = world, network, config
+        self._world, self._network, self._config = network.world, network, config
         self._stores = {store.name: store for store in stores}
         self._find, self._calls, self._peers = find, calls, peers
         self.pool = SimulatedPoolReads(self.sends, self._hear)

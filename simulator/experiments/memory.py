@@ -88,7 +88,7 @@ class WaitingRequests:
     def __init__(self, config: ClusterConfig, groups: Listed[Group], at_once: int) -> None:
         self.world = SimulatedWorld()
         ears = DecodeListener(self._tokens, _failed, _ignore, lambda: None)
-        self.instance = SimulatedDecode(self.world, SimulatedNetwork(self.world), config, "d0", (), ears)
+        self.instance = SimulatedDecode(SimulatedNetwork(self.world), config, "d0", (), ears)
         self.instance.stream_opened(STREAM, CONDUCTOR)
         self._waiting, self._at_once = deque(groups), at_once
         self._running: dict[int, Request] = {}

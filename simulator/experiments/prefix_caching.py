@@ -201,7 +201,7 @@ def ttft_s(profile: Profile, prefix: int, bytes_per_s: float) -> float:
     store = Store(world, network, config, "s0", _ignore_changes, lambda: None)
     calls = Calls(world, CallDelays(0.0, 0.0), seed=0)
     peers = Peers(_ignore_changes, lambda: None, lambda _: None, _alone, lambda _: False, _alone)
-    instance = SimulatedPrefill(world, network, config, "p0", [store], lambda _: store, calls, peers)
+    instance = SimulatedPrefill(network, config, "p0", [store], lambda _: store, calls, peers)
     keys = tuple(BlockKey(number.to_bytes(32, "little")) for number in range(prefix // config.block_tokens))
     if bytes_per_s:
         store.write(keys, Link("elsewhere", 1e18), lambda: None)
