@@ -320,9 +320,9 @@ ReadRequest = kvstore_pb2.GetRequest | kv_pb2.ReadKVRequest
 
 ReadMethod = StreamMethod[ReadRequest, ReadResponse]
 """How blocks are read from one kind of instance; the messages of all kinds have the same fields."""
-FROM_STORE = ReadMethod("KVStoreService", "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse)
-FROM_PREFILL = ReadMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
-FROM_DECODE = ReadMethod("DecodeService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
+FROM_STORE: ReadMethod = StreamMethod("KVStoreService", "Get", kvstore_pb2.GetRequest, kvstore_pb2.GetResponse)
+FROM_PREFILL: ReadMethod = StreamMethod("PrefillService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
+FROM_DECODE: ReadMethod = StreamMethod("DecodeService", "ReadKV", kv_pb2.ReadKVRequest, kv_pb2.ReadKVResponse)
 
 
 def _get_session(message: ReadResponse) -> Hashable:
