@@ -19,32 +19,32 @@ from moonpool.sampling_params import GREEDY, SampleSpec, SamplingParams, stream_
 from moonpool.v1 import kv_pb2
 
 MAX_WAIT_STEPS = 3.0
-"""Times what they take that patient steps wait at most."""
+"""Longest wait of a patient step, as a multiple of the seconds that the step takes."""
 SAVED, SAVED_S = 16, 1.5
-"""Steps whose patience one may use, and seconds that it may wait by that at most."""
+"""Earlier steps whose unused waiting time a patient step may use, and the longest wait by that, seconds."""
 MAX_RESULTS_TOGETHER = 16
-"""Results of a run's patient steps that come together, at most."""
+"""Most results of patient steps that are sent together."""
 REPORT_WITHIN_S = 0.05
-"""Seconds that the first of them may wait: results come with the first step that is over later than that."""
+"""Longest wait of the first of these results, seconds: the first step that ends later sends all of them."""
 
 
 def _unpickled_history() -> None:
-    """The value of a `History` at the other end of a channel: None."""
+    """The value of a `TokenHistory` at the other end of a channel: None."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TokenHistory:
-    """What a sequence consists of, for engines in this process that check what its blocks hold.
+    """Tokens and keys of a sequence, for engines in this process that check the content of blocks.
 
-    Belongs to the I/O process: it is not sent to engine processes (pickled, it is None).
+    Stays in the I/O process: pickled for an engine process, a history is None.
     """
 
     chain_root: BlockKey
     """Parent of the first block's key."""
     token_ids: "array[int]"
-    """All tokens so far, computed or not; typecode "i". The sequence's own: it may grow between steps."""
+    """All tokens so far, computed or not; typecode "i". The sequence owns the array, which may grow between steps."""
     keys: Sequence[BlockKey]
-    """Keys of its leading full blocks, as far as they are known."""
+    """Known keys of leading full blocks."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _unpickled_history, ()
@@ -52,44 +52,44 @@ class TokenHistory:
 
 @frozen
 class ScoredTokens:
-    """Known tokens whose log probabilities are wanted: those after the leading ones that a step computes."""
+    """Known tokens whose log probabilities are wanted. Each one follows a token that the step computes."""
 
     token_ids: bytes
-    """Little-endian int32; at least one, at most as many as are computed."""
+    """Little-endian int32; at least one token, at most as many as the step computes."""
     top: int
-    """Most likely tokens that are told beside each."""
+    """Number of most likely tokens that are reported beside each."""
 
 
 @frozen
 class SequenceStep:
-    """One sequence's share of a step: compute the KV of some tokens, and sample the next one if wanted."""
+    """One sequence's part of a step: compute the KV of some tokens, and sample the next token if wanted."""
 
     token_ids: bytes
     """The tokens to compute, little-endian int32; at least one."""
     start: int
-    """Position of the first of them = tokens whose KV is there already (or comes through the gates)."""
+    """Position of the first token. The KV of earlier tokens is in the pool, or arrives through the step's gates."""
     block_table: tuple[int, ...]
-    """Blocks of the sequence in the pool, in order; must cover start + number of tokens."""
+    """Blocks of the sequence in the pool, in order; they cover `start` + number of tokens."""
     sample: SampleSpec | None = None
     """Set when the token after the last one is to be sampled."""
     scored: ScoredTokens | None = None
     """Set when log probabilities of known tokens are wanted."""
     full_hit: bool = False
-    """Their KV is there already, too: they are computed for the token that follows them, and write nothing."""
+    """The tokens' own KV is in the pool, too: they are computed to sample the next token, and write nothing."""
     end_token_ids: frozenset[int] = frozenset()
-    """A run is over when one of them is sampled."""
+    """Tokens that end the run when they are sampled."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
-    """The whole sequence; never leaves the I/O process."""
+    """The whole sequence; stays in the I/O process."""
 
 
 @frozen
 class SampledCandidates:
-    """What a sequence's `SampleSpec` gets that wants more than one token."""
+    """Result for a `SampleSpec` that wants more than one token."""
 
     tokens: tuple[int, ...]
-    """One for each sample; or the `SampleSpec.best` most likely ones that are not banned, the best first."""
+    """One token for each sample; or the `SampleSpec.best` most likely tokens that are not banned, best first."""
     log_probabilities: tuple[float, ...] = ()
-    """Of each of the most likely tokens."""
+    """Log probability of each of the most likely tokens."""
 
 
 @frozen
@@ -101,29 +101,30 @@ class Step:
     sequences: tuple[SequenceStep, ...]
     """At least one."""
     gated: bool = False
-    """Before each layer, wait until its gate is open: this layer of every sequence's prefix is there."""
+    """Before each layer, wait until the layer's gate is open: then every sequence's prefix has this layer."""
     layer_events: bool = False
     """Send `LayerDone` after each layer."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Blocks (from, to) that are copied in all layers before anything else: a sequence is about to write to a block
-    that others refer to. No block is a target twice, or a target and a source."""
+    """Blocks (from, to) to copy in all layers before anything else, because a sequence is about to write to a block
+    that other sequences refer to. No block is a target twice, or a target and a source."""
     patient: bool = False
-    """Nobody waits for its tokens one by one: what else this host computes may go first (`PATIENCE`), and results of a
-    run's steps may come together (`TOLD_TOGETHER`)."""
+    """No client waits for single tokens. Other work of the host may go first (`MAX_WAIT_STEPS`), and results of a
+    run's steps may come together (`MAX_RESULTS_TOGETHER`)."""
     steps: int = 1
-    """Of the run that begins with it, at most. It ends before with a step that samples an end token, or nothing for a
-    sequence, and with the one in which it is cut. All its sequences sample, and have blocks for all of it."""
+    """Most steps of the run that begins with this step. The run ends earlier with a step that samples an end token, or
+    no token for a sequence, and with the step in which the run is stopped. All sequences of a run sample, and have
+    blocks for the whole run."""
 
 
 def longest_wait_s(step_s: float) -> float:
-    """Seconds that a patient step may wait at most, where it takes `step_s`: what earlier ones did not wait counts."""
+    """Longest wait of a patient step that takes `step_s`, in seconds. Unused waiting time of earlier steps counts."""
     return MAX_WAIT_STEPS * max(step_s, min(SAVED * step_s, SAVED_S / MAX_WAIT_STEPS))
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
-    """Blocks (of the pool) that a step makes ready to leave, each with its valid tokens.
+    """Blocks of the pool that may be sent after a step, each with its valid tokens.
 
-    Those are the blocks that become full, and where layers are reported the part-filled last block of a prompt.
+    These are the blocks that become full. If layers are reported, a prompt's part-filled last block is one, too.
     """
     found: dict[int, int] = {}
     for sequence in step.sequences:
@@ -145,36 +146,36 @@ class LayerDone:
     layer: int
     """Index in the model."""
     start_ns: int
-    """When its computation began (after the gate), time.monotonic_ns."""
+    """Begin of the computation, after the gate, in nanoseconds of `time.monotonic_ns`."""
     end_ns: int
 
 
 @frozen
 class StepResult:
-    """What a step came to, when all stages are done with it and its blocks are quiet."""
+    """Result of a step. All stages have ended the step, and nothing writes to its blocks any more."""
 
     sampled: tuple[int | None, ...]
-    """One entry per sequence of the step, None where nothing was to be sampled, or for nothing; () when aborted."""
+    """The sampled token of each sequence of the step; None if no token was wanted or found; () if aborted."""
     aborted: bool
-    """Some layer was not computed: KV of the step's tokens is not to be used."""
+    """Some layer was not computed: KV of the step's tokens must not be used."""
     start_ns: int
-    """First stage's beginning, time.monotonic_ns."""
+    """Begin of the first stage, in nanoseconds of `time.monotonic_ns`."""
     end_ns: int
-    """Last stage's end."""
+    """End of the last stage."""
     several: Mapping[int, SampledCandidates] = field(default_factory=dict)
-    """By index, for sequences of the step that wanted more than one token; the first of the tokens is in `sampled`."""
+    """By index: tokens of sequences that wanted more than one. The first token is in `sampled`."""
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
-    """By index, of all sampled tokens of sequences that wanted them (`SamplingParams.logprobs`)."""
+    """By index: log probabilities of all sampled tokens, if wanted (`SamplingParams.logprobs`)."""
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
-    """By index, of `SequenceStep.scored`."""
+    """By index: log probabilities of `SequenceStep.scored`."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """By index, why nothing was sampled for a sequence that wanted it: its answer cannot go on in its format."""
+    """By index: why no token was sampled. The answer cannot go on in its format."""
     share: float = 1.0
-    """Of the cores that it wanted, that it had, as a mean over its time: others of the host had the rest."""
+    """Mean part of the wanted cores that the step had; other processes of the host had the rest."""
     waited_ns: int = 0
-    """From its beginning on, for as long a patient step let others of the host go before."""
+    """Nanoseconds from `start_ns` on for which a patient step let other work of the host go first."""
     earlier: "tuple[StepResult, ...]" = ()
-    """Of steps of the same run that are told with this one, the first one first."""
+    """Results of earlier steps of the run that come with this one, oldest first."""
 
 
 @frozen
@@ -185,11 +186,11 @@ class SequenceSampling:
     """Length of the original prompt: the token after it has output position 0, also in a continued stream."""
     params: SamplingParams = GREEDY
     end_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the sequence (already without end-of-sequence tokens when those are ignored)."""
+    """Tokens that end the sequence; without the model's end tokens if these are ignored."""
     banned_token_ids: tuple[int, ...] = ()
-    """Tokens not to be chosen before `params.min_tokens`."""
+    """Tokens that are never chosen before `params.min_tokens`."""
     bad_tokens: tuple[tuple[int, ...], ...] = ()
-    """Of each the last token is not chosen after the others, all of them the answer's."""
+    """Runs of tokens: the last token is never chosen after the others, if all others are in the answer."""
 
     @classmethod
     def of(
@@ -199,7 +200,7 @@ class SequenceSampling:
         end_token_ids: Iterable[int],
         bad_tokens: Iterable[Sequence[int]] = (),
     ) -> Self:
-        """Of a request; `end_token_ids` are the model's end-of-sequence tokens."""
+        """Sampling of a request; `end_token_ids` are the model's end tokens."""
         stop = frozenset(params.stop_token_ids)
         all_ends = stop.union(end_token_ids)
         return cls(
@@ -216,11 +217,11 @@ class SequenceSampling:
         return self.params.width + len(self.end_token_ids) if self.params.deferred else 0
 
     def ends_with(self, token: int, tokens: int, model_tokens: int) -> bool:
-        """Whether the sequence ends with this token, its `tokens`-th with the prompt's."""
+        """Whether the sequence ends with this token, which makes `tokens` tokens with the prompt."""
         return token in self.end_token_ids or tokens >= self.total_tokens(model_tokens)
 
     def total_tokens(self, model_tokens: int) -> int:
-        """Longest the sequence can become, prompt and output, where the model takes `model_tokens`."""
+        """Most tokens of the sequence, prompt and answer, of a model that takes `model_tokens`."""
         return min(self.prompt_tokens + self.params.max_tokens, model_tokens)
 
     def at(self, tokens: "array[int]", sample_index: int = 0) -> SampleSpec:
@@ -243,9 +244,9 @@ class SequenceSampling:
         )
 
     def steady(self, tokens: int, model_tokens: int) -> int:
-        """How many of the next tokens are chosen as `SampleSpec.after` has it, of a sequence that has so many tokens.
+        """Number of next tokens that a run may choose by itself (`SampleSpec.after`); the last may end the answer.
 
-        The last of them may be the answer's last.
+        `tokens`: length of the sequence, prompt and answer. `model_tokens`: longest sequence of the model.
         """
         left, answer = self.total_tokens(model_tokens) - tokens, tokens - self.prompt_tokens
         if self.bad_tokens:
@@ -253,21 +254,21 @@ class SequenceSampling:
         return min(left, self.params.min_tokens - answer) if answer < self.params.min_tokens else left
 
     def _banned(self, tokens: "array[int]", position: int) -> tuple[int, ...]:
-        """Tokens that must not come at an output position; worked out anew each time, so there is no state to lose."""
+        """Tokens that are banned at a position of the answer, from the tokens alone: no state is kept."""
         banned = self.banned_token_ids if position < self.params.min_tokens else ()
         return banned + tuple(bad[-1] for bad in self.bad_tokens if _ends_before_bad_token(bad, tokens, position))
 
     def scored(self, tokens: "array[int]", start: int, end: int) -> ScoredTokens | None:
-        """Which prompt tokens get log probabilities where the tokens [start, end) of the prompt are computed."""
+        """Prompt tokens that get log probabilities in a step that computes the tokens [start, end) of the prompt."""
         top, last = self.params.prompt_logprobs, min(end + 1, self.prompt_tokens)
         if top is None or last <= start + 1:
             return None
         return ScoredTokens(tokens_to_bytes(tokens[start + 1 : last]), top)
 
     def finish(self, tokens: "array[int]", model_tokens: int) -> "kv_pb2.FinishReason.ValueType":
-        """Why the sequence ends with the last of `tokens`, or FINISH_REASON_UNSPECIFIED when it goes on.
+        """Why the sequence ends with the last of `tokens`; FINISH_REASON_UNSPECIFIED if the sequence goes on.
 
-        An end token counts at any position: before `min_tokens` it is banned and cannot be sampled.
+        An end token counts at any position: before `min_tokens`, end tokens are banned and cannot be sampled.
         """
         if len(tokens) > self.prompt_tokens and tokens[-1] in self.end_token_ids:
             return kv_pb2.FINISH_REASON_STOP
@@ -277,15 +278,15 @@ class SequenceSampling:
 
 
 def _ends_before_bad_token(bad: tuple[int, ...], tokens: "array[int]", position: int) -> bool:
-    """Whether an answer with so many tokens ends with all but the last token of a bad word."""
+    """Whether an answer of `position` tokens ends with all but the last token of a bad word."""
     before = len(bad) - 1
     return before <= position and tokens[len(tokens) - before :].tolist() == list(bad[:-1])
 
 
 def stage_ranges(layers: int, stages: int) -> list[tuple[int, int]]:
-    """Half-open layer ranges of the stages, as even as can be; earlier stages take the odd layers.
+    """Half-open layer ranges of the stages, as even as possible; earlier stages take the odd layers.
 
-    The last stage has the vocabulary projection besides, so it should never be the longer one.
+    The last stage is never the longer one, because the last stage also projects to the vocabulary.
 
     Raises:
         ConfigError: `stages` is not between 1 and `layers`.

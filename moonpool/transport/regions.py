@@ -21,23 +21,23 @@ MAX_REGION_BYTES = 1 << 46
 
 
 def address_of(data: memoryview) -> int:
-    """Where writable bytes lie."""
+    """Address of writable bytes."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data))
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
-    """Memory of this process that a peer may read: a descriptor, which stays its owner's, and the mapped bytes."""
+    """Memory of this process that a peer may read: a descriptor, which its owner closes, and the mapped bytes."""
 
     fd: int
     data: memoryview
 
 
 class SharedMemory:
-    """Zeroed memory of this process that peers may read, as `shared`. It goes with the last reference to it."""
+    """Zeroed memory of this process that peers may read (`shared`). The last reference frees the memory."""
 
     def __init__(self, nbytes: int) -> None:
-        """Takes address space; memory as it is touched. Raises OSError where the system has no such memory."""
+        """Takes address space; memory is taken when touched. Raises OSError if the system has no such memory."""
         fd = os.memfd_create("moonpool-shared", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, fd)
         os.truncate(fd, nbytes)
@@ -47,7 +47,7 @@ class SharedMemory:
 
 
 class ExportedRegions:
-    """What this process shows to a peer: finds where in it bytes lie."""
+    """Regions that this process shows to a peer."""
 
     def __init__(self, shared: Sequence[SharedRegion]) -> None:
         """The regions get numbers from 1, in order."""
@@ -56,7 +56,7 @@ class ExportedRegions:
         ]
 
     def find(self, data: memoryview) -> tuple[int, int]:
-        """(Number of the region, first byte); (0, 0) for bytes that lie in none."""
+        """Number of the region of some bytes, and their offset; (0, 0): they lie in no region."""
         if not self._spans or data.readonly or not data.nbytes:
             return 0, 0
         begin = address_of(data)
@@ -67,9 +67,9 @@ class ExportedRegions:
 
 
 class Mailbox:
-    """Memory that this process lends to a peer, who writes payloads there. It is never used for anything else.
+    """Memory that this process lends to a peer, which writes payloads there.
 
-    So a peer that goes on writing when the connection has ended harms nobody.
+    The memory has no other use, so a peer that goes on writing after the connection's end does no harm.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -83,19 +83,19 @@ class Mailbox:
             raise
 
     def close(self) -> None:
-        """Closes the descriptor; what is mapped stays until it is closed too."""
+        """Closes the descriptor. The mapped region stays until the region is closed."""
         os.close(self.fd)
 
 
 class MappedRegion:
-    """A region as it is mapped here."""
+    """A region mapped in this process."""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = False) -> None:
-        """Maps all of it; the descriptor can be closed afterwards.
+        """Maps the whole region; the descriptor can be closed afterwards.
 
         Raises:
-            FrameError: It has another size, or may change its size.
-            OSError: It cannot be mapped.
+            FrameError: the region has another size, or may change its size.
+            OSError: the region cannot be mapped.
         """
         if not 0 < nbytes <= MAX_REGION_BYTES or os.fstat(fd).st_size != nbytes:
             raise FrameError(f"a region has {os.fstat(fd).st_size} bytes, not {nbytes}")
@@ -107,14 +107,14 @@ class MappedRegion:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size of the region."""
         return self._data.nbytes
 
     def part(self, offset: int, length: int) -> memoryview:
-        """Some of its bytes.
+        """Some bytes of the region.
 
         Raises:
-            FrameError: They are not all in it.
+            FrameError: the bytes are not all in the region.
         """
         if offset + length > self._data.nbytes:
             raise FrameError(f"bytes {offset} to {offset + length} of a region of {self._data.nbytes}")

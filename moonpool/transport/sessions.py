@@ -34,23 +34,23 @@ ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 ResAny = TypeVar("ResAny", bound=Message)
 ReceiveInto = Callable[[ResAny, int], ReceiveBuffer | None]
 IN_FLIGHT_BYTES = 4 << 20
-"""Payloads of one session that a connection may hold at once."""
+"""Most payload bytes of one session that a connection holds at once."""
 LINGER_S = 0.005
-"""How long the last credits to be handed back wait for a message to travel with."""
+"""Seconds for which the last credits wait for a message to travel with."""
 SILENCE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How a process opens its streams to others: what all clients of KV streams take.
+    """How a process opens its KV streams to other processes.
 
     Attributes:
-        dialer: Opens the connection that the peer offers; None to stay on gRPC.
-        link: The process' way out; frames wait for their slots on the link. None for no waiting.
-        connect_timeout_s: Longest time from the start of the call to the peer's welcome.
-        stall_s: Longest time one write may take before the stream counts as broken.
-        silence_s: The peer is suspect if nothing was heard for so long while something was expected.
-        metadata: Of the call, such as an API key.
+        dialer: opens the connection that the peer offers; None: streams stay on gRPC.
+        link: the process's way out, on which frames wait for their slots; None: frames do not wait.
+        connect_timeout_s: longest time from the start of the call to the peer's welcome.
+        stall_s: longest time of one write, before the stream counts as broken.
+        silence_s: longest silence of a peer that owes an answer, before the stream counts as broken.
+        metadata: metadata of the call, such as an API key.
     """
 
     dialer: TransportDialer | None = None
@@ -66,18 +66,18 @@ DEFAULT_OPTIONS = StreamSettings()
 
 @dataclass(frozen=True, slots=True)
 class StreamSpec(Generic[Req, Res]):
-    """What makes a stream this stream.
+    """One kind of stream to one peer.
 
     Attributes:
-        name: Who is at the other end and what for; begins error messages.
-        connect: Starts the call.
-        hello: First message sent.
-        session_of: Key of the session a message belongs to; None for none.
-        answers: Class of the peer's messages.
-        window_bytes: Payload bytes the peer may be ahead in sending; 0 when the peer sends no payloads.
-        credit: Wraps a Credit for the peer; needed with a window.
-        priority: Of frames on the link.
-        options: How the stream opens.
+        name: the peer and the purpose; begins error messages.
+        connect: starts the call.
+        hello: first message sent.
+        session_of: key of the session that a message belongs to; None: no session.
+        answers: class of the peer's messages.
+        window_bytes: payload bytes that the peer may be ahead in sending; 0: the peer sends no payloads.
+        credit: wraps a Credit for the peer; needed with a window.
+        priority: priority of frames on the link.
+        options: how the stream opens.
     """
 
     name: str
@@ -92,16 +92,16 @@ class StreamSpec(Generic[Req, Res]):
 
 
 class SessionHandler(Protocol[ResIn]):
-    """What a session's owner does with what comes. Called from the reader: must be quick and must not wait."""
+    """A session's owner, who gets the session's messages. Called by the reader: must be quick, and must not wait."""
 
     def on_message(self, message: ResIn, payload: Any) -> None:
-        """A message of the session. What it raises ends this session only.
+        """Take a message of the session. An exception ends this session only.
 
-        The payload is a memoryview, which may be kept; or Landed, where the session has said where it is to land.
+        The payload is a memoryview, which you may keep, or a `FilledBuffer` if the session gave a `ReceiveBuffer`.
         """
 
     def on_broken(self, error: Exception) -> None:
-        """The session has ended: StreamBroken, or what `on_message` raised. Nothing comes after it."""
+        """The session has ended, by StreamBroken or by an exception of `on_message`. No call follows."""
 
 
 class MuxSession(Generic[Req, Res]):
@@ -122,7 +122,7 @@ class MuxSession(Generic[Req, Res]):
 
     @property
     def welcome(self) -> kv_pb2.StreamWelcome:
-        """What the peer said of itself when the stream began."""
+        """The peer's first message, which says who the peer is."""
         assert self._connection.welcome is not None, "a session exists only after the handshake"
         return self._connection.welcome
 
@@ -142,13 +142,13 @@ class MuxSession(Generic[Req, Res]):
         credits.
 
         Args:
-            frames: The message around each frame's header, and the frame's bytes; taken as they can be sent.
-            timeout_s: Longest time of each wait.
+            frames: the message with each frame's header, and the frame's bytes; taken when they can be sent.
+            timeout_s: longest time of each wait.
 
         Raises:
-            StreamBroken: The stream has ended.
-            TransferFailed: A wait took too long.
-            Exception: The session has ended; whatever ended it. Or whatever `frames` raises.
+            StreamBroken: the stream has ended.
+            TransferFailed: a wait took too long.
+            Exception: the error that ended the session, or an exception of `frames`.
         """
         send_queue, under_way, ahead = self._connection.send_queue, deque[PendingPayload](), 0
         try:
@@ -168,7 +168,7 @@ class MuxSession(Generic[Req, Res]):
             await send_queue.abandon(under_way)
 
     async def begin(self, message: Req, payload: Payload, timeout_s: float) -> PendingPayload | None:
-        """As `send` of one frame, but its memory is free only after `done_with`, or `abandon`, of what it returns."""
+        """Send one frame. Give the result to `done_with` or `abandon`: before, the frame's memory is not free."""
         self.check()
         size = payload_bytes(payload)
         connection = self._connection
@@ -185,21 +185,21 @@ class MuxSession(Generic[Req, Res]):
         return await connection.send_queue.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
 
     async def done_with(self, held: PendingPayload | None, timeout_s: float) -> None:
-        """Waits until what `begin` returned is done with; raises as `send`."""
+        """Wait until a frame of `begin` has left; raises as `send`."""
         if held is not None:
             await self._connection.send_queue.done_with(held, timeout_s)
 
     async def abandon(self, held: PendingPayload | None) -> None:
-        """Gives up what `begin` returned, if it is not done with; its memory is free then."""
+        """Give up a frame of `begin` that has not left; the frame's memory is free then."""
         if held is not None and not held.done.done():
             await self._connection.send_queue.abandon([held])
 
     def take_credit(self) -> int:
-        """Bytes to be handed back to the peer with the message that is sent next, which must say so."""
+        """Bytes of credit for the peer. The caller's next message must carry them."""
         return self._connection.take_credit()
 
     def check(self) -> None:
-        """Raises whatever ended the session, if it has ended."""
+        """Raise the error that ended the session, if the session has ended."""
         if self.error is not None:
             raise self.error
 
@@ -208,13 +208,13 @@ class MuxSession(Generic[Req, Res]):
         self._connection.give_up_if_silent(since)
 
     def close(self) -> None:
-        """Forgets the session: what still comes for it is dropped. Tells the peer nothing. Idempotent."""
+        """Forget the session: later messages for it are dropped. The peer is not told. Idempotent."""
         self._connection.forget(self)
         if self.error is None:
             self.error = StreamBroken("the session is closed")
 
     def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
-        """Where a payload is to land; for the connection."""
+        """The memory for a payload; for the connection."""
         try:
             return self._receive_into(message, nbytes)
         except Exception as error:  # as in `deliver`
@@ -237,10 +237,10 @@ class MuxSession(Generic[Req, Res]):
 
 
 class MuxConnection(ClientStream[Req, Res]):
-    """One call: from its start until it breaks, for whatever reason; then every session on it has failed."""
+    """One call with its sessions. If the call breaks, every session fails."""
 
     def __init__(self, spec: StreamSpec[Req, Res], spawn: Spawn) -> None:
-        """Starts nothing yet; `spawn` starts tasks that somebody waits for in the end."""
+        """Starts nothing yet. `spawn` starts tasks, and its owner waits for their end."""
         super().__init__(
             spec.name,
             spec.connect,
@@ -265,7 +265,7 @@ class MuxConnection(ClientStream[Req, Res]):
 
     @property
     def outgrown(self) -> bool:
-        """It did without a transport that could be tried again by now, and is not in use."""
+        """Whether an unused connection stayed on gRPC after a failure, and another transport may be tried again."""
         spec, welcome = self._spec, self.welcome
         if not self._passed_over or self.sessions or welcome is None or spec.options.dialer is None:
             return False
@@ -313,34 +313,34 @@ class MuxConnection(ClientStream[Req, Res]):
             raise TransferFailed(f"{spec.name}: no slot on the link within {timeout_s:g} s") from None
 
     def give_up_if_silent(self, since: float) -> None:
-        """Breaks when nothing was heard of the peer for long; only the time after `since` counts."""
+        """Break the connection if the peer was silent for too long; only the time after `since` counts."""
         silent_s = asyncio.get_running_loop().time() - max(self.heard_at, since)
         if silent_s >= self._spec.options.silence_s:
             self.break_(StreamBroken(f"{self._spec.name}: nothing heard for {silent_s:.1f} s"))
 
     def forget(self, session: MuxSession[Req, Res]) -> None:
-        """Removes a session; with the last one, all credits go back to the peer, unless another comes soon."""
+        """Remove a session. After the last session, all credits go back to the peer, unless another session begins."""
         if self.sessions.get(session.key) is session:
             del self.sessions[session.key]
         if not self.sessions and self.error is None and self._returns.pending and self._lingering is None:
             self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._idle)
 
     def take_credit(self) -> int:
-        """All bytes that were to be handed back; the caller tells the peer."""
+        """All bytes of credit for the peer; the caller sends them."""
         return self._returns.flush()
 
     @property
     def is_good(self) -> bool:
-        """It stands, and another one would not be better."""
+        """Whether new sessions should use this connection."""
         return self.error is None and not self.ending and not (self._passed_over and self.outgrown)
 
     def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
-        """Where its session wants a payload."""
+        """The memory that the message's session gives for a payload."""
         session = self.sessions.get(self._spec.session_of(message))
         return session.receive_into(message, nbytes) if session is not None else None
 
     def on_message(self, message: Res, payload: ReceivedPayload) -> None:
-        """Hands a message to its session, and credits back to the peer."""
+        """Hand a message to its session, and credits back to the peer."""
         assert not isinstance(payload, BorrowedBuffer), "nothing is lent to a client"
         received = cast("Any", message)
         kind = received.WhichOneof("message")
@@ -398,10 +398,10 @@ T = TypeVar("T")
 
 
 class MuxStream(Generic[Req, Res]):
-    """A stream that connects when the first session opens, and again when one opens after it broke.
+    """A stream that connects when the first session opens, and connects again after a break.
 
     Attributes:
-        deadlines: of what uses it.
+        deadlines: deadlines of the sessions' owners.
     """
 
     def __init__(self, spec: StreamSpec[Req, Res]) -> None:
@@ -416,7 +416,7 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def name(self) -> str:
-        """Who is at the other end and what for."""
+        """The peer and the purpose."""
         return self.spec.name
 
     @property
@@ -431,7 +431,7 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def connected(self) -> bool:
-        """The stream stands, as far as this side knows."""
+        """Whether the stream is connected, as far as this side knows."""
         return self._connection is not None and self._connection.error is None
 
     @property
@@ -446,17 +446,17 @@ class MuxStream(Generic[Req, Res]):
 
     @property
     def traffic(self) -> StreamTraffic:
-        """What is under way on the standing connection; a broken one has none."""
+        """Credits and messages under way; none without a connection."""
         return self._connection.traffic if self._connection is not None and self.connected else StreamTraffic()
 
     async def open(
         self, key: Hashable, handler: SessionHandler[Res], receive_into: ReceiveInto[Res] = own_memory
     ) -> MuxSession[Req, Res]:
-        """Opens a session on this side, connecting first where necessary. The caller tells the peer of it.
+        """Open a session on this side, and connect first if needed. The caller tells the peer.
 
         Args:
-            key: The session's.
-            handler: Gets its messages.
+            key: key of the session.
+            handler: gets the session's messages.
             receive_into: Gives the memory for a message's payload of so many bytes, on a transport beside gRPC.
 
         Raises:
@@ -474,12 +474,12 @@ class MuxStream(Generic[Req, Res]):
         return session
 
     def suspect(self, since: float) -> None:
-        """To be called when a wait for the peer was in vain: a stream on which it has long been silent is given up.
+        """Call this after a wait for the peer timed out. If the peer was silent for too long, the stream breaks.
 
-        So a peer that hangs, or whose end of the stream got lost, does not keep later sessions from a new stream.
+        Later sessions get a new stream then, even if the peer hangs or has lost its end of the stream.
 
         Args:
-            since: When the wait began, on the event loop's clock.
+            since: begin of the wait, on the event loop's clock.
         """
         if self._connection is not None:
             self._connection.give_up_if_silent(since)
@@ -543,7 +543,7 @@ class MuxStream(Generic[Req, Res]):
 
 
 class StreamClient(Generic[Req, Res]):
-    """What the clients of one stream have in common; their sessions are reads, puts or transfers under way."""
+    """Base of clients that use one stream. Their sessions are reads, puts or transfers."""
 
     def __init__(self, stream: MuxStream[Req, Res]) -> None:
         self._stream = stream
@@ -569,7 +569,7 @@ class StreamClient(Generic[Req, Res]):
 
 
 class PeerClient(Protocol):
-    """What `Peers` needs of a client; see `StreamClient`."""
+    """The client of one peer, for `PeerClients`; see `StreamClient`."""
 
     @property
     def sessions(self) -> int:
@@ -634,7 +634,7 @@ class PeerClients(Generic[C]):
         return peer.client
 
     def pause(self, instance: kv_pb2.Instance, until: float) -> None:
-        """A peer has failed: it is left alone until a time on the caller's clock."""
+        """Leave a peer that has failed alone until a time on the caller's clock."""
         peer = self._peers.get((instance.id, instance.address))
         if peer is not None:
             peer.quiet_until = until
@@ -650,9 +650,9 @@ class PeerClients(Generic[C]):
             await self._peers.popitem()[1].client.aclose()
 
     def _take_idle(self, instance_id: str) -> list[C]:
-        """Takes out what must be closed before a peer is added: its idle clients at other addresses, then the oldest.
+        """Take out the clients to close before a peer is added: the peer's at other addresses, then the oldest.
 
-        They are taken out first and closed later, because closing waits, and a client may become busy meanwhile.
+        Only idle clients are taken. The caller closes them afterwards: closing waits, and a client may become busy.
         """
         idle = [key for key, peer in self._peers.items() if not peer.client.sessions]
         idle.sort(key=lambda key: key[0] != instance_id)

@@ -45,7 +45,7 @@ Res = TypeVar("Res", bound=Message)
 Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 CONNECT_TIMEOUT_S = 5.0
 CONNECTION_GRACE_S = 0.2
-"""When a connection ends, its call gets so long to say why, before the connection alone counts as broken."""
+"""Seconds that a call gets to give the reason, after the connection beside the call has ended."""
 _NO_PAYLOAD = memoryview(b"")
 
 
@@ -57,10 +57,10 @@ class ClientStream(Generic[Req, Res]):
     Attributes:
         name: Who is at the other end and what for; begins error messages.
         send_queue: Messages on their way to the peer.
-        error: What broke the stream.
-        heard_at: When the last message came, on the event loop's clock.
-        connection: Carries the messages: the call, or what `use_connection` has put in its place.
-        connection_error: What broke the connection beside the call, if the call had no other reason to end.
+        error: the error that broke the stream.
+        heard_at: time of the last message, on the event loop's clock.
+        connection: carries the messages: the call, or the connection of `use_connection`.
+        connection_error: the error that broke the connection beside the call, if the call gave no other reason.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class ClientStream(Generic[Req, Res]):
         """Starts nothing yet.
 
         Args:
-            name: Who is at the other end and what for.
-            connect: Starts the call.
-            hello: First message sent.
-            connect_timeout_s: Longest time from the start of the call to the peer's welcome.
-            stall_s: Longest time one write may take before the stream counts as broken.
-            max_messages: Messages that may wait to be written.
-            spawn: Starts tasks; their owner waits for them in the end.
+            name: the peer and the purpose.
+            connect: starts the call.
+            hello: first message sent.
+            connect_timeout_s: longest time from the start of the call to the peer's welcome.
+            stall_s: longest time of one write, before the stream counts as broken.
+            max_messages: most messages that wait to be written.
+            spawn: starts tasks, and its owner waits for their end.
         """
         self.name = name
         self.send_queue = SendQueue(max_messages=max_messages)
@@ -103,9 +103,9 @@ class ClientStream(Generic[Req, Res]):
         self._call: GrpcConnection[Res] | None = None
 
     def on_message(self, message: Res, payload: Any) -> None:
-        """Handles a message; what it raises breaks the stream. The first must be the welcome, where there is one.
+        """Handles a message; an exception breaks the stream. The first message is the welcome, if the stream has one.
 
-        Its payload is a memoryview, or `Landed` where `receive_into` has said so.
+        The payload is a memoryview, or a `FilledBuffer` if `receive_into` gave a buffer.
         """
         raise NotImplementedError
 
@@ -117,7 +117,7 @@ class ClientStream(Generic[Req, Res]):
         """The stream has broken; called once."""
 
     def failure(self, error: MoonpoolError) -> Exception:
-        """What breaks the stream when the call ended with `error`."""
+        """The error of the stream after the call has ended with `error`."""
         if isinstance(error, Mismatch) and not self._ready.is_set():
             return error
         return StreamBroken(f"{self.name}: {error}")
@@ -132,9 +132,10 @@ class ClientStream(Generic[Req, Res]):
         ]
 
     def use_connection(self, connection: ZeroCopyConnection[Res]) -> None:
-        """Sends and receives over a connection from now on, which the stream owns. Only the hello may have been sent.
+        """Sends and receives over a connection from now on; the stream owns the connection.
 
-        The call stays open: when one of them ends, the stream breaks.
+        Call this before any message but the hello is sent. The call stays open: if call or connection ends, the stream
+        breaks.
         """
         self.connection = connection
         self.send_queue.hold(self.break_, connection.start)
@@ -149,19 +150,19 @@ class ClientStream(Generic[Req, Res]):
 
     @property
     def ending(self) -> bool:
-        """The connection has ended, so that the stream is about to break."""
+        """Whether the connection has ended, and the stream is about to break."""
         return self._ending or (self.connection is not None and self.connection.closed)
 
     def ready(self) -> None:
-        """The welcome has come; to be called by `on_message`."""
+        """The welcome has arrived; for `on_message`."""
         self._ready.set()
 
     async def start(self) -> None:
         """`begin`, then waits for the welcome.
 
         Raises:
-            StreamBroken: It did not come in time, or the call ended.
-            Exception: What `failure` made of the call's end.
+            StreamBroken: no welcome came in time, or the call ended.
+            Exception: the result of `failure` for the call's end.
         """
         self.begin()
         try:
@@ -173,7 +174,7 @@ class ClientStream(Generic[Req, Res]):
             raise self.error
 
     async def broken(self) -> None:
-        """Waits until the stream breaks, and raises what broke it."""
+        """Waits until the stream breaks, and raises the error."""
         await self._broken.wait()
         assert self.error is not None
         raise self.error
@@ -261,8 +262,8 @@ class ServerStream(Generic[Req]):
     Attributes:
         send_queue: answers on their way to the peer.
         silent: whether the stream ended because nothing came for `silence_s`.
-        borrows: payloads that lie in a region of the peer are borrowed: `on_message` copies what it needs before it
-            verifies the copy, and keeps nothing else (`borrowed`, `return_buffer`).
+        borrows: payloads in a region of the peer are borrowed: `on_message` copies the bytes that it needs, verifies
+            the copy, and keeps nothing else (`borrowed`, `return_buffer`).
         one_shot_kind: kind of the one-shot messages that the stream takes; another kind ends the stream. None: the
             stream takes no one-shot messages.
     """
@@ -283,12 +284,12 @@ class ServerStream(Generic[Req]):
         """Starts nothing yet.
 
         Args:
-            closing: Set when the service ends its streams.
-            hello_timeout_s: Longest wait for the hello.
-            silence_s: Longest wait between messages; None for any.
-            quiet_s: After so long without a message `is_there` is asked; None for never.
-            max_unsent: Answers that may wait for the peer before nothing more is taken from it.
-            listener: Offers transports beside the call; None to stay on gRPC.
+            closing: set when the service ends its streams.
+            hello_timeout_s: longest wait for the hello.
+            silence_s: longest wait between messages; None: no limit.
+            quiet_s: seconds without a message after which `is_there` is called; None: never.
+            max_unsent: most answers that wait for the peer; beyond, no message of the peer is read.
+            listener: offers transports beside the call; None: the stream stays on gRPC.
         """
         self.send_queue = SendQueue()
         self.silent = False
@@ -307,14 +308,14 @@ class ServerStream(Generic[Req]):
         self._connection: ZeroCopyConnection[Req] | None = None
 
     async def on_hello(self, message: Req) -> None:
-        """Checks the first message and posts the answer; what it raises refuses the stream."""
+        """Checks the first message and posts the answer. An exception refuses the stream."""
         raise NotImplementedError
 
     def offer_transport(self, message: Req) -> kv_pb2.Lane | None:
-        """The offer for the welcome, of a connection on which the peer may go on; None for none.
+        """The transport that the welcome offers to the peer; None: no offer.
 
         Args:
-            message: With the peer's hello.
+            message: the message with the peer's hello.
         """
         if self._listener is not None:
             one_shot, hello = self.one_shot_kind is not None, cast("Any", message).hello
@@ -322,18 +323,18 @@ class ServerStream(Generic[Req]):
         return self._offered
 
     def on_message(self, message: Req, payload: Any) -> None:
-        """Handles a message; what it raises ends the stream.
+        """Handles a message; an exception ends the stream.
 
         Args:
-            message: The peer's.
-            payload: Its bytes: a memoryview, or any `Bytes` where the stream borrows.
+            message: the peer's message.
+            payload: its bytes: a memoryview, or a borrowed buffer if the stream borrows.
         """
         raise NotImplementedError
 
     def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterable[OneShotAnswer]:
-        """Answers a one-shot message; nothing, or a MoonpoolError before the first answer, if that takes a session.
+        """Answers a one-shot message. No answer, or a MoonpoolError before the first answer: a session is needed.
 
-        The payload is borrowed. An error that is no MoonpoolError ends the stream.
+        The payload is borrowed. Any other error ends the stream.
         """
         return ()
 
@@ -342,27 +343,27 @@ class ServerStream(Generic[Req]):
         return None
 
     async def is_there(self) -> bool:
-        """Nothing came for `quiet_s`: whether the peer lives all the same. If not, the stream ends as silent."""
+        """Whether the peer lives, after `quiet_s` without a message. If not, the stream ends as silent."""
         return True
 
     def end(self) -> None:
-        """The stream is over: releases everything it holds. Called once or more, after a hello that was taken."""
+        """Releases everything: the stream is over. Called once or more, if the hello was accepted."""
 
     def on_closing(self) -> None:
         """The service ends its streams: this one at once, unless a subclass calls `finish` instead."""
         raise Unavailable("the service is shutting down")
 
     async def room(self) -> None:
-        """Waits while too many answers were not taken: a peer that does not read is not read either."""
+        """Waits while too many answers are unread: a peer that reads no answers is not read either."""
         if len(self.send_queue) > self._max_unsent:
             await self.send_queue.at_most(self._max_unsent // 2)
 
     async def write_answers(self, write: Write) -> None:
-        """Writes answers until there are none after `finish`."""
+        """Writes answers, until none is left after `finish`."""
         await self.send_queue.drain(write)
 
     def finish(self) -> None:
-        """Lets `write_answers` return when everything that waits has been written."""
+        """Lets `write_answers` return after the waiting answers."""
         self.send_queue.finish()
 
     @property
@@ -376,7 +377,7 @@ class ServerStream(Generic[Req]):
         return self._tasks
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a session's work beside the stream; what it raises ends the stream.
+        """Runs a session's work beside the stream; an exception ends the stream.
 
         Raises:
             Unavailable: too many run already.
@@ -405,7 +406,7 @@ class ServerStream(Generic[Req]):
 
         Raises:
             InvalidRequest: the first message is no hello.
-            DeadlineExceeded: no hello came in time, or nothing for `silence_s`, or for `quiet_s` and it is not there.
+            DeadlineExceeded: no hello came in time; or no message for `silence_s`, or for `quiet_s` from a dead peer.
             Unavailable: the service is closing.
             StreamBroken: the peer reads nothing.
         """
