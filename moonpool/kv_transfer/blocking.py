@@ -43,7 +43,7 @@ class BlockingReader:
 
     Attributes:
         connection: this side's end of a direct connection.
-        most: blocks that are read in one exchange; 0 where not even one can be.
+        most: most blocks of one exchange; 0: a block is too large.
     """
 
     def __init__(self, connection: BlockingConnection, layout: KVLayout) -> None:
@@ -54,14 +54,14 @@ class BlockingReader:
         self.most = min(MAX_FRAME_SLICES // layout.layers, ONE_SHOT_BYTES // layout.block_bytes)
 
     def read(self, keys: Sequence[bytes], *, into: Into, on_slice: OnSlice, timeout_s: float) -> int | None:
-        """Reads the leading blocks of `keys`, `most` at most; returns how many there are.
+        """Reads the leading blocks of `keys`, at most `most`; returns the number that the store has.
 
         Returns None if the read needs a session, which then says why: blocks are not in memory, or damaged; another
         thread uses the connection; the connection has ended, or ends now. Arguments as for `BlockReader.read`. Slices
         are handed out in order when all have arrived.
 
         Raises:
-            TransferFailed: It took longer than `timeout_s`.
+            TransferFailed: the read took longer than `timeout_s`.
         """
         if not self.connection.begin(timeout_s):
             return None
@@ -103,14 +103,14 @@ class BlockingReader:
         return found
 
     def _targets(self, shape: FrameShape, into: Into) -> list[memoryview]:
-        """Where slices go: memory of their own where there is not room for them."""
+        """Memory for the slices: that of `into`, or new memory."""
         targets = [into(*cell) for cell in shape.cells]
         return [new_bytes(self._layout.slice_bytes) if target is None else target for target in targets]
 
     def _land(
         self, message: OneShotMessage, follow: int, all_targets: list[memoryview], bindings: Sequence[int], first: int
     ) -> list[int]:
-        """Takes one part, from slice `first` on; returns its slices' own hashes."""
+        """Takes one part of the answer, from slice `first` on; returns the hashes of its slices."""
         end = first + len(message.numbers)
         targets = all_targets[first:end]
         nbytes = len(targets) * self._layout.slice_bytes
@@ -141,14 +141,14 @@ class BlockingReader:
 
 
 MAX_PUT_BLOCKS = 128
-"""In one exchange; a store takes more in a session only."""
+"""Most blocks of one exchange; a store takes more blocks in a session only."""
 SEND_BYTES = 512 << 10
-"""Of slices that follow a message so many are sent at once, about; then the next are hashed."""
+"""Bytes of slices that are sent together, about, while the next slices are hashed."""
 
 
 @functools.lru_cache(16)
 def _encode_put_open(tenant: str, forgotten: tuple[str, ...]) -> bytes:
-    """What a put says of its blocks; nearly always the same."""
+    """The tenant and deletions of a put, encoded; nearly always the same."""
     return kvstore_pb2.PutOpen(tenant=tenant, forgotten=forgotten).SerializeToString()
 
 
@@ -157,7 +157,7 @@ class BlockingWriter:
 
     Attributes:
         connection: this side's end of a direct connection.
-        most: blocks that are put in one exchange; 0 where not even one can be.
+        most: most blocks of one exchange; 0: a block is too large.
     """
 
     def __init__(self, connection: BlockingConnection, layout: KVLayout, staging: SharedMemory | None) -> None:
@@ -168,14 +168,14 @@ class BlockingWriter:
         self.most = min(MAX_PUT_BLOCKS, MAX_FRAME_SLICES // layout.layers, ONE_SHOT_BYTES // layout.block_bytes)
 
     def put(self, blocks: BlocksToPut, timeout_s: float) -> PutOutcome | None:
-        """Stores blocks, `most` at most; returns once all are VISIBLE.
+        """Stores blocks, at most `most`; returns when all are VISIBLE.
 
-        None, and nothing has happened, where it takes a session, which then says why: no room, or it is refused; more
-        deletions are named than fit; another thread uses the connection, or it has ended.
+        Returns None, and has stored nothing, if the put needs a session, which then says why: no room, or a refusal;
+        too many deletions to name; another thread uses the connection, or the connection has ended.
 
         Raises:
-            TransferFailed: It took longer than `timeout_s`; blocks may be stored all the same.
-            StreamBroken: The connection has ended meanwhile; the same.
+            TransferFailed: the put took longer than `timeout_s`; blocks may be stored all the same.
+            StreamBroken: the connection ended meanwhile; blocks may be stored all the same.
         """
         about = _encode_put_open(blocks.tenant, tuple(blocks.forgotten))
         if len(about) > PUT_OPEN_BYTES:
@@ -215,7 +215,7 @@ class BlockingWriter:
         return PutOutcome(present, blocks - present)
 
     def _placed(self, staging: memoryview, pieces: Sequence[memoryview]) -> list[PayloadExtent]:
-        """Where the store finds the pieces; those that lie in no region are copied to one."""
+        """Places of the pieces in regions. Pieces in no region are copied to `staging`."""
         at = 0
         places: list[PayloadExtent] = []
         for piece in pieces:
@@ -237,7 +237,7 @@ class BlockingWriter:
 def _hashed_meanwhile(
     slices: Iterable[tuple[memoryview, int]], bindings: Sequence[int]
 ) -> Iterator[Sequence[memoryview]]:
-    """Slices, some at a time, each hashed when those before are on their way; their bound hashes come last."""
+    """Slices in portions, hashed while the portion before is on its way; the bound hashes come last."""
     hashes: list[int] = []
     some: list[memoryview] = []
     nbytes = 0

@@ -1,4 +1,4 @@
-"""A peer that exchanges KV: where its streams lead to, and how they open."""
+"""The peer of KV streams: address, first message, and how streams open."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StreamMethod(Generic[Req, Res]):
 
 @dataclass(frozen=True, slots=True)
 class KVEndpoint:
-    """Where streams to one peer lead to, and how they open.
+    """A peer of KV streams, and how streams to the peer open.
 
     Attributes:
         channels: gives the channel.
@@ -67,7 +67,7 @@ class KVEndpoint:
         credit: Callable[[kv_pb2.Credit], Req] | None = None,
         priority: int = TO_DECODE,
     ) -> StreamSpec[Req, Res]:
-        """What makes a stream of the method; arguments as the attributes of `StreamSpec`."""
+        """The `StreamSpec` of a stream of the method; arguments as its attributes."""
         hello = method.request(hello=self.hello)
         return StreamSpec(
             name,

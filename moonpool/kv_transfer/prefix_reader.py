@@ -41,7 +41,7 @@ class PrefixLost(TransferFailed):
     """The source lost blocks of a prefix after whole layers of them had been handed out.
 
     Attributes:
-        blocks: Leading blocks that are still good.
+        blocks: leading blocks that are still good.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -51,7 +51,7 @@ class PrefixLost(TransferFailed):
 
 
 class _WholeRead(NamedTuple):
-    """What takes all of a read: its shape, where its slices land, and what their hashes are bound with."""
+    """A read that fits one frame: its shape, the memory for its slices, and the bindings of their hashes."""
 
     shape: FrameShape
     targets: list[memoryview]
@@ -60,10 +60,7 @@ class _WholeRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What a read asks for, and who takes it: the arguments of `BlockReader.read`.
-
-    `forgotten` are the deletions that a source must have carried out.
-    """
+    """The arguments of `BlockReader.read`; `forgotten`: deletions that the source must have carried out."""
 
     keys: Sequence[bytes]
     layers: range
@@ -75,7 +72,7 @@ class ReadPlan:
 
 
 class PrefixRead:
-    """One reading session: hands slices out as they come, layers in order."""
+    """One reading session: hands out slices on arrival, and layers in order."""
 
     def __init__(self, layout: KVLayout, plan: ReadPlan, offload: ThreadOffload | None = None) -> None:
         self.finished = OneTimeEvent()
@@ -99,7 +96,7 @@ class PrefixRead:
         self._next_layer = plan.layers.start
 
     def receive_into(self, message: ReadResponse, nbytes: int) -> ReceiveBuffer | None:
-        """Where a frame of whole slices lands; None for one that must be opened."""
+        """The memory for a frame of whole slices; None: the frame must be opened first."""
         kind = message.WhichOneof("message")
         if self._into is None or kind not in ("opened", "frame"):
             return None
@@ -115,7 +112,7 @@ class PrefixRead:
         return self._receive_buffer(runs)
 
     def expect(self) -> None:
-        """To be called when the source has been asked: does beforehand what all of a small read in one frame needs."""
+        """Prepares for a small read in one frame; call this after the request is sent."""
         layout, blocks = self._layout, len(self._keys)
         slices = blocks * len(self._layers)
         if self._into is not None and slices <= MAX_FRAME_SLICES and slices * layout.slice_bytes <= FRAME_BYTES:
@@ -130,7 +127,7 @@ class PrefixRead:
         return _WholeRead(shape, targets, shape.bindings(self._keys[: len(targets) // len(self._layers)]))
 
     def _all(self, opened: kv_pb2.ReadOpened, nbytes: int) -> ReceiveBuffer | None:
-        """Where all of the read lands; None when this is not all of it, in the usual order."""
+        """The memory for the whole read; None if the frame is not the whole read in the usual order."""
         into, blocks, layout = self._into, opened.blocks, self._layout
         if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._received is not None or into is None:
             return None
@@ -160,11 +157,11 @@ class PrefixRead:
         return ReceiveBuffer(targets, hashes, lambda: not self._left, on_filled, self._offload, self._on_writing)
 
     def leave(self) -> None:
-        """The reader has gone: nothing is written to its memory any more, once it is `quiet`."""
+        """The reader leaves: after `quiet`, nothing is written to the reader's memory."""
         self._left = True
 
     async def quiet(self) -> None:
-        """Waits until no thread writes to the reader's memory; not even being cancelled ends that before."""
+        """Waits until no thread writes to the reader's memory, even if cancelled meanwhile."""
         cancelled = None
         while not self._quiet.is_set():
             try:
@@ -339,7 +336,7 @@ def _get_session(message: ReadResponse) -> Hashable:
 
 
 class BlockReader(StreamClient[ReadRequest, ReadResponse]):
-    """One per pair of processes: everything this process reads from one kvstore or engine, on one stream."""
+    """Reads of this process from one kvstore or engine instance, all on one stream."""
 
     def __init__(
         self,
@@ -386,31 +383,31 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         tenant: str = "",
         into: Into | None = None,
     ) -> int:
-        """Reads the leading blocks of `keys` that the source has; returns how many that were (fewer is a miss).
+        """Reads the leading blocks of `keys` that the source has; returns their number (fewer is a miss).
 
         Args:
-            keys: A chain's keys; their order numbers the blocks.
-            layers: Consecutive layers wanted.
-            heads: Consecutive heads wanted; None for all, as slices with scales must be read.
-            on_slice: Called once with (layer, index into keys, bytes of the wanted heads in order, their hash) for each
-                slice; must take them at once. A slice of a block at or past the returned count may come too.
-            on_layer: Called for each layer, in order, when all its slices have been handed out.
-            timeout_s: Longest time for all of it.
-            tenant: Whose KV it is.
-            into: Says where the slice of any (layer, index into keys) may land; saves a copy: `on_slice` gets that
-                memory then. None for a slice that may not. The memory is undefined where a read fails, or has fewer
-                blocks; nothing is written there after `read` has returned or raised.
+            keys: keys of a chain; their order numbers the blocks.
+            layers: consecutive layers to read.
+            heads: consecutive heads to read; None: all heads. Slices with scales are read with all heads.
+            on_slice: called once per slice with (layer, index into keys, bytes of the heads in order, their hash). Take
+                the bytes at once. Slices of blocks at or past the returned number may be handed out, too.
+            on_layer: called for each layer, in order, when all its slices were handed out.
+            timeout_s: longest time of the whole read.
+            tenant: owner of the KV.
+            into: gives memory for the slice of a (layer, index into keys), which saves a copy: `on_slice` gets this
+                memory then. None: no memory for this slice. If the read fails or has fewer blocks, the content is
+                undefined. Nothing is written there after `read` has returned or raised.
 
-        Neither is called after `read` has returned or raised. What they raise ends the read.
+        No function is called after `read` has returned or raised. Their exceptions end the read.
 
         Raises:
-            InvalidRequest: The layout has no such heads, or they cannot be read apart.
-            PrefixLost: A block went missing after a layer had been handed out with it.
-            TransferFailed: It took too long, or the source ended the session early, or may have deleted blocks.
-            DamagedSliceError: A slice did not match its hash; the source was told and will look at its block.
-            FrameError: What came was not intact, not asked for, or came twice.
-            StreamBroken: The stream has ended, or the source cannot be reached.
-            Mismatch: The source does not take this KV.
+            InvalidRequest: the layout has no such heads, or these heads cannot be read apart.
+            PrefixLost: a block went missing after a layer with this block had been handed out.
+            TransferFailed: the read took too long; or the source ended the session, or may have deleted blocks.
+            DamagedSliceError: a slice did not match its hash. The source was told, and checks its block.
+            FrameError: a frame was damaged, was not asked for, or came twice.
+            StreamBroken: the stream has ended, or the source cannot be reached.
+            Mismatch: the source does not take this KV.
         """
         heads = range(self._layout.kv_heads) if heads is None else heads
         if not keys or not layers or not heads:
@@ -429,7 +426,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
         return read.blocks
 
     def _check_heads(self, heads: range) -> None:
-        """Here, because the source would end the stream, and with it all other reads."""
+        """Checks heads here: the source would end the stream, and with the stream all other reads."""
         whole = range(self._layout.kv_heads)
         if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
             raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.kv_heads}")

@@ -27,7 +27,7 @@ def _session_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
 
 
 class DamagedInTransfer(TransferFailed):
-    """A slice did not match its hash when it came: it was damaged in the sender's pool, or on its way.
+    """A slice did not match its hash on arrival: the slice was damaged in the sender's pool, or on the way.
 
     Attributes:
         block: index in the sequence.
@@ -40,7 +40,7 @@ class DamagedInTransfer(TransferFailed):
 
 
 class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]):
-    """One per pair of processes: all transfers of this process to one decode instance, on one stream."""
+    """Transfers of this process to one decode instance, all on one stream."""
 
     def __init__(
         self, decode: KVEndpoint, *, send_timeout_s: float = SEND_TIMEOUT_S, frame_bytes: int = FRAME_BYTES
@@ -62,13 +62,13 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
         """Tells decode that the transfer's prefill begins.
 
         Args:
-            target: What decode has promised.
-            forgotten: Deletions than which its KV is younger.
+            target: the promise of decode.
+            forgotten: deletions that the sent KV is younger than.
 
         Raises:
-            Mismatch: Decode does not take this KV, or is not the incarnation that promised.
-            StreamBroken: Decode cannot be reached.
-            TransferFailed: The transfer is open already.
+            Mismatch: decode does not take this KV, or is not the incarnation that promised.
+            StreamBroken: decode cannot be reached.
+            TransferFailed: the transfer is open already.
         """
         transfer = OutboundTransfer(target, self._layout, self._send_timeout_s, self._frame_bytes)
         session = await self._stream.open((target.transfer_id, target.generation), transfer)
@@ -125,12 +125,12 @@ class OutboundTransfer:
         session.post(decode_pb2.ReceiveKVRequest(open=opened))
 
     async def send(self, slices: Iterable[Slice]) -> int:
-        """Sends whole layer slices; returns the payload bytes. When it returns or raises, their memory is free.
+        """Sends whole layer slices; returns the payload bytes. The slices' memory is free afterwards, also on errors.
 
         Raises:
-            StreamBroken: The stream has ended.
-            TransferFailed: The receiver has given the transfer up, or credits or the link did not come in time; or the
-                transfer is closed.
+            StreamBroken: the stream has ended.
+            TransferFailed: the receiver gave the transfer up, or credits or the link came too late; or the transfer is
+                closed.
         """
         session = self._session
         if session is None or self._closed:
@@ -150,7 +150,7 @@ class OutboundTransfer:
             self.sent_bytes += payload_bytes(pieces)
 
     def close(self, aborted: bool) -> None:
-        """Tells the receiver that nothing more comes; never waits. Aborted: the session is forgotten. Idempotent."""
+        """Tells the receiver that the transfer is over, without waiting. `aborted`: forgets the session. Idempotent."""
         session = self._session
         if self._closed or session is None:
             return
@@ -168,11 +168,11 @@ class OutboundTransfer:
             session.close()
 
     async def verdict(self, timeout_s: float) -> None:
-        """Returns when the receiver has every slice, intact. The session is over afterwards, whatever happens.
+        """Waits until the receiver has every slice, intact. The session is over afterwards, also on errors.
 
         Raises:
-            TransferFailed: The receiver has not, or did not say within `timeout_s`.
-            StreamBroken: The stream ended before the verdict.
+            TransferFailed: slices are missing or damaged, or no verdict came within `timeout_s`.
+            StreamBroken: the stream ended before the verdict.
         """
         began = asyncio.get_running_loop().time()
         try:

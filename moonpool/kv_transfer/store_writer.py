@@ -22,7 +22,7 @@ from moonpool.v1 import kvstore_pb2
 
 PUT = StreamMethod("KVStoreService", "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse)
 ReadSlice = Callable[[int, int], tuple[memoryview, int]]
-"""Gives the layer slice of (layer, index into keys) and its hash."""
+"""The slice of a (layer, index into keys), and its hash."""
 
 
 class BlocksToPut(NamedTuple):
@@ -30,11 +30,10 @@ class BlocksToPut(NamedTuple):
 
     Attributes:
         keys: the blocks' keys; their order numbers them.
-        parents: the key before each in its chain.
-        tenant: whose blocks these are.
-        read: the layer slice of (layer, index into keys) and its hash; the bytes must stay as they are until the put
-            has ended.
-        forgotten: deletions that concern these blocks, and that these are younger than.
+        parents: for each block, the key before it in its chain.
+        tenant: owner of the blocks.
+        read: gives slices. The bytes must not change before the put has ended.
+        forgotten: deletions of such blocks that these blocks are younger than.
     """
 
     keys: Sequence[bytes]
@@ -46,7 +45,7 @@ class BlocksToPut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PutOutcome:
-    """What became of a put: blocks the store had already, and blocks it took."""
+    """Result of a put: number of blocks that the store had already, and of blocks that the store took."""
 
     present: int
     stored: int
@@ -105,7 +104,7 @@ class _PutSession:
 
 
 class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse]):
-    """One per pair of processes: everything this process writes to one kvstore, on one stream."""
+    """Puts of this process to one kvstore, all on one stream."""
 
     def __init__(self, store: KVEndpoint, *, frame_bytes: int = FRAME_BYTES) -> None:
         """Connects when the first put begins. `frame_bytes`: payload size aimed at."""
@@ -124,18 +123,18 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         *,
         timeout_s: float,
     ) -> PutOutcome:
-        """Stores full blocks, given as the fields of `PutBlocks`; returns once all of them are VISIBLE.
+        """Stores full blocks, given as the fields of `BlocksToPut`; returns when all of them are VISIBLE.
 
-        Those the store has already are not sent, nor is the rest of those that another writer finishes meanwhile. It
-        takes `timeout_s` at most.
+        Blocks that the store has, or that another writer finishes meanwhile, are not sent. The put takes at most
+        `timeout_s`.
 
         Raises:
-            InvalidRequest: The store will never take these blocks, as they are older than a deletion for example.
-            Overloaded: The store has no room for them; says why and when to try again.
-            FrameError: What was sent came damaged, or was not what had been declared.
-            TransferFailed: The store gave up what had been sent, or it took too long.
-            StreamBroken: The stream has ended, or the store cannot be reached.
-            Mismatch: The store does not take this KV.
+            InvalidRequest: the store will never take these blocks, for example because a deletion is younger.
+            Overloaded: the store has no room; has the reason and the time to retry.
+            FrameError: a frame arrived damaged, or was not as declared.
+            TransferFailed: the store gave the session up, or the put took too long.
+            StreamBroken: the stream has ended, or the store cannot be reached.
+            Mismatch: the store does not take this KV.
         """
         if len(keys) != len(parents):
             raise ValueError(f"{len(keys)} keys, {len(parents)} parents")
@@ -194,10 +193,10 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
         read: ReadSlice,
         timeout_s: float,
     ) -> PendingPayload | None:
-        """Tells the store of a session.
+        """Opens a session at the store.
 
-        One that fits a frame travels whole with its opening: a round trip costs more than bytes that the store has
-        already. Returns what is under way then.
+        A put that fits one frame travels with the opening: a round trip costs more than bytes that the store has
+        already. Returns the payload under way then.
         """
         if (
             len(keys) * self._layout.block_bytes > self._frame_bytes
@@ -230,9 +229,9 @@ def missing_slices(
     layout: KVLayout,
     frame_bytes: int,
 ) -> Iterator[Slice]:
-    """Groups of blocks, each layer by layer: a run fills about a frame, and blocks become visible one by one.
+    """The slices to send, in groups of blocks, each group layer by layer: a group's layer fills about one frame.
 
-    A block that is no longer in `missing` is left out from there on: another writer has finished it.
+    A block that is no longer in `missing` is left out from then on, because another writer has finished the block.
     """
     group = max(1, frame_bytes // layout.slice_bytes)
     wanted = sorted(missing)

@@ -205,7 +205,9 @@ def _opened_connections(transport: str) -> Metric[TransportListener]:
 
 LISTENER_METRICS: tuple[Metric[TransportListener], ...] = (
     *map(_opened_connections, TRANSPORTS),
-    counter("transports_refused_total", "Connections of peers that were not accepted.", lambda listener: listener.refused),
+    counter(
+        "transports_refused_total", "Connections of peers that were not accepted.", lambda listener: listener.refused
+    ),
     Metric("transport_offers", "Transports offered to peers that have not connected yet.", lambda it: it.offers, 0),
 )
 """Reported by the side that streams are opened to."""

@@ -31,8 +31,8 @@ _StoreKey = tuple[str, int]  # a kvstore's id and incarnation
 class CoalescedWork:
     """Work that is shared by all callers, one run at a time.
 
-    A caller that comes during a run waits for the next run: the present one may not include its change. All callers
-    that come meanwhile share that next run.
+    A caller during a run waits for the next run, because the present run may not include the caller's change. All
+    callers during a run share the next run.
     """
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:

@@ -36,7 +36,7 @@ _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, condu
 QUEUE_FULL_RETRY_S = 1.0
 
 REPLACED_CALL_S = 1.0
-"""Seconds that a call may go on after another call of its client has taken its request: its client may be gone."""
+"""Seconds until a call ends, after another call of the same client has taken the request over."""
 
 TRACEPARENT = "traceparent"
 
@@ -413,7 +413,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
 
 
 def _resumes(message: conductor_pb2.GenerateRequest, session: Session) -> bool:
-    """Whether the request's own client resumes it: its connection was lost, and that was not noticed here yet."""
+    """Whether the request's own client resumes the request, before the loss of its connection was noticed here."""
     if not message.HasField("resume"):
         return False
     same = hmac.compare_digest(message.resume.point.secret, session.secret)

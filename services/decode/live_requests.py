@@ -27,7 +27,7 @@ from services.decode.core.actions import (
     RequestAdopted,
     RequestParked,
 )
-from services.decode.core.events import Candidates, SearchRules, ReserveBlocks
+from services.decode.core.events import Candidates, ReserveBlocks, SearchRules
 
 MAX_CANCEL_ANSWERS = 4096
 """Failures, and answers to cancels and resumes, that wait at most.

@@ -125,9 +125,9 @@ class TransferReceiver:
             self._complete(request)
 
     def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
-        """Where a frame's payload is to land: in its transfer's blocks, which are not read before they are verified.
+        """The memory for a frame's payload: blocks of its transfer, which are not read before they are verified.
 
-        None for what is not whole slices that are expected; `take` deals with it.
+        None: the frame has other than whole, expected slices, and `take` handles the frame.
         """
         if message.WhichOneof("message") != "frame":
             return None

@@ -92,10 +92,10 @@ class ClusterView:
         return self.prefills.should_drain(instance_id) or self.decodes.should_drain(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
-        """Takes an instance in, with a full pool of free blocks until it reports.
+        """Adds an instance, with all blocks free until its first report.
 
-        One that is here already with the same incarnation keeps its claims and what was learnt of its speeds; another
-        one of its id is replaced.
+        If the same incarnation is here already, its claims and learnt speeds are kept. An earlier incarnation of the id
+        is replaced.
         """
         earlier = self._instances.get(facts.id)
         if earlier is not None:

@@ -579,9 +579,9 @@ class PrefixIndex:
         return len(self._trie)
 
     def add_instance(self, instance_id: str, *, reports_ssd: bool = False) -> None:
-        """Adds an instance, empty; its first message must begin a snapshot. An earlier one of that id is removed.
+        """Adds an empty instance, whose first message must begin a snapshot. An earlier one of the id is removed.
 
-        One that `reports_ssd` has a second slot, for the blocks that are not on its SSD only.
+        With `reports_ssd`, the instance has a second slot for the blocks in its memory.
         """
         self.remove_instance(instance_id)
         self._holders[instance_id] = holder = _Holder(self._trie.open_slot())

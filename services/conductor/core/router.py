@@ -44,8 +44,8 @@ MAX_REPLICAS = 8
 class StoreView(NamedTuple):
     """A kvstore as a request sees it.
 
-    `blocks` are the leading blocks of the request's chain it holds, `busy` the sessions it serves, `score` that of
-    rendezvous hashing. `warm` of the blocks are in its memory, the others on its SSD only; None = it does not tell.
+    `blocks`: leading blocks of the request's chain in the store. `warm`: those of them in memory, the others are on SSD
+    only; None = unknown. `busy`: sessions that the store serves. `score`: of rendezvous hashing.
     """
 
     id: str

@@ -71,9 +71,9 @@ class RetainedOutput:
     """The output of one request that has ended, or was parked.
 
     Attributes:
-        until: when it is dropped, seconds.
-        bytes: that it counts for.
-        fence: of the last conductor that had it.
+        until: time at which the output is dropped, seconds.
+        bytes: size that counts in `log_bytes`.
+        fence: fence of the last conductor that had the request.
         request: the parked request; None if the request has ended.
     """
 
