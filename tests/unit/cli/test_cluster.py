@@ -51,7 +51,7 @@ def explained() -> FakeConductor:
         ],
         measured_ttft_s=0.3,
         policy="cache_aware",
-        transport="local",
+        lane="local",
     )
     alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
     fake.explanations["r3"] = pb.ExplainResponse(placement=alone)

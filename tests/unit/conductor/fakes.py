@@ -136,7 +136,7 @@ class ScriptedPrefill(FakeMember):
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
                 chunks=self.chunks,
-                transport="tcp",
+                lane="tcp",
                 prefill_s=self.took_s,
             )
             yield prefill_pb2.PrefillResponse(first_token=first)
