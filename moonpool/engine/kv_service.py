@@ -108,7 +108,7 @@ class PoolReads:
         carried_out: Container[str],
     ) -> None:
         self.context, self.closing, self.carried_out = context, closing, carried_out
-        self.pool = context.engine.pool
+        self.pool, self.namespace = context.engine.pool, context.setup.namespace
         self.sessions = self.sent_bytes = 0
         self._calls = calls
         self._manager = manager
@@ -199,7 +199,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     async def on_hello(self, message: kv_pb2.ReadKVRequest) -> None:
         """Takes readers of the pool's own KV only. The welcome gives no credits: on this stream the reader does."""
         reads = self._reads
-        check_hello(message.hello, namespace=reads.context.setup.namespace, layout=reads.pool.layout)
+        check_hello(message.hello, namespace=reads.namespace, layout=reads.pool.layout)
         self.writes(
             FrameWriter(
                 self.send_queue,
