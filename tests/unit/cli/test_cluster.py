@@ -106,7 +106,7 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
         ["prefill-2", "0", "0", "-", "-", "-", "-", "-", "draining"],
     ]
     assert lines[-3:] == [
-        "placed on prefill-1, then decode-0, KV over the transport local",
+        "placed on prefill-1, then decode-0, KV over local",
         "TTFT: predicted 0.2500 s, measured 0.3000 s",
         "TPOT: predicted 0.0100 s, measured -",
     ]

@@ -17,7 +17,7 @@ from moonpool.kv_transfer.endpoint import KVEndpoint
 from moonpool.kv_transfer.receiver import TransferState
 from moonpool.kv_transfer.sender import TransferSender
 from moonpool.transport.flow_control import EgressLink
-from moonpool.transport.sessions import StreamSettings
+from moonpool.transport.sessions import DEFAULT_OPTIONS, StreamSettings
 from moonpool.v1 import kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.transport.fakes import DECODE, HELLO, LAYOUT, FakeDecode, content, served
@@ -36,9 +36,11 @@ def slices(layers: range, blocks: range, last_valid: int = 16) -> list[Slice]:
 
 
 @asynccontextmanager
-async def sending(decode: FakeDecode, **options: Any) -> AsyncIterator[TransferSender]:
+async def sending(
+    decode: FakeDecode, settings: StreamSettings = DEFAULT_OPTIONS, **options: Any
+) -> AsyncIterator[TransferSender]:
     async with served((DECODE, decode)) as (channels, address):
-        sender = TransferSender(KVEndpoint(channels, address, HELLO, LAYOUT), **options)
+        sender = TransferSender(KVEndpoint(channels, address, HELLO, LAYOUT, settings), **options)
         try:
             yield sender
             assert sender.sessions == 0, "every session is over"
@@ -74,7 +76,7 @@ async def test_the_whole_way_layer_by_layer() -> None:
 
 async def test_many_transfers_share_one_stream_and_its_credits() -> None:
     decode = FakeDecode(window=4 * SLICE)
-    async with sending(decode, options=StreamSettings(link=EgressLink())) as sender:
+    async with sending(decode, settings=StreamSettings(link=EgressLink())) as sender:
 
         async def one(number: int) -> None:
             async with await sender.open(decode.promise(number, 2)) as transfer:
@@ -274,7 +276,7 @@ async def test_nobody_there() -> None:
 async def test_a_silent_peer_is_waited_for_only_so_long_by_all_together() -> None:
     decode = FakeDecode()
     decode.silent = True
-    async with sending(decode, options=StreamSettings(connect_timeout_s=0.2)) as sender:
+    async with sending(decode, settings=StreamSettings(connect_timeout_s=0.2)) as sender:
         opening = [sender.open(decode.promise(number, 1)) for number in range(5)]
         results = await asyncio.gather(*opening, return_exceptions=True)
         assert [type(result) for result in results] == [StreamBroken] * 5
