@@ -22,7 +22,7 @@ import moonpool.errors
 from moonpool.engine.calibration import measure
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
 from moonpool.engine.emulated.engine import start_emulated
-from moonpool.engine.interface import Engine, PoolEngine
+from moonpool.engine.interface import Engine
 from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStageStep,
@@ -41,6 +41,7 @@ from moonpool.engine.messages import (
     WorkerReady,
 )
 from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
+from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.platforms.registry import HOST_COLLECTIVES, DeviceName
 from moonpool.scheduling.latency import Speeds
@@ -110,15 +111,17 @@ class _PendingFetch:
     missing: set[int]
 
 
-class ProcessEngine(PoolEngine):
+class ProcessEngine:
     """An `Engine` on one process per stage."""
 
     def __init__(self, spec: EngineSpec, pool: KVPool, workers: Sequence[WorkerProcess]) -> None:
-        super().__init__(pool, len(workers))
         self._spec = spec
+        self._pool = pool
         self._workers = list(workers)
         self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
         self._flights: dict[int, _StepInFlight] = {}
+        self._last_step_id: int | None = None
         self._closing = False
         self._one_pool = DeviceName.parse(spec.device).platform.in_host_pool
         self._numbers = itertools.count(1)
@@ -128,6 +131,31 @@ class ProcessEngine(PoolEngine):
         self.speeds = Speeds()
         self.footprints: dict[int, Footprint] = {}
         """What each stage's process holds in memory at most."""
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+        return self._spec.layout
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._spec.blocks
+
+    @property
+    def stages(self) -> int:
+        """Stages, and steps that may be in flight."""
+        return len(self._workers)
+
+    @property
+    def pool(self) -> KVPool:
+        """The paged memory."""
+        return self._pool
+
+    @property
+    def failed(self) -> "asyncio.Future[str]":
+        """Done, with the reason, when the engine can run no more steps."""
+        return self._failed
 
     @property
     def pids(self) -> list[int]:
@@ -147,7 +175,13 @@ class ProcessEngine(PoolEngine):
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
         """See `Engine.run`."""
-        self._begin(step, len(self._flights))
+        if self._failed.done():
+            raise Unavailable(self._failed.result())
+        if len(self._flights) >= self.stages:
+            raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        if self._last_step_id is not None and step.step_id <= self._last_step_id:
+            raise Internal(f"step {step.step_id} after step {self._last_step_id}")
+        self._last_step_id = step.step_id
         flight = _StepInFlight(self._loop.create_future(), on_layer, on_step, self._deadline(step.step_id))
         # When the caller was cancelled, the loop must not report the future's exception as never retrieved.
         flight.future.add_done_callback(lambda future: future.cancelled() or future.exception())

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.scheduling.latency import Speeds
@@ -95,53 +94,3 @@ class Engine(Protocol):
 
     def abort(self, step_id: int) -> None:
         """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""
-
-
-class PoolEngine:
-    """Base of engines: the pool, the failure, and the order in which steps begin.
-
-    Args:
-        pool: the paged memory.
-        stages: steps that may be in flight at once.
-    """
-
-    def __init__(self, pool: KVPool, stages: int) -> None:
-        self._pool = pool
-        self._stages = stages
-        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._last_step_id: int | None = None
-
-    @property
-    def layout(self) -> KVLayout:
-        """See `Engine.layout`."""
-        return self._pool.layout
-
-    @property
-    def blocks(self) -> int:
-        """See `Engine.blocks`."""
-        return self._pool.blocks
-
-    @property
-    def stages(self) -> int:
-        """See `Engine.stages`."""
-        return self._stages
-
-    @property
-    def pool(self) -> KVPool:
-        """See `Engine.pool`."""
-        return self._pool
-
-    @property
-    def failed(self) -> "asyncio.Future[str]":
-        """See `Engine.failed`."""
-        return self._failed
-
-    def _begin(self, step: Step, in_flight: int) -> None:
-        """Checks that a step may begin beside `in_flight` others; raises as `Engine.run`."""
-        if self._failed.done():
-            raise Unavailable(self._failed.result())
-        if in_flight >= self._stages:
-            raise Internal(f"step {step.step_id} would be one more than the {self._stages} that may be in flight")
-        if self._last_step_id is not None and step.step_id <= self._last_step_id:
-            raise Internal(f"step {step.step_id} after step {self._last_step_id}")
-        self._last_step_id = step.step_id

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from moonpool import world
 from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
 from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
-from moonpool.engine.interface import PoolEngine
-from moonpool.errors import Unavailable
+from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.scheduling.latency import Speeds
@@ -72,7 +71,7 @@ class _LayerSchedule:
         self.due = max(self.due, moment)
 
 
-class EmulatedEngine(PoolEngine):
+class EmulatedEngine:
     """Satisfies `moonpool.engine.interface.Engine`.
 
     Attributes:
@@ -84,21 +83,43 @@ class EmulatedEngine(PoolEngine):
     def __init__(
         self, emulated: EmulatedCompute, pool: KVPool, *, gate_timeout_s: float, clock: EngineClock = MONOTONIC
     ) -> None:
-        super().__init__(pool, len(pool.parts))
         self._gate_timeout_s = gate_timeout_s
         self._emulated = emulated
+        self._pool = pool
         self._clock = clock
         self._speeds = emulated.speeds
         self._ranges = [(part.layer_begin, part.layer_end) for part in pool.parts]
         self._turns = [asyncio.Lock() for _ in self._ranges]
         self._sequences = EmulatedSequences(emulated, EmulatedKV(pool.layout), pool)
+        self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._flights: dict[int, _StepControl] = {}
         self._tasks: set[asyncio.Task[StepResult]] = set()
+        self._last_step_id: int | None = None
         self._last_done: int | None = None
         self._carry_s = 0.0
         self.step_s = 0.0
         self.late_s = 0.0
         self.slowed = False
+
+    @property
+    def layout(self) -> KVLayout:
+        """Arrangement of the KV."""
+        return self._pool.layout
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+        return self._pool.blocks
+
+    @property
+    def stages(self) -> int:
+        """Stages of the emulated pipeline."""
+        return len(self._ranges)
+
+    @property
+    def pool(self) -> KVPool:
+        """The paged memory."""
+        return self._pool
 
     @property
     def speeds(self) -> Speeds:
@@ -140,7 +161,13 @@ class EmulatedEngine(PoolEngine):
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
         """See `Engine.run`."""
-        self._begin(step, len(self._tasks))
+        if self._failed.done():
+            raise Unavailable(self._failed.result())
+        if len(self._tasks) >= self.stages:
+            raise Internal(f"step {step.step_id} would be one more than the {self.stages} that may be in flight")
+        if self._last_step_id is not None and step.step_id <= self._last_step_id:
+            raise Internal(f"step {step.step_id} after step {self._last_step_id}")
+        self._last_step_id = step.step_id
         task = asyncio.create_task(self._run(step, on_layer))
         self._tasks.add(task)
         task.add_done_callback(self._over)
