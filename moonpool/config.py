@@ -7,6 +7,7 @@ names its setting.
 
 import argparse
 import difflib
+import errno
 import ipaddress
 import os
 import re
@@ -85,6 +86,28 @@ def is_loopback(host: str) -> bool:
 def format_address(host: str, port: int) -> str:
     """The inverse of `parse_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check_free(address: str, name: str) -> None:
+    """Sees that a service can listen at "host:port", before it loads anything; `name` is that of the setting.
+
+    Raises:
+        ConfigError: another program listens there, or no program may.
+    """
+    host, port = parse_address(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+    except OSError:  # the real attempt says what is wrong with the name
+        return
+    with socket.socket(family, socket.SOCK_STREAM) as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            attempt.bind(where)
+            attempt.listen()
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(name, f"another program listens at {address}") from None
+            raise ConfigError(name, f"cannot listen at {address}: {error.strerror}") from None
 
 
 def read_mapping(value: object) -> object:

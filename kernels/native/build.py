@@ -12,20 +12,27 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import platform
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 300.0
-"""Of one build; another process waits for it at most so long."""
+SILENCE_S = 1800.0
+"""Seconds in which a build must compile one more file."""
+_REPORT_S = 1.0
+_COMPILING = Path(__file__).with_name("compiling.py")
+Report = Callable[[str], None]
+"""Called about once a second with what a build does or waits for, and when that changes."""
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-w")
 #: Per instruction set: what the processor must have (Linux's names), and the compiler's flags. The first that fits.
 TARGETS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
@@ -133,18 +140,23 @@ def flags(target: str) -> tuple[str, ...]:
     return (*_FLAGS, *TARGETS[target][1])
 
 
-def build(target: str | None = None, sources: Path | None = None) -> Path:
+def unheard(text: str) -> None:
+    """A `Report` for which nobody waits."""
+
+
+def build(target: str | None = None, sources: Path | None = None, report: Report = unheard) -> Path:
     """Return the library for `target` (a key of TARGETS; None: this machine's best), building it if it is not there.
 
-    Processes that need it at the same time wait for the one that builds; a library is complete or not there. It is made
-    of the C++ files in `sources`, which are the kernels' own unless given.
+    Processes that need it at the same time wait for the one that builds. If that one ends, its compilers end too, and a
+    process that waits builds in its place. A library is complete or not there. It is made of the C++ files in
+    `sources`, which are the kernels' own unless given.
 
     Raises:
         BuildError: it cannot be built; says why.
     """
     target, sources = target or detect(), sources or SOURCES
     try:
-        return prebuilt(target, sources) or _build(cache_folder(), target, sources)
+        return prebuilt(target, sources) or _build(cache_folder(), target, sources, report)
     except (OSError, RuntimeError) as error:  # the latter: the user has no home
         raise BuildError(f"no folder to build in: {error}") from None
 
@@ -189,7 +201,7 @@ def build_all(folder: Path, sources: Path | None = None) -> list[Path]:
         for target, path in zip(architecture.targets, paths, strict=True):
             found = prebuilt(target, sources)
             if found is None:
-                _compile(target, compiler(), path, sources)
+                _compile(target, compiler(), path, sources, unheard)
             elif found != path:
                 shutil.copyfile(found, path)
             path.chmod(0o755)
@@ -203,16 +215,16 @@ def _check_folder(folder: Path, owners: set[int]) -> None:
         raise BuildError(f"{folder}: others may write there, and what lies there is run")
 
 
-def _build(folder: Path, target: str, sources: Path) -> Path:
+def _build(folder: Path, target: str, sources: Path, report: Report) -> Path:
     used = compiler()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_folder(folder, {os.getuid()})
     path = folder / f"{target}-{_hash(target, sources, used)}.so"
     if path.exists():
         return path
-    with _locked(path.with_suffix(".lock")):
+    with _locked(path.with_suffix(".lock"), report):
         if not path.exists():
-            _compile(target, used, path, sources)
+            _compile(target, used, path, sources, report)
     return path
 
 
@@ -228,31 +240,89 @@ def _hash(target: str, sources: Path, used: str | None = None) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file. The wait is as long as another's compiler runs, which has a deadline; death releases it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    """Hold the lock file, which names its owner. The owner's end, of whatever kind, releases the lock."""
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
+        began = time.monotonic()
+        while not _try_lock(file):
+            file.seek(0)
+            owner = file.read().strip()
+            report(f"waiting for process {owner or '?'}, which compiles native code ({time.monotonic() - began:.0f} s)")
+            time.sleep(_REPORT_S / 4)
+        file.seek(0)
+        file.truncate()
+        file.write(f"{os.getpid()}\n")
+        file.flush()
         yield
 
 
-def _compile(target: str, used: str, path: Path, folder: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as temporary:
+def _try_lock(file: IO[str]) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _compile(target: str, used: str, path: Path, folder: Path, report: Report) -> None:
+    prefix = f".build-{path.stem}-"
+    for left in path.parent.glob(f"{prefix}*"):  # of a build that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as temporary:
+        options = [option for option in flags(target) if option != "-shared"]
+        objects, commands = [], []
+        for source in sorted(folder.glob("*.cpp")):
+            objects.append(str(Path(temporary) / f"{source.stem}.o"))
+            commands.append([used, *options, "-c", str(source), "-o", objects[-1]])
         made = Path(temporary) / path.name
-        sources = [str(source) for source in sorted(folder.glob("*.cpp"))]
-        try:
-            done = subprocess.run(  # noqa: S603  # our own sources and flags
-                [used, *flags(target), *sources, "-o", str(made)],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-                env={**os.environ, "TMPDIR": temporary},
-            )
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"{used} took more than {TIMEOUT_S:.0f} s") from None
-        if done.returncode:
-            raise BuildError(f"{used}: {done.stderr.strip()[:500] or done.returncode}")
+        environment = {**os.environ, "TMPDIR": temporary}
+        _run(commands, environment, lambda done: report(f"compiling native code, {done} of {len(commands)} files"))
+        report("linking native code")
+        _run([[used, *flags(target), *objects, "-o", str(made)]], environment, lambda done: None)
         made.replace(path)
+
+
+def _run(commands: list[list[str]], environment: dict[str, str], report: Callable[[int], None]) -> None:
+    """Run compilers, as many at once as there are processors; `report` is told how many are done.
+
+    They end with this process, and when the call is left.
+
+    Raises:
+        BuildError: one failed, or none was done for SILENCE_S.
+    """
+    at_once = min(len(commands), len(os.sched_getaffinity(0)))
+    process = subprocess.Popen(  # noqa: S603  # our own sources and flags
+        [sys.executable, "-I", "-S", str(_COMPILING), str(at_once), json.dumps(commands)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        process_group=0,
+        env=environment,
+    )
+    with process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _follow(commands[0][0], process.stdout, len(commands), report)
+        finally:
+            process.stdin.close()  # ends what still runs
+
+
+def _follow(used: str, output: IO[bytes], count: int, report: Callable[[int], None]) -> None:
+    done, heard, text = 0, time.monotonic(), b""
+    while done < count:
+        report(done)
+        if not select.select([output], [], [], _REPORT_S)[0]:
+            if time.monotonic() - heard > SILENCE_S:
+                raise BuildError(f"{used} compiled no further file in {SILENCE_S:.0f} s")
+            continue
+        read = os.read(output.fileno(), 1 << 16)
+        if not read:
+            raise BuildError(f"{used} was ended")
+        *lines, text = (text + read).split(b"\n")
+        failed = next(filter(None, lines), b"")
+        if failed:
+            raise BuildError(f"{used}: {json.loads(failed)[:500]}")
+        done, heard = done + len(lines), time.monotonic()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -264,7 +334,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sources", type=Path, metavar="FOLDER", help="of other C++ files than the kernels'")
     given = parser.parse_args(arguments)
     try:
-        made = [build(sources=given.sources)] if given.all is None else build_all(given.all, given.sources)
+        told: list[str] = []
+
+        def report(text: str) -> None:
+            if text not in told[-1:]:
+                told.append(text)
+                print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+        made = (
+            [build(sources=given.sources, report=report)] if given.all is None else build_all(given.all, given.sources)
+        )
         print(*made, sep="\n")  # noqa: T201
     except BuildError as error:
         sys.exit(f"native kernels are not built, the torch path will run: {error}")

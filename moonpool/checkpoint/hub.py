@@ -5,7 +5,11 @@ Fetches configuration, tokenizer, chat template and safetensors only, never pick
 
 from __future__ import annotations
 
+import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import constants, scan_cache_dir, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -17,10 +21,13 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import tqdm
 
 from moonpool.checkpoint.huggingface import folder_weights
 from moonpool.errors import CheckpointError
 
+_REPORT_S = 10.0
 #: What is fetched from a hub repository: files of the top folder only (see `_IGNORE`).
 ALLOW_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "LICENSE*", "README.md")
 _IGNORE = ("*/*", "consolidated*.safetensors")
@@ -63,11 +70,7 @@ def fetch(name: str, revision: str | None) -> Path:
         CheckpointError: there is no such model, or it cannot be fetched.
     """
     try:
-        return Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=list(ALLOW_PATTERNS), ignore_patterns=list(_IGNORE)
-            )
-        )
+        return _downloaded(name, revision)
     except GatedRepoError:
         raise CheckpointError(f"{name}: the hub asks for a login that has access to this model") from None
     except RepositoryNotFoundError:
@@ -77,3 +80,45 @@ def fetch(name: str, revision: str | None) -> Path:
         raise CheckpointError(
             f"{name}: no such folder, not in the local cache, and not fetched from {constants.ENDPOINT}: {reason}"
         ) from None
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """The snapshot, downloaded on threads of its own, so that a signal is heeded meanwhile.
+
+    A terminal gets bars of the hub's library; elsewhere a line now and then says how much has come.
+    """
+    bars = sys.stderr.isatty()
+    found: Future[str] = Future()
+
+    def download() -> None:
+        try:
+            found.set_result(
+                snapshot_download(
+                    name,
+                    revision=revision,
+                    allow_patterns=list(ALLOW_PATTERNS),
+                    ignore_patterns=list(_IGNORE),
+                    tqdm_class=tqdm if bars else _NoBars,
+                )
+            )
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=download, name="hub", daemon=True).start()
+    blobs = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "blobs"
+    while True:
+        try:
+            return Path(found.result(_REPORT_S))
+        except TimeoutError:
+            if found.done():
+                raise
+            if not bars:
+                came = sum(blob.stat().st_size for blob in blobs.glob("*"))
+                print(f"fetching {name}: {came / 1e6:,.0f} MB", file=sys.stderr, flush=True)  # noqa: T201
+
+
+class _NoBars(tqdm):
+    """Where bars would be lines without end."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs | {"disable": True})

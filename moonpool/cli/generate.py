@@ -178,15 +178,14 @@ def serving_address(model: str) -> Iterator[str]:
     if found:
         yield found
         return
-    from moonpool.cli.stack import LocalStack, StackPlan, loading_bars
+    from moonpool.cli.serve import started_stack
+    from moonpool.cli.stack import StackPlan
 
     print(f"starting a stack that serves {Path(model).name} ...", file=sys.stderr)
     with contextlib.ExitStack() as running:
         folder = running.enter_context(tempfile.TemporaryDirectory(prefix="moonpool-run-"))
         plan = StackPlan(model=model, data_dir=Path(folder), block_size=CHAT_BLOCK_TOKENS)
-        with loading_bars() as on_loading:
-            stack = running.enter_context(LocalStack(plan, on_loading=on_loading))
-        yield stack.address
+        yield running.enter_context(started_stack(plan, lambda service: None)).address
 
 
 def run_model(model: str, prompt: str, converse: Callable[[Client], ChatSession]) -> None:

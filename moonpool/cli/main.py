@@ -7,9 +7,12 @@ import functools
 import importlib
 import importlib.metadata
 import math
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -660,15 +663,27 @@ def kvstore_(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Entry point: prints an error and what to do about it, and exits with 2."""
+    """Entry point: prints an error and what to do about it, and exits with 2; a signal ends children first."""
     quiet_grpc()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         app()
     except MoonpoolError as error:
         from moonpool.cli.generate import error_advice
 
         typer.echo("\n".join(filter(None, (f"moonpool: {error}", error_advice(error)))), err=True)
-        sys.exit(2)
+        _leave(2)
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else 0)
+
+
+def _leave(status: int) -> NoReturn:
+    """Ends the process; does not wait for threads, which may be downloading."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(not thread.daemon and thread is not threading.current_thread() for thread in threading.enumerate()):
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

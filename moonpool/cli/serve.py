@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -16,12 +17,16 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kernels.native.build import BuildError, build
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor, loading_bars
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor
 from moonpool.client import AsyncClient, Client, GenerateResult
-from moonpool.engine.emulated.profile import emulated_profile
+from moonpool.config import check_free
+from moonpool.engine.emulated.profile import SCHEME, emulated_profile
 from moonpool.errors import Unavailable
+from moonpool.kv import native_library
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.sampling_params import SamplingParams
 
@@ -51,9 +56,6 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
     Returns:
         0 after a clean stop; 1 when a service was given up or did not end well.
     """
-    stopping = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopping.set())
 
     def say(event: dict[str, object], text: str) -> None:
         typer.echo(json.dumps(event) if as_json else text)
@@ -66,8 +68,10 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
         planned = replace(plan, data_dir=folder)
         ready, note = _emulated_note(planned)
         with contextlib.ExitStack() as running:
-            with loading_bars() as on_loading:
-                stack = running.enter_context(LocalStack(planned, on_ready=on_ready, on_loading=on_loading))
+            stack = running.enter_context(started_stack(planned, on_ready))
+            stopping = threading.Event()  # until here a signal ends the start by an exception
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, lambda *_: stopping.set())
             where = ",".join(stack.addresses)
             record.write(where, stack.http_address)
             ready |= {"http": stack.http_address}
@@ -83,6 +87,57 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
     if bad:
         typer.echo(f"did not end well: {bad}", err=True)
     return 1 if lost or bad else 0
+
+
+@contextlib.contextmanager
+def started_stack(
+    plan: StackPlan, on_ready: Callable[[ServiceProcess], None], console: Console | None = None
+) -> Iterator[LocalStack]:
+    """Starts a stack and shows how that goes; what can be found out before anything is loaded is found out first.
+
+    Raises:
+        ConfigError: a port is taken.
+        Unavailable: a service did not start.
+    """
+    check_ports(plan)
+    with contextlib.ExitStack() as running:
+        with start_progress(console) as progress:
+            compile_ahead(plan, progress)
+
+            def ready(service: ServiceProcess) -> None:
+                progress.finish(service.id)
+                on_ready(service)
+
+            stack = LocalStack(
+                plan, on_ready=ready, on_start=lambda service, what, done, of: progress.show(service.id, what, done, of)
+            )
+            running.enter_context(stack)
+        yield stack
+
+
+def check_ports(plan: StackPlan) -> None:
+    """Sees that a stack's ports are free.
+
+    Raises:
+        ConfigError: naming the flag of `moonpool serve`: another program listens there.
+    """
+    if plan.http_port:
+        check_free(f"127.0.0.1:{plan.http_port}", "port")
+    for number in range(plan.conductors if plan.port else 0):
+        check_free(f"127.0.0.1:{plan.port + number}", "conductor_port")
+
+
+def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:
+    """Compiles the native code that the stack's services need, so that they find it."""
+
+    def report(what: str) -> None:
+        progress.show("kernels", what)
+
+    native_library.build_ahead(report)
+    if not plan.engine.startswith(SCHEME) and os.environ.get("MOONPOOL_KERNELS", "native") in ("", "native"):
+        with contextlib.suppress(BuildError):  # each engine's log says so
+            build(report=report)
+    progress.finish("kernels")
 
 
 def curl_line(http_address: str) -> str:
@@ -169,9 +224,8 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
             console.print(f"{instead}\nServing the bundled model in its place.", markup=False)
         console.print(f"Starting conductor, kvstore, prefill and decode with [bold]{Path(model).name}[/] ...")
         with contextlib.ExitStack() as running:
-            with loading_bars(console) as on_loading:
-                told = lambda service: console.print(f"  {service.id:<10} {service.address}")  # noqa: E731
-                stack = running.enter_context(LocalStack(plan, on_ready=told, on_loading=on_loading))
+            told = lambda service: console.print(f"  {service.id:<10} {service.address}")  # noqa: E731
+            stack = running.enter_context(started_stack(plan, told))
             console.print(f"ready: {stack.address}")
             rows = _serve_demo(stack.address, max_tokens, console)
             wait_at_rest(stack.address, timeout_s=20)

@@ -1,9 +1,8 @@
-"""A local stack: all services as processes of this machine, with restarts and loading bars.
+"""A local stack: all services as processes of this machine, with restarts.
 
 `moonpool serve`, `run`, `demo` and the integration tests run the same class.
 """
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -13,14 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from moonpool.client import Client
 from moonpool.errors import ConfigError, Unavailable
@@ -37,6 +32,9 @@ CONDUCTOR = "conductor"
 PYTHON = (sys.executable,)
 LOG_TAIL_LINES = 25
 _LOADING_LINE = re.compile(r"loading: (\d+) (\d+)/(\d+)")
+WAIT_S = 0.1
+ABORT_S = 4.0
+"""Seconds that services have to end when their start is given up; then they are killed."""
 DRAIN_S = 8.0
 """Seconds that a service has to finish its requests."""
 
@@ -97,6 +95,10 @@ class StackPlan:
     extra: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
 
 
+OnStart = Callable[["ServiceProcess", str, int, int], None]
+"""Called with a service, what its start does, and how many parts of how many are done; 0 = unknown."""
+
+
 class ServiceProcess:
     """One service as a child process. It dies with this process, so that a killed parent leaves no child."""
 
@@ -106,13 +108,13 @@ class ServiceProcess:
         service_id: str,
         arguments: Sequence[str],
         log_path: Path,
-        on_loading: Callable[["ServiceProcess"], None] = lambda service: None,
+        on_start: OnStart = lambda service, what, done, of: None,
         launcher: Sequence[str] = PYTHON,
     ) -> None:
-        """Starts it by a `launcher`; `on_loading` is called on a thread of its own whenever `loaded` has changed."""
-        self.loaded: dict[int, tuple[int, int]] = {}
-        """Layers that each stage of its engine has loaded, and how many it will have."""
-        self._on_loading = on_loading
+        """Starts it by a `launcher`; `on_start` is called on a thread of its own."""
+        self._loaded: dict[int, tuple[int, int]] = {}
+        self._on_start = on_start
+        self._heard = time.monotonic()
         self.kind = kind
         self.id = service_id
         self.arguments = list(arguments)
@@ -150,28 +152,44 @@ class ServiceProcess:
 
     def _take(self, text: str) -> None:
         """A line of its standard output."""
+        self._heard = time.monotonic()
         if text.startswith("ready: ") and not self.address:
             self.address = text.removeprefix("ready: ")
             self._ready.set()
+        elif text.startswith("starting: "):
+            self._on_start(self, text.removeprefix("starting: "), 0, 0)
         elif found := _LOADING_LINE.fullmatch(text):
             stage, layers, of = map(int, found.groups())
-            self.loaded[stage] = (layers, of)
-            self._on_loading(self)
+            self._loaded[stage] = (layers, of)
+            done, all_layers = (sum(counts) for counts in zip(*self._loaded.values(), strict=True))
+            self._on_start(self, "loading layers", done, all_layers)
 
-    def wait_ready(self, timeout_s: float) -> str:
-        """Waits for the service's ready line.
+    def is_ready(self, silence_s: float, wait_s: float = 0.0) -> bool:
+        """Whether the service is ready; waits for that for a moment.
+
+        Raises:
+            Unavailable: it ended, or its start has not gone on for `silence_s`; the message has the end of its log.
+        """
+        if self._ready.wait(wait_s) and self.address:
+            return True
+        if self._ready.is_set():  # its standard output is closed
+            raise Unavailable(f"{self.id} ended with status {self._process.wait()}\n{self.log_tail()}")
+        if time.monotonic() - self._heard > silence_s:
+            raise Unavailable(f"the start of {self.id} did not go on for {silence_s:g} s\n{self.log_tail()}")
+        return False
+
+    def wait_ready(self, silence_s: float) -> str:
+        """Waits for the service's ready line, for as long as its start goes on.
 
         Returns:
             Its address, "host:port".
 
         Raises:
-            Unavailable: it ended or did not get ready in time; the message has the end of its log.
+            Unavailable: see `is_ready`.
         """
-        self._ready.wait(timeout_s)
-        if self.address:
-            return self.address
-        what = "was not ready in time" if self.returncode is None else f"ended with status {self._process.wait()}"
-        raise Unavailable(f"{self.id} {what}\n{self.log_tail()}")
+        while not self.is_ready(silence_s, WAIT_S):
+            pass
+        return self.address
 
     def log_tail(self) -> str:
         """The last lines of its log."""
@@ -219,16 +237,16 @@ class LocalStack:
         plan: StackPlan,
         *,
         on_ready: Callable[[ServiceProcess], None] = lambda service: None,
-        on_loading: Callable[[ServiceProcess], None] = lambda service: None,
+        on_start: OnStart = lambda service, what, done, of: None,
     ) -> None:
         """Makes a stack that is not started yet.
 
         Args:
             plan: what it consists of.
             on_ready: is told of each service that has become ready, one after the other.
-            on_loading: is told of each service whose engine has loaded one more layer, on threads.
+            on_start: is told what the start of each service does, on threads.
         """
-        self._on_loading = on_loading
+        self._on_start = on_start
         self.plan = plan
         self.services: dict[str, ServiceProcess] = {}
         self.address = ""
@@ -240,7 +258,7 @@ class LocalStack:
         try:
             self.start()
         except BaseException:
-            self.stop(drain_s=2.0)
+            self.abort()
             raise
         return self
 
@@ -249,8 +267,11 @@ class LocalStack:
     ) -> None:
         self.stop()
 
-    def start(self, timeout_s: float = 180.0) -> str:
+    def start(self, silence_s: float = 180.0) -> str:
         """Starts everything and waits until every instance has joined every conductor.
+
+        Args:
+            silence_s: seconds in which the start of each service must go on.
 
         Returns:
             The first conductor's address.
@@ -262,7 +283,7 @@ class LocalStack:
         conductors = [
             self.spawn("conductor", name, self._conductor_arguments(name, number)) for number, name in enumerate(names)
         ]
-        self.addresses = [conductor.wait_ready(timeout_s) for conductor in conductors]
+        self.addresses = [conductor.wait_ready(silence_s) for conductor in conductors]
         for conductor in conductors:
             self._on_ready(conductor)
         self.address = self.addresses[0]
@@ -277,12 +298,15 @@ class LocalStack:
         ]
         if self.plan.http_port is not None:
             members.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
-        with ThreadPoolExecutor(len(members) or 1) as pool:
-            for service in pool.map(lambda member: (member.wait_ready(timeout_s), member)[1], members):
-                self._on_ready(service)
+        waiting = list(members)
+        while waiting:
+            for service in list(waiting):
+                if service.is_ready(silence_s, WAIT_S / len(waiting)):
+                    waiting.remove(service)
+                    self._on_ready(service)
         if self.plan.http_port is not None:
             self.http_address = self.services[GATEWAY_ID].address
-        self.wait_joined(timeout_s)
+        self.wait_joined(silence_s)
         return self.address
 
     def wait_joined(self, timeout_s: float) -> None:
@@ -316,7 +340,7 @@ class LocalStack:
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
-        service = ServiceProcess(kind, service_id, arguments, log_path, self._on_loading, self.launcher(service_id))
+        service = ServiceProcess(kind, service_id, arguments, log_path, self._on_start, self.launcher(service_id))
         self.services[service_id] = service
         return service
 
@@ -357,6 +381,15 @@ class LocalStack:
                 statuses[service.id] = service.wait(drain_s)
         self.services.clear()
         return statuses
+
+    def abort(self) -> None:
+        """Ends everything at once, also what is still starting."""
+        for service in self.services.values():
+            service.signal(signal.SIGTERM)
+        deadline = time.monotonic() + ABORT_S
+        for service in self.services.values():
+            service.wait(max(0.0, deadline - time.monotonic()))
+        self.services.clear()
 
     def _common_arguments(self, kind: str, service_id: str, port: int) -> Iterator[str]:
         yield from ("--id", service_id, "--listen", f"127.0.0.1:{port}", "--log-level", self.plan.log_level)
@@ -500,35 +533,3 @@ class Supervisor:
         if now >= due_at:
             history.due_at, history.started_at, history.starting = None, now, True
             self._restart(name)
-
-
-class LoadingBars:
-    """A bar for each service that loads; told by several threads."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._bars: dict[str, TaskID] = {}
-        self._lock = threading.Lock()
-
-    def show(self, service: ServiceProcess) -> None:
-        """A service has loaded one more layer."""
-        loaded = list(service.loaded.values())
-        done, of = (sum(counts) for counts in zip(*loaded, strict=True))
-        with self._lock:
-            if service.id not in self._bars:
-                self._bars[service.id] = self._progress.add_task(f"{service.id} loads layers")
-            self._progress.update(self._bars[service.id], completed=done, total=of)
-
-
-@contextlib.contextmanager
-def loading_bars(console: Console | None = None) -> Iterator[Callable[[ServiceProcess], None]]:
-    """Show bars on standard error while the body runs, if it is a terminal; yields what to tell of services."""
-    console = console or Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield lambda service: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    # What goes to standard output meanwhile stays there, unless it is the same terminal: then it stands above the bars.
-    shared = sys.stdout.isatty()
-    with Progress(*columns, console=console, transient=True, redirect_stdout=shared) as progress:
-        yield LoadingBars(progress).show

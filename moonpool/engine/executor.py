@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import moonpool.errors
 from moonpool.engine.calibration import measure
@@ -36,6 +37,7 @@ from moonpool.engine.messages import (
     Shutdown,
     StageDone,
     StageSpec,
+    StageStarting,
     StopRunMessage,
     WorkerFailed,
     WorkerReady,
@@ -49,8 +51,51 @@ from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
 from moonpool.telemetry.logs import get_logger
 
 log = get_logger(__name__)
-OnLoading = Callable[[int, int, int], None]
-"""Called with a stage, its number of loaded layers, and its number of layers."""
+
+
+class StartListener(Protocol):
+    """Is told how an engine's start goes on."""
+
+    def starting(self, what: str) -> None:
+        """What the start does now."""
+        ...
+
+    def loading(self, stage: int, layers: int, of: int) -> None:
+        """A stage has loaded so many of its layers."""
+        ...
+
+
+class NoListener:
+    """Nobody waits for the start."""
+
+    def starting(self, what: str) -> None:
+        """Ignored."""
+
+    def loading(self, stage: int, layers: int, of: int) -> None:
+        """Ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Renewing:
+    """Gives the start its time anew whenever it goes on."""
+
+    listener: StartListener
+    limit: asyncio.Timeout
+    start_timeout_s: float
+
+    def starting(self, what: str) -> None:
+        self._renew()
+        self.listener.starting(what)
+
+    def loading(self, stage: int, layers: int, of: int) -> None:
+        self._renew()
+        self.listener.loading(stage, layers, of)
+
+    def _renew(self) -> None:
+        self.limit.reschedule(asyncio.get_running_loop().time() + self.start_timeout_s)
+
+
+NO_LISTENER = NoListener()
 RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
@@ -236,29 +281,32 @@ class ProcessEngine:
 
     # --- answers of the stages -------------------------------------------------------------------------------------
 
-    async def ready(self, on_loading: OnLoading) -> None:
+    async def ready(self, listener: StartListener) -> None:
         """Waits until every stage has loaded.
 
         Args:
-            on_loading: called after each layer that a stage has loaded.
+            listener: told of each layer that a stage has loaded, and of what its start does.
 
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
         """
         try:
             async with asyncio.TaskGroup() as group:
-                stages = [group.create_task(self._ready(worker, on_loading)) for worker in self._workers]
+                stages = [group.create_task(self._ready(worker, listener)) for worker in self._workers]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         by = " / ".join(dict.fromkeys(stage.result() for stage in stages))  # one line: stages hardly ever differ
         spec = self._spec
         log.info("computing", by=by, device=spec.device, weights=spec.dtype, kv=spec.layout.dtype)
 
-    async def _ready(self, worker: WorkerProcess, on_loading: OnLoading) -> str:
+    async def _ready(self, worker: WorkerProcess, listener: StartListener) -> str:
         try:
             message = await worker.channel.receive()
-            while isinstance(message, LayersLoaded):
-                on_loading(worker.stage, message.layers, message.all_layers)
+            while isinstance(message, LayersLoaded | StageStarting):
+                if isinstance(message, StageStarting):
+                    listener.starting(message.what)
+                else:
+                    listener.loading(worker.stage, message.layers, message.all_layers)
                 message = await worker.channel.receive()
         except ChannelClosed:
             raise Unavailable(await self._death_of(worker)) from None
@@ -450,7 +498,7 @@ async def start_processes(
     spec: EngineSpec,
     *,
     start_timeout_s: float,
-    on_loading: OnLoading = lambda stage, layers, of: None,
+    listener: StartListener = NO_LISTENER,
     command: Sequence[str] = WORKER,
 ) -> AsyncIterator[Engine]:
     """See `moonpool.engine.executor.start_engine`; `command` starts a worker (tests put their own in its place)."""
@@ -480,19 +528,21 @@ async def start_processes(
         for worker, (begin, end) in zip(workers, ranges, strict=True):
             worker.channel.send(StageSpec(spec, worker.stage, begin, end, rendezvous))
         try:
-            async with asyncio.timeout(start_timeout_s):
-                await engine.ready(on_loading)
+            async with asyncio.timeout(start_timeout_s) as limit:
+                renewing = _Renewing(listener, limit, start_timeout_s)
+                await engine.ready(renewing)
                 engine.listen()
                 # Stages have met. Backends other than the host's may read the folder later, too.
                 if rendezvous and DeviceName.parse(spec.device).platform.collectives == HOST_COLLECTIVES:
                     shutil.rmtree(rendezvous, ignore_errors=True)
                 if spec.measure:
+                    renewing.starting("measuring the engine's speed")
                     engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too
                 if spec.speeds is not None:
                     engine.speeds = spec.speeds
         except TimeoutError:
             engine.kill()
-            raise DeadlineExceeded(f"the engine was not ready after {start_timeout_s:g} s") from None
+            raise DeadlineExceeded(f"the engine's start did not go on for {start_timeout_s:g} s") from None
         except BaseException:
             engine.kill()
             raise
@@ -503,20 +553,20 @@ def start_engine(
     spec: EngineSpec,
     *,
     start_timeout_s: float = 120.0,
-    on_loading: OnLoading = lambda stage, layers, of: None,
+    listener: StartListener = NO_LISTENER,
 ) -> AbstractAsyncContextManager[Engine]:
     """Starts the engine's processes, or emulates them; leaving the context ends them and frees the pool.
 
-    `on_loading` is called after each layer that a stage has loaded.
+    `listener` is told how the start goes on.
 
     Raises:
         ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
         CheckpointError: The checkpoint cannot be loaded.
-        DeadlineExceeded: Not ready within `start_timeout_s`.
+        DeadlineExceeded: The start did not go on for `start_timeout_s`.
         Unavailable: A worker died on its way up.
     """
     if spec.emulated is not None:
         return start_emulated(
             spec.emulated, spec.layout, spec.blocks, stages=spec.stages, gate_timeout_s=spec.gate_timeout_s
         )
-    return start_processes(spec, start_timeout_s=start_timeout_s, on_loading=on_loading)
+    return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener)

@@ -177,7 +177,9 @@ async def run_instance(
         Unavailable: the engine died.
     """
     decode = kind == kv_pb2.INSTANCE_KIND_DECODE
+    context.starting("reading the checkpoint")
     setup = await asyncio.to_thread(engine_setup, config, stages=stages, decode=decode)
+    await asyncio.to_thread(native_library.build_ahead, context.starting)
     await asyncio.to_thread(copy_verified.prepare)
     await asyncio.to_thread(native_library.prepare)
     log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
@@ -186,7 +188,7 @@ async def run_instance(
     async with contextlib.AsyncExitStack() as stack:
         security = Security.of(config)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
-        started = start(setup.spec, start_timeout_s=config.start_timeout_s, on_loading=context.loading)
+        started = start(setup.spec, start_timeout_s=config.start_timeout_s, listener=context)
         engine = await stack.enter_async_context(started)
         bell = ChangeBell()
         instance = context.instance(kind, config.id, "")

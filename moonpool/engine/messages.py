@@ -157,6 +157,13 @@ class StageSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StageStarting:
+    """What a stage's start does now."""
+
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
 class LayersLoaded:
     """A stage has loaded one more layer: `layers` of `all_layers`."""
 

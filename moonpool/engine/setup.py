@@ -148,7 +148,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         description="a conductor may order this instance to change between prefill and decode: it drains and exits "
         "with status 10, and its supervisor starts it as the other service under the same id",
     )
-    start_timeout_s: float = Field(180.0, gt=0.0, description="seconds the engine may take to get ready")
+    start_timeout_s: float = Field(
+        180.0,
+        gt=0.0,
+        description="seconds in which the engine's start must go on: a file compiled, a layer loaded, a step measured",
+    )
 
     @property
     def most_step_tokens(self) -> int:

@@ -36,6 +36,7 @@ from moonpool.engine.messages import (
     OpenKVGateMessage,
     Shutdown,
     StageSpec,
+    StageStarting,
     StopRunMessage,
     WorkerFailed,
     WorkerReady,
@@ -124,6 +125,7 @@ class StageLoader:
 
         self.spec, self.engine, self.gates, self.channel = spec, spec.engine, gates, channel
         self.libraries_bytes = resident_bytes()
+        channel.send(StageStarting("loading weights"))
         torch.set_num_threads(max(1, self.engine.threads))
         torch.set_num_interop_threads(1)
         self.config = load_config(Path(self.engine.checkpoint))
@@ -131,6 +133,8 @@ class StageLoader:
         self.device = open_device(name.of_stage(spec.stage))
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
         self.part = PoolPart.attach(pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end)
+        if self.device is None:
+            _build_kernels(channel)
         self.model = self._load_weights()
         self.native = library.get() if self.model.native else None
 
@@ -220,6 +224,16 @@ class StageLoader:
         if self.native is not None:
             aside = self.native.aside
         return MaskBuilder(lambda: Tokenizer.load(path), self.config.vocab_size, self.config.eos_token_ids, aside, full)
+
+
+def _build_kernels(channel: BlockingChannel) -> None:
+    """Builds the native kernels if need be; says meanwhile that the start goes on."""
+    from kernels.choice import VARIABLE
+    from kernels.native.build import BuildError, build
+
+    if os.environ.get(VARIABLE, "native") in ("", "native"):
+        with contextlib.suppress(BuildError):  # loading the library says why
+            build(report=lambda what: channel.send(StageStarting(what)))
 
 
 def import_libraries() -> None:

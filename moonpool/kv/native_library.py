@@ -6,24 +6,31 @@ the other threads of the process. If the library cannot be built, Python does th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
 import platform
 from pathlib import Path
 
-from kernels.native.build import ARCHITECTURES, BuildError, build
+from kernels.native.build import ARCHITECTURES, BuildError, Report, build, unheard
 from moonpool.kv.keys import KEY_BYTES, BlockKey, block_keys, tokens_from_bytes
 
 SOURCES = Path(__file__).parent / "native"
 
 
-def library() -> Path:
-    """Blocking. Where the library lies, built if need be; raises BuildError where it cannot be had."""
+def library(report: Report = unheard) -> Path:
+    """Blocking. Where the library lies, built if need be; `report` is told how that goes.
+
+    Raises:
+        BuildError: the library cannot be had.
+    """
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
         raise BuildError(f"none for this processor ({platform.machine()})")
-    return build(architecture.targets[-1], SOURCES)  # the plainest: the C library and xxhash look at the processor
+    return build(
+        architecture.targets[-1], SOURCES, report
+    )  # the plainest: the C library and xxhash look at the processor
 
 
 log = logging.getLogger(__name__)
@@ -44,6 +51,12 @@ def tokens_below(data: bytes, vocab_size: int) -> bool:
         return bool(native.mp_tokens(data, len(data) // _TOKEN_BYTES, vocab_size))
     tokens = tokens_from_bytes(data)
     return not tokens or 0 <= min(tokens) <= max(tokens) < vocab_size
+
+
+def build_ahead(report: Report) -> None:
+    """Blocking: builds the library if need be and if it can be had; `report` is told how that goes."""
+    with contextlib.suppress(BuildError):  # its first use says so
+        library(report)
 
 
 @functools.cache

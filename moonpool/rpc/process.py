@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TextIO, TypeVar
 
 from moonpool import world
-from moonpool.config import ServiceConfig
+from moonpool.config import ServiceConfig, check_free
 from moonpool.errors import CheckpointError, ConfigError, Mismatch, Unavailable
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 from moonpool.telemetry import logs
@@ -81,6 +81,9 @@ EXIT_ROLE = 10
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
 AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
 CANCEL_GRACE_S = 5.0
+START_GRACE_S = 1.0
+LISTENING = ("listen", "client_listen", "metrics_listen")
+"""Settings that name an address at which a service listens."""
 log = logs.get_logger(__name__)
 ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
@@ -93,6 +96,7 @@ class ProcessContext:
         incarnation: random 63-bit number, never 0, drawn at start.
         exit_code: of the process after an orderly end.
         id: the instance's id (`ServiceConfig.id`).
+        announced: the service is ready.
         spans: recorder of this process; does nothing unless `spans_dir` is set.
         world: where time, random numbers, threads and connections come from. What `main` begins finds the same by
             `moonpool.world`.
@@ -105,15 +109,24 @@ class ProcessContext:
         self.incarnation = self.world.draws.bits(63) or 1
         self.id = instance_id
         self.spans = spans
+        self.announced = False
         self._out = out
 
     def announce(self, address: str) -> None:
         """Print `ready: HOST:PORT` on standard output, the last thing that goes there."""
+        self.announced = True
         self._tell(f"ready: {address}")
 
     def loading(self, stage: int, layers: int, of: int) -> None:
         """Print `loading: STAGE LAYERS/OF` on standard output: how many layers a stage of the engine has loaded."""
         self._tell(f"loading: {stage} {layers}/{of}")
+
+    def starting(self, what: str) -> None:
+        """Print `starting: WHAT` on standard output: what the start does now. Any thread may call it.
+
+        Such a line renews the time that the start may take.
+        """
+        self._tell(f"starting: {what}")
 
     def _tell(self, line: str) -> None:
         try:
@@ -148,10 +161,10 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     """Run a service in this process until it ends; call it once, from the main thread.
 
     The first SIGTERM (or SIGINT) sets `ctx.stopping`; the same signal again ends the process at once. A `main` that is
-    not done `config.drain_s + after_drain_s` after the first is cancelled. Standard output carries the
-    `loading:` lines and the `ready:` line alone: whatever else is printed goes to standard error. With
-    MOONPOOL_DIE_WITH_PARENT the end of the parent counts as a SIGTERM: "1", or the parent's process number, which makes
-    a parent that has ended already known too.
+    not done `config.drain_s + after_drain_s` after the first is cancelled; one that is not ready yet is cancelled at
+    once. Standard output carries the `starting:`, `loading:` and `ready:` lines alone: whatever else is printed goes to
+    standard error. With MOONPOOL_DIE_WITH_PARENT the end of the parent counts as a SIGTERM: "1", or the parent's
+    process number, which makes a parent that has ended already known too.
 
     Returns:
         The exit code: 0 after an orderly end, 10 after one that a change of role wants, 2 for a wrong setting or
@@ -163,6 +176,9 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     logs.configure(config.log_level, config.id or name, config.log_json)
     out, sys.stdout = sys.stdout, sys.stderr
     try:
+        for setting in LISTENING:
+            if address := getattr(config, setting, ""):
+                check_free(address, setting)
         path = config.spans_dir / f"{config.id or name}.jsonl" if config.spans_dir else None
         try:
             spans = Recorder(config.id or name, path)
@@ -185,6 +201,8 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
         stopping = asyncio.ensure_future(ctx.stopping.wait())
         try:
             await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done() and not ctx.announced:
+                return await _stop_start(running)
             if not running.done():
                 log.info("stopping", drain_s=drain_s)
                 await asyncio.wait({running}, timeout=drain_s + after_drain_s)
@@ -201,6 +219,21 @@ async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drai
         finally:
             stopping.cancel()
             running.cancel()
+
+
+async def _stop_start(running: "asyncio.Future[None]") -> int:
+    """Cancel a start; the process ends at once if a thread goes on, since threads cannot be cancelled."""
+    log.info("stopping before the service is ready")
+    running.cancel()
+    await asyncio.wait({running}, timeout=START_GRACE_S)
+    threads = asyncio.ensure_future(asyncio.get_running_loop().shutdown_default_executor())
+    await asyncio.wait({threads}, timeout=START_GRACE_S)
+    if not (running.done() and threads.done()):
+        sys.stderr.flush()
+        os._exit(0)
+    if not running.cancelled():
+        running.result()
+    return 0
 
 
 @contextlib.contextmanager

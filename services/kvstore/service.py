@@ -14,6 +14,7 @@ from moonpool import world
 from moonpool.cluster import ClusterMembership, HeldKeys, InstanceReport
 from moonpool.cluster.kv_events import KVEventJournal
 from moonpool.cluster.proto_conversion import DELETION_PORTION
+from moonpool.kv import native_library
 from moonpool.kv.blocks import PARTS, KeyChanges
 from moonpool.kv.keys import BlockKey, unpack_keys
 from moonpool.kv.native_copy import copy_verified
@@ -322,6 +323,7 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Pat
     """
     raise_open_files_limit()
     tiers = await asyncio.to_thread(open_tiers, config, files)
+    await asyncio.to_thread(native_library.build_ahead, ctx.starting)
     await asyncio.to_thread(copy_verified.prepare)
     folders = config.data_dir if tiers[1] is None else [disk.folder.path for disk in tiers[1].disks]
     records = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders])

@@ -17,8 +17,8 @@ class CheckedStack(JournaledStack):
 
     running: ClassVar[list["CheckedStack"]] = []
 
-    def start(self, timeout_s: float = 180.0) -> str:
-        address = super().start(timeout_s)
+    def start(self, silence_s: float = 180.0) -> str:
+        address = super().start(silence_s)
         self.running.append(self)
         return address
 

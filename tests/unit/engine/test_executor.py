@@ -219,7 +219,7 @@ async def test_a_worker_that_dies_idle_is_noticed() -> None:
     [
         ("dies", 20.0, Unavailable, "ended with exit code 9"),
         ("refuses", 20.0, UnsupportedModel, "rope: not this one"),
-        ("mute", 0.5, DeadlineExceeded, r"not ready after 0\.5 s"),
+        ("mute", 0.5, DeadlineExceeded, r"did not go on for 0\.5 s"),
     ],
 )
 async def test_an_engine_that_does_not_come_up_leaves_nothing(

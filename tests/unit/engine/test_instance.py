@@ -11,7 +11,7 @@ import pytest
 
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
-from moonpool.engine.executor import OnLoading
+from moonpool.engine.executor import StartListener
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.messages import EngineSpec
 from moonpool.engine.setup import EngineConfig, engine_setup
@@ -153,8 +153,8 @@ async def living(folder: Path, **settings: Any) -> AsyncIterator[Life]:
     life = Life()
 
     @asynccontextmanager
-    async def start(spec: EngineSpec, *, start_timeout_s: float, on_loading: OnLoading) -> AsyncIterator[FakeEngine]:
-        on_loading(0, 1, 2)
+    async def start(spec: EngineSpec, *, start_timeout_s: float, listener: StartListener) -> AsyncIterator[FakeEngine]:
+        listener.loading(0, 1, 2)
         life.engine = FakeEngine(spec.blocks, layout=spec.layout)
         yield life.engine
         life.engine.pool.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.engine.executor import OnLoading, ProcessEngine, start_processes
+from moonpool.engine.executor import ProcessEngine, StartListener, start_processes
 from moonpool.engine.instance import InstanceContext, run_instance
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import MAX_FETCHES, EngineSpec
@@ -48,10 +48,10 @@ class Life:
         self.task = asyncio.ensure_future(run_instance(context, config, decode, self._build, start=self._start))
 
     def _start(
-        self, spec: EngineSpec, *, start_timeout_s: float, on_loading: OnLoading
+        self, spec: EngineSpec, *, start_timeout_s: float, listener: StartListener
     ) -> AbstractAsyncContextManager[Engine]:
         spec = replace(spec, measure=False)  # its steps would be held
-        return start_processes(spec, start_timeout_s=start_timeout_s, on_loading=on_loading, command=HELD)
+        return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener, command=HELD)
 
     def _build(self, shared: InstanceContext) -> tuple[DecodeInstance, Service]:
         self.service, self.engine = DecodeInstance(shared, self.config), shared.engine

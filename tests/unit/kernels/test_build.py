@@ -1,7 +1,10 @@
 """Building, its cache, and what runs where the kernels cannot be built."""
 
+import functools
 import logging
 import os
+import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +20,8 @@ from tests.unit.kernels.cases import BATCHES, make
 
 CPU = torch.device("cpu")
 FAKE = """#!/bin/sh
-# A compiler that counts its calls, takes a moment, and writes what it is asked for.
-echo called >> "$COUNT"
+# A compiler that counts the libraries that it makes, and writes what it is asked for.
+case "$*" in *-shared*) echo called >> "$COUNT";; esac
 while [ $# -gt 0 ]; do if [ "$1" = -o ]; then out="$2"; fi; shift; done
 echo library > "$out"
 """
@@ -71,6 +74,56 @@ def test_a_compiler_that_fails_leaves_nothing(fake: Path, tmp_path: Path) -> Non
     with pytest.raises(build.BuildError, match="no such flag"):
         build.build("sse2")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+BUILD = "from kernels.native.build import build; print(build('sse2', report=lambda text: print(text, flush=True)))"
+HELD = """#!/bin/sh
+if [ -e "$COUNT.hold" ]; then sleep 300 & echo $! >> "$COUNT.children"; wait; fi
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_compiler_outlives_its_build_and_another_build_takes_over(
+    fake: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    """The second build says for which process it waits, and builds when that one has ended."""
+    (tmp_path / "compiler").write_text(HELD + FAKE)
+    hold, children = tmp_path / "count.hold", tmp_path / "count.children"
+    hold.touch()
+    start = functools.partial(
+        subprocess.Popen, [sys.executable, "-c", BUILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    with start() as first, start() as second:
+        assert first.stdout is not None
+        assert second.stdout is not None
+        said = second.stdout.readline()
+        if said.startswith("compiling"):
+            first, second = second, first  # either may have been sooner
+            said = next(line for line in second.stdout if line.startswith("waiting"))
+        assert said.startswith(f"waiting for process {first.pid}, which compiles native code (")
+        while not children.exists() or not children.read_text().endswith("\n"):
+            assert first.stdout.readline()  # a build tells of itself each second
+        watched = [os.pidfd_open(int(pid)) for pid in children.read_text().split()]
+        hold.unlink()
+        first.send_signal(number)
+        first.wait(30)
+        for child in watched:
+            assert select.select([child], [], [], 30)[0], "a compiler outlived its build"
+            os.close(child)
+        library = second.stdout.read().splitlines()[-1]
+    assert Path(library).read_text() == "library\n"
+    assert {path.suffix for path in Path(library).parent.iterdir()} == {".so", ".lock"}, "nothing of the first is left"
+
+
+def test_progress_counts_files(fake: Path) -> None:
+    said: list[str] = []
+    build.build("sse2", report=said.append)
+    count = len(list(build.SOURCES.glob("*.cpp")))
+    assert said[0] == f"compiling native code, 0 of {count} files"
+    assert said[-1] == "linking native code"
+    again: list[str] = []
+    build.build("sse2", report=again.append)
+    assert again == []
 
 
 def test_a_folder_that_others_may_write_to_is_refused(fake: Path, tmp_path: Path) -> None:

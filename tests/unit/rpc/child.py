@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 
 from pydantic import Field
 
@@ -19,6 +20,8 @@ class ChildConfig(ServiceConfig):
 
 
 async def main(ctx: ProcessContext, config: ChildConfig) -> None:
+    if config.kv_bytes > 1:  # its start never ends, and keeps a thread
+        await asyncio.to_thread(lambda: (ctx.starting("what takes for ever"), threading.Event().wait()))
     service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
     async with serving(config.listen, [(service, object())], grace_s=1) as server:
         print("a stray print", type(asyncio.get_running_loop()).__module__)

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -66,6 +67,26 @@ def test_a_whole_process(tmp_path: Path) -> None:
     assert [json.loads(line)["event"] for line in lines] == ["stopping"]  # so no warning either
     events = [json.loads(line) for line in (tmp_path / "decode-0.jsonl").read_text().splitlines()]
     assert [event["name"] for event in events] == ["process_name", "life"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_start_whatever_it_does(number: signal.Signals) -> None:
+    child = start("--set", "kv_bytes=2")
+    assert child.stdout is not None
+    assert child.stdout.readline() == "starting: what takes for ever\n"
+    child.send_signal(number)
+    out, err = child.communicate(timeout=DEADLINE_S)
+    assert (child.returncode, out) == (0, "")
+    assert "stopping before the service is ready" in err
+
+
+def test_a_taken_port_is_found_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for setting in ("listen", "metrics_listen"):
+            child = start("--set", f"{setting}={address}", "--set", "kv_bytes=2")
+            out, err = child.communicate(timeout=DEADLINE_S)
+            assert (child.returncode, out, err) == (2, "", f"child: {setting}: another program listens at {address}\n")
 
 
 def test_ends_with_its_parent() -> None:
@@ -148,6 +169,7 @@ def test_a_main_that_drains_too_long_is_cancelled() -> None:
     cancelled: list[bool] = []
 
     async def main(ctx: ProcessContext) -> None:
+        ctx.announce("h:1")
         ctx.stopping.set()
         try:
             await asyncio.Event().wait()

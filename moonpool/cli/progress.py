@@ -1,0 +1,93 @@
+"""What a start does, on standard error: on a terminal a line for each part, rewritten; in a pipe plain lines."""
+
+import contextlib
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+PLAIN_INTERVAL_S = 10.0
+"""Seconds between two plain lines that differ in their numbers only."""
+_NUMBER = re.compile(r"\d+")
+
+
+class StartProgress(Protocol):
+    """Shows what the parts of a start do; any thread may call it."""
+
+    def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
+        """A part does something, of which `done` parts of `of` are done; `of` 0 = unknown."""
+        ...
+
+    def finish(self, part: str) -> None:
+        """A part has ended."""
+        ...
+
+
+class PlainProgress:
+    """Lines of text, one when a part does something else, and one now and then while it does the same.
+
+    Args:
+        write: takes a line.
+        clock: seconds.
+    """
+
+    def __init__(self, write: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write = write
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._last: dict[str, tuple[str, float]] = {}
+
+    def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
+        """See `StartProgress`."""
+        kind, now = _NUMBER.sub("", what), self._clock()
+        with self._lock:
+            last, at = self._last.get(part, ("", 0.0))
+            if kind == last and now - at < PLAIN_INTERVAL_S and not (of and done == of):
+                return
+            self._last[part] = kind, now
+            self._write(f"{part}: {what}" + (f" {done}/{of}" if of else ""))
+
+    def finish(self, part: str) -> None:
+        """See `StartProgress`."""
+
+
+class TerminalProgress:
+    """A bar with its text for each part."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+
+    def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
+        """See `StartProgress`."""
+        text = f"{part}: {what}" + (f" {done}/{of}" if of else "")
+        with self._lock:
+            if part not in self._bars:
+                self._bars[part] = self._progress.add_task(text, total=None)
+            self._progress.update(self._bars[part], description=text, completed=done, total=of or None)
+
+    def finish(self, part: str) -> None:
+        """See `StartProgress`."""
+        with self._lock:
+            if (bar := self._bars.pop(part, None)) is not None:
+                self._progress.remove_task(bar)
+
+
+@contextlib.contextmanager
+def start_progress(console: Console | None = None) -> Iterator[StartProgress]:
+    """Shows on standard error, while the body runs, what a start does."""
+    console = console or Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield PlainProgress(lambda line: print(line, file=console.file, flush=True))
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    # What goes to standard output meanwhile stays there, unless it is the same terminal: then it stands above the bars.
+    shared = sys.stdout.isatty()
+    with Progress(*columns, console=console, transient=True, redirect_stdout=shared) as progress:
+        yield TerminalProgress(progress)
