@@ -3,24 +3,34 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
 MODEL  ?=
 SOAK_SECONDS ?= 3600
 # Tests at once: one after the other keep less than one core busy. A file's or folder's tests share stacks, so they stay together.
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load soak clean
+.PHONY: help setup dev run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
-setup: $(STAMP)  ## create .venv and install everything into it, at pinned versions
+setup: $(STAMP)  ## create .venv with what it takes to serve and chat (1.1 GB), at pinned versions
+
+# No --quiet: pip tells what it fetches. No --compile: Python compiles the modules that are used.
+PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,dev]'
+	$(PIP) -e '.[engine]'
 	$(BIN)/python -m kernels.native.build || true
+	@touch $@
+
+dev: $(DEV_STAMP)  ## add to .venv what tests, lint and benchmarks need
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) -e '.[engine,dev]'
 	@touch $@
 
 run: $(STAMP)  ## serve a small model on this machine (fetched once, else the bundled one), show what happens, stop
@@ -41,22 +51,22 @@ up-local: $(STAMP)  ## a stack of local processes in the foreground, until Ctrl-
 down-local: $(STAMP)  ## stop the local stack
 	$(BIN)/moonpool stop
 
-test-containers: $(STAMP)  ## build the images, run them, one request, stop; needs docker (docs/deploy.md)
+test-containers: $(DEV_STAMP)  ## build the images, run them, one request, stop; needs docker (docs/deploy.md)
 	PYTHON=$(BIN)/python deploy/test_containers.sh
 
 # Compiled files are kept, also where the environment says otherwise: tests start hundreds of processes.
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
-test: $(STAMP)  ## the tests that gate every change (minutes)
+test: $(DEV_STAMP)  ## the tests that gate every change (minutes)
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow"
 
-test-all: $(STAMP)  ## all tests, one after the other: some measure
+test-all: $(DEV_STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest
 
-test-gpu: $(STAMP)  ## the tests that need a GPU alone, which are skipped elsewhere
+test-gpu: $(DEV_STAMP)  ## the tests that need a GPU alone, which are skipped elsewhere
 	$(BIN)/python -m pytest -rs -m gpu
 
-lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house
+lint: $(DEV_STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -65,23 +75,23 @@ lint: $(STAMP)  ## format, lint, strict types, layers, counts of the house
 
 check: lint test  ## lint, then the tests
 
-format: $(STAMP)  ## rewrite the code in the house's format
+format: $(DEV_STAMP)  ## rewrite the code in the house's format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-protos: $(STAMP)  ## regenerate moonpool/v1 from protos/
+protos: $(DEV_STAMP)  ## regenerate moonpool/v1 from protos/
 	$(BIN)/python tools/gen_protos.py
 
-bench: $(STAMP)  ## measure, for hours, into benchmarks/results/ and its page (docs/measuring.md)
+bench: $(DEV_STAMP)  ## measure, for hours, into benchmarks/results/ and its page (docs/measuring.md)
 	$(BIN)/python -m benchmarks
 
-load: $(STAMP)  ## load each service alone, for some seconds
+load: $(DEV_STAMP)  ## load each service alone, for some seconds
 	$(BIN)/python -m tests.load.conductor --requests 200 --max-concurrency 8
 	$(BIN)/python -m tests.load.prefill --requests 100
 	$(BIN)/python -m tests.load.decode --requests 60 --max-concurrency 8
 	$(BIN)/python -m tests.load.kvstore --requests 300
 
-soak: $(STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS=120 for less, MODEL= for another model
+soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS=120 for less, MODEL= for another model
 	$(BIN)/python -m tests.load.soak --seconds $(SOAK_SECONDS) $(if $(MODEL),--model $(MODEL))
 
 clean:  ## remove the virtual environment and caches

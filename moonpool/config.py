@@ -8,13 +8,14 @@ names its setting.
 import argparse
 import difflib
 import errno
+import importlib
 import ipaddress
 import os
 import re
 import socket
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum, EnumType
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self
@@ -33,8 +34,11 @@ from pydantic_settings import (
 )
 
 from moonpool.errors import ConfigError
+from moonpool.sizes import format_size, parse_size
 
 ENV_PREFIX = "MOONPOOL_"
+ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "gguf")
+"""Packages of the extra `engine`, which prefill and decode need."""
 _WILDCARDS = ("0.0.0.0", "::", "")  # noqa: S104  # these are refused, not bound
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 RENAMED = {
@@ -156,6 +160,9 @@ def _check_peers(addresses: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(check_peer, addresses))
 
 
+# Bytes, and bytes per second: a number, or a text such as "4GiB".
+ByteSize = Annotated[int, BeforeValidator(parse_size)]
+ByteRate = Annotated[float, BeforeValidator(parse_size)]
 # "host:port" to listen at; port 0 = any free one.
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
 # The same, or "" for none.
@@ -243,6 +250,7 @@ class ServiceConfig(BaseSettings):
         keys = _parse_keys(cls, flags.pop("set", []))
         file = {} if path is None else _read_yaml(cls, Path(path))
         _refuse_old_variables(cls)
+        refuse_unknown_variables(cls.model_fields)
         try:
             environment = EnvSettingsSource(cls)()
         except SettingsError as error:
@@ -422,6 +430,47 @@ def _check_name(cls: type[ServiceConfig], name: str, source: str) -> None:
         raise ConfigError(name, f"no such setting ({source}){hint}")
 
 
+SERVICES = ("conductor", "prefill", "decode", "kvstore", "gateway")
+OTHER_VARIABLES = (
+    "ADDRESS", "API_KEY", "TRACE", "TRACES",  # of commands, SDK and benchmarks
+    "KERNELS", "KERNELS_CACHE", "KERNELS_PREBUILT", "TRITON_DEVICE",  # of native code and kernels
+    "DIE_WITH_PARENT", "FAULT_BREAK_LANES", "FAULT_CORRUPT_FRAMES", "FAULT_SEED",  # of processes and tests
+    "FUZZ_EXAMPLES", "FUZZ_SEED",
+    "STACK_BASE", "STACK_HTTP", "STACK_MODELS", "STACK_PUBLIC", "STACK_PUBLISH", "STACK_SIZE",  # of compose.yaml
+)  # fmt: skip
+"""MOONPOOL_* variables that are no setting of a service."""
+
+
+def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
+    """Sees that each MOONPOOL_* variable means something to a service, a command or a test.
+
+    Args:
+        own: settings of the service that asks.
+
+    Raises:
+        ConfigError: one does not; names the variable that may have been meant.
+    """
+    given = [name for name in os.environ if name.startswith(ENV_PREFIX)]
+    others = {ENV_PREFIX + name.upper() for name in (*OTHER_VARIABLES, *RENAMED, *own)}
+    if all(name in others for name in given):
+        return
+    known = others | {ENV_PREFIX + name.upper() for cls in map(config_class, SERVICES) for name in cls.model_fields}
+    for name in given:
+        if name not in known:
+            raise ConfigError(name, "nothing reads this environment variable" + suggestion(name, sorted(known)))
+
+
+def config_class(kind: str) -> type[ServiceConfig]:
+    """The settings class of a kind of service. Imports its module, which this one does not know otherwise."""
+    module = importlib.import_module(f"services.{kind}.config")
+    (found,) = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ServiceConfig) and value.__module__ == module.__name__
+    ]
+    return found
+
+
 def _refuse_old_variables(cls: type[ServiceConfig]) -> None:
     for old, now in RENAMED.items():
         variable = f"{ENV_PREFIX}{old.upper()}"
@@ -437,7 +486,7 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
         default = ""  # the description tells what happens then
     else:
         shown = field.default.value if isinstance(field.default, Enum) else field.default
-        default = f"default: {str(shown).lower() if kind is bool else shown}"
+        default = f"default: {default_text(name, shown)}"
     text = (field.description or "").replace("%", "%%")
     text += f" [{default}]".replace("%", "%%") if default else ""
     if kind is bool:
@@ -445,7 +494,19 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
     elif typing.get_origin(kind) in (list, tuple, set, frozenset):
         group.add_argument(_flag(name), action="append", metavar="VALUE", help=text + " (may be given again)")
     else:
-        group.add_argument(_flag(name), metavar=_metavar(kind), help=text)
+        group.add_argument(_flag(name), metavar="SIZE" if is_size(name) else _metavar(kind), help=text)
+
+
+def is_size(name: str) -> bool:
+    """Whether a setting is a size in bytes, or a rate of bytes; its name says so."""
+    return "bytes" in name.split("_")
+
+
+def default_text(name: str, value: object) -> str:
+    """A default as help and docs show it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return format_size(int(value)) if is_size(name) and isinstance(value, int | float) else str(value)
 
 
 def _metavar(kind: Any) -> str:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from moonpool.cli.settings import KINDS, config_class
-from moonpool.config import RENAMED, ServiceConfig
+from moonpool.config import RENAMED, ServiceConfig, default_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 HEAD = """# Flags and settings
@@ -17,6 +17,8 @@ Each service has settings. You set a setting in four ways; an earlier way goes b
 2. In the environment: `MOONPOOL_MAX_NUM_SEQS=32`.
 3. In a YAML file, `--config FILE`: `max_num_seqs: 32`.
 4. The default.
+
+A size in bytes is a number or has a unit: `4GiB`, `500MB`, `4096`. An unknown `MOONPOOL_*` variable is an error.
 
 `moonpool serve` passes settings to its services: `--set decode.max_num_seqs=32`, or `--config FILE` with a section for
 each service. The section `engine` is for prefill and decode, `all` for every service. A narrower section goes before a
@@ -71,7 +73,7 @@ def _default(cls: type[ServiceConfig], name: str) -> str:
     value = getattr(value, "value", value)
     if value in (None, "", (), {}):
         return ""
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return f"`{default_text(name, value)}`"
 
 
 def _cell(text: str) -> str:

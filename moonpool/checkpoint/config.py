@@ -54,9 +54,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, slots=True)
 class DefaultSampling:
-    """Sampling that the checkpoint's `generation_config.json` suggests; None where it says nothing.
+    """Sampling that the checkpoint suggests (`generation_config.json`, keys of a GGUF file), else the model's card.
 
-    Where it says `do_sample: false`, only `repetition_penalty` counts, as in transformers.
+    A value is None where nothing is suggested.
+
+    Where `generation_config.json` says `do_sample: false`, only `repetition_penalty` counts, as in transformers.
     """
 
     temperature: float | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -10,6 +10,7 @@ from blake3 import blake3
 from moonpool.checkpoint.config import ModelConfig, config_hash, kv_layout, resolve_dtype
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
+from moonpool.checkpoint.model_cards import card_sampling
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, InvalidRequest
 from moonpool.families import names_of
@@ -17,13 +18,16 @@ from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
 
 def load_config(path: Path | str) -> ModelConfig:
-    """Read the configuration of the checkpoint `path`.
+    """Read the configuration of the checkpoint `path`. If its files suggest no sampling, the model's card does.
 
     Raises:
         CheckpointError: there is no readable configuration, or a field is missing or malformed.
         UnsupportedModel: the model needs something that is not implemented; names the field.
     """
-    return (gguf_config if is_gguf(path) else folder_config)(Path(path))
+    config = (gguf_config if is_gguf(path) else folder_config)(Path(path))
+    if config.default_sampling.given:
+        return config
+    return replace(config, default_sampling=card_sampling(Path(path)))
 
 
 def weight_files(path: Path | str) -> list[Path]:

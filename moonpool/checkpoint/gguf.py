@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from moonpool.checkpoint.config import DTYPES, END_OF_TURN, ModelConfig, TokenizerParts, check_shape
+from moonpool.checkpoint.config import DTYPES, END_OF_TURN, DefaultSampling, ModelConfig, TokenizerParts, check_shape
 from moonpool.checkpoint.folder_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
@@ -325,9 +325,26 @@ def config_of(file: GgufFile) -> ModelConfig:
         dtype=_most_common_dtype(file),
         eos_token_ids=_end_tokens(file, tokens),
         bos_token_id=_token_id(tokens, "tokenizer.ggml.bos_token_id"),
+        default_sampling=_default_sampling(JsonFields(file.metadata, file.path.name)),
     )
     check_shape(config, file.path.name)
     return config
+
+
+def _default_sampling(fields: JsonFields) -> DefaultSampling:
+    """Return what the file suggests, by the keys that llama.cpp reads."""
+
+    def suggested(key: str) -> float | None:
+        name = f"general.sampling.{key}"
+        return None if fields.get(name) is None else fields.number(name)
+
+    top_k = suggested("top_k")
+    return DefaultSampling(
+        temperature=suggested("temp"),
+        top_p=suggested("top_p"),
+        top_k=None if top_k is None else int(top_k),
+        repetition_penalty=suggested("penalty_repeat"),
+    )
 
 
 def _family(file: GgufFile) -> ModelFamily:

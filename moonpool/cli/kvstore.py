@@ -21,6 +21,7 @@ from moonpool.cli.options import HELP
 from moonpool.errors import DeadlineExceeded
 from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.tls import open_blocking_channel
+from moonpool.sizes import size_option
 from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
@@ -202,7 +203,9 @@ def compact(
 @app.command()
 def warm(
     address: Store,
-    max_bytes: Annotated[int, typer.Option(min=0, help="Bytes at most; 0 = as many as fit.")] = 0,
+    max_bytes: Annotated[
+        int, typer.Option(parser=size_option, metavar="SIZE", help="Bytes at most; 0 = as many as fit.")
+    ] = 0,
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds it may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:

@@ -42,8 +42,10 @@ from moonpool.cli.options import (
     text_of,
 )
 from moonpool.cli.settings import ServeCommand
+from moonpool.config import ENGINE_PACKAGES, refuse_unknown_variables
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.tuning import quiet_grpc
+from moonpool.sizes import size_option
 
 
 def lazy_group(module: str) -> type[TyperGroup]:
@@ -155,7 +157,10 @@ def inspect(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens per KV block; default: as services have.")] = None,
     memory_bytes: Annotated[
-        int | None, typer.Option(help="Show how many tokens fit in this memory beside the weights.")
+        int | None,
+        typer.Option(
+            parser=size_option, metavar="SIZE", help="Show how many tokens fit in this memory beside the weights."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Show the KV of a sequence of so many tokens; default: the model's longest.")
@@ -667,11 +672,17 @@ def main() -> None:
     quiet_grpc()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
+        refuse_unknown_variables()
         app()
     except MoonpoolError as error:
         from moonpool.cli.generate import error_advice
 
         typer.echo("\n".join(filter(None, (f"moonpool: {error}", error_advice(error)))), err=True)
+        _leave(2)
+    except ModuleNotFoundError as error:
+        if error.name not in ENGINE_PACKAGES:
+            raise
+        typer.echo(f"moonpool: this needs {error.name}: pip install 'moonpool[engine]'", err=True)
         _leave(2)
     except SystemExit as end:
         _leave(end.code if isinstance(end.code, int) else 0)

@@ -25,6 +25,7 @@ from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.config import check_free
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
+from moonpool.engine.setup import check_engine_installed
 from moonpool.errors import Unavailable
 from moonpool.kv import native_library
 from moonpool.rpc.process import EXIT_ROLE
@@ -96,9 +97,11 @@ def started_stack(
     """Starts a stack and shows how that goes; what can be found out before anything is loaded is found out first.
 
     Raises:
-        ConfigError: a port is taken.
+        ConfigError: a port is taken, or the packages of engines are not installed.
         Unavailable: a service did not start.
     """
+    if not plan.engine.startswith(SCHEME):
+        check_engine_installed()
     check_ports(plan)
     with contextlib.ExitStack() as running:
         with start_progress(console) as progress:

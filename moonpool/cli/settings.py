@@ -1,6 +1,5 @@
 """Settings of a stack's services for `moonpool serve`: `--set SECTION.NAME=VALUE`, and a YAML file with sections."""
 
-import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,10 +8,10 @@ from typing import Any
 import yaml
 from typer.core import TyperCommand
 
-from moonpool.config import RENAMED, ServiceConfig, suggestion
+from moonpool.config import RENAMED, SERVICES, config_class, suggestion
 from moonpool.errors import ConfigError
 
-KINDS = ("conductor", "prefill", "decode", "kvstore", "gateway")
+KINDS = SERVICES
 SECTIONS = {"all": KINDS, "engine": ("prefill", "decode"), **{kind: (kind,) for kind in KINDS}}
 """Services that a section is for; a narrower section goes before a wider one."""
 OWN_NAMES = ("id", "listen", "advertise", "conductor", "model")
@@ -124,17 +123,6 @@ def _takers(section: str, name: str) -> list[str]:
         # The only or first kind names the setting that was meant, if there is one.
         _load(SECTIONS[section][0], section, ["--set", f"{name}="])
     return takers
-
-
-def config_class(kind: str) -> type[ServiceConfig]:
-    """The settings class of a kind of service."""
-    module = importlib.import_module(f"services.{kind}.config")
-    (found,) = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and issubclass(value, ServiceConfig) and value.__module__ == module.__name__
-    ]
-    return found
 
 
 def _check(kind: str, flags: list[str]) -> None:

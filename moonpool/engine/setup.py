@@ -1,6 +1,7 @@
 """From an engine instance's flags to what it serves: dtype, layout, pool, namespace. Torch-free."""
 
 import dataclasses
+import importlib.util
 import zlib
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -18,7 +19,7 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
-from moonpool.config import PeerAddresses
+from moonpool.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
 from moonpool.engine.messages import STEP_TOKENS, WRITE_BACK_SHARE, EngineSpec
@@ -96,7 +97,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     block_size: int = Field(
         DEFAULT_BLOCK_SIZE, ge=16, multiple_of=16, description="tokens per KV block; the same on all instances"
     )
-    kv_cache_memory_bytes: int = Field(
+    kv_cache_memory_bytes: ByteSize = Field(
         0,
         ge=0,
         description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
@@ -137,7 +138,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "tokens of up to three sequences are found while less memory is read; off = it holds the head once",
     )
     max_model_len: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
-    link_bytes_per_s: float = Field(
+    link_bytes_per_s: ByteRate = Field(
         0.0, ge=0.0, description="bytes of KV sent per second at most; 0 = unlimited, or the emulated profile's rate"
     )
     write_back_blocks: int = Field(
@@ -230,6 +231,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     if emulated is not None:
         compute = EmulatedCompute(*emulated, decode, model.vocab_size, _end_tokens(model), _emulation_noise(config))
         return _emulated_setup(config, folder, model, stages, compute)
+    check_engine_installed()
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
@@ -255,6 +257,21 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         speeds=_calibrated_speeds(config.profile, layout),
     )
     return _instance_setup(config, model, spec, _compute_fingerprint(weights_fingerprint(folder), spec))
+
+
+def check_engine_installed() -> None:
+    """Sees that the packages with which engines compute are installed.
+
+    Raises:
+        ConfigError: one is not; says how to install it.
+    """
+    for package in ENGINE_PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                "engine",
+                f"computing needs {package}, which is not installed: pip install 'moonpool[engine]'; "
+                f"without it, --engine {SCHEME}PROFILE emulates the compute",
+            )
 
 
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:

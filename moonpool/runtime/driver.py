@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 from pydantic import Field, field_validator
 
 from moonpool import world
-from moonpool.config import ServiceConfig
+from moonpool.config import ByteSize, ServiceConfig
 from moonpool.errors import Internal
 from moonpool.runtime.journal import JournalWriter
 from moonpool.scheduling.state_machine import Core, Tick
@@ -25,7 +25,7 @@ class CoreServiceConfig(ServiceConfig):
         description="folder for a journal of all decisions, for `moonpool rerun`; an earlier one there is overwritten;"
         " {pid} stands for the process's number; default: none is kept",
     )
-    journal_bytes: int = Field(64 << 20, ge=1 << 16, description="size of the journal's two files together")
+    journal_bytes: ByteSize = Field(64 << 20, ge=1 << 16, description="size of the journal's two files together")
 
     @field_validator("journal_dir", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import ListenAddress, read_mapping
+from moonpool.config import ByteSize, ListenAddress, read_mapping
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.delete_kv import check_ttls
 from moonpool.rpc.auth import ClientPortConfig
@@ -150,7 +150,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     max_queued: int = Field(
         1024, ge=1, description="requests that may wait like this at once; beyond it some are refused"
     )
-    max_queued_bytes: int = Field(
+    max_queued_bytes: ByteSize = Field(
         64 << 20, ge=1 << 10, description="bytes that the tokens of waiting prompts may take, 4 for each token"
     )
     tenant_weights: Annotated[dict[str, float], BeforeValidator(read_mapping)] = Field(

@@ -4,6 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from moonpool.config import ByteSize
 from moonpool.engine.setup import EngineConfig
 
 
@@ -25,7 +26,7 @@ class DecodeConfig(EngineConfig):
         "needed; recompute = it is computed again; swap = it is copied to DRAM and back; store = it is read back from "
         "a kvstore; auto = whichever is predicted to be quickest",
     )
-    swap_bytes: int = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
+    swap_bytes: ByteSize = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
     load_timeout_s: float = Field(
         5.0,
         gt=0,
@@ -52,7 +53,7 @@ class DecodeConfig(EngineConfig):
         description="seconds that the tokens of such a sequence, and of ended ones, are kept for clients that resume "
         "their streams",
     )
-    log_bytes: int = Field(
+    log_bytes: ByteSize = Field(
         16 << 20, ge=0, description="bytes of all tokens kept for that; the oldest are dropped first"
     )
     preempt_every: int = Field(

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from moonpool.config import ListenAddress, PeerAddresses, ServiceConfig
+from moonpool.config import ByteSize, ListenAddress, PeerAddresses, ServiceConfig
 from moonpool.errors import ConfigError
 
 
@@ -67,7 +67,9 @@ class GatewayConfig(ServiceConfig):
         description="certificate of the HTTP server (PEM), read again when the file changes; default: plain HTTP",
     )
     ssl_keyfile: Path | None = Field(None, description="private key of --ssl-certfile (PEM)")
-    max_body_bytes: int = Field(8 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes")
+    max_body_bytes: ByteSize = Field(
+        8 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes"
+    )
     max_connections: int = Field(
         4096, ge=1, description="maximum number of open connections; if there are more, an idle connection is closed"
     )

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from moonpool.config import Folders, PeerAddresses, read_mapping
+from moonpool.config import ByteSize, Folders, PeerAddresses, read_mapping
 from moonpool.errors import ConfigError
 from moonpool.rpc.auth import ClientPortConfig
 from moonpool.transport.config import TransportConfig
@@ -29,9 +29,11 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
         (), description="HOST:PORT of the conductor to join; of several conductors, all are joined; default: run alone"
     )
     data_dir: Folders = Field((), description="folder of the SSD tier, one per disk; default: keep blocks in DRAM only")
-    dram_bytes: int = Field(1 << 30, gt=0, description="budget of the DRAM tier in bytes")
-    ssd_bytes: int = Field(16 << 30, ge=0, description="budget of each data_dir in bytes; 0 = keep blocks in DRAM only")
-    segment_bytes: int = Field(
+    dram_bytes: ByteSize = Field(1 << 30, gt=0, description="budget of the DRAM tier in bytes")
+    ssd_bytes: ByteSize = Field(
+        16 << 30, ge=0, description="budget of each data_dir in bytes; 0 = keep blocks in DRAM only"
+    )
+    segment_bytes: ByteSize = Field(
         0, ge=0, description="bytes of one segment file, the unit in which SSD is reclaimed; 0 = a 64th of ssd_bytes"
     )
     durability: Literal["power", "process"] = Field(
@@ -44,30 +46,30 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
         description="what is written to the SSD tier: all blocks, or only blocks that are used again (read or put "
         "again, refused lately, or pinned), which spares the device",
     )
-    ssd_write_bytes_per_s: int = Field(
+    ssd_write_bytes_per_s: ByteSize = Field(
         0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"
     )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )
     read_threads: int = Field(4, ge=1, le=256, description="threads that read the SSD, for each data_dir")
-    read_ahead_bytes: int = Field(
+    read_ahead_bytes: ByteSize = Field(
         64 << 20, gt=0, description="bytes that may be read from SSD before readers take them, all readers together"
     )
-    window_bytes: int = Field(32 << 20, ge=1 << 20, description="bytes that one writer may be ahead of the store")
+    window_bytes: ByteSize = Field(32 << 20, ge=1 << 20, description="bytes that one writer may be ahead of the store")
     max_sessions: int = Field(4096, ge=1, description="writing sessions open at once, and as many reading ones")
     session_timeout_s: float = Field(60.0, gt=0, description="seconds after which a session without progress is ended")
     room_timeout_s: float = Field(10.0, gt=0, description="seconds a writing session may wait for room in DRAM")
     lease_timeout_s: float = Field(
         600.0, gt=0, description="seconds a reading session may last; its blocks cannot be evicted for so long"
     )
-    lease_bytes: int | None = Field(
+    lease_bytes: ByteSize | None = Field(
         None,
         gt=0,
         description="bytes of DRAM that all reading sessions together may keep from eviction; default: three quarters "
         "of dram_bytes",
     )
-    pin_bytes: int | None = Field(
+    pin_bytes: ByteSize | None = Field(
         None, ge=0, description="bytes of blocks that all pins together may keep; default: half of dram_bytes; 0 = none"
     )
     max_pins: int = Field(1024, ge=1, description="pins at once")

@@ -111,6 +111,20 @@ def test_conductor_and_kvstore_without_torch(
     assert statuses == [0, 0]
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "arguments",
+    [["serve"], ["prefill", "--model", "bundled", "--conductor", "h:1"], ["model", "create", "tiny-llama", "x"]],
+    [["serve"], ["prefill", "--model", "bundled", "--conductor", "h:1"], ["model", "create", "tiny-llama", "x"]],
+)
+def test_what_needs_torch_says_how_to_install_it(base_python: Path, arguments: list[str], tmp_path: Path) -> None:
+    command = [base_python, "-m", "moonpool.cli.main", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "pip install 'moonpool[engine]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_no_torch_in_io_processes() -> None:
     """Importing any service's program, also prefill's and decode's I/O process, does not import torch."""
     modules = [f"services.{name}.__main__" for name in ("conductor", "kvstore", "prefill", "decode", "gateway")]

@@ -107,6 +107,20 @@ def test_greedy_at_every_length(
         reference.assert_greedy(prompt, answer, tolerance)
 
 
+def test_the_first_answer_is_a_good_one(stack: CheckedStack) -> None:
+    """Nobody gives a temperature: the model's card does. A given one wins, also OpenAI's own."""
+    question: list[Message] = [{"role": "user", "content": QUESTIONS[0]}]
+
+    def answers(sampling: SamplingParams) -> list[str]:
+        return [choice.text for choice in client.generate(messages=question, sampling=sampling).choices]
+
+    with Client(stack.address) as client:
+        unsaid = answers(SamplingParams(max_tokens=16, n=8, seed=1))
+        assert unsaid == answers(SamplingParams(max_tokens=16, n=8, seed=1, temperature=0.2, top_p=0.9))
+        assert sum("Paris" in text for text in unsaid) >= 7, unsaid
+        assert unsaid != answers(SamplingParams(max_tokens=16, n=8, seed=1, temperature=1.0, top_p=1.0))
+
+
 def test_a_chat_of_ten_turns(stack: CheckedStack, reference: Reference, tolerance: float, tokenizer: Tokenizer) -> None:
     """Each answer is the reference's, and each turn finds the blocks of the last one's prompt and answer."""
     turns: list[Message] = []

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 IGNORED = ("__init__.py", "__pycache__", "py.typed")
 VERBS = (
-    *("setup", "run", "up", "down", "up-local", "down-local", "test", "test-all", "test-containers"),
+    *("setup", "dev", "run", "up", "down", "up-local", "down-local", "test", "test-all", "test-containers"),
     *("check", "lint", "format", "bench", "load", "protos", "clean"),
 )
 
@@ -90,6 +90,24 @@ def test_makefile_has_every_verb() -> None:
 def test_ci_runs_make_test() -> None:
     """CI does what a person does."""
     assert "\nmake test\nmake lint\n" in read(".ci/run")
+
+
+@pytest.mark.parametrize(
+    ("verb", "extras"),
+    [("run", ["engine"]), ("chat", ["engine"]), ("up-local", ["engine"]), ("setup", ["engine"])]
+    + [(verb, ["engine", "engine,dev"]) for verb in ("dev", "test", "test-all", "test-gpu", "lint", "format")],
+)
+def test_a_verb_installs_what_it_needs_and_no_more(verb: str, extras: list[str], tmp_path: Path) -> None:
+    """In a fresh checkout: who serves and chats needs no tools of developers, and CI's two verbs install theirs."""
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    planned = subprocess.run(
+        [make, "--dry-run", "PYTHON=true", verb], capture_output=True, text=True, cwd=tmp_path, check=True
+    ).stdout
+    assert re.findall(r"-e '\.\[([a-z,]+)\]'", planned) == extras
 
 
 def test_make_test_shows_the_tests_that_need_a_gpu() -> None:

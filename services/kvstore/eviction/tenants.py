@@ -11,15 +11,16 @@ import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from moonpool.errors import ConfigError, InvalidRequest, Overloaded
 from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
+from moonpool.sizes import parse_size
 
 DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each of them gets what it grants
 MAX_TENANT_ROWS = 64  # each is a set of gauges
-ByteCount = Annotated[int, Field(ge=0)]
+ByteCount = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 QuotaKind = Literal[
     "dram", "ssd", "pins"
 ]  # in which a tenant has bytes: a tier, or the blocks that its pins keep in either

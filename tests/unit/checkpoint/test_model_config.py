@@ -182,6 +182,31 @@ def test_no_config(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
+CARD = DefaultSampling(temperature=0.2, top_p=0.9)
+
+
+@pytest.mark.parametrize(
+    ("folder", "suggested"),
+    [
+        ("SmolLM2-135M-Instruct", CARD),
+        ("models--HuggingFaceTB--SmolLM2-1.7B-Instruct/snapshots/0a1b", CARD),
+        ("SmolLM2-135M", DefaultSampling()),  # not a chat model
+        ("some-model", DefaultSampling()),  # OpenAI's defaults hold
+    ],
+)
+def test_the_models_card_suggests_where_the_files_do_not(
+    folder: str, suggested: DefaultSampling, tmp_path: Path
+) -> None:
+    path = tmp_path / folder
+    path.mkdir(parents=True)
+    write_config(path)
+    assert load_config(path).default_sampling == suggested
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert load_config(path).default_sampling == suggested
+    (path / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
+    assert load_config(path).default_sampling == DefaultSampling(temperature=0.6)
+
+
 def test_generation_config_adds_end_tokens_and_sampling(tmp_path: Path) -> None:
     write_config(tmp_path)
     generation = {"eos_token_id": [5, 6], "temperature": 0.7, "top_k": 20, "do_sample": True, "max_new_tokens": 9}

@@ -2,13 +2,27 @@
 
 import re
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
-from pydantic import Field, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
-from moonpool.config import PeerAddresses, ServiceConfig, format_address, parse_address
+from moonpool.config import (
+    SERVICES,
+    PeerAddresses,
+    ServiceConfig,
+    config_class,
+    format_address,
+    is_size,
+    parse_address,
+    refuse_unknown_variables,
+)
 from moonpool.errors import ConfigError
+from moonpool.sizes import format_size, parse_size
+from services.kvstore.config import KVStoreConfig
+from services.prefill.config import PrefillConfig
+
+ROOT = Path(__file__).parents[3]
 
 
 class PoolConfig(ServiceConfig):
@@ -68,7 +82,7 @@ def test_precedence_is_flag_environment_file_default(tmp_path: Path, monkeypatch
     file.write_text("kv_bytes: 1\nrate: 1.5\nlog_level: debug\nlabels: [a, b]\n")
     monkeypatch.setenv("MOONPOOL_KV_BYTES", "2")
     monkeypatch.setenv("MOONPOOL_RATE", "2.5")
-    monkeypatch.setenv("MOONPOOL_OTHER_SERVICES_SETTING", "ignored")
+    monkeypatch.setenv("MOONPOOL_MAX_NUM_SEQS", "7")  # another service's
     config = PoolConfig.load([*ARGV, "--config", str(file), "--kv-bytes", "3"])
     assert (config.kv_bytes, config.rate, config.log_level, config.dtype) == (3, 2.5, "debug", "float32")
     assert config.labels == ("a", "b")
@@ -261,3 +275,72 @@ def test_addresses_round_trip(address: str) -> None:
 def test_bad_addresses(address: str) -> None:
     with pytest.raises(ValueError, match="got"):
         parse_address(address)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4096", 4096),
+        ("4GiB", 4 << 30),
+        ("1.5 gib", 3 << 29),
+        ("500MB", 500_000_000),
+        ("64kib", 65536),
+        ("1_000", 1000),
+    ],
+)
+def test_sizes(text: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every service, by every way, also of a rate."""
+    file = tmp_path / "store.yaml"
+    file.write_text(f"dram_bytes: {text}\nlease_bytes: {text}\ntenants: {{ann: {{dram_quota_bytes: {text}}}}}\n")
+    store = KVStoreConfig.load(["--config", str(file), "--ssd-bytes", text])
+    assert (store.dram_bytes, store.lease_bytes, store.ssd_bytes) == (size, size, size)
+    assert store.tenants["ann"].dram_quota_bytes == size
+    monkeypatch.setenv("MOONPOOL_LINK_BYTES_PER_S", text)
+    monkeypatch.setenv("MOONPOOL_KV_CACHE_MEMORY_BYTES", text)
+    engine = PrefillConfig.load(["--conductor", "h:1", "--model", "m"])
+    assert (engine.link_bytes_per_s, engine.kv_cache_memory_bytes) == (size, size)
+    assert parse_size(format_size(size)) == size
+
+
+@pytest.mark.parametrize("text", ["4G", "many", "4 GiBs", "-1GiB", "1,5GB", ""])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="dram_bytes: must be a size in bytes, for example 4GiB, 500MB or 4096, got"):
+        KVStoreConfig.load(["--dram-bytes", text])
+
+
+@pytest.mark.parametrize("kind", SERVICES)
+def test_every_setting_of_bytes_is_a_size(kind: str) -> None:
+    for name, field in config_class(kind).model_fields.items():
+        if is_size(name):
+            assert TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python("32MiB") == 32 << 20, name
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("MOONPOOL_MAX_NUM_SEQ", "; did you mean MOONPOOL_MAX_NUM_SEQS?"),
+        ("MOONPOOL_KERNEL", "; did you mean MOONPOOL_KERNELS?"),
+        ("MOONPOOL_XYZZY_XYZZY", ""),
+    ],
+)
+def test_an_unknown_variable_is_refused(variable: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "1")
+    error = refused(ARGV)
+    assert str(error) == f"{variable}: nothing reads this environment variable{hint}"
+
+
+def test_every_variable_of_this_repository_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [
+        *ROOT.glob("*.yaml"),
+        ROOT / "Makefile",
+        *ROOT.glob("deploy/*"),
+        *ROOT.glob("docs/*.md"),
+        ROOT / "README.md",
+    ]
+    named = {
+        name for file in files if file.is_file() for name in re.findall(r"MOONPOOL_[A-Z_]*[A-Z]", file.read_text())
+    }
+    assert len(named) > 20
+    for name in named:
+        monkeypatch.setenv(name, "1")
+    refuse_unknown_variables()

@@ -13,7 +13,15 @@ import torch
 import transformers
 
 from benchmarks.peers.gguf_files import rewrite_gguf, write_gguf
-from moonpool.checkpoint import Tokenizer, inspect_checkpoint, load_config, model_name, resolve, weights_fingerprint
+from moonpool.checkpoint import (
+    DefaultSampling,
+    Tokenizer,
+    inspect_checkpoint,
+    load_config,
+    model_name,
+    resolve,
+    weights_fingerprint,
+)
 from moonpool.checkpoint.formats import tensor_index, weight_files
 from moonpool.checkpoint.gguf import TENSOR_TYPES
 from moonpool.errors import CheckpointError, UnsupportedModel
@@ -194,6 +202,15 @@ def test_damaged_files_are_refused(folders: Callable[[str], Path], tmp_path: Pat
         load_config(file)
     with pytest.raises(CheckpointError, match="not a whole GGUF file"):
         load_config(tmp_path / "nowhere.gguf")
+
+
+def test_the_file_suggests_a_sampling(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """By llama.cpp's keys; else the card of the model whose name the file has."""
+    suggested = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20}
+    file = write_gguf("llama", folders("llama"), tmp_path / "SmolLM2-135M-Instruct.gguf", "F32", metadata=suggested)
+    assert load_config(file).default_sampling == DefaultSampling(temperature=0.5, top_k=20)
+    plain = write_gguf("llama", folders("llama"), tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf", "F32")
+    assert load_config(plain).default_sampling == DefaultSampling(temperature=0.2, top_p=0.9)
 
 
 def test_a_folder_with_one_file_stands_for_it(folders: Callable[[str], Path], tmp_path: Path) -> None:

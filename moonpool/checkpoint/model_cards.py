@@ -1,0 +1,18 @@
+"""Sampling that a model's card recommends, for models whose files say nothing about sampling."""
+
+import re
+from pathlib import Path
+
+from moonpool.checkpoint.config import DefaultSampling
+
+CARDS = ((re.compile(r"smollm2-[\w.]+-instruct\b", re.IGNORECASE), DefaultSampling(temperature=0.2, top_p=0.9)),)
+"""Names of models, and the sampling of their cards' examples."""
+_SNAPSHOTS = "snapshots"
+"""Folder in the hub's cache whose parent has the model's name."""
+
+
+def card_sampling(path: Path) -> DefaultSampling:
+    """Return what the card of a checkpoint's model recommends. The name of the folder or file tells the model."""
+    hub = path.parent.name == _SNAPSHOTS
+    name = path.parent.parent.name if hub else path.name
+    return next((sampling for pattern, sampling in CARDS if pattern.search(name)), DefaultSampling())

@@ -1,0 +1,87 @@
+"""Starts that are broken off: by a signal at any moment, and by a port that another program has."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_cli import CLI, children_of, environment
+
+END_S = 15.0
+"""Bounds how long a start may take to end; seconds on a busy machine."""
+HELD = """#!/bin/sh
+while :; do sleep 1; done
+"""
+
+
+@pytest.fixture
+def cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No native code is compiled yet, and the compiler never ends."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(HELD)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MOONPOOL_KERNELS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MOONPOOL_KERNELS_PREBUILT", raising=False)
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A `moonpool serve` of the bundled model that has just begun; its standard error is read."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    command = [*CLI, "serve", "bundled", "--port", "0", "--threads", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as process:
+        yield process
+        process.kill()
+
+
+def ends_with_its_children(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    watched = [os.pidfd_open(pid) for pid in children_of(process.pid)]
+    assert watched
+    process.send_signal(number)
+    assert process.wait(END_S) == 128 + number
+    for descriptor in watched:
+        assert select.select([descriptor], [], [], END_S)[0], "a child outlived the start"
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_start_that_compiles(request: pytest.FixtureRequest, number: signal.Signals) -> None:
+    process = request.getfixturevalue("serve")
+    line = process.stdout.readline()
+    assert line.startswith("kernels: compiling native code, 0 of "), line
+    ends_with_its_children(process, number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_start_that_loads(serve: subprocess.Popen[str], number: signal.Signals) -> None:
+    assert serve.stdout is not None
+    while "reading the checkpoint" not in (line := serve.stdout.readline()):
+        assert line, "the start has ended"
+    ends_with_its_children(serve, number)
+
+
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("flag", ["port", "conductor_port"])
+def test_a_taken_port_is_found_before_anything_is_done(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        flags = ["--port", "0", f"--{flag.replace('_', '-')}", str(port)]
+        done = subprocess.run(
+            [sys.executable, "-m", "moonpool.cli.main", "serve", "bundled", *flags],
+            capture_output=True,
+            text=True,
+            env=environment(),
+            check=False,
+        )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"moonpool: {flag}: another program listens at 127.0.0.1:{port}\n"
