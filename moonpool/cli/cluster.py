@@ -15,7 +15,7 @@ from rich.text import Text
 from moonpool.cli.tables import RecordTable, stdout_console
 from moonpool.client import Client
 from moonpool.client.cluster_state import ClusterState, EndedRequest, InstanceInfo, Quantiles, QueueInfo, RecentInfo
-from moonpool.client.explain import PHASE_NAMES, Candidate, Explanation, RequestPhase, request_phases
+from moonpool.client.explain import PHASE_NAMES, Attempt, Candidate, RequestPhase, request_phases
 from moonpool.client.types import Placement
 from moonpool.errors import MoonpoolError
 
@@ -86,35 +86,48 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         bars = [dataclasses.asdict(phase) for phase in request_phases(found)]
         typer.echo(json.dumps({"request_id": request_id, **dataclasses.asdict(found), "phases": bars}))
         return
-    typer.echo(f"policy {found.policy}")
-    chosen = found.placement.prefill if found.placement is not None else ""
-    typer.echo("prefixes in blocks, `SSD` of them read from SSD; times in seconds")
-    table = RecordTable("prefill", *CANDIDATE_FIGURES, "from", "SSD", "", right=(*CANDIDATE_FIGURES, "SSD"))
-    for each in sorted(found.candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
-        parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
-        times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
-        remark = each.excluded or ("chosen" if each.instance == chosen else "")
-        cold = str(each.cold_blocks or "")
-        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, each.source, cold, remark)
     console = stdout_console()
-    console.print(table)
-    typer.echo(_outcome_text(found))
+    typer.echo(f"policy {found.policy}")
+    typer.echo("prefixes in blocks, `SSD` of them read from SSD; times in seconds")
+    for number, attempt in enumerate(found.attempts, 1):
+        if len(found.attempts) > 1:
+            cause = f", because {attempt.cause}" if attempt.cause else ""
+            typer.echo(f"\nplacement {number}, at {attempt.placed_s:.4f} s{cause}")
+        console.print(_candidate_table(attempt.candidates, attempt.placement.prefill))
+        typer.echo(_attempt_text(attempt))
+    if found.refused:
+        console.print(_candidate_table(found.candidates, ""))
+        typer.echo(f"refused: {found.refused}")
+    typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")
     if drawn := request_phases(found):
         console.print(_timeline(drawn))
         for name in dict.fromkeys(phase.name for phase in drawn):
             typer.echo(f"{name}: {PHASE_NAMES[name]}")
 
 
+def _candidate_table(candidates: tuple[Candidate, ...], chosen: str) -> RecordTable:
+    table = RecordTable("prefill", *CANDIDATE_FIGURES, "from", "SSD", "", right=(*CANDIDATE_FIGURES, "SSD"))
+    for each in sorted(candidates, key=lambda candidate: (bool(candidate.excluded), _ttft_s(candidate))):
+        parts = [each.queue_s, each.load_s, each.prefill_s, each.overhead_s, _ttft_s(each)]
+        times = ["-"] * 5 if each.excluded else [f"{part:.4f}" for part in parts]
+        remark = each.excluded or ("chosen" if each.instance == chosen else "")
+        cold = str(each.cold_blocks or "")
+        table.add_row(each.instance, str(each.local_blocks), str(each.used_blocks), *times, each.source, cold, remark)
+    return table
+
+
 def _timeline(drawn: list[RequestPhase]) -> RecordTable:
     """The phases on one line of time."""
     end_s = max(phase.end_s for phase in drawn) or 1.0
     figures = ("tokens", "from s", "for s")
+    several = max(phase.attempt for phase in drawn) > 1
     table = RecordTable("phase", *figures, "", right=figures)
     for phase in drawn:
         begin, end = (round(TIMELINE_WIDTH * at / end_s) for at in (phase.begin_s, phase.end_s))
         bar = " " * min(begin, TIMELINE_WIDTH - 1) + "█" * max(1, end - begin)
         times = f"{phase.begin_s:.4f}", f"{phase.end_s - phase.begin_s:.4f}"
-        table.add_row(phase.name, str(phase.tokens or ""), *times, bar)
+        name = f"{phase.attempt} {phase.name}" if several else phase.name
+        table.add_row(name, str(phase.tokens or ""), *times, bar)
     return table
 
 
@@ -122,19 +135,26 @@ def _ttft_s(candidate: Candidate) -> float:
     return candidate.queue_s + candidate.load_s + candidate.prefill_s + candidate.overhead_s
 
 
-def _outcome_text(found: Explanation) -> str:
-    if found.placement is None:
-        return f"refused: {found.refused}"
-    placement = found.placement
-    waited = f", after {found.waited_s:.4f} s without a place" if found.waited_s else ""
-    return "\n".join(
-        (
-            _placement_text(placement) + waited + (f", KV over {found.transport}" if found.transport else ""),
-            f"TTFT: predicted {placement.predicted_ttft_s:.4f} s, measured {_seconds_text(found.measured_ttft_s)}",
-            f"TPOT: predicted {_seconds_text(placement.predicted_tpot_s)}, "
-            f"measured {_seconds_text(found.measured_tpot_s)}",
+def _attempt_text(attempt: Attempt) -> str:
+    """Where a request was placed, what of it was computed there, and how the prediction fits."""
+    placement = attempt.placement
+    waited = f", after {attempt.waited_s:.4f} s without a place" if attempt.waited_s else ""
+    over = f", KV over {attempt.transport}" if attempt.transport else ""
+    came = attempt.first_token_s - attempt.placed_s if attempt.first_token_s else 0.0
+    lines = [_placement_text(placement) + waited + over]
+    if attempt.first_token_s:
+        computed = attempt.prompt_tokens - attempt.local_tokens - attempt.loaded_tokens
+        lines.append(
+            f"{attempt.prompt_tokens} tokens to compute or find: {attempt.local_tokens} there already, "
+            f"{attempt.loaded_tokens} loaded, {computed} computed; {attempt.tokens} new tokens of the answer"
         )
+    lines.append(
+        f"first token: predicted {placement.predicted_ttft_s:.4f} s, came {_seconds_text(came)} after the placement; "
+        f"TPOT predicted {_seconds_text(placement.predicted_tpot_s)}"
     )
+    if attempt.ended_s:
+        lines.append(f"given up at {attempt.ended_s:.4f} s")
+    return "\n".join(lines)
 
 
 def _placement_text(placement: Placement) -> str:
@@ -272,10 +292,11 @@ def bar(used: float, total: float) -> str:
 
 def _request_table(last: tuple[EndedRequest, ...]) -> RecordTable:
     figures = ("prompt", "cached", "answer", "TTFT ms", "TPOT ms")
-    table = RecordTable("request", "tenant", *figures, right=figures, title="\nrecent requests")
+    table = RecordTable("request", "tenant", *figures, "", right=figures, title="\nrecent requests")
     for each in last:
         usage, timing = each.usage, each.timing
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
-        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times)
+        refused = f"refused: {each.refused}" if each.refused else ""
+        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times, refused)
     return table

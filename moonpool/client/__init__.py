@@ -14,7 +14,7 @@ Errors are those of `moonpool.errors`.
 from moonpool.client.client import AsyncClient, Client
 from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo
 from moonpool.client.contexts import AsyncContexts, Context, Contexts, DeletedKV, InstanceDeletion
-from moonpool.client.explain import Candidate, Explanation
+from moonpool.client.explain import Attempt, Candidate, Explanation
 from moonpool.client.token_stream import AsyncTokenStream, TokenStream
 from moonpool.client.types import (
     Choice,
@@ -49,6 +49,7 @@ __all__ = [
     "AsyncClient",
     "AsyncContexts",
     "AsyncTokenStream",
+    "Attempt",
     "Candidate",
     "Choice",
     "Client",

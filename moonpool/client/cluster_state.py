@@ -74,12 +74,21 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """A request that has ended."""
+    """A request that has ended.
+
+    Attributes:
+        request_id: its id.
+        tenant: owner of the request.
+        usage: tokens counted.
+        timing: times measured.
+        refused: why the request was refused; "" if it was answered.
+    """
 
     request_id: str
     tenant: str
     usage: Usage
     timing: Timing
+    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)

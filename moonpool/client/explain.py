@@ -1,9 +1,9 @@
-"""The result of `explain`: the placement of a request, its timeline, and its phases, ready to be drawn."""
+"""The result of `explain`: the placements of a request, its timeline, and its phases, ready to be drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moonpool.client.types import Placement, Timing, Usage
 
@@ -17,17 +17,21 @@ class RequestPhase:
         begin_s: start of the phase.
         end_s: end of the phase; equal to `begin_s` if only one time is known.
         tokens: tokens of the prompt or the answer; 0 if the phase has no tokens.
+        attempt: number of the placement that the phase belongs to, from 1 on.
     """
 
     name: str
     begin_s: float
     end_s: float
     tokens: int = 0
+    attempt: int = 1
 
 
 PHASE_NAMES = {
+    "gap": "no token comes: the request was placed again",
     "wait": "waits at the conductor for a place",
     "place": "is tokenised and placed, and room is promised",
+    "lost": "is placed, and given up before a token came",
     "queue": "waits at the prefill instance",
     "load": "KV is loaded from a kvstore or another instance",
     "chunk": "a step computes a part of the prompt",
@@ -35,49 +39,52 @@ PHASE_NAMES = {
     "prompt": "decode computes what it lacks of the prompt",
     "steps": "decode generates the answer",
 }
-"""Descriptions by name, in the order in which phases begin."""
+"""Descriptions by name, in the order in which phases of a placement begin."""
 
 
 def request_phases(found: Explanation) -> list[RequestPhase]:
-    """The known phases of a request; empty before its first token."""
-    line = found.timeline
-    if not line.timing.ttft_s:
-        return []
-    waited_s, ttft_s = min(found.waited_s, line.timing.ttft_s), line.timing.ttft_s
-    waits = [RequestPhase("wait", 0.0, waited_s)] if waited_s else []
-    return [
-        *waits,
-        *_prefill_phases(line, waited_s),
-        RequestPhase("steps", ttft_s, _last_token_s(line), line.usage.completion_tokens),
-    ]
+    """The known phases of a request, placement by placement; empty before its first token."""
+    phases: list[RequestPhase] = []
+    began_s = heard_s = 0.0  # when the last placement was given up, and when the last token came
+    for number, attempt in enumerate(found.attempts, 1):
+        if attempt.first_token_s or attempt.ended_s:
+            end_s = attempt.first_token_s or attempt.ended_s
+            if heard_s:
+                phases.append(RequestPhase("gap", heard_s, end_s, attempt=number))
+            phases += (replace(phase, attempt=number) for phase in _phases_of(attempt, began_s))
+        began_s, heard_s = attempt.ended_s, attempt.last_token_s or heard_s
+    return phases
 
 
-def _prefill_phases(line: Timeline, placed_from_s: float) -> Iterator[RequestPhase]:
-    """The phases from the placement to the first token.
+def _phases_of(attempt: Attempt, began_s: float) -> Iterator[RequestPhase]:
+    """The phases of one placement, which began at `began_s`.
 
     The prefill instance has another clock. Its times are shifted so that its first token is the conductor's.
     """
-    timing = line.timing
-    if not line.chunks:
-        yield RequestPhase("prompt", placed_from_s, timing.ttft_s, line.usage.prompt_tokens - line.usage.cached_tokens)
+    searched_s = min(began_s + attempt.waited_s, attempt.placed_s)
+    if attempt.waited_s:
+        yield RequestPhase("wait", began_s, searched_s)
+    if not attempt.first_token_s and not attempt.computed_s:
+        yield RequestPhase("lost", searched_s, attempt.ended_s)
         return
-    came_s = max(placed_from_s, timing.ttft_s - timing.queue_s - timing.prefill_s)
-    yield RequestPhase("place", placed_from_s, came_s)
-    yield RequestPhase("queue", came_s, min(came_s + timing.queue_s, timing.ttft_s))
-    yield from (_phase_until("load", load, came_s) for load in line.loads)
-    chunks = [_phase_until("chunk", chunk, came_s) for chunk in line.chunks]
-    yield from chunks
-    if line.sent_bytes:
-        yield RequestPhase("stream", chunks[0].begin_s, timing.ttft_s + line.transfer_tail_s)
+    computed_s = attempt.computed_s or attempt.first_token_s
+    if attempt.chunks:
+        came_s = max(searched_s, computed_s - attempt.queue_s - attempt.prefill_s)
+        yield RequestPhase("place", searched_s, came_s)
+        yield RequestPhase("queue", came_s, min(came_s + attempt.queue_s, computed_s))
+        yield from (_phase_until("load", load, came_s) for load in attempt.loads)
+        chunks = [_phase_until("chunk", chunk, came_s) for chunk in attempt.chunks]
+        yield from chunks
+        if attempt.sent_bytes:
+            yield RequestPhase("stream", chunks[0].begin_s, computed_s + attempt.transfer_tail_s)
+    elif attempt.first_token_s:
+        yield RequestPhase("prompt", searched_s, computed_s, attempt.prompt_tokens - attempt.local_tokens)
+    if attempt.tokens:
+        yield RequestPhase("steps", attempt.first_token_s, attempt.last_token_s, attempt.tokens)
 
 
 def _phase_until(name: str, part: TimedTokens, came_s: float) -> RequestPhase:
     return RequestPhase(name, came_s + part.begin_s, came_s + part.end_s, part.tokens)
-
-
-def _last_token_s(line: Timeline) -> float:
-    """Time of the last known token."""
-    return max(line.timing.ttft_s, line.timing.e2e_s, line.token_s[-1] if line.token_s else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,57 @@ class TimedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One placement of a request, and what came of it. Times are seconds since the request arrived at the conductor.
+
+    Attributes:
+        placement: the instances.
+        cause: why the request was placed anew; "" for the first placement.
+        candidates: prefill instances that were considered.
+        waited_s: seconds that the request waited at the conductor for this placement.
+        placed_s: time of the placement.
+        prompt_tokens: tokens of the prompt, and of the answer so far, whose KV is needed.
+        local_tokens: of these, tokens in the pool of the instance that computed the others.
+        loaded_tokens: of these, tokens loaded from kvstores and other instances.
+        queue_s: seconds of waiting at the prefill instance.
+        prefill_s: seconds of loading and computing at the prefill instance.
+        loads: KV that was loaded.
+        chunks: prefill steps; at most the first 256.
+        computed_s: time at which prefill had computed; 0 if it has not, or if decode computes.
+        transfer_tail_s: seconds from then until decode had all KV; 0 if decode had all KV before.
+        sent_bytes: KV sent to decode.
+        transport: transport on which the KV went; "" if no KV was sent.
+        tokens: new tokens of the answer.
+        first_token_s: time of the first of them; 0 if none came.
+        last_token_s: time of the last of them.
+        ended_s: time at which the placement was given up; 0 if it was not.
+    """
+
+    placement: Placement
+    cause: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    waited_s: float = 0.0
+    placed_s: float = 0.0
+    prompt_tokens: int = 0
+    local_tokens: int = 0
+    loaded_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    loads: tuple[TimedTokens, ...] = ()
+    chunks: tuple[TimedTokens, ...] = ()
+    computed_s: float = 0.0
+    transfer_tail_s: float = 0.0
+    sent_bytes: int = 0
+    transport: str = ""
+    tokens: int = 0
+    first_token_s: float = 0.0
+    last_token_s: float = 0.0
+    ended_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Timeline:
-    """The course of a request, until now or until its end.
+    """The course of a request, until now or until its end; of several placements, the one that gave the first token.
 
     Attributes:
         tenant: owner of the request.
@@ -152,7 +208,7 @@ class Explanation:
     """How a request was placed. Measured times are 0 until they are known.
 
     Attributes:
-        placement: the instances; None if the request was refused.
+        placement: the instances of the last placement; None if the request was refused.
         candidates: prefill instances that were considered.
         measured_ttft_s: measured time to first token, in seconds.
         measured_tpot_s: measured mean time per token, in seconds.
@@ -161,6 +217,7 @@ class Explanation:
         waited_s: seconds that the request waited at the conductor for a placement.
         timeline: the course of the request.
         transport: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
+        attempts: all placements, in their order.
     """
 
     placement: Placement | None
@@ -172,3 +229,4 @@ class Explanation:
     waited_s: float = 0.0
     timeline: Timeline = Timeline()
     transport: str = ""
+    attempts: tuple[Attempt, ...] = ()

@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from moonpool.client.cluster_state import ClusterState, GaugeValue, InstanceInfo, QueueInfo, RecentInfo, TierInfo
-from moonpool.client.explain import Candidate, Explanation, Timeline
+from moonpool.client.explain import Attempt, Candidate, Explanation, Timeline
 from moonpool.client.types import (
     Choice,
     FinishReason,
@@ -289,6 +289,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         waited_s=message.waited_s,
         timeline=from_message(Timeline, message.timeline),
         transport=message.lane,
+        attempts=tuple(from_message(Attempt, attempt) for attempt in message.attempts),
     )
 
 

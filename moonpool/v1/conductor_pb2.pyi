@@ -1451,7 +1451,7 @@ class Timeline(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimedTokens]:
-        """What it loaded from kvstores; seconds since the prompt came there."""
+        """What that instance loaded from kvstores; seconds since the prompt came there."""
 
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimedTokens]:
@@ -1484,6 +1484,114 @@ class Timeline(_message.Message):
 Global___Timeline: _TypeAlias = Timeline  # noqa: Y015
 
 @_typing.final
+class Attempt(_message.Message):
+    """One placement of a request, and what came of it. Times are seconds since the request came to the conductor, unless
+    they say otherwise.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    WAITED_S_FIELD_NUMBER: _builtins.int
+    PLACED_S_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    LOCAL_TOKENS_FIELD_NUMBER: _builtins.int
+    LOADED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    LOADS_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    COMPUTED_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_TAIL_S_FIELD_NUMBER: _builtins.int
+    SENT_BYTES_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    LAST_TOKEN_S_FIELD_NUMBER: _builtins.int
+    ENDED_S_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """Why it was placed anew; empty for the first placement."""
+    waited_s: _builtins.float
+    """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
+    placed_s: _builtins.float
+    """When it was placed."""
+    prompt_tokens: _builtins.int
+    """Tokens of the prompt, and of the answer so far, whose KV is needed."""
+    local_tokens: _builtins.int
+    """Of these, tokens in the pool of the instance which computed the others."""
+    loaded_tokens: _builtins.int
+    """Of these, tokens loaded from kvstores and other instances."""
+    queue_s: _builtins.float
+    """Waiting at the prefill instance, seconds."""
+    prefill_s: _builtins.float
+    """Loading and computing at the prefill instance, seconds."""
+    computed_s: _builtins.float
+    """When prefill had computed it; 0 = it has not, or decode computes."""
+    transfer_tail_s: _builtins.float
+    """From then until all KV was at decode; 0 = before, or none went there."""
+    sent_bytes: _builtins.int
+    """Bytes of KV that went to decode."""
+    transport: _builtins.str
+    """The transport on which they went; empty where none went."""
+    tokens: _builtins.int
+    """New tokens of the answers."""
+    first_token_s: _builtins.float
+    """When the first of these came; 0 = none came."""
+    last_token_s: _builtins.float
+    """When the last of these came."""
+    ended_s: _builtins.float
+    """When the placement was given up; 0 = it was not."""
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Where the request was placed."""
+
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateExplanation]:
+        """Prefill candidates."""
+
+    @_builtins.property
+    def loads(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimedTokens]:
+        """What was loaded; seconds since the request came to the instance."""
+
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimedTokens]:
+        """What was computed, step by step; seconds since the request came to the instance."""
+
+    def __init__(
+        self,
+        *,
+        placement: Global___Placement | None = ...,
+        cause: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___CandidateExplanation] | None = ...,
+        waited_s: _builtins.float = ...,
+        placed_s: _builtins.float = ...,
+        prompt_tokens: _builtins.int = ...,
+        local_tokens: _builtins.int = ...,
+        loaded_tokens: _builtins.int = ...,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        loads: _abc.Iterable[_prefill_pb2.TimedTokens] | None = ...,
+        chunks: _abc.Iterable[_prefill_pb2.TimedTokens] | None = ...,
+        computed_s: _builtins.float = ...,
+        transfer_tail_s: _builtins.float = ...,
+        sent_bytes: _builtins.int = ...,
+        transport: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+        first_token_s: _builtins.float = ...,
+        last_token_s: _builtins.float = ...,
+        ended_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "cause", b"cause", "chunks", b"chunks", "computed_s", b"computed_s", "ended_s", b"ended_s", "first_token_s", b"first_token_s", "last_token_s", b"last_token_s", "loaded_tokens", b"loaded_tokens", "loads", b"loads", "local_tokens", b"local_tokens", "placed_s", b"placed_s", "placement", b"placement", "prefill_s", b"prefill_s", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "sent_bytes", b"sent_bytes", "tokens", b"tokens", "transfer_tail_s", b"transfer_tail_s", "transport", b"transport", "waited_s", b"waited_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
+
+@_typing.final
 class ExplainResponse(_message.Message):
     """How a request was placed."""
 
@@ -1498,6 +1606,7 @@ class ExplainResponse(_message.Message):
     WAITED_S_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1522,6 +1631,12 @@ class ExplainResponse(_message.Message):
     def timeline(self) -> Global___Timeline:
         """What it has gone through."""
 
+    @_builtins.property
+    def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
+        """All placements of the request, in their order. The fields above tell of the last placement, and `timeline` of the
+        one that gave the first token.
+        """
+
     def __init__(
         self,
         *,
@@ -1534,10 +1649,11 @@ class ExplainResponse(_message.Message):
         waited_s: _builtins.float = ...,
         timeline: Global___Timeline | None = ...,
         lane: _builtins.str = ...,
+        attempts: _abc.Iterable[Global___Attempt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "candidates", b"candidates", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1704,10 +1820,13 @@ class EndedRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
     """Whose it was."""
+    refused: _builtins.str
+    """Why it was refused; empty when it was answered."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -1723,10 +1842,11 @@ class EndedRequest(_message.Message):
         tenant: _builtins.str = ...,
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
+        refused: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

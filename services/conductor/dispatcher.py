@@ -59,6 +59,7 @@ from services.conductor.core.router import ReplicatePrefix, StoreView
 from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from services.conductor.explain import RequestReports
 from services.conductor.proto_conversion import (
+    candidate_proto,
     error_of,
     failure_of,
     finish_of,
@@ -230,7 +231,8 @@ class Dispatcher:
             case TakeOverSequence():
                 session = self._sessions[action.request]
                 session.started = True
-                self._reports.decisions.placed(session.spec.id, session.placement, ())
+                session.taken_over(action.sequence)
+                self._reports.decisions.placed(session.spec.id, session.attempts[-1])
                 self._calls.take_over(action, session)
             case RenewSession():
                 self._calls.renew(action)
@@ -250,12 +252,17 @@ class Dispatcher:
         request_id = session.spec.id
         match action:
             case AnnouncePlacement(_, plan, sequence, target):
-                placement = placement_proto(action)
-                self._reports.decisions.placed(request_id, placement, plan.candidates, action.queued_s)
-                session.placed(placement, sequence, target)
+                attempt = conductor_pb2.Attempt(
+                    placement=placement_proto(action),
+                    candidates=map(candidate_proto, plan.candidates),
+                    waited_s=action.queued_s,
+                )
+                session.placed(attempt, sequence, target)
+                self._reports.decisions.placed(request_id, attempt)
                 return
             case Rehash(request, failures, failure):
                 log.warning("placing anew", request=request_id, failures=failures, error=str(failure))
+                session.given_up(str(failure))
                 tokens = session.rehash()
                 self._post(Rehashed(request, tokens, session.reusable_keys))
                 return
@@ -267,7 +274,7 @@ class Dispatcher:
                 return
             case FailRequest(_, failure, refused, candidates):
                 if refused:
-                    self._reports.decisions.refused(request_id, str(failure), candidates)
+                    self._reports.refused(request_id, session.spec.tenant, str(failure), candidates)
                 session.outgoing.end(error_of(failure))
             case DropRequest():
                 session.outgoing.end()
@@ -403,7 +410,7 @@ class InstanceCalls:
                 elif response.HasField("stale"):
                     return StalePlacement(finite_or_zero(response.stale.drain_s), response.stale.taken)
                 elif response.HasField("finished"):
-                    session.kv_delivered(response.finished)
+                    session.kv_delivered(response.finished, order.sequence)
                     self._post(KVDelivered(order.io))
         finally:
             call.cancel()
@@ -419,7 +426,7 @@ class InstanceCalls:
     ) -> None:
         """The prompt is computed, `lasted_s` seconds after the call began."""
         how, before = _prefill_measurements(first, request.sequence, lasted_s), session.tokens
-        finish = finish_of(session.add_first_tokens(first))
+        finish = finish_of(session.add_first_tokens(first, request.sequence.request_id))
         known = 0 < before == session.tokens
         self._post(FirstToken(io, how, finish, known))
 
@@ -518,7 +525,7 @@ class InstanceCalls:
         self._sequences[order.io] = order, steps
         end = partial(self._end_sequence, order.io)
         stop = partial(steps.cancel, order.sequence, reservation_proto(order.target))
-        subscription = SequenceSubscription(order.io, session, self._post, end, stop)
+        subscription = SequenceSubscription(order.io, order.sequence, session, self._post, end, stop)
         steps.subscribe(order.sequence, subscription)
         return steps, subscription
 
@@ -580,12 +587,14 @@ class SequenceSubscription:
     def __init__(
         self,
         io: int,
+        sequence: str,
         session: Session,
         post: Callable[[Event], None],
         end: Callable[..., None],
         stop: Callable[[int], None],
     ) -> None:
         self._io = io
+        self._sequence = sequence
         self._session = session
         self._post = post
         self._end = end
@@ -596,7 +605,7 @@ class SequenceSubscription:
     def add_tokens(self, new: NewTokens) -> bool:
         """Take tokens; see `SequenceSubscriber`. Known tokens are dropped; a gap ends the call with a failure."""
         try:
-            self._added(new.choice, self._session.add_tokens(new), new.reason)
+            self._added(new.choice, self._session.add_tokens(new, self._sequence), new.reason)
         except StreamBroken as error:
             self._end(failure_of(error), cancel=True)
             return True

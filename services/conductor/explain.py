@@ -43,24 +43,24 @@ class DecisionLog:
     def placed(
         self,
         request_id: str,
-        placement: conductor_pb2.Placement,
-        candidates: Iterable[PrefillChoice],
-        waited_s: float = 0.0,
+        attempt: conductor_pb2.Attempt,
     ) -> None:
-        """Note where a request was placed; a later placement of the same request replaces an earlier one.
-
-        `waited_s`: seconds for which no place was found before.
-        """
-        explained = map(candidate_proto, candidates)
-        record = conductor_pb2.ExplainResponse(placement=placement, candidates=explained, waited_s=waited_s)
+        """Note where a request was placed; the record tells of the last placement."""
+        record = conductor_pb2.ExplainResponse(
+            placement=attempt.placement, candidates=attempt.candidates, waited_s=attempt.waited_s
+        )
         earlier = self._records.get(request_id)
         if earlier is not None:
             record.measured_ttft_s, record.lane = earlier.measured_ttft_s, earlier.lane
         self._keep(request_id, record)
 
-    def refused(self, request_id: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
+    def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
         """Note why a request was refused. Without candidates, those of an earlier decision are kept."""
-        record = conductor_pb2.ExplainResponse(refused=reason, candidates=map(candidate_proto, candidates))
+        record = conductor_pb2.ExplainResponse(
+            refused=reason,
+            candidates=map(candidate_proto, candidates),
+            timeline=conductor_pb2.Timeline(tenant=tenant, arrived_at=world.unix_time()),
+        )
         earlier = self._records.get(request_id)
         if earlier is not None and not record.candidates:
             record.candidates.extend(earlier.candidates)
@@ -79,11 +79,15 @@ class DecisionLog:
         if record is not None:
             record.measured_tpot_s = tpot_s
 
-    def ended(self, request_id: str, timeline: conductor_pb2.Timeline) -> None:
-        """Note the timeline of a request that is over."""
+    def ended(
+        self, request_id: str, timeline: conductor_pb2.Timeline, attempts: Iterable[conductor_pb2.Attempt]
+    ) -> None:
+        """Note timeline and placements of a request that is over."""
         record = self._records.get(request_id)
         if record is not None:
             record.timeline.CopyFrom(timeline)
+            del record.attempts[:]
+            record.attempts.extend(attempts)
 
     def has_ended(self, request_id: str) -> bool:
         """Whether the timeline of a request is known."""
@@ -147,7 +151,7 @@ _Figures = tuple[float, int, int, int, float, float]
 
 
 class RecentRequests:
-    """Figures of the last answered requests, in the order of their ends; `clock` gives seconds.
+    """Figures of the last answered requests, and a list of the last ended and refused ones; `clock` gives seconds.
 
     The figures are plain numbers because the event loop waits while they are added up.
     """
@@ -166,6 +170,10 @@ class RecentRequests:
         self._last.append(
             conductor_pb2.EndedRequest(request_id=request_id, tenant=timeline.tenant, usage=usage, timing=timing)
         )
+
+    def add_refused(self, request_id: str, tenant: str, reason: str) -> None:
+        """List a refused request; its figures count nowhere."""
+        self._last.append(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, refused=reason))
 
     def state(self) -> conductor_pb2.RecentState:
         """Sums and quantiles of the last `RECENT_WINDOW_S` seconds."""
@@ -433,7 +441,13 @@ class RequestReports:
     def delivered(self, session: Session) -> None:
         """The KV has arrived at decode: a short answer may have ended before."""
         if self.decisions.has_ended(session.spec.id):
-            self.decisions.ended(session.spec.id, session.timeline(over=True))
+            self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
+
+    def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
+        """The request is refused, by the core or before it comes there."""
+        log.info("refused", request=request_id, tenant=tenant, reason=reason)
+        self.decisions.refused(request_id, tenant, reason, candidates)
+        self.recent.add_refused(request_id, tenant, reason)
 
     def completed(self, session: Session) -> None:
         """The request is answered; `ended` follows."""
@@ -443,6 +457,6 @@ class RequestReports:
 
     def ended(self, session: Session) -> None:
         """The core has ended the request."""
-        self.decisions.ended(session.spec.id, session.timeline(over=True))
+        self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
         if self.recording is not None:
             self.recording.ended(session.number, -(-session.tokens // len(session.choices)))

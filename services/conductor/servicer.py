@@ -179,7 +179,11 @@ class ConductorServicer:
         if self._draining:
             raise Unavailable("this conductor is draining")
         deadline = arrived + min(self._config.request_timeout_s, context.time_remaining() or float("inf"))
-        call = self._enter(request, request_id)
+        try:
+            call = self._enter(request, request_id)
+        except Overloaded as error:
+            self._reports.refused(request_id, request.tenant, str(error))
+            raise
         try:
             with self._spans.span("generate", request=request_id, **_trace(context)):
                 if call.session is not None:
@@ -257,7 +261,9 @@ class ConductorServicer:
         decision = self._reports.decisions.get(request.request_id)
         call = self._calls.get(request.request_id)
         if call is not None and call.session is not None and not decision.HasField("timeline"):
-            response = conductor_pb2.ExplainResponse(timeline=call.session.timeline(over=False))
+            response = conductor_pb2.ExplainResponse(
+                timeline=call.session.timeline(over=False), attempts=call.session.attempts
+            )
             response.MergeFrom(decision)
             return response
         return decision

@@ -300,6 +300,7 @@ class Session:
         prompt_unscored: the client wants the prompt's log probabilities, which are not known here yet.
         cached_tokens: tokens of the prompt that were not computed.
         transport: name of the transport that takes the prompt's KV to decode.
+        attempts: what is known of each placement, for `Explain`.
     """
 
     def __init__(
@@ -351,6 +352,10 @@ class Session:
         self._prompt_logprobs: conductor_pb2.PromptLogprobs | None = None
         self._finished: conductor_pb2.Finished | None = None
         self._timeline = conductor_pb2.Timeline(tenant=request.spec.tenant)  # without usage and times
+        self.attempts: list[conductor_pb2.Attempt] = []
+        self._attempts: dict[str, conductor_pb2.Attempt] = {}  # by sequence
+        self._cause = ""  # of the next placement
+        self._opened_by = ""  # sequence that gave the first token
         self._timeline.arrived_at = wall_clock() - (clock() - request.spec.arrived)
 
     # --- what is known of the request ---------------------------------------------------------------------------------
@@ -491,14 +496,18 @@ class Session:
                 self.outgoing.delta(choice.text_delta() if choice.finish else None)
         return self.spec
 
-    def placed(self, placement: conductor_pb2.Placement, sequence: str, target: DecodeReservation | None) -> None:
+    def placed(self, attempt: conductor_pb2.Attempt, sequence: str, target: DecodeReservation | None) -> None:
         """Tell the client where its request goes, and how to resume it.
 
         A second placement under the same sequence corrects the first: a prefill instance has not taken the request.
+        `attempt` tells the place, and why.
         """
-        corrected = sequence == self.sequence
+        placement, corrected = attempt.placement, sequence == self.sequence
         self.placement, self.sequence, self.started = placement, sequence, False
         self.placements += not corrected
+        if corrected:
+            self.attempts.pop()
+        self._begin_attempt(attempt, sequence)
         self._placed = conductor_pb2.Placed(
             request_id=self.spec.id,
             placement=placement,
@@ -508,6 +517,26 @@ class Session:
             corrected=corrected,
         )
         self.outgoing.placed(self._placed)
+
+    def taken_over(self, sequence: str) -> None:
+        """The sequence goes on at the instance where another conductor placed it."""
+        self._cause = self._cause or "the client resumed the request at this conductor"
+        self._begin_attempt(conductor_pb2.Attempt(placement=self.placement), sequence)
+
+    def given_up(self, cause: str) -> None:
+        """The last placement is given up; another one follows."""
+        self._cause = cause
+        if self.attempts and not self.attempts[-1].ended_s:
+            self.attempts[-1].ended_s = self._since_arrival()
+
+    def _begin_attempt(self, attempt: conductor_pb2.Attempt, sequence: str) -> None:
+        attempt.cause, attempt.placed_s = self._cause, self._since_arrival()
+        attempt.prompt_tokens = len(self.request.prompt) + self._placed_tokens
+        self.attempts.append(attempt)
+        self._attempts[sequence] = attempt
+
+    def _since_arrival(self) -> float:
+        return self._clock() - self.spec.arrived
 
     def complete(self, finish: CompletionReason) -> None:
         """Tell the client the rest."""
@@ -588,15 +617,15 @@ class Session:
 
     # --- output of engines --------------------------------------------------------------------------------------------
 
-    def add_first_tokens(self, first: prefill_pb2.FirstToken) -> kv_pb2.FinishReason.ValueType:
-        """Take prefill's token of each choice; returns the reason if they end the request.
+    def add_first_tokens(self, first: prefill_pb2.FirstToken, sequence: str) -> kv_pb2.FinishReason.ValueType:
+        """Take prefill's token of each choice, for a sequence; returns the reason if they end the request.
 
         Tokens of deferred answers are candidates, and end nothing.
 
         Raises:
             StreamBroken: there is not one per choice, known tokens were different, or log probabilities are missing.
         """
-        self._note_prefill(first)
+        self._note_prefill(first, sequence)
         token_ids = [first.token_id, *first.further_token_ids]
         if self.spec.deferred:
             if len(first.log_probabilities) != len(token_ids):
@@ -612,12 +641,12 @@ class Session:
         self._check_logprobs(found, len(token_ids))
         for choice, token_id in enumerate(token_ids):
             logprobs = found.part(choice, choice + 1) if found is not None else None
-            self.add_tokens(NewTokens(choice, self._placed_tokens, [token_id], logprobs=logprobs))
+            self.add_tokens(NewTokens(choice, self._placed_tokens, [token_id], logprobs=logprobs), sequence)
         self.opening_logprobs = found
         return self.finish
 
-    def add_tokens(self, new: NewTokens) -> int:
-        """Take tokens of a choice, without those that are known already; returns how many were new.
+    def add_tokens(self, new: NewTokens, sequence: str) -> int:
+        """Take tokens of a choice from a sequence, without those that are known already; returns how many were new.
 
         Raises:
             StreamBroken: tokens are missing, or known tokens were different.
@@ -643,28 +672,43 @@ class Session:
         if new.reason:
             self.outgoing.delta(choice.end(new.reason))
         tokens = self.tokens
+        attempt = self._attempts.get(sequence)
+        if tokens > before and attempt is not None:
+            attempt.tokens += tokens - before
+            attempt.last_token_s = now - self.spec.arrived
+            attempt.first_token_s = attempt.first_token_s or attempt.last_token_s
         if not before and tokens:
             self._on_first_token(self)
         return tokens - before
 
-    def kv_delivered(self, finished: prefill_pb2.PrefillFinished) -> None:
-        """The KV has arrived at decode."""
-        self._timeline.transfer_tail_s, self._timeline.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+    def kv_delivered(self, finished: prefill_pb2.PrefillFinished, sequence: str) -> None:
+        """The KV of a sequence has arrived at decode."""
+        if (attempt := self._attempts.get(sequence)) is not None:
+            attempt.transfer_tail_s, attempt.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
+        if sequence == self._opened_by:
+            self._timeline.transfer_tail_s, self._timeline.sent_bytes = finished.transfer_tail_s, finished.sent_bytes
         self._on_delivered(self)
 
     def computed_at_decode(self, held_blocks: int) -> None:
         """Decode computes the prompt after the blocks that it holds."""
+        if self.attempts:
+            self.attempts[-1].local_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
         if not self.tokens:
             self.cached_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
 
-    def _note_prefill(self, first: prefill_pb2.FirstToken) -> None:
-        """Keep how the prompt was computed the last time."""
-        timeline = self._timeline
-        for field_name in ("loads", "chunks", "transfer_tail_s", "sent_bytes"):
-            timeline.ClearField(field_name)
-        timeline.local_tokens = first.local_tokens
-        timeline.loads.extend(first.loads)
-        timeline.chunks.extend(first.chunks)
+    def _note_prefill(self, first: prefill_pb2.FirstToken, sequence: str) -> None:
+        """Keep how the prompt was computed: in its attempt, and in the timeline if that gave the first token."""
+        if (attempt := self._attempts.get(sequence)) is not None:
+            attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
+            attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.lane
+            attempt.computed_s = self._since_arrival()
+            attempt.loads.extend(first.loads)
+            attempt.chunks.extend(first.chunks)
+        if not self.tokens:
+            self._opened_by = sequence
+            self._timeline.local_tokens = first.local_tokens
+            self._timeline.loads.extend(first.loads)
+            self._timeline.chunks.extend(first.chunks)
 
     def _note_cached(self, first: prefill_pb2.FirstToken) -> None:
         """Keep the figures of the first prefill alone."""

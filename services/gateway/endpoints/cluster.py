@@ -46,7 +46,8 @@ async def get_request(gateway: GatewayContext, request: Request) -> Response:
     if not is_visible(found.timeline.tenant):
         raise _unknown_request(name)
     if not gateway.auth.is_operator(request):  # the queues of instances show other tenants' requests
-        found = replace(found, candidates=())
+        attempts = tuple(replace(attempt, candidates=()) for attempt in found.attempts)
+        found = replace(found, candidates=(), attempts=attempts)
     phases = {"phases": [asdict(phase) for phase in request_phases(found)], "names": PHASE_NAMES}
     return json_response({"request_id": name, **asdict(found), **phases}, NO_STORE)
 

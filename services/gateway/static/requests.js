@@ -30,15 +30,16 @@ function problem(text) {
 
 function lately(requests) {
   if (!requests.length) return el("p", { class: "hint" }, "None yet.");
-  const rows = requests.map(({ request_id: id, tenant, usage, timing }) => [
+  const rows = requests.map(({ request_id: id, tenant, usage, timing, refused }) => [
     el("a", { href: `#requests/${encodeURIComponent(id)}` }, id), tenant || "–",
     usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds(timing.ttft_s), seconds(timing.e2e_s),
+    refused,
   ]);
-  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end"], rows);
+  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end", "refused"], rows);
 }
 
 function story(found) {
-  const { timeline, phases, placement, refused } = found;
+  const { timeline, phases, placement, refused, attempts } = found;
   const { usage, timing } = timeline;
   if (!placement) return [el("p", {}, `Refused: ${refused}`), candidates(found)];
   const where = placement.prefill === placement.decode
@@ -51,9 +52,12 @@ function story(found) {
     el("h2", {}, `Request ${found.request_id}`),
     el("p", {}, `Came at ${came}, placed ${where}${source}. ${count(usage.prompt_tokens)} prompt tokens, ` +
       `${count(usage.cached_tokens)} of them from the cache; ${count(usage.completion_tokens)} tokens of answer. ` +
-      `TTFT ${seconds(timing.ttft_s)} (predicted ${seconds(placement.predicted_ttft_s)}), ` +
+      `TTFT ${seconds(timing.ttft_s)} (predicted ${seconds(attempts[0].placement.predicted_ttft_s)}), ` +
       `TPOT ${seconds(timing.tpot_s)} (predicted ${seconds(placement.predicted_tpot_s)}), ` +
       `end ${seconds(timing.e2e_s)}.${sent}`),
+    ...attempts.slice(1).map((attempt) => el("p", {}, `Placed again at ${seconds(attempt.placed_s)}, because ` +
+      `${attempt.cause}: ${count(attempt.prompt_tokens)} tokens to compute or find, ` +
+      `${count(attempt.local_tokens + attempt.loaded_tokens)} of them found, ${count(attempt.tokens)} new tokens.`)),
     timing.e2e_s ? null : el("p", { class: "hint" }, "It still runs."),
     phases.length ? chart(found) : null,
     candidates(found),

@@ -34,27 +34,32 @@ def cluster() -> FakeConductor:
 def explained() -> FakeConductor:
     fake = FakeConductor()
     placement = pb.Placement(prefill="prefill-1", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
+    candidates = [
+        pb.CandidateExplanation(instance="prefill-0", queue_s=1.0, prefill_s=0.5),
+        pb.CandidateExplanation(
+            instance="prefill-1",
+            local_blocks=3,
+            used_blocks=5,
+            load_s=0.05,
+            prefill_s=0.2,
+            source="decode-1",
+            cold_blocks=1,
+        ),
+        pb.CandidateExplanation(instance="prefill-2", excluded="draining"),
+    ]
+    attempt = pb.Attempt(
+        placement=placement, candidates=candidates, placed_s=0.125, prompt_tokens=49, local_tokens=9, loaded_tokens=24,
+        first_token_s=0.5, last_token_s=1.0, tokens=4, transport="local",
+    )  # fmt: skip
     fake.explanations["r1"] = pb.ExplainResponse(
         placement=placement,
-        candidates=[
-            pb.CandidateExplanation(instance="prefill-0", queue_s=1.0, prefill_s=0.5),
-            pb.CandidateExplanation(
-                instance="prefill-1",
-                local_blocks=3,
-                used_blocks=5,
-                load_s=0.05,
-                prefill_s=0.2,
-                source="decode-1",
-                cold_blocks=1,
-            ),
-            pb.CandidateExplanation(instance="prefill-2", excluded="draining"),
-        ],
-        measured_ttft_s=0.3,
+        candidates=candidates,
+        measured_ttft_s=0.5,
         policy="cache_aware",
-        lane="local",
+        attempts=[attempt],
     )
     alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
-    fake.explanations["r3"] = pb.ExplainResponse(placement=alone)
+    fake.explanations["r3"] = pb.ExplainResponse(placement=alone, attempts=[pb.Attempt(placement=alone)])
     fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
     return fake
 
@@ -105,24 +110,46 @@ def test_explain_lists_candidates_best_first_and_marks_the_choice(capsys: pytest
         ["prefill-0", "0", "0", "1.0000", "0.0000", "0.5000", "0.0000", "1.5000"],
         ["prefill-2", "0", "0", "-", "-", "-", "-", "-", "draining"],
     ]
-    assert lines[-3:] == [
+    assert lines[7:11] == [
         "placed on prefill-1, then decode-0, KV over local",
-        "TTFT: predicted 0.2500 s, measured 0.3000 s",
-        "TPOT: predicted 0.0100 s, measured -",
+        "49 tokens to compute or find: 9 there already, 24 loaded, 16 computed; 4 new tokens of the answer",
+        "first token: predicted 0.2500 s, came 0.3750 s after the placement; TPOT predicted 0.0100 s",
+        "TTFT 0.5000 s, TPOT -",
     ]
+
+
+def test_explain_tells_of_every_placement(capsys: pytest.CaptureFixture[str]) -> None:
+    fake = explained()
+    fake.explanations["r1"].attempts[0].ended_s = 1.25
+    fake.explanations["r1"].attempts.add(
+        placement=pb.Placement(prefill="prefill-0", decode="decode-1"), cause="decode-0 is lost", placed_s=1.5,
+        prompt_tokens=53, first_token_s=2.0, last_token_s=2.0, tokens=1,
+    )  # fmt: skip
+    with fake.client() as client:
+        run_explain(client, "r1", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    for line in (
+        "placement 1, at 0.1250 s",
+        "given up at 1.2500 s",
+        "placement 2, at 1.5000 s, because decode-0 is lost",
+        "placed on prefill-0, then decode-1",
+        "gap: no token comes: the request was placed again",
+    ):
+        assert line in lines
+    assert ["2 gap", "1.0000", "1.0000", "█" * 20] in [cells(line) for line in lines]
 
 
 def test_explain_says_why_a_request_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with explained().client() as client:
         run_explain(client, "r2", as_json=False)
-    assert capsys.readouterr().out.splitlines()[-1] == "refused: predicted time to first token 9 s exceeds the limit"
+    assert "refused: predicted time to first token 9 s exceeds the limit" in capsys.readouterr().out.splitlines()
 
 
 def test_explain_says_that_decode_computed_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
     with explained().client() as client:
         run_explain(client, "r3", as_json=False)
     where = "placed on decode-0 alone, which computes what it does not hold of the prompt"
-    assert capsys.readouterr().out.splitlines()[-3] == where
+    assert where in capsys.readouterr().out.splitlines()
 
 
 def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,10 +166,9 @@ def test_both_print_one_json_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_explain_draws_the_phases(capsys: pytest.CaptureFixture[str]) -> None:
     fake = explained()
-    line = fake.explanations["r1"].timeline
-    line.timing.CopyFrom(pb.Timing(ttft_s=0.5, queue_s=0.25, prefill_s=0.25, e2e_s=1.0))
-    line.chunks.add(tokens=16, begin_s=0.25, end_s=0.5)
-    line.usage.completion_tokens = 4
+    (attempt,) = fake.explanations["r1"].attempts
+    attempt.queue_s, attempt.prefill_s, attempt.computed_s = 0.25, 0.25, 0.5
+    attempt.chunks.add(tokens=16, begin_s=0.25, end_s=0.5)
     with fake.client() as client:
         run_explain(client, "r1", as_json=False)
         lines = capsys.readouterr().out.splitlines()

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from moonpool.client import NotFound
+from moonpool.client import NotFound, Overloaded, Slo
+from moonpool.client.explain import request_phases
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import prefill_pb2
@@ -32,6 +33,46 @@ async def test_timeline_of_a_request_that_ended() -> None:
 
         (ended,) = (await s.client.cluster_state()).recent.last
         assert (ended.request_id, ended.tenant, ended.usage) == ("r", "ann", result.usage)
+
+
+async def test_every_placement_is_told_with_its_cause_and_what_was_computed() -> None:
+    """The first decode instance dies after three tokens: the second placement computes prompt and answer so far."""
+    p, old, new = prefill(cached_tokens=16, chunks=[CHUNK]), decode(0, fail_at=[3]), decode(1)
+    async with stack(p, old, new) as s, asyncio.timeout(WAIT_S):
+        await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r")
+        found = await s.client.explain("r")
+        first, second = found.attempts
+        assert [it.placement.decode for it in found.attempts] == ["decode-0", "decode-1"]
+        assert (first.cause, "decode-0" in second.cause) == ("", True)
+        assert [it.prompt_tokens for it in found.attempts] == [len(PROMPT), len(PROMPT) + 3]
+        assert [it.tokens for it in found.attempts] == [3, 5]
+        assert [len(it.chunks) for it in found.attempts] == [1, 1]
+        assert 0 <= first.placed_s < first.last_token_s <= first.ended_s <= second.placed_s < second.first_token_s
+        phases = request_phases(found)
+        assert {phase.attempt for phase in phases} == {1, 2}
+        assert "gap" in {phase.name for phase in phases}
+        assert all(phase.begin_s <= phase.end_s for phase in phases)
+        assert found.timeline.timing.ttft_s == pytest.approx(first.first_token_s)
+
+
+async def test_a_refused_request_is_told_by_its_id() -> None:
+    """Refused by the core, and before it comes there."""
+    held = prefill(before=[asyncio.Event()])
+    async with stack(held, decode(), max_queue=1) as s, asyncio.timeout(WAIT_S):
+        with pytest.raises(Overloaded):
+            await s.client.generate(token_ids=PROMPT, request_id="core", tenant="ann", slo=Slo(ttft_s=1e-9, queue_s=0))
+        running = asyncio.create_task(s.client.generate(token_ids=PROMPT, sampling=GREEDY, tenant="ann"))
+        await held.until(lambda: len(held.requests) == 1)
+        with pytest.raises(Overloaded):
+            await s.client.generate(token_ids=PROMPT, request_id="full", tenant="ann")
+        for name in ("core", "full"):
+            found = await s.client.explain(name)
+            assert (found.placement, found.timeline.tenant) == (None, "ann")
+            assert found.refused
+        last = (await s.client.cluster_state()).recent.last
+        assert {it.request_id: bool(it.refused) for it in last} == {"core": True, "full": True}
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_timeline_while_it_runs() -> None:
