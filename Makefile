@@ -15,7 +15,7 @@ TEST_PROCESSES ?= 2
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
 
-setup: $(STAMP)  ## create .venv with what it takes to serve and chat (1.1 GB), at pinned versions
+setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB), at pinned versions
 
 # No --quiet: pip tells what it fetches. No --compile: Python compiles the modules that are used.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
@@ -32,6 +32,9 @@ dev: $(DEV_STAMP)  ## add to .venv what tests, lint and benchmarks need
 $(DEV_STAMP): $(STAMP)
 	$(PIP) -e '.[engine,dev]'
 	@touch $@
+
+# What is used is compiled once, also where the environment says otherwise.
+run chat up-local: export PYTHONDONTWRITEBYTECODE =
 
 run: $(STAMP)  ## serve a small model on this machine (fetched once, else the bundled one), show what happens, stop
 	$(BIN)/moonpool demo $(MODEL)

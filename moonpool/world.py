@@ -67,6 +67,24 @@ def _open_files() -> float:
         return 0.0
 
 
+def _this_process() -> str:
+    try:
+        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        return ""
+    return f"{boot} {space} {os.getpid()}"
+
+
+def _waited_s(process: str) -> float:
+    here, _, number = process.rpartition(" ")
+    if not process or here != _this_process().rpartition(" ")[0]:
+        return 0.0
+    try:
+        return int(Path(f"/proc/{int(number)}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not count
+        return 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What the process holds of the machine, known on Linux only and 0 elsewhere.
@@ -78,6 +96,20 @@ class Usage:
 
     resident_bytes: Callable[[], float] = _resident_bytes
     open_files: Callable[[], float] = _open_files
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Processes of this machine.
+
+    Attributes:
+        this: names this process, for other processes of its machine; "" where that is not possible.
+        waited_s: seconds in which a process was ready to run and had no processor, since its start, by its name; what
+            counts is the thread that began the process. 0 for a process of another machine, or one that has ended.
+    """
+
+    this: Callable[[], str] = _this_process
+    waited_s: Callable[[str], float] = _waited_s
 
 
 class Network(Protocol):
@@ -122,6 +154,7 @@ class World:
         network: gRPC servers and channels.
         thread_pool: an executor of so many workers, named so, beside the event loop.
         usage: memory and files of the process.
+        processes: of this machine.
     """
 
     clock: Clock = field(default_factory=Clock)
@@ -129,6 +162,7 @@ class World:
     network: Network = field(default_factory=GrpcNetwork)
     thread_pool: Callable[[int, str], Executor] = ThreadPoolExecutor
     usage: Usage = field(default_factory=Usage)
+    processes: Processes = field(default_factory=Processes)
 
 
 CURRENT: ContextVar[World] = ContextVar("world", default=World())  # noqa: B039 - a World never changes
@@ -163,6 +197,16 @@ def random_bytes(count: int) -> bytes:
 def random_hex(count: int) -> str:
     """`count` random bytes as hexadecimal digits."""
     return random_bytes(count).hex()
+
+
+def this_process() -> str:
+    """The name of this process for other processes of its machine."""
+    return CURRENT.get().processes.this()
+
+
+def waited_s(process: str) -> float:
+    """Seconds in which a process of this machine was ready to run and had no processor, by its name."""
+    return CURRENT.get().processes.waited_s(process)
 
 
 def thread_pool(workers: int, name: str) -> Executor:

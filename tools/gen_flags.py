@@ -3,8 +3,7 @@
 import re
 from pathlib import Path
 
-from moonpool.cli.settings import KINDS, config_class
-from moonpool.config import RENAMED, ServiceConfig, default_text
+from moonpool.config import RENAMED, SERVICES, ServiceConfig, config_class, default_text
 
 PAGE = Path(__file__).parents[1] / "docs" / "flags.md"
 HEAD = """# Flags and settings
@@ -37,7 +36,7 @@ engine:
 def page() -> str:
     """The text of docs/flags.md."""
     parts = [HEAD, "\n## Every service\n\n", _table(ServiceConfig, {})]
-    for kind in KINDS:
+    for kind in SERVICES:
         parts += [f"\n## {kind}\n\n", _table(config_class(kind), ServiceConfig.model_fields)]
     parts += ["\n## Former names\n\n| former | now |\n|---|---|\n"]
     parts += [f"| `{old}` | `{now}` |\n" for old, now in RENAMED.items()]

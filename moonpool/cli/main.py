@@ -307,6 +307,7 @@ def serve(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
 ) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C: HTTP on port 8000."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     from moonpool.cli.models import pulled_model
     from moonpool.cli.serve import run_serve
     from moonpool.cli.settings import stack_settings

@@ -213,6 +213,7 @@ async def run_instance(
                 stages=stages,
                 step_tokens=step_tokens,
                 either_role=config.either_role,
+                process=world.this_process(),
             ),
             service.load,
             HeldKeys(1, lambda _: service.manager.keys()),

@@ -440,13 +440,14 @@ class ServerStream(Generic[Req]):
                 self._connection.close(ended)
 
     async def _receive(self, requests: AsyncIterator[Any]) -> None:
+        loop = asyncio.get_running_loop()
         if self._silence_s is None:
             async for item in requests:
+                self._heard_at = loop.time()
                 await self.room()
                 await self._handle(*_parts(item))
                 del item  # else its memory stays while the next message is copied into other, colder memory
             return
-        loop = asyncio.get_running_loop()
         while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
             self._heard_at = loop.time()
             await self.room()
@@ -577,7 +578,9 @@ class ServerStream(Generic[Req]):
         while True:
             left_s = max(self._heard_at, looked_at) + quiet_s - loop.time()
             if left_s > 0:
+                due = loop.time() + left_s
                 await asyncio.sleep(left_s)
+                self._heard_at += max(0.0, loop.time() - due)  # this process did not run, and could hear nobody
                 continue
             heard_at = self._heard_at
             there = await self.is_there()

@@ -943,6 +943,7 @@ class JoinHello(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _builtins.int
     EITHER_ROLE_FIELD_NUMBER: _builtins.int
     TELLS_COLD_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -955,6 +956,8 @@ class JoinHello(_message.Message):
     """An engine that obeys a `RoleOrder`: whoever looks after the process starts it again in the other role."""
     tells_cold: _builtins.bool
     """A kvstore with an SSD tier below the memory, which tells what is there alone (`KVEvents.cooled_keys`)."""
+    process: _builtins.str
+    """Names the process on its machine. A conductor there sees by it that a silent process does not get to run."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -979,10 +982,11 @@ class JoinHello(_message.Message):
         step_tokens: _builtins.int = ...,
         either_role: _builtins.bool = ...,
         tells_cold: _builtins.bool = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "model", b"model", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

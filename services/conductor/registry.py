@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from moonpool import world
 from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
 from moonpool.cluster.proto_conversion import check_instance
 from moonpool.errors import InvalidRequest, Mismatch, NotFound, Unavailable
@@ -402,7 +403,6 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         super().__init__(
             stopping,
             hello_timeout_s=HELLO_TIMEOUT_S,
-            silence_s=SILENT_HEARTBEATS * beat_s,
             quiet_s=QUIET_HEARTBEATS * beat_s,
         )
         self._cluster = cluster
@@ -410,6 +410,8 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._admit = admit
         self._member: ClusterMember
         self._left = False
+        self._process = ""
+        self._waited_s = 0.0  # by the process until its last message
 
     async def on_hello(self, message: conductor_pb2.JoinRequest) -> None:
         """Add an instance that serves the cluster's model and can be reached."""
@@ -419,6 +421,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
         await self._admit(hello.instance)
         self._member = self._cluster.join(hello, self.send_queue.post)
+        self._process, self._waited_s = hello.process, world.waited_s(hello.process)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
         self.send_queue.post(conductor_pb2.JoinResponse(welcome=self._welcome))
@@ -426,6 +429,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
     def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:
         """A load report, or KV events."""
         member = self._member
+        self._waited_s = world.waited_s(self._process)
         if not self._cluster.is_member(member):
             raise Mismatch("instance.id", f"another process has joined as {member.id}")
         match message.WhichOneof("message"):
@@ -437,7 +441,16 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     async def is_there(self) -> bool:
-        """Whether the instance answers a probe."""
+        """Whether the instance was heard lately and answers a probe. Time without a processor does not count."""
+        answers = await self._answers()
+        silent_s = asyncio.get_running_loop().time() - self._heard_at
+        waited_s = world.waited_s(self._process) - self._waited_s
+        limit_s = (SILENT_HEARTBEATS if answers else QUIET_HEARTBEATS) * self._welcome.heartbeat_s
+        if silent_s >= limit_s > silent_s - waited_s:
+            log.warning("an instance gets no processor", instance=self._member.id, waited_s=round(waited_s, 2))
+        return silent_s - waited_s < limit_s
+
+    async def _answers(self) -> bool:
         for _ in range(PROBES):
             try:
                 await self._cluster.probe(self._member.instance.address, PROBE_HEARTBEATS * self._welcome.heartbeat_s)

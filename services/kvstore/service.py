@@ -215,7 +215,9 @@ class KVStoreService(StoreListener):
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
         self.servicer = self._make_servicer(instance, ahead)
         size = config.capacity_bytes
-        self.hello = conductor_pb2.JoinHello(instance=instance, capacity_bytes=size, tells_cold=ssd is not None)
+        self.hello = conductor_pb2.JoinHello(
+            instance=instance, capacity_bytes=size, tells_cold=ssd is not None, process=world.this_process()
+        )
         self.agent: ClusterMembership | None = None
         if channels is not None and config.conductor:
             self.agent = ClusterMembership(

@@ -115,10 +115,9 @@ def test_conductor_and_kvstore_without_torch(
 @pytest.mark.parametrize(
     "arguments",
     [["serve"], ["prefill", "--model", "bundled", "--conductor", "h:1"], ["model", "create", "tiny-llama", "x"]],
-    [["serve"], ["prefill", "--model", "bundled", "--conductor", "h:1"], ["model", "create", "tiny-llama", "x"]],
 )
 def test_what_needs_torch_says_how_to_install_it(base_python: Path, arguments: list[str], tmp_path: Path) -> None:
-    command = [base_python, "-m", "moonpool.cli.main", *arguments]
+    command = [str(base_python), "-m", "moonpool.cli.main", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 2, done.stderr
     assert "pip install 'moonpool[engine]'" in done.stderr

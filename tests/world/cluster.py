@@ -96,6 +96,15 @@ class Simulation:
         self.log = MessageLog(log)
         self.network = Network(self.time, seed, self.log, jitter_s)
         self.loop = VirtualLoop(self.time)
+        self.waits: dict[str, float] = {}
+        """Seconds for which a process had no processor, by its name."""
+        self.waiting_since: dict[str, float] = {}
+        """Processes that have none now."""
+
+    def waited_s(self, name: str) -> float:
+        """As the kernel counts it."""
+        since = self.waiting_since.get(name)
+        return self.waits.get(name, 0.0) + (0.0 if since is None else self.time.now - since)
 
     def enter(self, node: Node) -> None:
         """From here on the running context is a node's."""
@@ -103,8 +112,20 @@ class Simulation:
         clock = world.Clock(self.time.monotonic, self.time.monotonic_ns, lambda: EPOCH_S + self.time.now + node.skew_s)
         NODE.set(node)
         world.CURRENT.set(
-            world.World(clock, world.Draws(numbers.getrandbits, numbers.randbytes), self.network, InlineExecutor, USAGE)
+            world.World(
+                clock,
+                world.Draws(numbers.getrandbits, numbers.randbytes),
+                self.network,
+                InlineExecutor,
+                USAGE,
+                world.Processes(lambda: node.name, self.waited_s),
+            )
         )
+
+    def run_again(self, name: str) -> None:
+        """A process has a processor from now on."""
+        self.waits[name] = self.waited_s(name)
+        self.waiting_since.pop(name, None)
 
     def run(self, main: Coroutine[Any, Any, Any]) -> Any:
         """Run `main` as a client's code until it ends."""
@@ -191,8 +212,14 @@ class Service:
         """As SIGSTOP."""
         self.node.held = []
 
+    def starve(self) -> None:
+        """It is ready to run, and gets no processor."""
+        self._simulation.waiting_since[self.name] = self._simulation.time.now
+        self.node.held = []
+
     def resume(self) -> None:
-        """As SIGCONT."""
+        """As SIGCONT; or it gets a processor again."""
+        self._simulation.run_again(self.name)
         self._simulation.loop.resume(self.node)
 
     def signal(self, number: int) -> None:

@@ -47,7 +47,7 @@ class Node:
     Attributes:
         name: of the process, the same in all its lives.
         dead: its callbacks are dropped.
-        held: its callbacks while it is stopped; None while it runs.
+        held: its callbacks while it is stopped, or has no processor; None while it runs.
         skew_s: by how much its wall clock is ahead.
     """
 

@@ -75,6 +75,22 @@ def test_the_simulator_decides_and_takes_as_long_as_the_services(served: dict[st
             assert one_s == pytest.approx(other_s, rel=ALL), f"{figure}, {quantile.__name__}"
 
 
+ALL = ("conductor-0", "kvstore-0", "prefill-0", "decode-0", "decode-1")
+
+
+@pytest.mark.parametrize("services", [("decode-0",), ("kvstore-0", "prefill-0", "decode-0", "decode-1"), ALL])
+def test_who_gets_no_processor_is_not_lost(services: Sequence[str]) -> None:
+    """For twenty seconds, while a stream runs there: it goes on where it was."""
+    flags = [part for name in services for part in ("--service", name)]
+    (found,) = run("starvation", *flags, "--how", "starve")
+    assert found == {"lost": [], "right": True, "placements": 1}
+
+
+def test_who_is_stopped_is_lost() -> None:
+    (found,) = run("starvation", "--service", "decode-0", "--how", "stop")
+    assert found == {"lost": ["decode-0"], "right": True, "placements": 2}
+
+
 def storms(seeds: Sequence[int], seconds: int, hash_seed: int = 0) -> list[dict[str, Any]]:
     """Storms in one process, as most of a storm's start is the imports."""
     flags = ["--seconds", str(seconds), *(flag for seed in seeds for flag in ("--seed", str(seed)))]

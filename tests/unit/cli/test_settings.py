@@ -6,7 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.main import app
-from moonpool.cli.settings import KINDS, config_class, stack_settings
+from moonpool.cli.settings import KINDS, stack_settings
+from moonpool.config import config_class
 from moonpool.errors import ConfigError
 from tools.gen_flags import PAGE, page
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pytest
 from pydantic import Field, TypeAdapter, ValidationError
@@ -212,7 +212,7 @@ def test_help_tells_every_flag(capsys: pytest.CaptureFixture[str], monkeypatch: 
         assert shown == (name in with_flags), name
         assert field.description
     assert text.index("\npool:") < text.index("\nnetwork:")
-    assert "memory for KV, bytes (100% of it) [default: 1024]" in text
+    assert "memory for KV, bytes (100% of it) [default: 1KiB]" in text
     assert "conductor to join, HOST:PORT [required]" in text
     assert "--config" in text
     assert "MOONPOOL_" in text
@@ -305,14 +305,15 @@ def test_sizes(text: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("text", ["4G", "many", "4 GiBs", "-1GiB", "1,5GB", ""])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="dram_bytes: must be a size in bytes, for example 4GiB, 500MB or 4096, got"):
-        KVStoreConfig.load(["--dram-bytes", text])
+        KVStoreConfig.load([f"--dram-bytes={text}"])
 
 
 @pytest.mark.parametrize("kind", SERVICES)
 def test_every_setting_of_bytes_is_a_size(kind: str) -> None:
     for name, field in config_class(kind).model_fields.items():
         if is_size(name):
-            assert TypeAdapter(Annotated[field.annotation, *field.metadata]).validate_python("32MiB") == 32 << 20, name
+            kind_of_field: Any = Annotated[field.annotation, *field.metadata]
+            assert TypeAdapter(kind_of_field).validate_python("32MiB") == 32 << 20, name
 
 
 @pytest.mark.parametrize(
@@ -320,7 +321,7 @@ def test_every_setting_of_bytes_is_a_size(kind: str) -> None:
     [
         ("MOONPOOL_MAX_NUM_SEQ", "; did you mean MOONPOOL_MAX_NUM_SEQS?"),
         ("MOONPOOL_KERNEL", "; did you mean MOONPOOL_KERNELS?"),
-        ("MOONPOOL_XYZZY_XYZZY", ""),
+        ("MOONPOOL_QQQQQQQ", ""),
     ],
 )
 def test_an_unknown_variable_is_refused(variable: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -76,7 +77,19 @@ def test_a_compiler_that_fails_leaves_nothing(fake: Path, tmp_path: Path) -> Non
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
-BUILD = "from kernels.native.build import build; print(build('sse2', report=lambda text: print(text, flush=True)))"
+BUILD = """
+import signal
+from kernels.native.build import build
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+print(build("sse2", report=lambda text: print(text, flush=True)))
+"""
+
+
+def said_by(process: subprocess.Popen[str]) -> IO[str]:
+    assert process.stdout is not None
+    return process.stdout
+
+
 HELD = """#!/bin/sh
 if [ -e "$COUNT.hold" ]; then sleep 300 & echo $! >> "$COUNT.children"; wait; fi
 """
@@ -94,15 +107,13 @@ def test_no_compiler_outlives_its_build_and_another_build_takes_over(
         subprocess.Popen, [sys.executable, "-c", BUILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     with start() as first, start() as second:
-        assert first.stdout is not None
-        assert second.stdout is not None
-        said = second.stdout.readline()
+        said = said_by(second).readline()
         if said.startswith("compiling"):
             first, second = second, first  # either may have been sooner
-            said = next(line for line in second.stdout if line.startswith("waiting"))
+            said = next(line for line in said_by(second) if line.startswith("waiting"))
         assert said.startswith(f"waiting for process {first.pid}, which compiles native code (")
         while not children.exists() or not children.read_text().endswith("\n"):
-            assert first.stdout.readline()  # a build tells of itself each second
+            assert said_by(first).readline()  # a build tells of itself each second
         watched = [os.pidfd_open(int(pid)) for pid in children.read_text().split()]
         hold.unlink()
         first.send_signal(number)
@@ -110,7 +121,7 @@ def test_no_compiler_outlives_its_build_and_another_build_takes_over(
         for child in watched:
             assert select.select([child], [], [], 30)[0], "a compiler outlived its build"
             os.close(child)
-        library = second.stdout.read().splitlines()[-1]
+        library = said_by(second).read().splitlines()[-1]
     assert Path(library).read_text() == "library\n"
     assert {path.suffix for path in Path(library).parent.iterdir()} == {".so", ".lock"}, "nothing of the first is left"
 

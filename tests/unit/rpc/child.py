@@ -19,9 +19,14 @@ class ChildConfig(ServiceConfig):
     kv_bytes: int = Field(1, gt=0, description="nothing, bytes")
 
 
+def _never_end(ctx: ProcessContext) -> None:
+    ctx.starting("what takes for ever")
+    threading.Event().wait()
+
+
 async def main(ctx: ProcessContext, config: ChildConfig) -> None:
     if config.kv_bytes > 1:  # its start never ends, and keeps a thread
-        await asyncio.to_thread(lambda: (ctx.starting("what takes for ever"), threading.Event().wait()))
+        await asyncio.to_thread(_never_end, ctx)
     service = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"]
     async with serving(config.listen, [(service, object())], grace_s=1) as server:
         print("a stray print", type(asyncio.get_running_loop()).__module__)

@@ -1,0 +1,65 @@
+"""Take the processor from services for a while: `python -m tests.world.starvation --service decode-0 --how starve`.
+
+`starve` is a machine with too much to do: the services are ready to run and do not. `stop` is SIGSTOP. Prints a line of
+JSON: which services the conductor counted as lost, whether the tokens of a stream were right, and how often the stream
+was placed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from moonpool.checkpoint import load_config
+from moonpool.client import AsyncClient, SamplingParams
+from moonpool.engine.emulated.kv import continuation
+from moonpool.rpc.tuning import tune_gc
+from moonpool.telemetry import logs
+from tests.world.cluster import MODEL, Cluster, Simulation, leave
+
+PROMPT, TOKENS = list(range(30, 130)), 40
+
+
+async def _serve(simulation: Simulation, names: list[str], how: str, seconds: float) -> dict[str, Any]:
+    counts = {"conductor": 1, "kvstore": 1, "prefill": 1, "decode": 2}
+    cluster = Cluster(simulation, counts, {})
+    await cluster.start()
+    services, model = [cluster.services[name] for name in names], load_config(Path(MODEL))
+    lost: set[str] = set()
+    async with AsyncClient(cluster.addresses, timeout_s=600.0) as client:
+        sampling = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
+        stream, tokens = client.stream(token_ids=PROMPT, sampling=sampling), list[int]()
+        async for event in stream:
+            before, tokens = len(tokens), [*tokens, *event.token_ids]
+            if before < TOKENS // 2 <= len(tokens):
+                for service in services:
+                    service.starve() if how == "starve" else service.stop()
+                await asyncio.sleep(seconds)
+                if "conductor-0" not in names:
+                    lost = set(cluster.services) - {it.id for it in (await client.cluster_state()).instances}
+                for service in services:
+                    service.resume()
+        assert stream.result is not None
+    await cluster.drain()
+    right = tokens == continuation(PROMPT, TOKENS, model.vocab_size, model.eos_token_ids)
+    return {"lost": sorted(lost - {"conductor-0"}), "right": right, "placements": len(stream.result.placements)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--service", action="append", required=True)
+    parser.add_argument("--how", choices=("starve", "stop"), required=True)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    options = parser.parse_args()
+    tune_gc()
+    logs.configure("error", "world", False)
+    simulation = Simulation()
+    print(json.dumps(simulation.run(_serve(simulation, options.service, options.how, options.seconds))))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()
