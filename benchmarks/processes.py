@@ -24,7 +24,7 @@ class Child:
             text=True,
         )
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = next((line for line in self._process.stdout if not line.startswith("starting: ")), "")
         if not line.startswith("ready: "):
             self.stop()
             raise RuntimeError(f"{module} did not start")

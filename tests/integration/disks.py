@@ -155,7 +155,8 @@ async def running(folder: Path, log: Path, *flags: str) -> AsyncIterator[Store]:
     try:
         assert child.stdout is not None
         async with asyncio.timeout(60):
-            line = (await child.stdout.readline()).decode()
+            while (line := (await child.stdout.readline()).decode()).startswith("starting: "):
+                pass
         store = Store(child, line.removeprefix("ready: ").strip(), log)
         assert line.startswith("ready: "), store.said("")
         yield store

@@ -48,7 +48,8 @@ async def running(*flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process
     try:
         assert child.stdout is not None
         async with asyncio.timeout(60):
-            line = (await child.stdout.readline()).decode()
+            while (line := (await child.stdout.readline()).decode()).startswith("starting: "):
+                pass
         assert line.startswith("ready: 127.0.0.1:"), line
         yield child, line.removeprefix("ready: ").strip()
     finally:
