@@ -284,15 +284,24 @@ class ConnectionMonitor:
     up. Who asks may be late himself, so one answer that does not come is not enough.
     """
 
-    def __init__(self, ask: Callable[[float], Awaitable[None]], silence_s: float) -> None:
+    def __init__(
+        self,
+        ask: Callable[[float], Awaitable[None]],
+        silence_s: float,
+        waited_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         """Nothing happens before a call waits.
 
         Args:
             ask: asks, for an answer within so many seconds; raises TimeoutError when none comes.
-            silence_s: seconds after which calls are given up; 0 = never.
+            silence_s: seconds after which calls are given up; 0 = never. Seconds in which this process did not run, or
+                the peer had no processor, do not count.
+            waited_s: seconds for which the peer has had no processor, since its start.
         """
         self._ask = ask
         self._silence_s = silence_s
+        self._waited_s = waited_s
+        self._waited_when_heard = 0.0
         self._waiting: dict[MonitoredCall, None] = {}  # in the order in which they began
         self._heard_at = 0.0
         self._watching: asyncio.Task[None] | None = None
@@ -330,17 +339,25 @@ class ConnectionMonitor:
     def heard(self) -> None:
         """Something came."""
         self._heard_at = asyncio.get_running_loop().time()
+        self._waited_when_heard = self._waited_s()
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
         while self._waiting:
-            left_s = self._heard_at + QUIET_SHARE * self._silence_s - loop.time()
+            left_s = self._left_s()
             if left_s > 0:
+                due = loop.time() + left_s
                 await asyncio.sleep(left_s)
+                self._heard_at += max(0.0, loop.time() - due)  # this process did not run
             elif await self._is_there():
                 self.heard()
-            else:
+            elif self._left_s() <= 0:
                 self._give_up()
+
+    def _left_s(self) -> float:
+        """Seconds of silence until the peer is asked."""
+        waited_s = self._waited_s() - self._waited_when_heard
+        return self._heard_at + waited_s + QUIET_SHARE * self._silence_s - asyncio.get_running_loop().time()
 
     async def _is_there(self) -> bool:
         since = self._heard_at

@@ -101,6 +101,7 @@ class StepsStream:
         conductor: kv_pb2.Instance,
         on_idle_break: Callable[[StepsStream], None] = lambda stream: None,
         silence_s: float = SILENCE_S,
+        waited_s: Callable[[str], float] = lambda instance: 0.0,
     ) -> None:
         """A stream that is not open yet.
 
@@ -110,6 +111,7 @@ class StepsStream:
             conductor: this end.
             on_idle_break: called after the stream broke and its sequences have failed.
             silence_s: seconds without a message after which the instance is checked.
+            waited_s: seconds for which an instance has had no processor, by its id.
         """
         self.decode = decode
         self._channels = channels
@@ -118,7 +120,7 @@ class StepsStream:
         self._subscribers: dict[str, SequenceSubscriber] = {}
         self._call: _StepsCall | None = None
         self._monitor = ConnectionMonitor(
-            lambda seconds: check_health(channels.get(decode.address), seconds), silence_s
+            lambda seconds: check_health(channels.get(decode.address), seconds), silence_s, lambda: waited_s(decode.id)
         )
         self._monitored: MonitoredCall | None = None
 
@@ -283,8 +285,9 @@ class StepsStream:
 class StepsPool:
     """The streams to all decode instances."""
 
-    def __init__(self, channels: Channels) -> None:
-        """A pool without streams. `conductor` must be filled in before the first use."""
+    def __init__(self, channels: Channels, waited_s: Callable[[str], float] = lambda instance: 0.0) -> None:
+        """A pool without streams. `conductor` must be filled in before the first use; `waited_s` as of a stream."""
+        self._waited_s = waited_s
         self.conductor = kv_pb2.Instance(kind=kv_pb2.INSTANCE_KIND_CONDUCTOR)
         self._channels = channels
         self._streams: dict[tuple[str, int], StepsStream] = {}
@@ -303,7 +306,9 @@ class StepsPool:
         """The stream to one incarnation of a decode instance."""
         key = decode.id, decode.incarnation
         if key not in self._streams:
-            self._streams[key] = StepsStream(self._channels, decode, self.conductor, self._remove)
+            self._streams[key] = StepsStream(
+                self._channels, decode, self.conductor, self._remove, waited_s=self._waited_s
+            )
         return self._streams[key]
 
     def left(self, decode: kv_pb2.Instance) -> None:

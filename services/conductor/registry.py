@@ -51,13 +51,17 @@ class ModelIdentity:
 
 @dataclass(slots=True, eq=False)
 class ClusterMember:
-    """One incarnation of an instance, while it is joined. `load` is its last report; `either`: its role can change."""
+    """One incarnation of an instance, while it is joined.
+
+    `load` is its last report; `either`: its role can change; `process` names its process on its machine.
+    """
 
     instance: kv_pb2.Instance
     total_blocks: int
     model: conductor_pb2.ModelInfo | None
     load: conductor_pb2.LoadReport
     either: bool = False
+    process: str = ""
 
     @property
     def id(self) -> str:
@@ -138,6 +142,7 @@ class Registry:
             model=model,
             load=conductor_pb2.LoadReport(free_blocks=hello.total_blocks, speed=hello.speed),
             either=hello.either_role,
+            process=hello.process,
         )
         self._members[instance.id] = member
         return member
@@ -245,7 +250,7 @@ class ClusterMembers:
         self, served: ModelIdentity, channels: Channels, post: Callable[[Event], None], tell: Callable[[Event], None]
     ) -> None:
         self.registry = Registry(served)
-        self.steps = StepsPool(channels)
+        self.steps = StepsPool(channels, self._waited_s)
         self.probe = channels.probe
         self._post = post
         self._tell = tell
@@ -348,6 +353,11 @@ class ClusterMembers:
                 log.info("change of role ordered", instance=instance, to=kind.value)
                 send(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))
 
+    def _waited_s(self, instance_id: str) -> float:
+        """Seconds for which an instance has had no processor."""
+        member = self.registry.get(instance_id)
+        return world.waited_s(member.process) if member is not None else 0.0
+
     def _lost(self, member: ClusterMember, why: str) -> None:
         self._tell(InstanceLeft(member.id, member.instance.incarnation, why))
         self.steps.lost(member.instance)
@@ -410,8 +420,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._admit = admit
         self._member: ClusterMember
         self._left = False
-        self._process = ""
-        self._waited_s = 0.0  # by the process until its last message
+        self._waited_s = 0.0  # for which the instance had no processor until its last message
 
     async def on_hello(self, message: conductor_pb2.JoinRequest) -> None:
         """Add an instance that serves the cluster's model and can be reached."""
@@ -421,7 +430,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
         await self._admit(hello.instance)
         self._member = self._cluster.join(hello, self.send_queue.post)
-        self._process, self._waited_s = hello.process, world.waited_s(hello.process)
+        self._waited_s = world.waited_s(hello.process)
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
         self.send_queue.post(conductor_pb2.JoinResponse(welcome=self._welcome))
@@ -429,7 +438,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
     def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:
         """A load report, or KV events."""
         member = self._member
-        self._waited_s = world.waited_s(self._process)
+        self._waited_s = world.waited_s(member.process)
         if not self._cluster.is_member(member):
             raise Mismatch("instance.id", f"another process has joined as {member.id}")
         match message.WhichOneof("message"):
@@ -444,7 +453,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         """Whether the instance was heard lately and answers a probe. Time without a processor does not count."""
         answers = await self._answers()
         silent_s = asyncio.get_running_loop().time() - self._heard_at
-        waited_s = world.waited_s(self._process) - self._waited_s
+        waited_s = world.waited_s(self._member.process) - self._waited_s
         limit_s = (SILENT_HEARTBEATS if answers else QUIET_HEARTBEATS) * self._welcome.heartbeat_s
         if silent_s >= limit_s > silent_s - waited_s:
             log.warning("an instance gets no processor", instance=self._member.id, waited_s=round(waited_s, 2))
