@@ -58,7 +58,13 @@ def cluster() -> FakeConductor:
     for tenant in ("ann", "bob", ""):
         fake.state.recent.last.add(request_id=f"of-{tenant}", tenant=tenant, usage=pb.Usage(prompt_tokens=5))
         line = pb.Timeline(tenant=tenant, timing=pb.Timing(ttft_s=0.5, e2e_s=0.75), usage=pb.Usage(prompt_tokens=5))
-        fake.explanations[f"of-{tenant}"] = pb.ExplainResponse(placement=pb.Placement(prefill="p"), timeline=line)
+        attempt = pb.Attempt(
+            placement=pb.Placement(prefill="p"), prompt_tokens=5, tokens=2, first_token_s=0.5, last_token_s=0.75,
+            candidates=[pb.CandidateExplanation(instance="p", queue_s=9.0)],
+        )  # fmt: skip
+        fake.explanations[f"of-{tenant}"] = pb.ExplainResponse(
+            placement=attempt.placement, timeline=line, attempts=[attempt]
+        )
     return fake
 
 
@@ -99,6 +105,12 @@ async def test_with_keys_a_tenant_sees_its_own_and_operators_all(tmp_path: Path)
             ["of-ann", "of-bob", "of-"],
             [200, 200, 200, 404],
         )
+        attempts = [
+            (await gateway.http.get("/moonpool/requests/of-ann", headers={"authorization": f"Bearer {name}"})).json()
+            for name in ("ann", "root")
+        ]
+        # The queues of instances show other tenants' requests.
+        assert [len(found["attempts"][0]["candidates"]) for found in attempts] == [0, 1]
         told = [
             (await gateway.http.get(f"/moonpool/requests/{name}", headers={"authorization": "Bearer ann"})).text
             for name in ("of-bob", "of-none")
