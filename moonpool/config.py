@@ -457,7 +457,9 @@ def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
     known = others | {ENV_PREFIX + name.upper() for cls in map(config_class, SERVICES) for name in cls.model_fields}
     for name in given:
         if name not in known:
-            raise ConfigError(name, "nothing reads this environment variable" + suggestion(name, sorted(known)))
+            meant = suggestion(name.removeprefix(ENV_PREFIX), sorted(it.removeprefix(ENV_PREFIX) for it in known))
+            hint = meant.replace("mean ", f"mean {ENV_PREFIX}")
+            raise ConfigError(name, f"nothing reads this environment variable{hint}")
 
 
 def config_class(kind: str) -> type[ServiceConfig]:

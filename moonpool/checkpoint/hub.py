@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils.tqdm import tqdm
 
 from moonpool.checkpoint.huggingface import folder_weights
 from moonpool.errors import CheckpointError
@@ -121,4 +121,4 @@ class _NoBars(tqdm):
     """Where bars would be lines without end."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs | {"disable": True})
+        super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]

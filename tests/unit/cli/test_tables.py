@@ -40,10 +40,11 @@ def client() -> Client:
     state.recent.requests = 1
     state.recent.last.add(request_id=REQUEST, tenant="a-tenant-with-a-long-name", usage=pb.Usage(prompt_tokens=123456))
     names = list(KINDS)
-    fake.explanations["r1"] = pb.ExplainResponse(
+    attempt = pb.Attempt(
         placement=pb.Placement(prefill=names[0], decode=names[1]),
         candidates=[pb.CandidateExplanation(instance=name, source=names[2], cold_blocks=12345) for name in names],
     )
+    fake.explanations["r1"] = pb.ExplainResponse(placement=attempt.placement, attempts=[attempt])
     return fake.client()
 
 
