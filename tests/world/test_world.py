@@ -75,10 +75,10 @@ def test_the_simulator_decides_and_takes_as_long_as_the_services(served: dict[st
             assert one_s == pytest.approx(other_s, rel=ALL), f"{figure}, {quantile.__name__}"
 
 
-ALL = ("conductor-0", "kvstore-0", "prefill-0", "decode-0", "decode-1")
+EVERY_SERVICE = ("conductor-0", "kvstore-0", "prefill-0", "decode-0", "decode-1")
 
 
-@pytest.mark.parametrize("services", [("decode-0",), ("kvstore-0", "prefill-0", "decode-0", "decode-1"), ALL])
+@pytest.mark.parametrize("services", [("decode-0",), ("kvstore-0", "prefill-0", "decode-0", "decode-1"), EVERY_SERVICE])
 def test_who_gets_no_processor_is_not_lost(services: Sequence[str]) -> None:
     """For twenty seconds, while a stream runs there: it goes on where it was."""
     flags = [part for name in services for part in ("--service", name)]
