@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
 def rows_of(
     trace: str, chains: Sequence[Sequence[BlockKey]], options: argparse.Namespace, progress: Progress
 ) -> Iterator[Row]:
-    """Hit share and records written with `REUSED` at each size of the tiers, beside those with `ALL`."""
+    """Hit share and records written with `ADMIT_REUSED` at each size of the tiers, beside those with `ADMIT_ALL`."""
     for dram, ssd in options.sizes:
         where = f"{trace}, {dram} blocks in DRAM, {ssd} on SSD, {ADMIT_REUSED}"
         outcomes = {}

@@ -101,7 +101,7 @@ def shrunk(request: TraceRequest, kind: Kind) -> TraceRequest:
 
 
 class Measured(NamedTuple):
-    """What one run of a stack has measured: `side_by_side` takes it."""
+    """What one run of a stack has measured, and the configuration for its simulation."""
 
     config: ClusterConfig
     wanted: Sequence[TraceRequest]

@@ -21,7 +21,7 @@ _OUTPUTS = 32  # of a panel
 
 
 class Int8Head:
-    """Of a head's panels; `sketch` makes it.
+    """The int8 copy of a head's panels; `make_int8_head` makes the copy. Native code calls the copy a sketch.
 
     Attributes:
         nbytes: memory that it takes.
@@ -40,7 +40,7 @@ class Int8Head:
         None where too many come close to it, or one may not be finite.
 
         Raises:
-            ValueError: x has another shape or type, or more rows than MOST_ROWS.
+            ValueError: x has another shape or type, or more rows than `MAX_ROWS`.
         """
         parts = self._panels.structure
         if x.dim() != 2 or x.shape[1] != parts.inputs or x.dtype != self._panels.dtype or not 1 <= len(x) <= MAX_ROWS:
@@ -53,7 +53,7 @@ class Int8Head:
 
 
 def int8_head_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """Bytes that `sketch` takes of a head of so many outputs and inputs; 0 where it makes none."""
+    """Bytes of the int8 copy of a head of so many outputs and inputs; 0 where there is none."""
     native = library.get()
     if native is None or dtype not in DTYPES:
         return 0

@@ -13,7 +13,7 @@ enum { PANEL = 32, VECTORS = PANEL / W };  // outputs, and vectors of them
 // Panels that one row goes through side by side, and bytes that each is fetched ahead: as was faster (docs/kernels.md).
 enum { STREAMS = W == 8 ? 3 : 1, STREAM_AHEAD = 512 };
 
-// One arranged matrix. Mirrors kernels/native/panels.py.
+// One arranged matrix. Mirrors kernels/native/structures.py.
 struct Panels {
     const char* weight;
     const char* bias;  // [outputs] in the matrix's type, or null

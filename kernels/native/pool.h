@@ -1,4 +1,4 @@
-// The paged pool and a batch's queries as the attention kernels are given them. Mirrors kernels/native/library.py.
+// The paged pool and a batch's queries as the attention kernels are given them. Mirrors kernels/native/structures.py.
 #pragma once
 #include "vec.h"
 

@@ -182,7 +182,7 @@ def _reading(instance: str, gauge: kv_pb2.Gauge) -> GaugeReading:
 
 
 def read_gauges(conductors: str | Sequence[str], tls: Tls | None = None) -> list[GaugeReading]:
-    """The gauges of conductors and of every instance that they know; `tls` as of `Surveyor`.
+    """The gauges of conductors and of every instance that they know; `tls` as of `GaugeReader`.
 
     Raises:
         Unavailable: a service does not answer.

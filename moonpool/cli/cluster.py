@@ -284,7 +284,7 @@ def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
 
 
 def bar(used: float, total: float) -> str:
-    """A bar of `BAR` characters; something is never drawn as nothing."""
+    """A bar of `BAR_WIDTH` characters; something is never drawn as nothing."""
     filled = min(BAR_WIDTH, round(BAR_WIDTH * used / total)) if total else 0
     filled = max(filled, 1) if used else filled
     return "█" * filled + "░" * (BAR_WIDTH - filled)

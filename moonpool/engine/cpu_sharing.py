@@ -22,7 +22,7 @@ from moonpool.scheduling.steps import MAX_WAIT_STEPS, longest_wait_s
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
-"""Process (`life_of`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
+"""Process (`process_epoch`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
 _BEAT = 24
 POLL_S = 0.0005
 """Between two looks at whether others compute."""

@@ -1,11 +1,11 @@
 """Messages between an I/O process and its engine processes: frozen, picklable, free of torch.
 
 A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
-`Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StepDone`; the last
-stage's `StepDone` carries the sampled tokens. A run is answered by one `StepDone` for each of its steps; only a single
-stage runs more than one. `OpenGate`, `DropShare`, `CutRun` and `AbortStep` may come at any time in between,
-even before the step has begun, and are ignored once it is done. Step ids grow from step to step. `Fetch` is answered
-by one `Fetched` of each stage.
+`Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StageDone`; the
+`StageDone` of the last stage carries the sampled tokens. A run is answered by one `StageDone` for each of its steps;
+only a single stage runs more than one. `OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may
+come at any time in between, even before the step has begun, and are ignored once the step is done. Step ids grow from
+step to step. `FetchBlocks` is answered by one `BlocksFetched` of each stage.
 """
 
 from collections.abc import Mapping

@@ -269,7 +269,7 @@ class MaskBuilder:
         vocab_size: tokens of the model.
         end_token_ids: of the model.
         aside: that thread works within such a context.
-        full: whether the process holds as much as it may; asked for every `LOOKS` steps, and before a grammar is
+        full: whether the process holds as much as it may; asked for every `STEPS_PER_MEMORY_CHECK` steps, and before a grammar is
             compiled.
     """
 

@@ -35,7 +35,7 @@ Raises:
     BufferError: a target cannot be written, or a view is not contiguous.
 """
 DeferredCopy = Callable[[list[memoryview], BytesLike | None, Sequence[int]], Callable[[], int]]
-"""As `Land`, and raises as it does, but copies and verifies when what it returns is called: once, in any thread. All
+"""As `CopyFunction`, and raises as that does, but copies and verifies when what it returns is called: once, in any thread. All
 memory is held until then. Without bytes these lie in the targets already, and are only verified."""
 
 
@@ -65,7 +65,7 @@ def count_verified(targets: list[memoryview], hashes: Sequence[int]) -> int:
 
 
 def defer_in_two_passes(targets: list[memoryview], data: BytesLike | None, hashes: Sequence[int]) -> Callable[[], int]:
-    """See `Later`."""
+    """See `DeferredCopy`."""
     return (
         partial(count_verified, targets, hashes) if data is None else partial(copy_in_two_passes, targets, data, hashes)
     )
@@ -87,7 +87,7 @@ def _misfit(targets: list[memoryview], data: BytesLike | None, hashes: Sequence[
 
 
 class _Functions(ctypes.Structure):
-    """struct Functions in landing.cpp."""
+    """struct Functions in native/landing.cpp."""
 
     _fields_ = tuple(
         (name, ctypes.c_void_p)
@@ -209,11 +209,11 @@ class SliceCopier:
         self._ways: CopyFunctions | None = None
 
     def __call__(self, targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-        """See `Land`."""
+        """See `CopyFunction`."""
         return (self._ways or self.prepare()).land(targets, data, hashes)
 
     def later(self, targets: list[memoryview], data: BytesLike | None, hashes: Sequence[int]) -> Callable[[], int]:
-        """See `Later`."""
+        """See `DeferredCopy`."""
         return (self._ways or self.prepare()).later(targets, data, hashes)
 
     def prepare(self) -> CopyFunctions:

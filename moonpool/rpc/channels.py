@@ -265,7 +265,7 @@ async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
 
 
 QUIET_SHARE, PROBE_SHARE = 0.4, 0.3
-"""Shares of the silence: nothing has come for the first, then the peer is asked `ASKS` times for the second."""
+"""Shares of the silence: nothing has come for the first, then the peer is asked `PROBES` times for the second."""
 PROBES = 2
 
 
@@ -378,7 +378,7 @@ class ConnectionMonitor:
 
 
 async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:
-    """Asks the service behind a channel whether it is there, for `Pulse`.
+    """Asks the service behind a channel whether it is there, for `ConnectionMonitor`.
 
     Raises:
         TimeoutError: no answer came. Any other is one; and of a broken connection its calls hear themselves.

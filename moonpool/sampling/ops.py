@@ -47,7 +47,7 @@ def keep_top_k(weights: Tensor, counts: Tensor) -> None:
 
 
 def keep_top_p(weights: Tensor, shares: Tensor) -> None:
-    """As `keep_number`, of those before which, in falling order, less than `shares` [R] float64 of the sum lies.
+    """As `keep_top_k`, of those before which, in falling order, less than `shares` [R] float64 of the sum lies.
 
     At least one is kept.
     """

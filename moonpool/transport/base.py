@@ -188,7 +188,7 @@ class ReceiveCallbacks(NamedTuple):
 
 
 OutgoingItem = Message | bytes | PendingPayload | OneShotAnswer
-"""What an send_queue gives: a message, an encoded message, one whose payload is held, or a brief one."""
+"""What a `SendQueue` gives: a message, an encoded message, one whose payload is held, or a one-shot answer."""
 
 
 class UnsentRest(NamedTuple):

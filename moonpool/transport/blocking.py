@@ -178,7 +178,7 @@ class BlockingConnection:
         size, follow = LENGTH_PREFIX.unpack_from(self._buffer, self._begin)
         whole = LENGTH_PREFIX.size + (size & ~ONE_SHOT_FLAG)
         if not size & ONE_SHOT_FLAG or whole > BUFFER_BYTES or follow > ONE_SHOT_BYTES:
-            raise FrameError(f"a message of {whole} bytes with {follow} bytes of payload is no brief one")
+            raise FrameError(f"a message of {whole} bytes with {follow} bytes of payload is no one-shot message")
         self._await(whole)
         begin = self._begin
         self._begin += whole

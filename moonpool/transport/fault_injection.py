@@ -54,12 +54,12 @@ def fault_share_from(environment: Mapping[str, str], name: str) -> float:
 
 
 def fault_seed_from(environment: Mapping[str, str]) -> int:
-    """The seed that the environment gives; raises as `share_from`."""
+    """The seed that the environment gives; raises as `fault_share_from`."""
     return int(_number(environment, SEED, int))
 
 
 def connection_breaker_from(environment: Mapping[str, str]) -> ConnectionBreaker | None:
-    """What the environment asks for; None for nothing; raises as `share_from`."""
+    """What the environment asks for; None for nothing; raises as `fault_share_from`."""
     share = fault_share_from(environment, BREAK_CONNECTIONS)
     return ConnectionBreaker(share, fault_seed_from(environment)) if share else None
 

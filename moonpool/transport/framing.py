@@ -34,7 +34,7 @@ from moonpool.kv.pool import BytesLike
 from moonpool.v1 import kvstore_pb2
 
 ONE_SHOT_FLAG = 1 << 31
-"""In the first length: a brief message."""
+"""In the first length: a one-shot message."""
 ONE_SHOT_BYTES = 4 << 20
 """Payload of one exchange at most; its copies hold the store's event loop for a millisecond or two."""
 PUT_OPEN_BYTES = 16 << 10
@@ -107,13 +107,13 @@ def decode_one_shot(data: bytes) -> OneShotMessage:
     """
     end = len(data) - _SUM.size
     if end < _HEAD.size or _SUM.unpack_from(data, end)[0] != xxh3_64_intdigest(data[:end]):
-        raise FrameError("a brief message has a wrong checksum")
+        raise FrameError("a one-shot message has a wrong checksum")
     kind, extents, blocks, keys, count, first, pulled, number = _HEAD.unpack_from(data)
     keys_end = _HEAD.size + keys * KEY_BYTES
     numbers_end = keys_end + count * _SUM.size
     rest = numbers_end + extents * _EXTENT.size
     if not GET <= kind <= OTHERWISE or rest > end:
-        raise FrameError(f"a brief message of kind {kind} has {end} bytes, needs {rest}")
+        raise FrameError(f"a one-shot message of kind {kind} has {end} bytes, needs {rest}")
     numbers = _numbers(count).unpack_from(data, keys_end)
     found = tuple(PayloadExtent(*one) for one in _EXTENT.iter_unpack(data[numbers_end:rest])) if extents else ()
     return OneShotMessage(
@@ -153,7 +153,7 @@ def parse_put_open(rest: bytes) -> kvstore_pb2.PutOpen:
 
 
 class OneShotAnswer(NamedTuple):
-    """A brief message on its way out, and its payload where it lies: memory that stays as it is while it is seen."""
+    """A one-shot message on its way out, and its payload where it lies: memory that stays as it is while it is seen."""
 
     message: OneShotMessage
     pieces: Sequence[memoryview]

@@ -36,7 +36,7 @@ class SendQueue:
     """Bounded queue of messages for one stream, written in order by `drain`.
 
     What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/messages.py): messages of
-    classes without a payload as they are, others encoded; after `hold` also `Held` and `Unsent`.
+    classes without a payload as they are, others encoded; after `hold` also `PendingPayload` and `UnsentRest`.
     """
 
     def __init__(self, *, room_bytes: int = QUEUE_BYTES, max_messages: int = MAX_MESSAGES) -> None:

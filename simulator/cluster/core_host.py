@@ -1,4 +1,4 @@
-"""Drives a service's core in virtual time, as `moonpool.drive.driver` does on an event loop."""
+"""Drives a service's core in virtual time, as `moonpool.runtime.driver` does on an event loop."""
 
 from collections import deque
 from collections.abc import Callable

@@ -1,6 +1,9 @@
-"""What the documents name exists: flags, variables, modules, files, links and headings."""
+"""What documents, docstrings and comments name exists: flags, variables, modules, files, names, links and headings."""
 
+import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,58 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
     seams = re.findall(r"^([\w/]+/) +base\.py", index, re.MULTILINE)
     assert [seam for seam in seams if not (ROOT / seam / "base.py").is_file()] == []
     assert len(seams) == 8
+
+
+FOREIGN_NAMES = set(
+    "DistBackendError FailFast Foo GenerationMixin LlamaModel SSL_CERT_FILE XRequest XResponse _beam_search"
+    " _compute_llama3_parameters convert_hf_to_gguf generate_merges modeling_rope_utils permute rotate_half"
+    " tokenization_auto tokenization_utils_base tokenization_utils_tokenizers".split()
+)
+"""Names in docstrings that other projects define, and placeholders."""
+FOREIGN_FILES = {"llama.cpp", "transformers/utils/chat_template_utils.py"}
+
+
+def _words(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
+    """The words of a file's code, and its docstrings and comments with their lines."""
+    text, code, prose = path.read_text(encoding="utf-8"), set[str](), list[tuple[int, str]]()
+    if path.suffix != ".py":
+        for number, line in enumerate(text.splitlines(), 1):
+            before, _, comment = line.partition("//")
+            code.update(re.findall(r"\w+", before))
+            prose.append((number, comment))
+        return code, prose
+    texts = [it.value for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Expr)]
+    strings = {it.lineno: it.value for it in texts if isinstance(it, ast.Constant) and isinstance(it.value, str)}
+    prose += [(line, str(value)) for line, value in strings.items()]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            prose.append((token.start[0], token.string))
+        elif token.type != tokenize.STRING or token.start[0] not in strings:
+            code.update(re.findall(r"\w+", token.string))
+    return code, prose
+
+
+def test_docstrings_and_comments_name_what_exists() -> None:
+    """Files by their path or their neighbour's name; `names` in backticks as words of some code."""
+    suffixes = {".py", ".cpp", ".h", ".proto"}
+    files = [path for top in (*CODE, "protos") for path in (ROOT / top).rglob("*") if path.suffix in suffixes]
+    words = {path: _words(path) for path in files if "_pb2" not in path.name}
+    known = FOREIGN_NAMES.union(*(code for code, _ in words.values()))
+    known.update(path.stem for path in files)
+    named, wrong = 0, []
+    for path, (_, prose) in words.items():
+        for line, text in prose:
+            names = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*\))?`", text)
+            wrong += [(path, line, name) for name in names if not known.issuperset(filter(None, name.split(".")))]
+            mentioned = set(re.findall(r"(?<![\w/.`-])(?:\w+/)*\w+\.(?:py|cpp|h|proto)\b", text)) - FOREIGN_FILES
+            wrong += [(path, line, file) for file in mentioned if not _is_file(file, path)]
+            named += len(names) + len(mentioned)
+    assert wrong == []
+    assert named > 1000
+
+
+def _is_file(name: str, beside: Path) -> bool:
+    return any((folder / name).is_file() for folder in (ROOT, beside.parent, ROOT / "kernels", ROOT / "kernels/native"))
 
 
 def test_links_and_headings() -> None:

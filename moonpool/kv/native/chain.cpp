@@ -1,4 +1,4 @@
-// Keys of a chain's blocks, and whether all tokens are ones that the model has: see chains.py. Needs no lock of Python's.
+// Keys of a chain's blocks, and whether all tokens are ones that the model has: see moonpool/kv/native_library.py. Needs no lock of Python's.
 // BLAKE3 of at most one chunk (1,024 bytes), as its authors' paper has it (section 2), without SIMD: each key needs the
 // one before it, so there is nothing to be done side by side.
 

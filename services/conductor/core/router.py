@@ -476,7 +476,7 @@ class PrefixReplication:
 
 
 DECODE_STEP_TOKENS = 256
-"""Tokens that a decode instance computes beside its batch in a step at most (`CoreConfig.step_tokens` there)."""
+"""Tokens that a decode instance computes beside its batch in a step at most (`step_tokens` there)."""
 
 
 @frozen

@@ -1,6 +1,6 @@
 """The sampler: greedy, each parameter, the counter-based draw, log probabilities, and that rows are independent.
 
-Distributions, and the rule by which a number becomes a token, are in test_draw.py.
+Distributions, and the rule by which a number becomes a token, are in test_random_sampler.py.
 """
 
 import math

@@ -20,7 +20,7 @@ MANY, UNSENT = 2000, 4
 
 
 class Offers:
-    """Stands for a `LaneServer`: the test hands the connection over."""
+    """Stands for a `TransportListener`: the test hands the connection over."""
 
     attach: Callable[[ConnectionEnd], None]
 

@@ -73,7 +73,7 @@ async def reading(store: Rig) -> AsyncIterator[tuple[BlockingStream[Any, Any], B
 
 
 async def read(lane: BlockingConnection, keys: Sequence[BlockKey]) -> list[bytes] | None:
-    """What `DirectReader` reads; every other slice has no place of its own."""
+    """What `BlockingReader` reads; every other slice has no place of its own."""
     memory = [bytearray(BLOCK) for _ in keys]
 
     def place(layer: int, index: int) -> memoryview:
@@ -101,7 +101,7 @@ async def write(lane: BlockingConnection, keys: Sequence[BlockKey], staging: Sha
 
 
 def following(fields: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `DirectLane.ask` for a message whose payload follows in one go."""
+    """The arguments of `BlockingConnection.ask` for a message whose payload follows in one go."""
     parts = fields.get("payload", [])
     return fields | {"payload": [parts], "follow": sum(part.nbytes for part in parts)}
 
