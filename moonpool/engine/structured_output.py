@@ -269,8 +269,8 @@ class MaskBuilder:
         vocab_size: tokens of the model.
         end_token_ids: of the model.
         aside: that thread works within such a context.
-        full: whether the process holds as much as it may; asked for every `STEPS_PER_MEMORY_CHECK` steps, and before a grammar is
-            compiled.
+        full: whether the process holds as much as it may; asked for every `STEPS_PER_MEMORY_CHECK` steps, and before
+            a grammar is compiled.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ Raises:
     BufferError: a target cannot be written, or a view is not contiguous.
 """
 DeferredCopy = Callable[[list[memoryview], BytesLike | None, Sequence[int]], Callable[[], int]]
-"""As `CopyFunction`, and raises as that does, but copies and verifies when what it returns is called: once, in any thread. All
-memory is held until then. Without bytes these lie in the targets already, and are only verified."""
+"""As `CopyFunction`, and raises as that does, but copies and verifies when what it returns is called: once, in any
+thread. All memory is held until then. Without bytes these lie in the targets already, and are only verified."""
 
 
 def copy_in_two_passes(targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:

@@ -92,8 +92,8 @@ def payload_stream(
     """A callable that opens the bidirectional stream `service`/`method`, as a generated stub's attribute would.
 
     On the stream, messages of a class with a `payload` field are `PayloadMessage`s, others plain messages, just as on
-    the server's side (see moonpool/rpc/messages.py). For example `payload_stream(channel, "moonpool.v1.DecodeService", "ReceiveKV",
-    ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
+    the server's side (see moonpool/rpc/messages.py). For example `payload_stream(channel,
+    "moonpool.v1.DecodeService", "ReceiveKV", ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
     """
     open_stream: StreamOpener = channel.stream_stream(
         f"/{service}/{method}",

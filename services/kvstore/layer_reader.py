@@ -80,7 +80,7 @@ class LayerReader:
         self._loop = asyncio.get_running_loop()
 
     async def groups(self) -> AsyncIterator[list[Slice] | LostBlock]:
-        """Slices in order, in groups; after a `LostBlock` only of blocks before it. To be walked once the lease is complete.
+        """Slices in order, in groups; after a `LostBlock` only of earlier blocks. Walk once the lease is complete.
 
         The bytes of a group stay as they are until `close`.
         """

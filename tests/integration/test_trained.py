@@ -13,13 +13,14 @@ from moonpool.checkpoint import Tokenizer
 from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, Message
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.sampling_params import SamplingParams
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.test_parity import TIMES_ERROR
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-BLOCK = 64
+BLOCK = DEFAULT_BLOCK_SIZE
 NEW = 24
 ROOT = Path(__file__).parents[2]
 QUESTIONS = (

@@ -1,9 +1,7 @@
 """What documents, docstrings and comments name exists: flags, variables, modules, files, names, links and headings."""
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,32 +154,28 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
     assert len(seams) == 8
 
 
-FOREIGN_NAMES = set(
-    "DistBackendError FailFast Foo GenerationMixin LlamaModel SSL_CERT_FILE XRequest XResponse _beam_search"
-    " _compute_llama3_parameters convert_hf_to_gguf generate_merges modeling_rope_utils permute rotate_half"
-    " tokenization_auto tokenization_utils_base tokenization_utils_tokenizers".split()
-)
+FOREIGN_NAMES = {
+    *("DistBackendError", "FailFast", "Foo", "GenerationMixin", "LlamaModel", "SSL_CERT_FILE", "XRequest", "XResponse"),
+    *("_beam_search", "_compute_llama3_parameters", "convert_hf_to_gguf", "generate_merges", "modeling_rope_utils"),
+    *("permute", "rotate_half", "tokenization_auto", "tokenization_utils_base", "tokenization_utils_tokenizers"),
+}
 """Names in docstrings that other projects define, and placeholders."""
 FOREIGN_FILES = {"llama.cpp", "transformers/utils/chat_template_utils.py"}
 
 
 def _words(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
-    """The words of a file's code, and its docstrings and comments with their lines."""
-    text, code, prose = path.read_text(encoding="utf-8"), set[str](), list[tuple[int, str]]()
-    if path.suffix != ".py":
-        for number, line in enumerate(text.splitlines(), 1):
-            before, _, comment = line.partition("//")
-            code.update(re.findall(r"\w+", before))
-            prose.append((number, comment))
-        return code, prose
-    texts = [it.value for it in ast.walk(ast.parse(text)) if isinstance(it, ast.Expr)]
-    strings = {it.lineno: it.value for it in texts if isinstance(it, ast.Constant) and isinstance(it.value, str)}
-    prose += [(line, str(value)) for line, value in strings.items()]
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            prose.append((token.start[0], token.string))
-        elif token.type != tokenize.STRING or token.start[0] not in strings:
-            code.update(re.findall(r"\w+", token.string))
+    """The words of a file's code, and the lines of its docstrings and comments with their numbers."""
+    text, sign, documented = path.read_text(encoding="utf-8"), "//", set[int]()
+    if path.suffix == ".py":
+        sign = "# "
+        for it in ast.walk(ast.parse(text)):
+            if isinstance(it, ast.Expr) and isinstance(it.value, ast.Constant) and isinstance(it.value.value, str):
+                documented.update(range(it.lineno, (it.end_lineno or it.lineno) + 1))
+    code, prose = set[str](), list[tuple[int, str]]()
+    for number, line in enumerate(text.splitlines(), 1):
+        before, _, comment = ("", "", line) if number in documented else line.partition(sign)
+        code.update(re.findall(r"\w+", before))
+        prose.append((number, comment))
     return code, prose
 
 

@@ -1,8 +1,8 @@
 """The SSD tier: blocks as records in segment files, found through an index that LMDB keeps.
 
 Methods belong to the event loop, are quick and touch no device, but for those that say they block. Between `plan` and
-`committed` or `failed` a disk's segment files and index are a writer thread's (services/kvstore/write_behind.py). A segment that is
-reclaimed stays readable until the plan is done: what is carried over has its place there till then.
+`committed` or `failed` a disk's segment files and index are a writer thread's (services/kvstore/write_behind.py). A
+segment that is reclaimed stays readable until the plan is done: what is carried over has its place there till then.
 """
 
 import collections

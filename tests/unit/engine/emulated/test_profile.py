@@ -17,6 +17,7 @@ from moonpool.engine.emulated.profile import (
 )
 from moonpool.engine.setup import EngineConfig, engine_setup
 from moonpool.errors import ConfigError
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import SequenceStep, Step
 from tests.unit.checkpoint.folder import write_config
@@ -164,7 +165,7 @@ def test_plan_of_an_emulated_instance(tmp_path: Path) -> None:
         load_profile(str(profile)), 2.0, True, plan.vocab_size, plan.spec.emulated.reserved, plan.spec.emulated.noise
     )
     assert (plan.max_tokens, plan.model.max_tokens, plan.model.emulated) == (100_000, 100_000, "x")
-    assert (plan.spec.blocks, plan.spec.stages) == ((1 << 20) // (128 * 64), 2)
+    assert (plan.spec.blocks, plan.spec.stages) == ((1 << 20) // (128 * DEFAULT_BLOCK_SIZE), 2)
     assert plan.link_rate == 3200.0 * 2 * 128 / 6400
     assert engine_setup(config(folder, **flags, link_bytes_per_s=5.0)).link_rate == 5.0
     assert engine_setup(config(folder, **flags, time_scale=9.0)).namespace == plan.namespace
@@ -189,9 +190,10 @@ def test_the_default_pool_holds_as_many_tokens_as_the_hardware(tmp_path: Path) -
         flags = {"engine": f"emulated:{profile}"}
         blocks[name] = engine_setup(config(folder, **flags)).spec.blocks
         assert engine_setup(config(folder, **flags, kv_cache_memory_bytes=1 << 20)).spec.blocks == (1 << 20) // (
-            128 * 64
+            128 * DEFAULT_BLOCK_SIZE
         )
         assert engine_setup(config(folder, **flags, blocks=7)).spec.blocks == 7
-    assert blocks == {"given": 500_000_000 // (6400 * 64), "absent": (256 << 20) // (6400 * 64)}
+    block_bytes = 6400 * DEFAULT_BLOCK_SIZE
+    assert blocks == {"given": 500_000_000 // block_bytes, "absent": (256 << 20) // block_bytes}
     paper = engine_setup(config(folder, engine="emulated:llama-70b-a800"))
-    assert paper.spec.blocks * 64 == pytest.approx(1.46e6, rel=0.01)
+    assert paper.spec.blocks * DEFAULT_BLOCK_SIZE == pytest.approx(1.46e6, rel=0.01)

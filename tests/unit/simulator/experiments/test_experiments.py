@@ -58,7 +58,7 @@ def test_unknown_names_are_refused(policies: list[str], blocks: str) -> None:
 
 @pytest.mark.timeout(120)
 def test_four_digits_of_the_published_table() -> None:
-    """At 10,000 blocks of the public trace; the whole table is in `make test-all` (tests/unit/kvstore/eviction/test_table.py)."""
+    """At 10,000 blocks of the public trace; the whole table: tests/unit/kvstore/eviction/test_table.py."""
     try:
         path = trace_file(None)
     except Skipped as reason:
