@@ -1,4 +1,4 @@
-"""Loads the weights of one stage from a checkpoint of the Llama family, and fuses projections.
+"""Loads the weights of one stage from a checkpoint, and fuses projections.
 
 Only safetensors and GGUF files are read: nothing is ever unpickled or executed. Files are mapped; quantised rows are
 dequantised piece by piece, so that no whole tensor exists in float32 beside the one that is kept.

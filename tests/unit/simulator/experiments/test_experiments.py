@@ -18,6 +18,7 @@ from moonpool.cli.main import app
 from moonpool.cli.simulate import app as experiments
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from services.conductor.placement.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.faults import faults
@@ -146,7 +147,7 @@ def test_ways_of_filling_the_pool() -> None:
     load = MemoryLoad(requests=200, pool_blocks=400, prompt_tokens=200, answer_tokens=200, max_tokens=4096)
     found = by(memory(load_profile("llama-70b-a800"), load, silent), "mode")
     before, growing = found["preallocation"], found["on demand"]
-    assert before["most_sequences"] == 400 // 68  # blocks of 64 for 200 + 4096 tokens
+    assert before["most_sequences"] == 400 // -(-(200 + 4096) // DEFAULT_BLOCK_SIZE)
     assert growing["mean_sequences"] > 3 * before["mean_sequences"]
     assert before["slots_without_token"] > 0.85
     assert growing["slots_without_token"] < 0.15
