@@ -175,6 +175,8 @@ class SamplingParams:
     `transformers`."""
     skip_special_tokens: bool = field(default=True, metadata=_option(http=bool))
     """The answer's text leaves out special tokens. Some models mark calls of functions with them."""
+    embedding: bool = field(default=False, metadata=_option(with_beams=False, with_format=False))
+    """The result has the prompt's embedding: the hidden state of its last token after the last norm, of length 1."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -192,6 +194,11 @@ class SamplingParams:
     def penalised(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the result has something of the prompt itself, which prefill alone computes."""
+        return self.prompt_logprobs is not None or self.embedding
 
     @property
     def deferred(self) -> bool:
@@ -225,6 +232,7 @@ class SamplingParams:
         self._check_tokens(require, vocab_size)
         self._check_format(require)
         self._check_beams(require)
+        require("embedding", not self.embedding or self.prompt_logprobs is None, "has no place for prompt_logprobs")
 
     def check_end_tokens(
         self, end_token_ids: frozenset[int], vocab_size: int, field: str, field_prefix: str = "sampling"

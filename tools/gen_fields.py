@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from services.gateway.endpoints.embeddings import EmbeddingsBody
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
@@ -17,6 +18,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
+    "/v1/embeddings": EmbeddingsBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -120,6 +121,7 @@ class ResultCollector:
         self._text: defaultdict[int, list[str]] = defaultdict(list)
         self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        self._embedding: tuple[float, ...] = ()
 
     @property
     def started(self) -> bool:
@@ -152,7 +154,7 @@ class ResultCollector:
                 text_chars=first.text_chars,
                 count=self.resumes,
                 further=further,
-                prompt_scored=bool(self._prompt_logprobs),
+                prompt_scored=bool(self._prompt_logprobs or self._embedding),
             )
         )
         return again
@@ -176,6 +178,8 @@ class ResultCollector:
                 return self._delta(message.delta)
             case "prompt_logprobs":
                 self._prompt_logprobs = (None, *_prompt_logprobs(message.prompt_logprobs))
+            case "embedding":
+                self._embedding = _floats(message.embedding.values)
             case "finished":
                 self.result = self._finished(message.finished)
         return None
@@ -229,6 +233,7 @@ class ResultCollector:
             resumes=self.resumes,
             logprobs=choices[0].logprobs,
             prompt_logprobs=self._prompt_logprobs,
+            embedding=self._embedding,
         )
 
 
@@ -242,6 +247,17 @@ def _logprobs(message: kv_pb2.Logprobs, token_ids: Sequence[int]) -> tuple[Token
     if len(found) != len(token_ids) or not found.consistent:
         raise StreamBroken(f"the log probabilities are not those of {len(token_ids)} tokens")
     return tuple(found.of(token_ids))
+
+
+def _floats(values: bytes) -> tuple[float, ...]:
+    """Little-endian float32 as numbers.
+
+    Raises:
+        StreamBroken: the bytes are no whole numbers.
+    """
+    if len(values) % 4:
+        raise StreamBroken(f"{len(values)} bytes are no float32 numbers")
+    return struct.unpack(f"<{len(values) // 4}f", values)
 
 
 def _prompt_logprobs(message: conductor_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:

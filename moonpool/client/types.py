@@ -208,3 +208,5 @@ class GenerateResult:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     """Log probabilities of the prompt's tokens, if `SamplingParams.prompt_logprobs` asks for them. The first token has
     None."""
+    embedding: tuple[float, ...] = ()
+    """The prompt's embedding, if `SamplingParams.embedding` asks for the embedding."""

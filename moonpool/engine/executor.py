@@ -142,7 +142,7 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
     start_ns = min(done.start_ns for done in stages)
     end_ns = max(done.end_ns for done in stages)
     sampled = () if aborted else last.sampled
-    rest = last.several, last.logprobs, last.scores, last.failed
+    rest = last.several, last.logprobs, last.scores, last.embeddings, last.failed
     share = sum(done.share for done in stages) / len(stages)
     earlier = tuple(_step_result([done]) for done in last.earlier)
     return StepResult(sampled, aborted, start_ns, end_ns, *rest, share, max(done.waited_ns for done in stages), earlier)

@@ -83,6 +83,7 @@ class StageDone:
     """As in `StepResult`, and so are the others."""
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
     over: bool = True
     """No further step of the run follows."""

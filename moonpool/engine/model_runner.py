@@ -56,6 +56,7 @@ class StepOutput:
     several: dict[int, SampledCandidates] = field(default_factory=dict)
     logprobs: dict[int, Logprobs] = field(default_factory=dict)
     scores: dict[int, Logprobs] = field(default_factory=dict)
+    embeddings: dict[int, bytes] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     awaited_ns: int = 0
 
@@ -86,6 +87,7 @@ class StepSampler:
             for index, sequence in live
             if sequence.scored is not None
         ]
+        self._embedded = [index for index, spec in wanted if spec.params.embedding and not spec.position]
 
     def choose(self, hidden: Tensor, batch: PackedBatch, masks: PendingMasks | None) -> StepOutput:
         """Return all that the step asks for from `hidden` [T, hidden], the states after the last layer.
@@ -98,6 +100,12 @@ class StepSampler:
         for index, tokens, scored in self._scored:
             last = int(batch.last_rows[index])
             output.scores[index] = _score_tokens(self._model, hidden[last + 1 - tokens : last + 1], scored)
+        if self._embedded:
+            normed = self._model.normed(hidden[batch.last_rows[self._embedded]]).float()
+            unit = torch.nn.functional.normalize(normed, dim=-1).cpu()
+            output.embeddings = {
+                index: row.numpy().astype("<f4").tobytes() for index, row in zip(self._embedded, unit, strict=True)
+            }
         return output
 
     @property
@@ -106,7 +114,7 @@ class StepSampler:
 
         With an address, the logits of all sequences are computed together, for `sample_from`.
         """
-        whole = len(self._groups) == 1 and not self._scored
+        whole = len(self._groups) == 1 and not self._scored and not self._embedded
         return self._groups[0].tokens_address(self._count) if whole else None
 
     def sample_from(self, logits: int, masks: PendingMasks | None) -> StepOutput:
@@ -723,6 +731,7 @@ class StageRunner:
             several=output.several,
             logprobs=output.logprobs,
             scores=output.scores,
+            embeddings=output.embeddings,
             failed=output.failed,
             over=over,
             share=share,

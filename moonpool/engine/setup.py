@@ -367,6 +367,7 @@ def _check_emulated(sampling: kv_pb2.Sampling) -> None:
         "beam_width": bool(sampling.beam_width),
         "logprobs": sampling.HasField("logprobs"),
         "prompt_logprobs": sampling.HasField("prompt_logprobs"),
+        "embedding": sampling.embedding,
         "response_format": bool(sampling.response_format),
     }
     for name, given in wanted.items():

@@ -195,19 +195,22 @@ class StageModel:
         return last, hidden
 
     @in_inference_mode
+    def normed(self, rows: Tensor) -> Tensor:
+        """Return hidden states [R, hidden] after the last layer as the head takes them; last stage only."""
+        assert self.final_norm is not None
+        if self._native is None:
+            return self.final_norm(rows)
+        assert self.final_norm.weight is not None
+        return self._native.normed(rows, self.final_norm.weight)
+
+    @in_inference_mode
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only.
 
         `out`: those of a step before, of which the memory may be used.
         """
-        assert self.final_norm is not None
         assert self.head is not None
-        if self._native is not None:
-            assert self.final_norm.weight is not None
-            normed = self._native.normed(rows, self.final_norm.weight)
-        else:
-            normed = self.final_norm(rows)
-        logits = self.head(normed, deterministic=self.deterministic, wide=True, out=out)
+        logits = self.head(self.normed(rows), deterministic=self.deterministic, wide=True, out=out)
         decoder = self.config.decoder
         if decoder.logits_factor != 1.0:
             logits *= decoder.logits_factor

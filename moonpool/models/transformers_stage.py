@@ -110,6 +110,10 @@ class TransformersStage(StageModel):
             self._batch = self._kv = None
         return last, states.last_hidden_state[0]
 
+    def normed(self, rows: Tensor) -> Tensor:
+        """See `StageModel.normed`: the model's own code has the last norm in its layers."""
+        return rows
+
     @in_inference_mode
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """See `StageModel.logits`."""

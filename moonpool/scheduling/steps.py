@@ -168,6 +168,8 @@ class StepResult:
     """By index: log probabilities of all sampled tokens, if wanted (`SamplingParams.logprobs`)."""
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
     """By index: log probabilities of `SequenceStep.scored`."""
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
+    """By index: embeddings of prompts (`SamplingParams.embedding`), little-endian float32."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """By index: why no token was sampled. The answer cannot go on in its format."""
     share: float = 1.0

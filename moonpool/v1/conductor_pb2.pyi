@@ -395,8 +395,8 @@ class Resume(_message.Message):
     count: _builtins.int
     """How often this request was resumed, this time included; from 1. The highest wins."""
     prompt_scored: _builtins.bool
-    """The client has the prompt's log probabilities. Where `Sampling.prompt_logprobs` wants them and it has not, it has no
-    tokens either, and the prompt is computed again.
+    """The client has the prompt's log probabilities, or its embedding. Where `Sampling` wants one of them and the client
+    has not got it, the client has no tokens either, and the prompt is computed again.
     """
     @_builtins.property
     def point(self) -> Global___ResumePoint:
@@ -520,6 +520,7 @@ class GenerateResponse(_message.Message):
     DELTA_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EMBEDDING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placed(self) -> Global___Placed:
         """Once, before any token, and again whenever the request was placed anew or is found at another place."""
@@ -536,6 +537,10 @@ class GenerateResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Once, before any token, where `Sampling.prompt_logprobs` wants them: of the prompt's tokens but the first."""
 
+    @_builtins.property
+    def embedding(self) -> Global___PromptEmbedding:
+        """Once, before any token, where `Sampling.embedding` wants it."""
+
     def __init__(
         self,
         *,
@@ -543,16 +548,39 @@ class GenerateResponse(_message.Message):
         delta: Global___TokenDelta | None = ...,
         finished: Global___Finished | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        embedding: Global___PromptEmbedding | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "embedding", b"embedding", "event", b"event", "finished", b"finished", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "event", b"event", "finished", b"finished", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "embedding", b"embedding", "event", b"event", "finished", b"finished", "placed", b"placed", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placed", "delta", "finished", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placed", "delta", "finished", "prompt_logprobs", "embedding"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class PromptEmbedding(_message.Message):
+    """A prompt's embedding."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: _builtins.int
+    values: _builtins.bytes
+    """Little-endian float32."""
+    def __init__(
+        self,
+        *,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptEmbedding: _TypeAlias = PromptEmbedding  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):

@@ -136,7 +136,7 @@ class ResumeRequest:
         choices: the client's progress, per choice.
         point: the resume point that the client got last. Its secret proves that the client is the same one.
         state: the core's part.
-        unscored: the client wants the prompt's log probabilities and does not have them yet.
+        unscored: the client wants the prompt's log probabilities or embedding, and has not got them.
     """
 
     choices: tuple[ClientProgress, ...]
@@ -199,9 +199,9 @@ class ValidRequest:
             sequence_id: the id that engines see.
             generated: tokens of the answer that are known already.
             keys: keys of all full blocks of prompt and `generated`.
-            scored: the prompt's log probabilities are wanted.
+            scored: the prompt's log probabilities, or its embedding, are wanted.
         """
-        sampling = self.sampling if scored else replace(self.sampling, prompt_logprobs=None)
+        sampling = self.sampling if scored else replace(self.sampling, prompt_logprobs=None, embedding=False)
         return kv_pb2.SequenceSpec(
             request_id=sequence_id,
             token_ids=tokens_to_bytes(self.prompt + generated),
@@ -324,7 +324,7 @@ def read_request(
         choices=sampling.width,
         deferred=sampling.deferred,
         tenant=message.tenant,
-        scored=sampling.prompt_logprobs is not None if resume is None else resume.unscored,
+        scored=sampling.scores_prompt if resume is None else resume.unscored,
         resumed=None if resume is None else resume.state,
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
@@ -503,7 +503,7 @@ def read_resume(
     _check_sequence(point.sequence, message.request_id, resume.count)
     unscored = _lacks_scores(resume.prompt_scored, sampling, choices)
     alone = sampling.n == 1 and not sampling.deferred
-    target = None if unscored else target_of(point)  # no decode instance has the prompt's log probabilities
+    target = None if unscored else target_of(point)  # no decode instance has them
     state = ResumeState(count if alone else 0, resume.count, point.sequence, target)
     return ResumeRequest(choices, point, state, unscored)
 
@@ -541,14 +541,14 @@ def _read_progress(
 
 
 def _lacks_scores(scored: bool, sampling: SamplingParams, choices: Sequence[ClientProgress]) -> bool:
-    """Whether the client lacks the prompt's log probabilities. They are sent before the first token."""
-    wanted, begun = sampling.prompt_logprobs is not None, any(it.tokens for it in choices)
+    """Whether the client lacks the prompt's log probabilities or embedding, which are sent before the first token."""
+    wanted, begun = sampling.scores_prompt, any(it.tokens for it in choices)
     field = "resume.prompt_scored"
-    _require(field, wanted or not scored, "only where sampling.prompt_logprobs wants a prompt's log probabilities")
+    _require(field, wanted or not scored, "only where sampling wants a prompt's log probabilities or embedding")
     _require(
         field,
         scored or not (wanted and begun),
-        "must be set: a client that has tokens has got the log probabilities before",
+        "must be set: a client that has tokens has got them before",
     )
     return wanted and not scored
 

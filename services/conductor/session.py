@@ -226,6 +226,10 @@ class OutputQueue:
         """The prompt's log probabilities are known."""
         self._put(conductor_pb2.GenerateResponse(prompt_logprobs=scored))
 
+    def embedding(self, embedding: conductor_pb2.PromptEmbedding) -> None:
+        """The prompt's embedding is known."""
+        self._put(conductor_pb2.GenerateResponse(embedding=embedding))
+
     def delta(self, delta: conductor_pb2.TokenDelta | None) -> None:
         """Tokens and text; None for no news."""
         if delta is None:
@@ -297,7 +301,7 @@ class Session:
         started: decode was told to start there.
         candidates: tokens that may follow the prompt of deferred answers; None for others.
         opening_logprobs: of the tokens with which decode begins, if they are wanted.
-        prompt_unscored: the client wants the prompt's log probabilities, which are not known here yet.
+        prompt_unscored: the client wants the prompt's log probabilities or embedding, not known here yet.
         cached_tokens: tokens of the prompt that were not computed.
         transport: name of the transport that takes the prompt's KV to decode.
         attempts: what is known of each placement, for `Explain`.
@@ -350,6 +354,7 @@ class Session:
         self._sequence_spec: kv_pb2.SequenceSpec | None = None
         self._placed: conductor_pb2.Placed | None = None
         self._prompt_logprobs: conductor_pb2.PromptLogprobs | None = None
+        self._embedding: conductor_pb2.PromptEmbedding | None = None
         self._finished: conductor_pb2.Finished | None = None
         self._timeline = conductor_pb2.Timeline(tenant=request.spec.tenant)  # without usage and times
         self.attempts: list[conductor_pb2.Attempt] = []
@@ -437,7 +442,8 @@ class Session:
     @property
     def reusable_keys(self) -> tuple[BlockKey, ...]:
         """Keys of the blocks that are not computed where they are held: none if the prompt is to be scored."""
-        return () if self.prompt_unscored else tuple(self.keys)
+        unscored = self.prompt_unscored and self.request.sampling.prompt_logprobs is not None
+        return () if unscored else tuple(self.keys)
 
     def sequence_spec(self, sequence: str) -> kv_pb2.SequenceSpec:
         """The sequence that engines see under this id."""
@@ -586,6 +592,8 @@ class Session:
             self.outgoing.placed(placed)
         if resume.unscored and self._prompt_logprobs is not None:
             self.outgoing.prompt_logprobs(self._prompt_logprobs)
+        if resume.unscored and self._embedding is not None:
+            self.outgoing.embedding(self._embedding)
         for choice, progress in pairs:
             self.outgoing.delta(choice.delta_after(progress))
 
@@ -636,7 +644,7 @@ class Session:
         if len(token_ids) != len(self.choices):
             raise StreamBroken(f"{len(token_ids)} first tokens came for {len(self.choices)} answers")
         self._note_cached(first)
-        self._add_prompt_logprobs(first)
+        self._add_prompt_results(first)
         found = logprobs_from_proto(first.logprobs) if first.HasField("logprobs") else None
         self._check_logprobs(found, len(token_ids))
         for choice, token_id in enumerate(token_ids):
@@ -716,13 +724,22 @@ class Session:
             self.cached_tokens = min(first.local_tokens + first.loaded_tokens, len(self.request.prompt))
             self._queue_s, self._prefill_s, self.transport = first.queue_s, first.prefill_s, first.lane
 
-    def _add_prompt_logprobs(self, first: prefill_pb2.FirstToken) -> None:
-        """Send the prompt's log probabilities if the client lacks them: once, however often the request is placed.
+    def _add_prompt_results(self, first: prefill_pb2.FirstToken) -> None:
+        """Send the prompt's log probabilities or embedding if the client lacks them.
+
+        They are sent once, however often the request is placed.
 
         Raises:
-            StreamBroken: there is not one for each token of the prompt but the first.
+            StreamBroken: they did not come, or there is not one for each token of the prompt but the first.
         """
         if not self.prompt_unscored:
+            return
+        if self.request.sampling.embedding:
+            if not first.embedding or len(first.embedding) % 4:
+                raise StreamBroken(f"{len(first.embedding)} bytes came for the prompt's embedding")
+            self.prompt_unscored = False
+            self._embedding = conductor_pb2.PromptEmbedding(values=first.embedding)
+            self.outgoing.embedding(self._embedding)
             return
         scores = logprobs_from_proto(first.prompt_logprobs)
         prompt = self.request.prompt

@@ -591,8 +591,8 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
     """Why a request cannot begin with these first tokens, or none; None if it can."""
     params = live.incoming.sampling.params
     if message.compute_prompt:
-        if params.prompt_logprobs is not None:
-            return "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here"
+        if params.scores_prompt:
+            return "a prompt whose log probabilities or embedding are wanted is not computed here"
         alone = len(live.sequences) == 1 and live.search is None
         return None if alone else "a prompt is computed here for one answer only, without beams"
     tokens, scores, wanted = 1 + len(message.further_token_ids), len(message.log_probabilities), len(live.sequences)

@@ -21,6 +21,7 @@ from services.gateway.endpoints import (
     cluster,
     context_caching,
     dashboard,
+    embeddings,
     models,
     openai_chat,
     openai_completions,
@@ -34,6 +35,8 @@ from services.gateway.serving.errors import ErrorResponse, HttpError, error_resp
 from services.gateway.serving.generation import JSON_MEDIA_TYPE
 from services.gateway.serving.json_body import to_json_bytes
 
+SCORE_PATHS = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+"""Endpoints of vLLM that score pairs of texts."""
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),
     Endpoint("GET", "/ping", server.health),
@@ -46,6 +49,8 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("POST", "/v1/chat/completions", openai_chat.chat_completions),
     Endpoint("POST", "/v1/completions", openai_completions.completions),
     Endpoint("POST", "/v1/responses", openai_responses.responses),
+    Endpoint("POST", "/v1/embeddings", embeddings.embeddings),
+    *(Endpoint("POST", path, embeddings.scores) for path in SCORE_PATHS),
     Endpoint("POST", "/v1/messages", anthropic_messages.messages, anthropic_messages.anthropic_error_body),
     Endpoint(
         "POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens, anthropic_messages.anthropic_error_body

@@ -35,6 +35,7 @@ class LivePrefill:
         first: the token after the prompt, for each answer; for deferred answers the most likely tokens.
         logprobs: of these tokens, if they are wanted.
         scores: log probabilities of the prompt's tokens except the first, if they are wanted.
+        embedding: of the prompt, if wanted.
         error: why its I/O has failed.
         forgotten: deletions of its blocks that were carried out here before it arrived.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
@@ -48,6 +49,7 @@ class LivePrefill:
     first: SampledCandidates | None = None
     logprobs: Logprobs | None = None
     scores: Logprobs = dataclasses.field(default_factory=Logprobs)
+    embedding: bytes = b""
     error: MoonpoolError | None = None
     forgotten: Sequence[str] = ()
     loads: list[prefill_pb2.TimedTokens] = dataclasses.field(default_factory=list)
@@ -109,6 +111,7 @@ class LivePrefill:
         token = result.sampled[index]
         if index in result.scores:
             self.scores.extend(result.scores[index])
+        self.embedding = result.embeddings.get(index, b"")
         if index in result.failed:
             self.error = self._failure(result.failed[index])
         if chunk.last and token is not None:
@@ -134,6 +137,7 @@ class LivePrefill:
             log_probabilities=found.log_probabilities,
             logprobs=None if self.logprobs is None else logprobs_to_proto(self.logprobs),
             prompt_logprobs=logprobs_to_proto(self.scores) if len(self.scores) else None,
+            embedding=self.embedding,
             local_tokens=told.cached_tokens,
             loaded_tokens=told.loaded_tokens,
             computed_tokens=told.computed_tokens,

@@ -44,6 +44,13 @@ class Reference:
         logits: torch.Tensor = self.model(torch.tensor([list(token_ids)]), logits_to_keep=last).logits[0].float()
         return logits
 
+    @torch.inference_mode()
+    def embedding(self, token_ids: Sequence[int]) -> list[float]:
+        """The last token's hidden state after the last norm, of length 1."""
+        states = self.model(torch.tensor([list(token_ids)]), output_hidden_states=True).hidden_states[-1]
+        unit: list[float] = torch.nn.functional.normalize(states[0, -1].float(), dim=0).tolist()
+        return unit
+
     def first_token(self, prompt: Sequence[int]) -> int:
         """The greedy token after a prompt."""
         return int(self.logits(prompt)[-1].argmax())

@@ -40,6 +40,7 @@ EVERY_FIELD_SET = SamplingParams(
     bad_words=("x", "y z"),
     prompt_logprobs=0,
     skip_special_tokens=False,
+    embedding=True,
 )
 
 

@@ -204,7 +204,7 @@ class RequestSpec:
         choices: sequences that run together. Prefill computes the prompt alone for several.
         deferred: decode sends the answers whole, at their end; a new attempt begins again.
         tenant: owner of the request.
-        scored: log probabilities of the prompt are returned: prefill computes all of the prompt.
+        scored: log probabilities or the embedding of the prompt are returned, which prefill computes.
         resumed: progress of a resumed request; None = new.
         priority: among the requests of its tenant; lower ones go first.
         weight: the tenant's share relative to other tenants.

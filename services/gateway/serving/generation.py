@@ -167,6 +167,7 @@ class GenerationJob:
         prompts: arguments that name one prompt each. Several prompts run at the same time, each with `n` choices.
         result_headers: further headers of a response that is not streamed.
         format_field: field of the body that says what the answer looks like; errors name the field.
+        prompt_field: field of the body that has the prompts, if errors name the field; "" for the SDK's names.
     """
 
     state: ClusterState
@@ -181,6 +182,7 @@ class GenerationJob:
     prompts: Sequence[GenerateArguments] = ()
     result_headers: ResultHeaders = lambda result: {}
     format_field: str = ""
+    prompt_field: str = ""
 
     @property
     def sampling(self) -> SamplingParams:
@@ -195,6 +197,8 @@ class GenerationJob:
         """An error of the conductor under the name that the field has in the body."""
         if isinstance(error, InvalidRequest) and error.field == "sampling.grammar" and self.format_field:
             return InvalidRequest(self.format_field, error.message)
+        if isinstance(error, InvalidRequest) and error.field in ("prompt", "token_ids") and self.prompt_field:
+            return InvalidRequest(self.prompt_field, error.message)
         return error
 
     def replace_prompts(self, token_ids: Sequence[Sequence[int]]) -> None:

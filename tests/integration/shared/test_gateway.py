@@ -1,6 +1,8 @@
 """A gateway in front of a running stack, used by OpenAI's own client and over plain sockets."""
 
+import array
 import asyncio
+import base64
 import http.client
 import json
 import math
@@ -64,6 +66,21 @@ def test_log_likelihoods_of_a_harness(address: str, reference: Reference) -> Non
         rows = torch.log_softmax(reference.logits([*context, *ending]), dim=-1)[len(context) - 1 : -1]
         wanted = [float(row[token]) for row, token in zip(rows, ending, strict=True)]
         assert abs(sum(found) - sum(wanted)) < 1e-3
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_embeddings_are_last_hidden_states(client: openai.OpenAI, reference: Reference, encoding: Any) -> None:
+    """Of several prompts, shorter and longer than a block; the second time from cached KV."""
+    prompts = [tokens(size, f"embedded {size} {encoding}") for size in (1, BLOCK, 2 * BLOCK + 3)]
+    for _ in range(2):
+        found = client.embeddings.create(model=MODEL, input=prompts, encoding_format=encoding)
+        assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, prompts))
+        for prompt, each in zip(prompts, found.data, strict=True):
+            values = each.embedding
+            if isinstance(values, str):
+                values = list(array.array("f", base64.b64decode(values)))
+            assert values == pytest.approx(reference.embedding(prompt), abs=1e-3)
+            assert math.hypot(*values) == pytest.approx(1, abs=1e-5)
 
 
 def test_chat_equals_the_sdk(stack: CheckedStack, client: openai.OpenAI) -> None:

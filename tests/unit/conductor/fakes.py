@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import struct
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -136,6 +137,7 @@ class ScriptedPrefill(FakeMember):
                 computed_tokens=length - self.cached_tokens,
                 misses=self.misses,
                 chunks=self.chunks,
+                embedding=struct.pack("<2f", 0.6, 0.8) if wanted.embedding else b"",
                 lane="tcp",
                 prefill_s=self.took_s,
             )

@@ -53,6 +53,22 @@ async def test_those_of_a_prompt_come_once_and_what_is_cached_of_it_is_not_looke
         await s.rest()
 
 
+async def test_the_embedding_of_a_prompt_comes_once_and_uses_what_is_cached() -> None:
+    p, d, other, k = prefill(), decode(fail_at=[2]), decode(1), store()
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
+    async with stack(p, d, other, k) as s:
+        index = s.servicer.core.cluster.index
+        k.store(list(block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)))
+        await s.until(lambda: index.held("kvstore-0") == 2)
+        result = await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=4, embedding=True))
+        assert result.embedding == pytest.approx((0.6, 0.8))
+        assert result.token_ids == expected(len(PROMPT), 4)
+        first, again = p.requests
+        assert (first.sequence.sampling.embedding, first.HasField("source")) == (True, True)
+        assert not again.sequence.sampling.embedding, "placed anew, the embedding is known"
+        await s.rest()
+
+
 async def test_members_that_do_not_tell_what_is_wanted_are_not_believed() -> None:
     p, d = prefill(), decode()
     async with stack(p, d, retries=0) as s:
@@ -61,6 +77,8 @@ async def test_members_that_do_not_tell_what_is_wanted_are_not_believed() -> Non
             await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, logprobs=1))
         with pytest.raises(Unavailable, match="0 log probabilities came for a prompt of 40 tokens"):
             await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, prompt_logprobs=1))
+        with pytest.raises(Unavailable, match="0 bytes came for the prompt's embedding"):
+            await s.client.generate(token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, embedding=True))
 
 
 async def test_bad_words_reach_the_engines_as_tokens_with_and_without_a_space_before_them() -> None:

@@ -169,7 +169,7 @@ async def test_text_that_a_drain_cuts_off_goes_on_as_if_nothing_had_happened() -
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"request_id": ""}, "request_id"),
     ({"sampling": kv_pb2.Sampling(max_tokens=8, prompt_logprobs=1, seed=4)}, r"resume\.prompt_scored: must be set"),
-    ({"resume": pb.Resume(prompt_scored=True)}, r"resume\.prompt_scored: only where sampling\.prompt_logprobs"),
+    ({"resume": pb.Resume(prompt_scored=True)}, r"resume\.prompt_scored: only where sampling wants"),
     ({"sampling": kv_pb2.Sampling(max_tokens=8, n=3, seed=4)}, r"resume\.further: must have 2"),
     ({"resume": pb.Resume(further=[pb.AnswerSoFar()])}, r"resume\.further: must have 0"),
     ({"from_position": 5}, "from_position"),

@@ -72,7 +72,7 @@ async def test_what_cannot_be_computed_here_fails() -> None:
         await conductor.until(lambda: len(conductor.failed) == 2)
         assert conductor.failed == {
             "c": "a prompt is computed here for one answer only, without beams",
-            "d": "a prompt whose log probabilities are wanted (sampling.prompt_logprobs) is not computed here",
+            "d": "a prompt whose log probabilities or embedding are wanted is not computed here",
         }
         await conductor.cancel("c", several)
         await conductor.cancel("d", scored)

@@ -12,7 +12,7 @@ import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_count_tokens_params as beta_count
 from anthropic.types.beta import message_create_params as beta_create
-from openai.types import completion_create_params
+from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from typing_extensions import is_typeddict
@@ -21,6 +21,7 @@ from moonpool.grammar import check_grammar
 from moonpool.json_schema import WHITESPACE
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from services.gateway.endpoints.embeddings import EmbeddingsBody
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
@@ -34,6 +35,7 @@ SDK_BODIES: list[tuple[Any, type[Body]]] = [
     (chat_create_params.CompletionCreateParamsBase, ChatBody),
     (chat_create_params.CompletionCreateParamsStreaming, ChatBody),
     (completion_create_params.CompletionCreateParamsBase, CompletionBody),
+    (embedding_create_params.EmbeddingCreateParams, EmbeddingsBody),
     (response_create_params.ResponseCreateParamsBase, ResponsesBody),
     (response_create_params.ResponseCreateParamsStreaming, ResponsesBody),
     (message_create_params.MessageCreateParamsBase, MessagesBody),
@@ -56,6 +58,10 @@ VLLM = """
     guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern detokenize structural_tag
 """
 VLLM_COMPLETION = "prompt suffix prompt_embeds best_of echo"
+VLLM_EMBEDDINGS = """
+    model input encoding_format dimensions user truncate_prompt_tokens truncation_side request_id priority
+    mm_processor_kwargs cache_salt add_special_tokens embed_dtype endianness use_activation messages chat_template
+"""
 VLLM_RESPONSES = """
     background include input instructions max_output_tokens max_tool_calls metadata model logit_bias
     parallel_tool_calls previous_response_id prompt reasoning service_tier store stream temperature text tool_choice
@@ -91,6 +97,7 @@ LISTS: list[tuple[str, type[Body]]] = [
     (VLLM + SGLANG + LLAMA_CPP + OLLAMA, ChatBody),
     (VLLM_COMPLETION + LLAMA_CPP + OLLAMA + SGLANG, CompletionBody),
     (VLLM_RESPONSES, ResponsesBody),
+    (VLLM_EMBEDDINGS, EmbeddingsBody),
 ]
 
 

@@ -1,0 +1,76 @@
+"""`/v1/embeddings`: inputs of every form, both encodings, usage, refusals; and the endpoints that score pairs."""
+
+import base64
+import struct
+from typing import Any
+
+import openai
+import pytest
+
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.v1 import conductor_pb2 as pb
+
+from .fakes import MODEL, Answers, answering
+
+VALUES = (0.6, -0.8)
+PATH = "/v1/embeddings"
+
+
+def script(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """One token; before it, the embedding if it is wanted. The prompt has three tokens."""
+    placed, *rest = answer([1], prompt_tokens=3)
+    values = pb.PromptEmbedding(values=struct.pack("<2f", *VALUES))
+    return [placed, *([pb.GenerateResponse(embedding=values)] if request.sampling.embedding else []), *rest]
+
+
+@pytest.mark.parametrize(("given", "count"), [("a text", 1), (["a", "b", "c"], 3), ([4, 5, 6], 1), ([[4, 5], [6]], 2)])
+async def test_inputs(given: Any, count: int) -> None:
+    async with answering(FakeConductor(script)) as gateway:
+        body = (await gateway.http.post(PATH, json={"input": given, "encoding_format": "float"})).json()
+        assert body["object"] == "list"
+        assert body["model"] == MODEL
+        assert [it["index"] for it in body["data"]] == list(range(count))
+        assert [it["embedding"] for it in body["data"]] == [pytest.approx(VALUES)] * count
+        assert body["usage"] == {"prompt_tokens": 3 * count, "total_tokens": 3 * count}
+        assert [request.sampling.max_tokens for request in gateway.fake.requests] == [1] * count
+
+
+async def test_base64_as_openais_client_reads_it() -> None:
+    async with answering(FakeConductor(script)) as gateway:
+        body = (await gateway.http.post(PATH, json={"input": "x", "encoding_format": "base64"})).json()
+        assert struct.unpack("<2f", base64.b64decode(body["data"][0]["embedding"])) == pytest.approx(VALUES)
+        parsed = openai.types.CreateEmbeddingResponse.model_validate(
+            (await gateway.http.post(PATH, json={"input": "x"})).json()
+        )
+        assert parsed.data[0].embedding == pytest.approx(VALUES)
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": ["x", ""]}, "input"),
+        ({"input": [[]]}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": "x", "dimensions": 8}, "dimensions"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "stream": True}, "stream"),
+        ({"input": "x", "normalize": False}, "normalize"),
+    ],
+)
+async def test_wrong_fields_are_named(gateway: Answers, body: dict[str, Any], field: str) -> None:
+    response = await gateway.http.post(PATH, json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert gateway.fake.requests == []
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"])
+async def test_scores_are_refused_with_the_reason(gateway: Answers, path: str) -> None:
+    response = await gateway.http.post(path, json={"query": "x", "documents": ["y"]})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "unsupported"
+    assert "generates text and scores no pairs" in error["message"]
