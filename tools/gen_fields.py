@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from services.gateway.endpoints.anthropic_messages import CountTokensBody, MessagesBody
+from services.gateway.endpoints.dashboard import MarkdownBody
 from services.gateway.endpoints.embeddings import EmbeddingsBody
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
@@ -23,6 +24,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/moonpool/markdown": MarkdownBody,
 }
 HEAD = """# Fields of request bodies
 

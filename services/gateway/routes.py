@@ -71,6 +71,7 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/moonpool/state", cluster.state),
     Endpoint("GET", "/moonpool/requests", cluster.list_requests),
     Endpoint("GET", "/moonpool/requests/{name:path}", cluster.get_request),
+    Endpoint("POST", "/moonpool/markdown", dashboard.markdown),
     Endpoint("GET", "/", dashboard.index),
     Endpoint("GET", "/page/{name}", dashboard.file),
 )

@@ -1,17 +1,25 @@
-"""The dashboard page: static files of the package, read once."""
+"""The dashboard page: static files of the package, read once, and the Markdown of the answers that the page shows."""
 
 from __future__ import annotations
 
+import asyncio
+import re
 from collections.abc import Mapping
 from functools import cache
 from http import HTTPStatus
 from importlib import resources
 
+import nh3
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from markdown_it.token import Token
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from services.gateway.endpoints.base import GatewayContext
+from services.gateway.serving.json_body import Body, json_response
 
 INDEX_FILE = "index.html"
 MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -26,6 +34,18 @@ HEADERS = {
     "cache-control": "no-cache",
 }
 """The page loads nothing from other sites, sends nothing to them, and is not shown within them."""
+
+MAX_MARKDOWN_CHARS = 1 << 15
+"""Maximum length of a text that is rendered. The page shows a longer one as it is."""
+MAX_PARAGRAPH_CHARS = 1 << 12
+"""Maximum length of a paragraph with emphasis and links, whose parsing takes quadratic time ("[[[[")."""
+_LANGUAGE = re.compile(r"language-[\w+#.-]{1,32}")
+
+
+class MarkdownBody(Body):
+    """`/moonpool/markdown`."""
+
+    text: str = Field(max_length=MAX_MARKDOWN_CHARS)
 
 
 async def index(gateway: GatewayContext, request: Request) -> Response:
@@ -43,6 +63,57 @@ async def file(gateway: GatewayContext, request: Request) -> Response:
     if name not in _files():
         raise HTTPException(HTTPStatus.NOT_FOUND)
     return _file_response(name)
+
+
+async def markdown(gateway: GatewayContext, request: Request) -> Response:
+    """Safe HTML of a text in Markdown. Uses no budget, because the page renders every answer."""
+    checked = await gateway.auth.read_body(request, MarkdownBody, uses_budget=False)
+    return json_response({"html": await asyncio.to_thread(_safe_html, checked.body.text)})
+
+
+def _safe_html(text: str) -> str:
+    """HTML of Markdown with tables. HTML within the text is shown as text, and a picture as a link to the picture."""
+    return _sanitizer().clean(_parser().render(text))
+
+
+@cache
+def _parser() -> MarkdownIt:
+    parser = MarkdownIt("js-default").disable("image")
+    parser.core.ruler.at("inline", _parse_paragraphs)
+    return parser
+
+
+def _parse_paragraphs(state: StateCore) -> None:
+    """Parse what stands within paragraphs. A paragraph that is too long stays text."""
+    for token in state.tokens:
+        if token.type != "inline":
+            continue
+        if len(token.content) > MAX_PARAGRAPH_CHARS:
+            token.children = [Token("text", "", 0, content=token.content)]
+        else:
+            token.children = []
+            state.md.inline.parse(token.content, state.md, state.env, token.children)
+
+
+@cache
+def _sanitizer() -> nh3.Cleaner:
+    """Keeps the tags that Markdown makes, in case the parser lets more pass."""
+    return nh3.Cleaner(
+        tags={
+            "a", "blockquote", "br", "code", "em", "h1", "h2", "h3", "h4", "h5", "h6", "hr", "li", "ol", "p", "pre",
+            "s", "strong", "table", "tbody", "td", "th", "thead", "tr", "ul",
+        },
+        attributes={"a": {"href", "title"}, "code": {"class"}, "ol": {"start"}},
+        attribute_filter=_safe_attribute,
+        url_schemes={"http", "https", "mailto"},
+        url_relative="deny",
+        set_tag_attribute_values={"a": {"target": "_blank"}},
+    )  # fmt: skip
+
+
+def _safe_attribute(tag: str, name: str, value: str) -> str | None:
+    """The value of an attribute; None to leave the attribute out. The one class is the language of a block of code."""
+    return value if name != "class" or _LANGUAGE.fullmatch(value) else None
 
 
 @cache

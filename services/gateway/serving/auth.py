@@ -217,8 +217,8 @@ class Authenticator:
     def _is_operator(self, tenant: str) -> bool:
         return self._keys is None or tenant in self._operator_tenants
 
-    async def read_body(self, request: Request, cls: type[BodyT]) -> CheckedRequest[BodyT]:
-        """Check the API key and the budgets, then read and check the body.
+    async def read_body(self, request: Request, cls: type[BodyT], *, uses_budget: bool = True) -> CheckedRequest[BodyT]:
+        """Check the API key and, with `uses_budget`, the budgets. Then read and check the body.
 
         Raises:
             Unauthenticated: the API key is missing or unknown.
@@ -226,7 +226,10 @@ class Authenticator:
             HttpError: the body is too large, too slow or not JSON.
             InvalidRequest: a field is wrong; names the field.
         """
-        caller = AuthenticatedCaller() if self._keys is None else self._admit(self._keys, _api_key(request))
+        if self._keys is None or not uses_budget:
+            caller = AuthenticatedCaller(self.tenant(request))
+        else:
+            caller = self._admit(self._keys, _api_key(request))
         body = await read_body(request, cls, self._max_body_bytes, self._read_timeout_s)
         body.check()
         given = request.headers.get(TRACEPARENT, "")

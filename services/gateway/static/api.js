@@ -9,11 +9,11 @@ export function setKey(value) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** An answer that is no success; the message is the gateway's own. */
+/** An answer that is no success; message and code are the gateway's own. `id` is that of the request, "" if unknown. */
 export class Refused extends Error {
-  constructor(status, message) {
+  constructor(status, message, code = "", id = "") {
     super(message);
-    this.status = status;
+    Object.assign(this, { status, code, id });
   }
 }
 
@@ -30,8 +30,11 @@ async function call(path, options = {}) {
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => null);
   if (answer.status === 401 && !key()) throw new Refused(401, "This gateway asks for an API key: give one above.");
-  throw new Refused(answer.status, told?.error?.message ?? `HTTP ${answer.status}`);
+  const id = answer.headers.get("x-request-id") ?? "";
+  throw new Refused(answer.status, told?.error?.message ?? `HTTP ${answer.status}`, told?.error?.code ?? "", id);
 }
+
+export const text = async (path) => (await call(path)).text();
 
 export const get = async (path) => (await call(path)).json();
 
@@ -48,15 +51,19 @@ async function* events(body) {
   const decoder = new TextDecoder();
   const reader = body.getReader();
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(broken);
     if (done) return;
     const lines = (rest + decoder.decode(value, { stream: true })).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
       const event = JSON.parse(line.slice(6));
-      if (event.error) throw new Refused(0, event.error.message);
+      if (event.error) throw new Refused(0, event.error.message, event.error.code ?? "");
       yield event;
     }
   }
+}
+
+function broken(error) {
+  throw error.name === "AbortError" ? error : new Refused(0, "the connection to the gateway broke");
 }

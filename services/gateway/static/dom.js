@@ -20,6 +20,28 @@ function filled(element, attributes, children) {
 
 export const byId = (id) => document.getElementById(id);
 
+/** A button that submits nothing. */
+export function button(text, pressed, attributes = {}) {
+  const made = el("button", { type: "button", ...attributes }, text);
+  made.addEventListener("click", pressed);
+  return made;
+}
+
+const COPIED_MS = 2000;
+
+/** Copies `text`, else what an element says. Selects the element where a browser forbids that, as it does without HTTPS. */
+export async function copy(pressed, element, text = element.textContent) {
+  const label = pressed.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    pressed.textContent = "Copied";
+  } catch {
+    getSelection().selectAllChildren(element);
+    pressed.textContent = "Selected";
+  }
+  setTimeout(() => { pressed.textContent = label; }, COPIED_MS);
+}
+
 /** A bar of parts `[class, share]`; the label is for those who cannot see it. */
 export function bar(parts, label) {
   let x = 0;

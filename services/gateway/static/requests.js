@@ -1,7 +1,9 @@
-// Where a request's time went, and the requests that were answered lately.
+// Where a request's time went, the requests that ended lately, and what was refused or failed.
 
-import { get } from "./api.js";
+import { get, text } from "./api.js";
 import { bar, byId, bytes, count, el, seconds, svg, table } from "./dom.js";
+
+let ended = [];
 
 export function start() {
   byId("find").addEventListener("submit", (event) => {
@@ -9,13 +11,16 @@ export function start() {
     const name = byId("name").value.trim();
     if (name) location.hash = `requests/${encodeURIComponent(name)}`;
   });
+  byId("find").addEventListener("input", list);
 }
 
 export async function show(name) {
-  byId("name").value = name || byId("name").value;
   problem("");
   try {
-    byId("lately").replaceChildren(lately((await get("/moonpool/requests")).requests));
+    ended = (await get("/moonpool/requests")).requests;
+    list();
+    byId("failures").replaceChildren(failures(await text("/metrics")));
+    byId("story").replaceChildren();
     if (name) byId("story").replaceChildren(...story(await get(`/moonpool/requests/${encodeURIComponent(name)}`)));
   } catch (error) {
     problem(error.message);
@@ -23,19 +28,39 @@ export async function show(name) {
   }
 }
 
-function problem(text) {
-  byId("request-problem").textContent = text;
-  byId("request-problem").hidden = !text;
+function problem(said) {
+  byId("request-problem").textContent = said;
+  byId("request-problem").hidden = !said;
+}
+
+/** Shows the requests that the search finds. */
+function list() {
+  const sought = byId("name").value.trim().toLowerCase();
+  const kind = byId("kind").value;
+  const found = ended.filter(({ request_id: id, tenant, refused }) =>
+    (!kind || (kind === "refused") === Boolean(refused)) && `${id}\n${tenant}\n${refused}`.toLowerCase().includes(sought));
+  byId("lately").replaceChildren(lately(found));
 }
 
 function lately(requests) {
-  if (!requests.length) return el("p", { class: "hint" }, "None yet.");
+  if (!requests.length) return el("p", { class: "hint" }, ended.length ? "None of the last ones. An older one is shown by its whole id." : "None yet.");
   const rows = requests.map(({ request_id: id, tenant, usage, timing, refused }) => [
     el("a", { href: `#requests/${encodeURIComponent(id)}` }, id), tenant || "–",
     usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds(timing.ttft_s), seconds(timing.e2e_s),
     refused,
   ]);
   return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end", "refused"], rows);
+}
+
+/** Error responses of this gateway by status and code, of all its clients. */
+function failures(metrics) {
+  const counts = metrics.matchAll(/^moonpool_gateway_refused_total\{(.*)\} (\S+)$/gm);
+  const rows = [...counts].map(([, labels, value]) => {
+    const label = (name) => labels.match(new RegExp(`\\b${name}="([^"]*)"`))?.[1] ?? "";
+    return [label("status"), label("code") || "–", Number(value)];
+  });
+  if (!rows.length) return el("p", { class: "hint" }, "None since this gateway started.");
+  return table("By this gateway since it started", ["HTTP status", "reason", "responses"], rows);
 }
 
 function story(found) {

@@ -2,43 +2,153 @@
 
 import asyncio
 import shutil
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from google.protobuf.message import Message
 
+from moonpool.client import AsyncClient
+from moonpool.client.testing import FakeConductor, Script, answer
+from moonpool.client.transport import GenerateCall
+from moonpool.errors import Overloaded
+from moonpool.v1 import conductor_pb2 as pb
+from tests.unit.gateway.test_client_disconnect import HeldCall
 from tests.unit.gateway.test_dashboard_page import cluster
 from tests.unit.gateway.test_http_server import serving
 
 from .fakes import ready
 
+playwright = pytest.importorskip("playwright.async_api")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)}")]
+WAIT_MS = 30_000
+MARKDOWN = "# Head\n\n```python\nprint(1)\n```\n\n[x](javascript:alert(1)) <img src=x onerror=alert(1)>"
 
 
-async def shown(port: int, view: str, profile: Path) -> str:
-    """The page's document after its scripts have run, as the browser has it."""
-    assert BROWSER is not None
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    url = f"http://127.0.0.1:{port}/{view}"
-    browser = await asyncio.create_subprocess_exec(
-        BROWSER, *flags, "--virtual-time-budget=5000", "--dump-dom", url,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-    )  # fmt: skip
-    out, _ = await asyncio.wait_for(browser.communicate(), 60)
-    return out.decode()
+@asynccontextmanager
+async def opened(port: int) -> AsyncIterator[Any]:
+    """The page in a browser. At the end, no script has failed, and nothing was blocked by the policy."""
+    wrong: list[str] = []
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
+        page = await browser.new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: wrong.append(dialog.message))
+        page.on("console", lambda line: wrong.append(line.text) if "Security Policy" in line.text else None)
+        await page.goto(f"http://127.0.0.1:{port}/")
+        yield page
+        await browser.close()
+    assert wrong == []
 
 
-async def test_views(tmp_path: Path) -> None:
+def says(text: str) -> list[pb.GenerateResponse]:
+    """The messages of an answer of four tokens, whose first has the whole text."""
+    messages = answer((1, 2, 3, 4), prompt_tokens=9, cached_tokens=4)
+    for message in messages[1:-1]:
+        message.delta.text = ""
+    messages[1].delta.text = text
+    return messages
+
+
+class Calls:
+    """A transport whose calls are given; the rest is the fake conductor's."""
+
+    def __init__(self, fake: FakeConductor, calls: Iterator[Script | HeldCall]) -> None:
+        self._fake = fake
+        self._calls = calls
+        self.requests: list[pb.GenerateRequest] = []
+
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
+        self.requests.append(request)
+        call = next(self._calls)
+        return call if isinstance(call, HeldCall) else FakeConductor(lambda _: call).begin(request, timeout_s)
+
+    async def query(self, request: Message, timeout_s: float) -> Any:
+        return self._fake.answer(request)
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+async def test_conversation() -> None:
+    """Markdown, a stopped answer, a reload, an edit that is refused, and the same turn again."""
+    held = HeldCall(answer((1, 2, 3), prompt_tokens=9)[:3])
+    refused = Overloaded("the queue is full", reason="queue_full", retry_after_s=1.0)
     fake = ready(cluster())
-    async with serving(fake.async_client()) as (_, port):
-        chat = await shown(port, "", tmp_path / "profile")
-        assert '<span id="model">tiny</span>' in chat
-        assert '<section id="chat" aria-label="Playground">' in chat
-        state = await shown(port, "#cluster", tmp_path / "profile")
-        assert "kvstore-0" in state
-        assert "SSD: 3 blocks, 300 B of 1000 B" in state
-        request = await shown(port, "#requests/of-ann", tmp_path / "profile")
-        assert "Request of-ann" in request
-        assert "decode generates the answer" in request
-        assert '<section id="cluster" aria-label="Cluster" hidden' in request
+    usage = pb.Usage(prompt_tokens=9, cached_tokens=8)
+    fake.explanations["fake"] = pb.ExplainResponse(timeline=pb.Timeline(usage=usage))
+    calls = Calls(fake, iter([says(MARKDOWN), held, [refused], says("again")]))
+    async with serving(AsyncClient(transport=calls)) as (_, port), opened(port) as page:
+        turns = page.locator("#talk > article")
+        await page.locator("summary", has_text="System prompt").click()
+        await page.fill("#system", "Be brief.")
+        await page.fill("#text", "hi")
+        await page.press("#text", "Enter")
+        rendered = turns.nth(1).locator(".rendered")
+        assert await rendered.locator("h1").text_content() == "Head"
+        assert await rendered.locator("pre > code.language-python").text_content() == "print(1)\n"
+        assert await rendered.locator("img, a").count() == 0
+        assert await rendered.locator("button", has_text="Copy code").count() == 1
+        note = await turns.nth(1).locator(".note").text_content()
+        assert note.startswith("stop · 4 of 9 prompt tokens from the cache · TTFT ")
+        assert "TPOT" in note
+
+        await page.fill("#text", "more")
+        await page.press("#text", "Enter")
+        await turns.nth(3).locator(".said", has_text="1 2").wait_for()
+        await page.keyboard.press("Escape")
+        await asyncio.wait_for(held.ended.wait(), WAIT_MS / 1000)
+        stopped = await turns.nth(3).locator(".note").text_content()
+        assert stopped.startswith("stopped · 8 of 9 prompt tokens from the cache · TTFT ")
+        assert "2 tokens" in stopped
+
+        await page.reload()
+        assert await rendered.locator("h1").text_content() == "Head"
+        assert await turns.nth(3).locator(".note").text_content() == stopped
+        assert await page.input_value("#system") == "Be brief."
+
+        await turns.nth(2).locator("button", has_text="Edit").click()
+        assert await page.input_value("#text") == "more"
+        await page.fill("#text", "less")
+        await page.press("#text", "Enter")
+        problem = await turns.nth(3).locator(".problem").text_content()
+        assert problem.startswith("HTTP 429, queue_full: the queue is full")
+        assert await turns.nth(2).locator(".said").text_content() == "less"
+
+        await turns.nth(3).locator("button", has_text="Regenerate").click()
+        assert await turns.nth(3).locator(".rendered").text_content() == "again\n"
+        assert await turns.count() == 4
+        asked = [message.content for message in calls.requests[-1].chat.messages]
+        assert asked == ["Be brief.", "hi", MARKDOWN, "less"]
+
+        await page.click("#new")
+        assert await turns.count() == 0
+        await page.select_option("#conversations", label="hi")
+        assert await turns.count() == 4
+        await page.click("#delete")
+        assert await page.locator("#conversations option").all_text_contents() == ["New conversation"]
+
+
+async def test_cluster_and_requests() -> None:
+    fake = ready(cluster())
+    fake.state.recent.last.add(request_id="of-eve", refused="queue_full")
+    async with serving(fake.async_client()) as (_, port), opened(port) as page:
+        await page.locator("#model", has_text="tiny").wait_for()
+        await page.goto(f"http://127.0.0.1:{port}/nothing")
+        await page.goto(f"http://127.0.0.1:{port}/#cluster")
+        assert "SSD: 3 blocks, 300 B of 1000 B" in await page.locator("#map article").text_content()
+        await page.goto(f"http://127.0.0.1:{port}/#requests/of-ann")
+        assert "Request of-ann" in await page.locator("#story h2").first.text_content()
+        assert "decode generates the answer" in await page.locator("#story").text_content()
+        assert (await page.locator("#failures tbody").text_content()).startswith("404unknown_url")
+        found = page.locator("#lately tbody a")
+        await found.nth(3).wait_for()
+        await page.fill("#name", "queue")
+        assert await found.all_text_contents() == ["of-eve"]
+        await page.fill("#name", "")
+        await page.select_option("#kind", "answered")
+        assert await found.all_text_contents() == ["of-ann", "of-bob", "of-"]

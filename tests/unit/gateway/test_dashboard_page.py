@@ -1,6 +1,7 @@
 """The page's files, and what it may see: of the cluster, and of requests that are one's own or not."""
 
 import re
+from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from moonpool.client.testing import FakeConductor
 from moonpool.rpc.auth import hash_key
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
+from services.gateway.endpoints.dashboard import MAX_MARKDOWN_CHARS, MAX_PARAGRAPH_CHARS
 
-from .fakes import Answers, answering
+from .fakes import CHAT, TURNS, Answers, answering
 
 FOLDER = Path(str(resources.files("services.gateway"))) / "static"
 FILES = sorted(FOLDER.iterdir())
@@ -47,6 +49,123 @@ def test_files_need_nothing_from_elsewhere(file: Path) -> None:
     assert {name.removeprefix("/page/") for name in named} <= {each.name for each in FILES}
     if file.suffix == ".html":
         assert not re.search(r'\s(style|on\w+)="|<style|<script>', text)
+
+
+def test_parts_that_scripts_use_are_in_the_page() -> None:
+    page = (FOLDER / "index.html").read_text()
+    scripts = "".join(file.read_text() for file in FILES if file.suffix == ".js")
+    named = set(re.findall(r'byId\("([\w-]+)"\)', scripts))
+    assert named >= {
+        "conversations",
+        "new",
+        "delete",
+        "cancel",
+        "stop",
+        "system",
+        "parameters",
+        "name",
+        "kind",
+        "failures",
+    }
+    assert named <= set(re.findall(r'\sid="([\w-]+)"', page))
+    assert f"MAX_CHARS = {MAX_MARKDOWN_CHARS};" in scripts
+
+
+async def html_of(gateway: Answers, text: str) -> str:
+    """The HTML that the gateway makes of a text in Markdown."""
+    answer = await gateway.http.post("/moonpool/markdown", json={"text": text})
+    assert answer.status_code == 200
+    html: str = answer.json()["html"]
+    return html
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [
+        ("# Hi\n\n**b** `c`", "<h1>Hi</h1>\n<p><strong>b</strong> <code>c</code></p>\n"),
+        ("```python\n1 < 2\n```", '<pre><code class="language-python">1 &lt; 2\n</code></pre>\n'),
+        ("3. a\n4. b", '<ol start="3">\n<li>a</li>\n<li>b</li>\n</ol>\n'),
+        ("<https://a.b>", '<p><a href="https://a.b" target="_blank" rel="noopener noreferrer">https://a.b</a></p>\n'),
+        ("use <div>", "<p>use &lt;div&gt;</p>\n"),
+    ],
+)
+async def test_markdown_becomes_html(gateway: Answers, text: str, html: str) -> None:
+    assert await html_of(gateway, text) == html
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<script>alert(1)</script>",
+        "<img src=x onerror=alert(1)>",
+        '<a href="https://a.b" onclick="alert(1)">x</a>',
+        "<svg/onload=alert(1)>",
+        "<iframe srcdoc='<script>alert(1)</script>'></iframe>",
+        "[x](javascript:alert(1))",
+        "[x](JaVaScRiPt:alert(1))",
+        "[x](&#106;avascript:alert(1))",
+        "[x](vbscript:msgbox)",
+        "[x](data:text/html,<script>alert(1)</script>)",
+        "[x](data:image/png;base64,AAAA)",
+        "[x](/moonpool/state)",
+        "![x](data:image/svg+xml;base64,AAAA)",
+        "![x](data:image/png;base64,AAAA)",
+        "![x](https://a.b/track.png)",
+        "[x]: javascript:alert(1)\n\n[x]",
+        '[x](https://a.b "\\" onmouseover=alert(1) style=")',
+        '```"><script>alert(1)</script>\nx\n```',
+        '```x onload=alert(1) class="line"\nx\n```',
+        "| a |\n|--:|\n| <b style=x onclick=y>z</b> |",
+    ],
+)
+async def test_html_of_answers_is_safe(gateway: Answers, text: str) -> None:
+    """No tag that loads or runs anything, no handler, style or other attribute, no link but to another site."""
+    tags = Tags(await html_of(gateway, text))
+    assert tags.names <= {"p", "a", "pre", "code", "table", "thead", "tbody", "tr", "th", "td"}
+    for name, value in tags.attributes:
+        assert name in ("href", "title", "target", "rel", "class")
+        assert name != "href" or value.startswith("https://a.b")
+        assert name != "class" or re.fullmatch(r"language-\w+", value)
+
+
+class Tags(HTMLParser):
+    """The tags of HTML, and their attributes."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: list[tuple[str, str]] = []
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+
+async def test_long_paragraph_stays_text(gateway: Answers) -> None:
+    """Of a paragraph alone: others of the same text are rendered."""
+    long = "*a* " * (MAX_PARAGRAPH_CHARS // 4 + 1)
+    assert await html_of(gateway, f"{long}\n\n*b*") == f"<p>{long.strip()}</p>\n<p><em>b</em></p>\n"
+
+
+@pytest.mark.parametrize("body", [{}, {"text": 1}, {"text": "x" * (MAX_MARKDOWN_CHARS + 1)}])
+async def test_wrong_text_is_refused_by_name(gateway: Answers, body: dict[str, object]) -> None:
+    answer = await gateway.http.post("/moonpool/markdown", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text")
+
+
+async def test_markdown_needs_a_key_and_uses_no_budget(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"sha256:{hash_key('ann')} rpm=1 ann\n")
+    async with answering(FakeConductor(), api_keys=keys) as gateway:
+        assert (await gateway.http.post("/moonpool/markdown", json={"text": "x"})).status_code == 401
+        headers = {"authorization": "Bearer ann"}
+        for _ in range(3):
+            rendered = await gateway.http.post("/moonpool/markdown", json={"text": "x"}, headers=headers)
+            assert rendered.json() == {"html": "<p>x</p>\n"}
+        chats = [await gateway.http.post(CHAT, json={"messages": TURNS}, headers=headers) for _ in range(2)]
+        assert [chat.status_code for chat in chats] == [200, 429]
 
 
 def cluster() -> FakeConductor:
