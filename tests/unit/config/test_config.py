@@ -337,9 +337,10 @@ def test_every_variable_of_this_repository_is_known(monkeypatch: pytest.MonkeyPa
         *ROOT.glob("deploy/*"),
         *ROOT.glob("docs/*.md"),
         ROOT / "README.md",
+        *(file for folder in ("moonpool", "services", "kernels") for file in (ROOT / folder).rglob("*.py")),
     ]
     named = {
-        name for file in files if file.is_file() for name in re.findall(r"MOONPOOL_[A-Z_]*[A-Z]", file.read_text())
+        name for file in files if file.is_file() for name in re.findall(r"\bMOONPOOL_[A-Z_]*[A-Z]\b", file.read_text())
     }
     assert len(named) > 20
     for name in named:
