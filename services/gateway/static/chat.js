@@ -219,8 +219,10 @@ async function counted(figures) {
 const details = (id) => el("a", { href: `#requests/${encodeURIComponent(id)}` }, "where the time went");
 
 function problem({ status, code, message, id }) {
+  const placed = !status || status === 429 || status >= 500; // others never came to the conductor
   const kind = [status ? `HTTP ${status}` : "", code].filter(Boolean).join(", ");
-  return el("p", { class: "problem", role: "alert" }, `${kind ? `${kind}: ` : ""}${message} `, id ? details(id) : null);
+  return el("p", { class: "problem", role: "alert" }, `${kind ? `${kind}: ` : ""}${message} `,
+    id && placed ? details(id) : null);
 }
 
 function note({ id, reason, prompt_tokens: prompts, cached_tokens: cached, completion_tokens: made, ttft_s: ttft, tpot_s: tpot }) {
