@@ -25,6 +25,8 @@ from services.gateway.tool_parsers.base import (
 from services.gateway.tool_parsers.json_calls import ForcedToolParser
 
 _FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_FORCED_CALLS = 16
+"""Calls of an answer that must call. Without a bound, a small model may add calls until the answer is cut."""
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -99,7 +101,8 @@ class ToolSet:
             }
             for name, schema in parameters.items()
         ]
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({} if self.parallel else {"maxItems": 1})}
+        most = MAX_FORCED_CALLS if self.parallel else 1
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most}
 
 
 def tool_definition(

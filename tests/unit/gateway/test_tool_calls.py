@@ -20,6 +20,7 @@ from moonpool.client.testing import FakeConductor, answer
 from moonpool.grammar import check_grammar
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
+from services.gateway.serving.tool_calls import MAX_FORCED_CALLS
 
 from .fakes import CHAT, Answers, answering
 
@@ -271,7 +272,7 @@ async def test_any_function_has_to_be_called() -> None:
             ("add", {}),
         ]
         schema = json.loads(gateway.asked.sampling.grammar)
-        assert (schema["type"], schema["minItems"], "maxItems" in schema) == ("array", 1, False)
+        assert (schema["type"], schema["minItems"], schema["maxItems"]) == ("array", 1, MAX_FORCED_CALLS)
         assert [it["properties"]["name"]["const"] for it in schema["items"]["anyOf"]] == ["weather", "add"]
         check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
     async with answering(made_to_call(calls[:-3])) as gateway:
