@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -40,6 +41,7 @@ from moonpool.cli.options import (
     addresses,
     prompt_text,
     text_of,
+    verb,
 )
 from moonpool.cli.settings import ServeCommand
 from moonpool.config import ENGINE_PACKAGES, refuse_unknown_variables
@@ -77,45 +79,51 @@ def bench() -> None:
     """Measure a stack that runs."""
 
 
-@bench_app.command("serve")
-def bench_serve(
+@dataclass(frozen=True, kw_only=True)
+class BenchServeOptions:
+    """Options of `bench serve`."""
+
     address: Annotated[
         str,
         typer.Option(
             help="A conductor, HOST:PORT, or a gateway, http://HOST:PORT; several of a kind with commas between them.",
             envvar="MOONPOOL_ADDRESS",
         ),
-    ] = LOCAL_CONDUCTOR,
+    ] = LOCAL_CONDUCTOR
     rate: Annotated[
         float, typer.Option(min=0.0, help="Requests per second, on average (Poisson); without --trace.")
-    ] = 0.0,
-    trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None,
-    requests: Annotated[int, typer.Option(min=0, help="Requests to send; of a trace its first ones, 0 = all.")] = 100,
-    time_scale: Annotated[float, typer.Option(help="Seconds of the trace in one second.")] = 1.0,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of each prompt; of a trace's at most, 0 = all.")
-    ] = 512,
+    ] = 0.0
+    trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None
+    requests: Annotated[int, typer.Option(min=0, help="Requests to send; of a trace its first ones, 0 = all.")] = 100
+    time_scale: Annotated[float, typer.Option(help="Seconds of the trace in one second.")] = 1.0
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prompt; of a trace's at most, 0 = all.")] = (
+        512
+    )
     shared_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens with which all prompts of a conversation begin.")
-    ] = 0,
-    conversations: Annotated[int, typer.Option(min=1, help="Conversations, whose prompts alternate.")] = 8,
-    output_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of each answer; of a trace's at most, 0 = all.")
-    ] = 64,
-    warmup: Annotated[int, typer.Option(min=0, help="First requests that do not count.")] = 0,
-    ttft_slo_s: Annotated[
-        float, typer.Option(min=0.0, help="TTFT limit of goodput, s; the stack is told it, too.")
-    ] = math.inf,
-    tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf,
-    seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0,
-    model: Annotated[str, typer.Option(help="As of `serve`; prompts are drawn from its vocabulary.")] = "",
+    ] = 0
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations, whose prompts alternate.")] = 8
+    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each answer; of a trace's at most, 0 = all.")] = (
+        64
+    )
+    warmup: Annotated[int, typer.Option(min=0, help="First requests that do not count.")] = 0
+    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, s; the stack is told it, too.")] = (
+        math.inf
+    )
+    tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0
+    model: Annotated[str, typer.Option(help="As of `serve`; prompts are drawn from its vocabulary.")] = ""
     api_key: Annotated[
         str, typer.Option(help="API key, for a gateway that asks for one.", envvar="MOONPOOL_API_KEY")
-    ] = "",
-    out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw every request into this SVG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
+    ] = ""
+    out: Annotated[Path | None, typer.Option(help="Also write the JSON object to this file.")] = None
+    picture: Annotated[Path | None, typer.Option(help="Draw every request into this SVG file.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
+
+
+@bench_app.command("serve")
+@verb
+def bench_serve(options: BenchServeOptions) -> None:
     """Send requests when they are due, whatever the others do: TTFT, TPOT, ITL, E2E, and goodput within limits.
 
     Times count from when a request was due, so a stalled server cannot hide its stall.
@@ -127,11 +135,20 @@ def bench_serve(
     from moonpool.cli.options import addresses
 
     plan = BenchPlan(
-        addresses=addresses(address), model=resolve(chosen_model(model)), requests=requests, rate=rate, trace=trace,
-        time_scale=time_scale, shape=PromptShape(prompt_tokens, shared_tokens, conversations, output_tokens),
-        warmup=warmup, ttft_slo_s=ttft_slo_s, tpot_slo_s=tpot_slo_s, seed=seed, api_key=api_key,
-    )  # fmt: skip
-    raise typer.Exit(run_serve(plan, as_json=as_json, out=out, picture_file=picture))
+        addresses=addresses(options.address),
+        model=resolve(chosen_model(options.model)),
+        requests=options.requests,
+        rate=options.rate,
+        trace=options.trace,
+        time_scale=options.time_scale,
+        shape=PromptShape(options.prompt_tokens, options.shared_tokens, options.conversations, options.output_tokens),
+        warmup=options.warmup,
+        ttft_slo_s=options.ttft_slo_s,
+        tpot_slo_s=options.tpot_slo_s,
+        seed=options.seed,
+        api_key=options.api_key,
+    )
+    raise typer.Exit(run_serve(plan, as_json=options.as_json, out=options.out, picture_file=options.picture))
 
 
 model_app = typer.Typer(help="Create and inspect checkpoints.", no_args_is_help=True)
@@ -179,45 +196,65 @@ def _add_trace_verbs(app: typer.Typer) -> None:
     app.command(rich_help_panel=PREDICT)(replay)
 
 
-def plan(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    model: Annotated[str, typer.Option(help="A model that the hardware's file names.")],
-    hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")],
-    slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")],
-    goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9,
-    rate: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0,
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Options of `plan`."""
+
+    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")]
+    model: Annotated[str, typer.Option(help="A model that the hardware's file names.")]
+    hardware: Annotated[str, typer.Option(help="Bundled hardware's name, or a path to a YAML file.")]
+    slo: Annotated[str, typer.Option(help="ttft=SECONDS,tbt=SECONDS.")]
+    goodput: Annotated[float, typer.Option(help="Share of requests that must keep both limits.")] = 0.9
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0
+    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0
+    bound: Annotated[int, typer.Option(min=1, help="Instances of a kind at most.")] = 64
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report to this file.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
+
+
+@verb
+def plan(options: PlanOptions) -> None:
     """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
     from moonpool.cli.simulate import PlanRequest, run_plan
 
-    wanted = PlanRequest(trace=trace, model=model, hardware=hardware, slo=slo, goodput=goodput, rate=rate,
-                         requests=requests, bound=bound)  # fmt: skip
-    run_plan(wanted, report=report, as_json=as_json)
+    wanted = PlanRequest(
+        trace=options.trace,
+        model=options.model,
+        hardware=options.hardware,
+        slo=options.slo,
+        goodput=options.goodput,
+        rate=options.rate,
+        requests=options.requests,
+        bound=options.bound,
+    )
+    run_plan(wanted, report=options.report, as_json=options.as_json)
 
 
-def replay(
-    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")],
-    address: Address = LOCAL_CONDUCTOR,
-    model: Model = "",
-    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0,
-    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0,
-    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prompt at most; 0 = all.")] = 0,
-    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each answer at most; 0 = all.")] = 0,
-    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0,
-    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1,
-    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = "",
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """Options of `replay`."""
+
+    trace: Annotated[Path, typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE")]
+    address: Address = LOCAL_CONDUCTOR
+    model: Model = ""
+    requests: Annotated[int, typer.Option(min=0, help="First requests of the trace only; 0 = all.")] = 0
+    time_scale: Annotated[float, typer.Option(help="Seconds of the trace, and of the report, in one second.")] = 1.0
+    prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prompt at most; 0 = all.")] = 0
+    output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each answer at most; 0 = all.")] = 0
+    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, seconds.")] = 30.0
+    tbt_slo_s: Annotated[float, typer.Option(min=0.0, help="TBT limit of goodput, seconds.")] = 0.1
+    simulate: Annotated[str, typer.Option(help="Also simulate such a stack, with this profile; empty = do not.")] = ""
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="--max-num-batched-tokens of the prefill instances.")
-    ] = 512,
+    ] = 512
     calibrate_on: Annotated[
         int, typer.Option(min=0, help="Fit the simulation to so many first requests, compare the others.")
-    ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
+    ] = 0
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False
+
+
+@verb
+def replay(options: ReplayOptions) -> None:
     """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
 
     Exit status: 0 when every request was answered, 1 when not.
@@ -227,12 +264,19 @@ def replay(
     from simulator.cluster.config import SloTargets
 
     plan = ReplayPlan(
-        trace=trace, addresses=addresses(address), model=chosen_model(model), requests=requests, time_scale=time_scale,
-        prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=SloTargets(ttft_slo_s, tbt_slo_s),
-        profile=simulate,
-        max_num_batched_tokens=max_num_batched_tokens, calibrate_on=calibrate_on,
-    )  # fmt: skip
-    raise typer.Exit(run_replay(plan, as_json=as_json))
+        trace=options.trace,
+        addresses=addresses(options.address),
+        model=chosen_model(options.model),
+        requests=options.requests,
+        time_scale=options.time_scale,
+        prompt_tokens=options.prompt_tokens,
+        output_tokens=options.output_tokens,
+        slo=SloTargets(options.ttft_slo_s, options.tbt_slo_s),
+        profile=options.simulate,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        calibrate_on=options.calibrate_on,
+    )
+    raise typer.Exit(run_replay(plan, as_json=options.as_json))
 
 
 app = typer.Typer(
@@ -261,12 +305,14 @@ def moonpool(
     """KVCache-centric serving of large language models. `moonpool VERB --help` explains a verb."""
 
 
-@app.command(cls=ServeCommand, rich_help_panel=START)
-def serve(
-    model: ModelArgument = "",
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Options of `serve`."""
+
+    model: ModelArgument = ""
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="The gateway's port, which speaks HTTP; 0 = any free one.")
-    ] = HTTP_PORT,
+    ] = HTTP_PORT
     conductor_port: Annotated[
         int | None,
         typer.Option(
@@ -275,23 +321,23 @@ def serve(
             help="The first conductor's port; others take the next ones. 0 = any free ones. Default: 50051, or 0 with "
             "--port 0.",
         ),
-    ] = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
-    kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1,
-    conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1,
-    engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real",
-    time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0,
-    data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None,
+    ] = None
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1
+    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1
+    kvstore: Annotated[int, typer.Option(min=0, help="kvstore instances.")] = 1
+    conductors: Annotated[int, typer.Option(min=1, max=16, help="Conductors, side by side.")] = 1
+    engine: Annotated[str, typer.Option(help="real, or emulated:PROFILE to emulate compute.")] = "real"
+    time_scale: Annotated[float, typer.Option(min=0, help="Emulated seconds per second; 0 = the profile's own.")] = 0.0
+    data_dir: Annotated[Path | None, typer.Option(help="Folder of store and logs; default: a temporary one.")] = None
     threads: Annotated[
         int,
         typer.Option(
             min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
         ),
-    ] = 0,
+    ] = 0
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a chat template (Jinja) in place of the model's.")
-    ] = None,
+    ] = None
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -300,12 +346,16 @@ def serve(
             help="A setting (docs/flags.md) of conductor, prefill, decode, kvstore, gateway, engine (prefill and "
             "decode) or all; may be given again.",
         ),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of such settings: {SERVICE: {NAME: VALUE}}.")] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
-) -> None:
+    ] = None
+    config: Annotated[Path | None, typer.Option(help="YAML file of such settings: {SERVICE: {NAME: VALUE}}.")] = None
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
+    restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False
+
+
+@app.command(cls=ServeCommand, rich_help_panel=START)
+@verb
+def serve(options: ServeOptions) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C: HTTP on port 8000."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     from moonpool.cli.models import pulled_model
@@ -313,16 +363,27 @@ def serve(
     from moonpool.cli.settings import stack_settings
     from moonpool.cli.stack import StackPlan
 
-    settings = list(settings or ())
-    if chat_template is not None:
-        settings += [f"{service}.chat_template={chat_template.resolve()}" for service in ("conductor", "gateway")]
+    settings = list(options.settings or ())
+    if options.chat_template is not None:
+        settings += [
+            f"{service}.chat_template={options.chat_template.resolve()}" for service in ("conductor", "gateway")
+        ]
     plan = StackPlan(
-        model=pulled_model(model), data_dir=data_dir or Path(), prefill=prefill, decode=decode, kvstore=kvstore,
-        conductors=conductors, engine=engine, time_scale=time_scale, threads=threads,
-        port=(CONDUCTOR_PORT if port else 0) if conductor_port is None else conductor_port, http_port=port,
-        log_level=log_level, extra=stack_settings(config, settings) if config or settings else {},
-    )  # fmt: skip
-    raise typer.Exit(run_serve(plan, data_dir, restart=restart, as_json=as_json))
+        model=pulled_model(options.model),
+        data_dir=options.data_dir or Path(),
+        prefill=options.prefill,
+        decode=options.decode,
+        kvstore=options.kvstore,
+        conductors=options.conductors,
+        engine=options.engine,
+        time_scale=options.time_scale,
+        threads=options.threads,
+        port=(CONDUCTOR_PORT if options.port else 0) if options.conductor_port is None else options.conductor_port,
+        http_port=options.port,
+        log_level=options.log_level,
+        extra=stack_settings(options.config, settings) if options.config or settings else {},
+    )
+    raise typer.Exit(run_serve(plan, options.data_dir, restart=options.restart, as_json=options.as_json))
 
 
 @app.command(rich_help_panel=START)
@@ -406,58 +467,72 @@ def stop(
     raise typer.Exit(run_stop(data_dir))
 
 
-@app.command(rich_help_panel=START)
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The prompt; - or a pipe: standard input.")] = "-",
-    address: Address = LOCAL_CONDUCTOR,
-    chat: Annotated[bool, typer.Option(help="Send the prompt as a user's turn through the chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1,
-    beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0,
-    length_penalty: Annotated[float, typer.Option(help="Beams are ranked by score / tokens ^ this.")] = 1.0,
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Options of `generate`."""
+
+    prompt: Annotated[str, typer.Argument(help="The prompt; - or a pipe: standard input.")] = "-"
+    address: Address = LOCAL_CONDUCTOR
+    chat: Annotated[bool, typer.Option(help="Send the prompt as a user's turn through the chat template.")] = False
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 128
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None
+    n: Annotated[int, typer.Option("--n", min=1, help="Answers to generate; printed one after the other.")] = 1
+    beams: Annotated[int, typer.Option(min=0, help="Beams of a beam search; the --n best are printed. 0 = none.")] = 0
+    length_penalty: Annotated[float, typer.Option(help="Beams are ranked by score / tokens ^ this.")] = 1.0
     logprobs: Annotated[
         int | None, typer.Option(help="Print log probabilities, and this many of the likeliest tokens.")
-    ] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None,
-    response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = "",
-    grammar: Annotated[
-        str, typer.Option(help="The schema, expression or grammar of --response-format; or @FILE.")
-    ] = "",
+    ] = None
+    prompt_logprobs: Annotated[int | None, typer.Option(help="The same for the prompt's tokens.")] = None
+    response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = ""
+    grammar: Annotated[str, typer.Option(help="The schema, expression or grammar of --response-format; or @FILE.")] = ""
     ttft_slo_s: Annotated[
         float | None, typer.Option(help="Refuse it if its first token is predicted later than this, seconds.")
-    ] = None,
+    ] = None
     queue_s: Annotated[
         float | None, typer.Option(min=0.0, help="Seconds it may wait before it is refused; default: the conductor's.")
-    ] = None,
-    tenant: Annotated[str, typer.Option(help="Tenant that the request belongs to.")] = "",
-    context: UsedContext = "",
-    context_ttl_s: UsedContextTtl = 0.0,
-    priority: Annotated[int, typer.Option(help="Lower goes first among a tenant's requests.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
-) -> None:
+    ] = None
+    tenant: Annotated[str, typer.Option(help="Tenant that the request belongs to.")] = ""
+    context: UsedContext = ""
+    context_ttl_s: UsedContextTtl = 0.0
+    priority: Annotated[int, typer.Option(help="Lower goes first among a tenant's requests.")] = 0
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False
+
+
+@app.command(rich_help_panel=START)
+@verb
+def generate(options: GenerateOptions) -> None:
     """Generate text from a prompt."""
     from moonpool.cli.generate import run_generate
     from moonpool.client import GenerateArguments, Slo
     from moonpool.sampling_params import SamplingParams
 
-    text = prompt_text(prompt)
+    text = prompt_text(options.prompt)
     sampling = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, n=n, beam_width=beams,
-        length_penalty=length_penalty, logprobs=logprobs, prompt_logprobs=prompt_logprobs,
-        response_format=response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
-        grammar=text_of(grammar[1:], "grammar") if grammar.startswith("@") else grammar,
-    )  # fmt: skip
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        n=options.n,
+        beam_width=options.beams,
+        length_penalty=options.length_penalty,
+        logprobs=options.logprobs,
+        prompt_logprobs=options.prompt_logprobs,
+        response_format=options.response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
+        grammar=text_of(options.grammar[1:], "grammar") if options.grammar.startswith("@") else options.grammar,
+    )
     asked: GenerateArguments = {
-        "sampling": sampling, "slo": Slo(ttft_s=ttft_slo_s, queue_s=queue_s), "tenant": tenant, "priority": priority,
-        "context": context, "context_ttl_s": context_ttl_s,
-    }  # fmt: skip
-    if chat:
+        "sampling": sampling,
+        "slo": Slo(ttft_s=options.ttft_slo_s, queue_s=options.queue_s),
+        "tenant": options.tenant,
+        "priority": options.priority,
+        "context": options.context,
+        "context_ttl_s": options.context_ttl_s,
+    }
+    if options.chat:
         asked["messages"] = [{"role": "user", "content": text}]
     else:
         asked["prompt"] = text
-    run_generate(addresses(address), asked, as_json=as_json)
+    run_generate(addresses(options.address), asked, as_json=options.as_json)
 
 
 @app.command(rich_help_panel=LOOK)

@@ -1,8 +1,13 @@
 """What several verbs have in common: headings, options, and what these name: conductors, and files of text."""
 
+import dataclasses
+import functools
+import inspect
 import sys
+from collections.abc import Callable
+from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -39,6 +44,30 @@ PREDICT, SINGLE = "Measure and predict", "Run a single service"
 
 FORMER_VERBS = {"up": "serve", "down": "stop", "model fetch": "pull"}
 """Verbs that had another name; an old name is an error that says the new one."""
+
+
+def verb(run: Callable[[Any], None]) -> Callable[..., None]:
+    """Make a verb of a function of one dataclass: each field is an option or an argument, in this order."""
+    (parameter,) = inspect.signature(run).parameters.values()
+    options = get_type_hints(run)[parameter.name]
+    hints = get_type_hints(options, include_extras=True)
+
+    @functools.wraps(run)
+    def call(**given: Any) -> None:
+        run(options(**given))
+
+    fields = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in dataclasses.fields(options)
+    ]
+    call.__signature__ = inspect.Signature(fields)  # type: ignore[attr-defined]
+    call.__annotations__ = {field.name: field.annotation for field in fields}
+    return call
 
 
 class RootGroup(TyperGroup):

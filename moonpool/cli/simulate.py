@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from moonpool.cli.options import verb
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
@@ -97,33 +98,79 @@ def _cell_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _cluster_config(
-    profile: str, prefill: int, decode: int, kvstore: int, rate: float, store_gb: float, slo: SloTargets, seed: int
-) -> ClusterConfig:
-    return ClusterConfig(
-        profile=load_profile(profile), prefill=prefill, decode=decode, kvstore=kvstore, rate=rate,
-        store_bytes=round(store_gb * GB), slo=slo, seed=seed,
-    )  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Printed:
+    """Options of every experiment."""
+
+    seed: Seed = 1
+    as_json: Json = False
+    picture: Picture = None
+
+    def print(self, run: Callable[[Progress], Result]) -> None:
+        """Run an experiment and print its result."""
+        _run_and_print(run, as_json=self.as_json, picture=self.picture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced(Printed):
+    """Options of experiments that read a trace, or requests that are generated."""
+
+    trace: Trace = None
+    requests: Requests = 0
+
+    def source(self) -> RequestSource:
+        """Return the requests."""
+        return RequestSource(self.trace, self.requests, self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines(Printed):
+    """Options of experiments with a cluster."""
+
+    profile: Profile = DEFAULT_PROFILE
+    kvstore: Kvstore = 8
+    store_gb: StoreGb = 1000.0
+    ttft_slo_s: TtftSlo = 30.0
+    tbt_slo_s: TbtSlo = 0.1
+
+    def machines(self, prefill: int, decode: int, rate: float) -> ClusterConfig:
+        """Return a cluster of so many instances; requests come `rate` times as fast as in the trace."""
+        return ClusterConfig(
+            profile=load_profile(self.profile), prefill=prefill, decode=decode, kvstore=self.kvstore, rate=rate,
+            store_bytes=round(self.store_gb * GB), slo=SloTargets(self.ttft_slo_s, self.tbt_slo_s), seed=self.seed,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster(Traced, Machines):
+    """Options of experiments that serve a trace with a cluster."""
+
+    prefill: Prefill = 8
+    decode: Decode = 8
+    rate: Rate = 1.0
+
+    def config(self) -> ClusterConfig:
+        """Return the cluster."""
+        return self.machines(self.prefill, self.decode, self.rate)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(Traced):
+    """Options of `cache`."""
+
+    policies: Annotated[str, typer.Option(help="Eviction policies, comma-separated; empty = all.")] = ""
+    capacities: Annotated[str, typer.Option(help="Blocks, comma-separated; inf = no bound.")] = ""
+    blocks: Annotated[str, typer.Option(help="full: full blocks only, as stores hold; all: as published.")] = "all"
 
 
 @app.command()
-def cache(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    policies: Annotated[str, typer.Option(help="Eviction policies, comma-separated; empty = all.")] = "",
-    capacities: Annotated[str, typer.Option(help="Blocks, comma-separated; inf = no bound.")] = "",
-    blocks: Annotated[str, typer.Option(help="full: full blocks only, as stores hold; all: as published.")] = "all",
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def cache(options: CacheOptions) -> None:
     """Hit shares of eviction policies in one global pool, beside Belady's optimum."""
-    names = policies.split(",") if policies else (*cache_experiment.COMPARED, cache_experiment.OPTIMUM)
-    sizes = [_parse_capacity(part) for part in capacities.split(",")] if capacities else cache_experiment.CAPACITIES
-    source = RequestSource(trace, requests, seed)
-    _run_and_print(
-        lambda say: cache_experiment.cache(source, say, names, sizes, blocks), as_json=as_json, picture=picture
-    )
+    named, sized = options.policies, options.capacities
+    names = named.split(",") if named else (*cache_experiment.COMPARED, cache_experiment.OPTIMUM)
+    sizes = [_parse_capacity(part) for part in sized.split(",")] if sized else cache_experiment.CAPACITIES
+    options.print(lambda say: cache_experiment.cache(options.source(), say, names, sizes, options.blocks))
 
 
 def _parse_capacity(text: str) -> int:
@@ -134,172 +181,130 @@ def _parse_capacity(text: str) -> int:
     return int(text)
 
 
-@app.command()
-def scale(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 8,
-    decode: Decode = 8,
-    kvstore: Kvstore = 1,
-    rate: Rate = 1.0,
-    store_gb: StoreGb = 1000.0,
-    ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.1,
-    policy: Annotated[
-        str, typer.Option(help=f"One of {', '.join(POLICIES)}; or another, as the conductor's flag.")
-    ] = DEFAULT_POLICY,
+@dataclass(frozen=True, kw_only=True)
+class ScaleOptions(Cluster):
+    """Options of `scale`."""
+
+    kvstore: Kvstore = 1
+    policy: Annotated[str, typer.Option(help=f"One of {', '.join(POLICIES)}; or another, as the conductor's flag.")] = (
+        DEFAULT_POLICY
+    )
     decode_prompt_tokens: Annotated[
         int, typer.Option(min=0, help="Decode may compute a prompt's rest of at most so many tokens; 0 = none.")
-    ] = 0,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+    ] = 0
+
+
+@app.command()
+@verb
+def scale(options: ScaleOptions) -> None:
     """Serve a trace with a cluster: latencies, goodput, how busy the parts were."""
-    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
-    config = replace(config, policy=policy, decode_prompt_tokens=decode_prompt_tokens)
-    source = RequestSource(trace, requests, seed)
-    _run_and_print(lambda say: serving.scale(config, source, say), as_json=as_json, picture=picture)
+    config = replace(options.config(), policy=options.policy, decode_prompt_tokens=options.decode_prompt_tokens)
+    options.print(lambda say: serving.scale(config, options.source(), say))
 
 
 @app.command()
-def scheduling(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 8,
-    decode: Decode = 8,
-    kvstore: Kvstore = 8,
-    rate: Rate = 1.0,
-    store_gb: StoreGb = 1000.0,
-    ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.1,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def scheduling(options: Cluster) -> None:
     """Time to first token by how prefill instances are chosen: random, by load, by own cache, by all KV there is."""
-    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
-    source = RequestSource(trace, requests, seed)
-    _run_and_print(lambda say: serving.scheduling(config, source, say), as_json=as_json, picture=picture)
+    options.print(lambda say: serving.scheduling(options.config(), options.source(), say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatioOptions(Traced, Machines):
+    """Options of `ratio`."""
+
+    instances: Annotated[int, typer.Option(min=3, help="Prefill and decode instances together.")] = 16
+    first: Annotated[int, typer.Option(min=1, help="Prefill instances of the first division.")] = 1
+    rate: Rate = 1.0
 
 
 @app.command()
-def ratio(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    instances: Annotated[int, typer.Option(min=3, help="Prefill and decode instances together.")] = 16,
-    first: Annotated[int, typer.Option(min=1, help="Prefill instances of the first division.")] = 1,
-    kvstore: Kvstore = 8,
-    rate: Rate = 1.0,
-    store_gb: StoreGb = 1000.0,
-    ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.1,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def ratio(options: RatioOptions) -> None:
     """Goodput by how the instances are divided into prefill and decode."""
-    config = _cluster_config(
-        profile, 1, instances - 1, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed
-    )
-    source = RequestSource(trace, requests, seed)
-    _run_and_print(lambda say: serving.ratio(config, source, say, first), as_json=as_json, picture=picture)
+    config = options.machines(1, options.instances - 1, options.rate)
+    options.print(lambda say: serving.ratio(config, options.source(), say, options.first))
 
 
-@app.command()
-def overload(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 8,
-    decode: Decode = 8,
-    kvstore: Kvstore = 8,
-    rate: Rate = 3.0,
-    store_gb: StoreGb = 1000.0,
-    ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.033,
+@dataclass(frozen=True, kw_only=True)
+class OverloadOptions(Cluster):
+    """Options of `overload`."""
+
+    rate: Rate = 3.0
+    tbt_slo_s: TbtSlo = 0.033
     by_pool: Annotated[
         bool,
         typer.Option(
             "--by-pool/--by-request",
             help="The paper's ways decide by the load of the whole decode pool, or by what a request would add.",
         ),
-    ] = True,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+    ] = True
+
+
+@app.command()
+@verb
+def overload(options: OverloadOptions) -> None:
     """Requests refused, prefill wasted and the swinging of load, by how requests are let in."""
-    plain = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
-    config = replace(plain, by_pool=by_pool)
-    source = RequestSource(trace, requests, seed)
-    _run_and_print(lambda say: serving.overload(config, source, say), as_json=as_json, picture=picture)
+    config = replace(options.config(), by_pool=options.by_pool)
+    options.print(lambda say: serving.overload(config, options.source(), say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions(Printed):
+    """Options of `pipeline`."""
+
+    requests: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 60
+    machines: Annotated[int, typer.Option(min=8, help="Machines to join to pipelines; a multiple of 8.")] = 8
+    profile: Profile = DEFAULT_PROFILE
 
 
 @app.command()
-def pipeline(
-    requests: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 60,
-    machines: Annotated[int, typer.Option(min=8, help="Machines to join to pipelines; a multiple of 8.")] = 8,
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def pipeline(options: PipelineOptions) -> None:
     """Time to first token by the width of prefill pipelines, the length of prompts and the load."""
-    config = ClusterConfig(profile=load_profile(profile), kvstore=0, seed=seed)
-    _run_and_print(
-        lambda say: pipeline_experiment.pipeline(config, machines, requests, say), as_json=as_json, picture=picture
-    )
+    config = ClusterConfig(profile=load_profile(options.profile), kvstore=0, seed=options.seed)
+    options.print(lambda say: pipeline_experiment.pipeline(config, options.machines, options.requests, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolesOptions(Machines):
+    """Options of `roles`."""
+
+    instances: Annotated[int, typer.Option("--machines", min=4, help="Prefill and decode instances together.")] = 8
+    kvstore: Kvstore = 2
+    reading_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while documents come.")] = 1.5
+    talking_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while answers are long.")] = 8.0
+    part_s: Annotated[float, typer.Option(min=60, help="Seconds until the mix shifts.")] = 600.0
+    parts: Annotated[int, typer.Option(min=2, help="Parts of the load: one mix and the other in turn.")] = 4
+    ttft_slo_s: TtftSlo = 10.0
+    tbt_slo_s: TbtSlo = 0.06
 
 
 @app.command()
-def roles(
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    machines: Annotated[int, typer.Option(min=4, help="Prefill and decode instances together.")] = 8,
-    kvstore: Kvstore = 2,
-    reading_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while documents come.")] = 1.5,
-    talking_per_s: Annotated[float, typer.Option(min=0.01, help="Arrivals per second while answers are long.")] = 8.0,
-    part_s: Annotated[float, typer.Option(min=60, help="Seconds until the mix shifts.")] = 600.0,
-    parts: Annotated[int, typer.Option(min=2, help="Parts of the load: one mix and the other in turn.")] = 4,
-    store_gb: StoreGb = 1000.0,
-    ttft_slo_s: TtftSlo = 10.0,
-    tbt_slo_s: TbtSlo = 0.06,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def roles(options: RolesOptions) -> None:
     """Goodput where the mix of requests shifts: fixed divisions of the machines, and machines that change roles."""
-    slo, prefill = SloTargets(ttft_slo_s, tbt_slo_s), machines // 2
-    config = _cluster_config(profile, prefill, machines - prefill, kvstore, 1.0, store_gb, slo, seed)
-    shifts = serving.Shifts((reading_per_s, talking_per_s), part_s, parts, seed)
-    _run_and_print(lambda say: serving.roles(config, shifts, say), as_json=as_json, picture=picture)
+    prefill = options.instances // 2
+    config = options.machines(prefill, options.instances - prefill, 1.0)
+    shifts = serving.Shifts((options.reading_per_s, options.talking_per_s), options.part_s, options.parts, options.seed)
+    options.print(lambda say: serving.roles(config, shifts, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorsOptions(Cluster):
+    """Options of `conductors`."""
+
+    kvstore: Kvstore = 2
+    rate: Rate = 1.5
+    crash_s: Annotated[float, typer.Option(min=0.1, help="When the first conductor is lost.")] = 100.0
 
 
 @app.command()
-def conductors(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 8,
-    decode: Decode = 8,
-    kvstore: Kvstore = 2,
-    rate: Rate = 1.5,
-    store_gb: StoreGb = 1000.0,
-    ttft_slo_s: TtftSlo = 30.0,
-    tbt_slo_s: TbtSlo = 0.1,
-    crash_s: Annotated[float, typer.Option(min=0.1, help="When the first conductor is lost.")] = 100.0,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def conductors(options: ConductorsOptions) -> None:
     """Latencies by the number of conductors side by side, and what a lost one costs."""
-    config = _cluster_config(profile, prefill, decode, kvstore, rate, store_gb, SloTargets(ttft_slo_s, tbt_slo_s), seed)
-    source = RequestSource(trace, requests, seed)
-    _run_and_print(
-        lambda say: conductors_experiment.conductors(config, source, crash_s, say), as_json=as_json, picture=picture
+    options.print(
+        lambda say: conductors_experiment.conductors(options.config(), options.source(), options.crash_s, say)
     )
 
 
@@ -310,72 +315,80 @@ def transfer(profile: Profile = DEFAULT_PROFILE, as_json: Json = False, picture:
     _run_and_print(lambda say: cache_experiment.transfer(chosen, say), as_json=as_json, picture=picture)
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryOptions(Printed):
+    """Options of `memory`."""
+
+    profile: Profile = DEFAULT_PROFILE
+    requests: Annotated[int, typer.Option(min=8, help="Requests, all at once.")] = 1000
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 200
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 200
+    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens that a request may ask for.")] = 4096
+    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 2000
+    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = DEFAULT_BLOCK_SIZE
+
+
 @app.command()
-def memory(
-    profile: Profile = DEFAULT_PROFILE,
-    requests: Annotated[int, typer.Option(min=8, help="Requests, all at once.")] = 1000,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 200,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, on average.")] = 200,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Most tokens that a request may ask for.")] = 4096,
-    pool_blocks: Annotated[int, typer.Option(min=1, help="Blocks of the pool.")] = 2000,
-    block_tokens: Annotated[int, typer.Option(min=4, help="Tokens of a block.")] = DEFAULT_BLOCK_SIZE,
-    seed: Seed = 1,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def memory(options: MemoryOptions) -> None:
     """Sequences that share a decode pool: preallocation, growing tables, shared prompts, preemption."""
-    load = memory_experiment.MemoryLoad(
-        requests=requests, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens, max_tokens=max_tokens,
-        pool_blocks=pool_blocks, block_tokens=block_tokens, seed=seed,
-    )  # fmt: skip
-    chosen = load_profile(profile)
-    _run_and_print(lambda say: memory_experiment.memory(chosen, load, say), as_json=as_json, picture=picture)
+    names = ("requests", "prompt_tokens", "answer_tokens", "max_tokens", "pool_blocks", "block_tokens", "seed")
+    load = memory_experiment.MemoryLoad(**{name: getattr(options, name) for name in names})
+    chosen = load_profile(options.profile)
+    options.print(lambda say: memory_experiment.memory(chosen, load, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotOptions(Printed):
+    """Options of `hot`."""
+
+    requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 2000
+    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, Poisson.")] = 16.0
+    prefixes: Annotated[int, typer.Option(min=1, help="Hot prefixes.")] = 10
+    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each hot prefix.")] = 8192
+    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the requests that begin with one.")] = 0.95
+    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens after the prefix.")] = 512
+    profile: Profile = DEFAULT_PROFILE
+    prefill: Prefill = 8
+    decode: Decode = 8
+    kvstore: Kvstore = 0
 
 
 @app.command()
-def hot(
-    requests: Annotated[int, typer.Option(min=1, help="Requests.")] = 2000,
-    request_rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, Poisson.")] = 16.0,
-    prefixes: Annotated[int, typer.Option(min=1, help="Hot prefixes.")] = 10,
-    prefix_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each hot prefix.")] = 8192,
-    share: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the requests that begin with one.")] = 0.95,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens after the prefix.")] = 512,
-    profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 8,
-    decode: Decode = 8,
-    kvstore: Kvstore = 0,
-    seed: Seed = 1,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def hot(options: HotOptions) -> None:
     """Time to first token where most prompts share a few prefixes, by how these spread over the instances."""
-    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, SloTargets(), seed)
-    load = cache_experiment.HotLoad(
-        requests=requests, rate_per_s=request_rate, prefixes=prefixes, prefix_tokens=prefix_tokens, share=share,
-        question_tokens=question_tokens, seed=seed,
+    config = ClusterConfig(
+        profile=load_profile(options.profile), prefill=options.prefill, decode=options.decode,
+        kvstore=options.kvstore, seed=options.seed, store_bytes=round(1000.0 * GB), slo=SloTargets(),
     )  # fmt: skip
-    _run_and_print(lambda say: cache_experiment.hot(config, load, say), as_json=as_json, picture=picture)
+    names = ("requests", "prefixes", "prefix_tokens", "share", "question_tokens", "seed")
+    load = cache_experiment.HotLoad(rate_per_s=options.request_rate, **{name: getattr(options, name) for name in names})
+    options.print(lambda say: cache_experiment.hot(config, load, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsOptions(Traced):
+    """Options of `faults`."""
+
+    seeds: Annotated[int, typer.Option(min=1, help="Runs, each with faults of its own.")] = 300
+    profile: Profile = DEFAULT_PROFILE
+    prefill: Prefill = 3
+    decode: Decode = 3
+    kvstore: Kvstore = 2
 
 
 @app.command()
-def faults(
-    trace: Trace = None,
-    requests: Requests = 0,
-    seed: Seed = 1,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs, each with faults of its own.")] = 300,
-    profile: Profile = DEFAULT_PROFILE,
-    prefill: Prefill = 3,
-    decode: Decode = 3,
-    kvstore: Kvstore = 2,
-    as_json: Json = False,
-    picture: Picture = None,
-) -> None:
+@verb
+def faults(options: FaultsOptions) -> None:
     """Lost and late messages and crashes, by seed: every request ends, everything comes back. 1 when not."""
-    config = _cluster_config(profile, prefill, decode, kvstore, 1.0, 1000.0, SloTargets(), seed)
-    source = RequestSource(trace, requests, seed)
+    config = ClusterConfig(
+        profile=load_profile(options.profile), prefill=options.prefill, decode=options.decode,
+        kvstore=options.kvstore, seed=options.seed, store_bytes=round(1000.0 * GB), slo=SloTargets(),
+    )  # fmt: skip
     try:
-        _run_and_print(
-            lambda say: conductors_experiment.faults(config, seeds, seed, say, source), as_json=as_json, picture=picture
+        options.print(
+            lambda say: conductors_experiment.faults(config, options.seeds, options.seed, say, options.source())
         )
     except AssertionError as failure:
         print(f"moonpool simulate faults: {failure}", file=sys.stderr)
