@@ -157,7 +157,8 @@ class StageLoader:
         if self.native is not None:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
-        if self.device is not None and self.engine.graphs:
+        # Experts, windows and the like look at tensors between launches, which a captured graph cannot do.
+        if self.device is not None and self.engine.graphs and not self.config.decoder.not_plain:
             longest = max_sequence_tokens(self.config, self.engine)
             runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, GraphCache(longest), longest)
         return runner, footprint

@@ -169,7 +169,11 @@ def load_stage(
     """
     assert 0 <= layer_begin < layer_end <= config.num_layers
     if config.decoder.other:
-        return load_transformers_stage(Path(path), config, dtype, torch.device(device), layer_end - layer_begin)
+        refused = {
+            "pipeline_parallel_size": layer_end - layer_begin < config.num_layers,
+            "deterministic": deterministic,
+        }
+        return _load_other(Path(path), config, dtype, torch.device(device), refused)
     with ExitStack() as stack, torch.inference_mode():
         reader = _TensorReader(
             Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
@@ -220,6 +224,16 @@ def load_stage(
             if int8_head and head is not None and head.panels is not None
             else None,
         )
+
+
+def _load_other(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, refused: Mapping[str, bool]
+) -> StageModel:
+    """Load a model that transformers' own code computes, unless a setting is asked for that it cannot have."""
+    for setting, asked in refused.items():
+        if asked:
+            raise UnsupportedModel(setting, f"not for {config.architecture}, which transformers' own code computes")
+    return load_transformers_stage(path, config, dtype, device)
 
 
 class _LayerReader:

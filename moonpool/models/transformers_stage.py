@@ -23,7 +23,6 @@ from moonpool.models.batch import PackedBatch
 from moonpool.models.native_step import NativeRun, Progress, StepSignals
 from moonpool.models.stage import StageModel, in_inference_mode
 
-_NAME = "moonpool_paged"
 _CHECKED_TOKENS, _BLOCK = 40, 16
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of logits, in their largest magnitude."""
@@ -61,6 +60,9 @@ class TransformersStage(StageModel):
         self._batch: PackedBatch | None = None
         self._kv: tuple[Tensor, Tensor | None] | None = None
         self._seen: set[int] = set()
+        self._windows: set[int | None] = set()
+        # Of this stage alone: transformers keeps attention functions by name, for the whole process.
+        self._name = f"moonpool_paged_{id(self)}"
 
     @property
     def native(self) -> bool:
@@ -153,6 +155,7 @@ class TransformersStage(StageModel):
         assert isinstance(layer, int)
         self._seen.add(layer)
         batch, window = self._batch, how.get("sliding_window")
+        self._windows.add(window)
         q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
         its = None if scales is None else scales[layer]
         write_kv(k, v, kv[layer], batch.block_ids, batch.offsets, scales=its)
@@ -169,14 +172,18 @@ class TransformersStage(StageModel):
         """Compare a prompt, in two chunks over a pool, with transformers' own attention.
 
         Raises:
-            UnsupportedModel: they differ, or not every layer attends through the interface.
+            UnsupportedModel: they differ, not every layer attends through the interface, or a mask may hide what the
+                interface is not told of.
         """
+        import transformers
+
+        transformers.AttentionInterface.register(self._name, self._answer)
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, self.config.vocab_size, (_CHECKED_TOKENS,), generator=generator)
         with torch.inference_mode():
             self._model.set_attn_implementation("eager")
             expected = self._model(tokens[None].to(self.device), use_cache=False).logits[0].float()
-            self._model.set_attn_implementation(_NAME)
+            self._model.set_attn_implementation(self._name)
             blocks = -(-_CHECKED_TOKENS // _BLOCK)
             shape = (self.config.num_layers, blocks, self.config.num_kv_heads, 2, _BLOCK, self.config.head_dim)
             pool, found = torch.zeros(shape, dtype=self.dtype, device=self.device), []
@@ -189,23 +196,41 @@ class TransformersStage(StageModel):
         worst = float((torch.cat(found) - expected).abs().max() / expected.abs().max())
         if not worst <= _TOLERANCE[self.dtype]:
             raise self._refused(f"paged attention gives other logits, by {worst:.1e} of the largest")
+        self._check_masks()
+
+    def _check_masks(self) -> None:
+        """Refuse masks that a short prompt cannot show: chunks, and windows that attention is not told of."""
+        config = self._model.config
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        if getattr(config, "attention_chunk_size", None):
+            raise self._refused("attention in chunks is not supported")
+        if others := set(kinds or ()) - {"full_attention", "sliding_attention"}:
+            raise self._refused(f"layers of the kinds {sorted(others)} are not supported")
+        windowed = kinds is None or "sliding_attention" in kinds
+        if window and windowed and window < self.config.max_position_embeddings and window not in self._windows:
+            raise self._refused(f"its attention is not told of the window of {window} tokens")
+
+    def _answer(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
+    ) -> tuple[Tensor, None]:
+        """Attend as transformers calls attention functions; masks come from the batch."""
+        del mask
+        return self.attend(module, query, key, value, how.pop("scaling", None), **how), None
 
     def _refused(self, why: str) -> UnsupportedModel:
         return UnsupportedModel("architectures", f"{self.config.architecture} cannot be served: {why}")
 
 
 def load_transformers_stage(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, layers: int
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformersStage:
     """Load a model that transformers' own modelling code computes. No code of the checkpoint is run.
 
     Raises:
-        UnsupportedModel: `layers` are not all; transformers is not installed or does not know the architecture; or
+        UnsupportedModel: transformers is not installed or does not know the architecture; or
             `TransformersStage.check` refuses it.
         CheckpointError: the weights cannot be loaded.
     """
-    if layers < config.num_layers:
-        raise UnsupportedModel("pipeline_parallel_size", f"{config.architecture} runs in one stage only")
     try:
         import transformers
     except ImportError:
@@ -223,14 +248,6 @@ def load_transformers_stage(
         raise CheckpointError(f"{path}: {error}") from None
     model.train(False)
     stage = TransformersStage(config, model, dtype, device)
-
-    def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
-    ) -> tuple[Tensor, None]:
-        del mask
-        return stage.attend(module, query, key, value, how.pop("scaling", None), **how), None
-
-    transformers.AttentionInterface.register(_NAME, attention)
     try:
         stage.check()
     except (TypeError, AttributeError, RuntimeError, ValueError, IndexError, KeyError) as error:

@@ -59,6 +59,41 @@ def test_it_runs_in_one_stage_only(tmp_path: Path) -> None:
     assert caught.value.field == "pipeline_parallel_size"
 
 
+def test_deterministic_mode_is_refused(tmp_path: Path) -> None:
+    reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel) as caught:
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2, deterministic=True)
+    assert caught.value.field == "deterministic"
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"sliding_window": 100}, "not told of the window of 100 tokens"),
+        ({"attention_chunk_size": 128}, "attention in chunks"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+    ],
+)
+def test_masks_that_a_short_prompt_cannot_show_are_refused(
+    changed: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    """The check at load has 40 tokens: what begins behind them must be refused by what config.json says."""
+    reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(UnsupportedModel, match=words):
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 2)
+
+
+def test_two_models_in_one_process_keep_their_pools(tmp_path: Path) -> None:
+    models = [reference(kind, {"head_dim": 16, "num_hidden_layers": 2}) for kind in ("apertus", "jais2")]
+    for number, model in enumerate(models):
+        model.save_pretrained(tmp_path / str(number))
+    runners = [Runner(tmp_path / str(number), torch.float32) for number in range(2)]
+    for model, runner in zip(models, runners, strict=True):
+        assert_greedy(model, [5, 9, 17], runner.generate([[5, 9, 17]], 4, chunk=16, budget=40)[0])
+
+
 def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     reference("apertus", {"head_dim": 16, "num_hidden_layers": 2}).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
