@@ -35,10 +35,7 @@ def quantised_format(fields: JsonFields) -> QuantisedFormat | None:
 def _format(settings: JsonFields, key: str) -> QuantisedFormat:
     method = settings.get("quant_method", "unnamed")
     if method == "fp8":
-        block = settings.get("weight_block_size")
-        if block is not None and not (isinstance(block, list) and len(block) == 2):
-            raise CheckpointError(f"{settings.source}: weight_block_size must be two numbers, not {block!r}")
-        return QuantisedFormat("fp8", _FP8, block=None if block is None else (int(block[0]), int(block[1])))
+        return QuantisedFormat("fp8", _FP8, block=_block(settings, "weight_block_size"))
     if method == "mxfp4":
         return QuantisedFormat("mxfp4", {"values": ("_blocks",), "scales": ("_scales",)}, 4)
     if method in ("gptq", "awq"):
@@ -50,25 +47,44 @@ def _format(settings: JsonFields, key: str) -> QuantisedFormat:
             if settings.get("version", "gemm") != "gemm":
                 raise UnsupportedModel(f"{key}.version", f"{settings.get('version')!r} is not gemm")
             return QuantisedFormat("awq", roles, bits)
-        first = settings.get("checkpoint_format", "gptq") == "gptq"
-        return QuantisedFormat("gptq", {**roles, "groups": (".g_idx",)}, bits, v1=first)
+        version = settings.get("checkpoint_format") or "gptq"
+        if version not in ("gptq", "gptq_v2"):
+            raise UnsupportedModel(f"{key}.checkpoint_format", f"{version!r} is none of gptq, gptq_v2")
+        return QuantisedFormat("gptq", {**roles, "groups": (".g_idx",)}, bits, v1=version == "gptq")
     if method == "compressed-tensors":
         return _compressed(settings, key)
     raise UnsupportedModel(key, f"quantised weights ({method}) are not supported")
 
 
+def _block(settings: JsonFields, key: str) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale; None: none are said.
+
+    Raises:
+        CheckpointError: they are not two positive integers.
+    """
+    block = settings.get(key)
+    if block is None:
+        return None
+    if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
+        raise CheckpointError(f"{settings.source}: {key} must be two positive integers, not {block!r}")
+    return block[0], block[1]
+
+
 def _compressed(settings: JsonFields, key: str) -> QuantisedFormat:
     """Return the format of the compressed-tensors library."""
     form = settings.get("format")
-    if form in ("float-quantized", "naive-quantized"):
-        return QuantisedFormat("fp8", _FP8)
-    if form == "int-quantized":
-        return QuantisedFormat("int8", {"values": (".weight",), "scales": (".weight_scale",)})
     groups = settings.get("config_groups")
     weights = [group.get("weights") for group in groups.values()] if isinstance(groups, Mapping) else []
-    if form != "pack-quantized" or len(weights) != 1 or not isinstance(weights[0], Mapping):
+    known = ("float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
+    if form not in known or len(weights) != 1 or not isinstance(weights[0], Mapping):
         raise UnsupportedModel(f"{key}.format", f"{form!r} with {len(weights)} groups of weights is not supported")
     scheme = JsonFields(weights[0], f"{settings.source}: weights")
+    if scheme.get("actorder") not in (None, False, "weight", "static"):
+        raise UnsupportedModel(f"{key}.config_groups", f"actorder {scheme.get('actorder')!r} is not supported")
+    if form in ("float-quantized", "naive-quantized"):
+        return QuantisedFormat("fp8", _FP8, block=_block(scheme, "block_structure"))
+    if form == "int-quantized":
+        return QuantisedFormat("int8", {"values": (".weight",), "scales": (".weight_scale",)})
     bits = scheme.positive("num_bits")
     if bits not in (4, 8) or not scheme.flag("symmetric", True):
         raise UnsupportedModel(f"{key}.config_groups", f"{bits} bits, symmetric or not, are not supported")

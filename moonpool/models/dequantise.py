@@ -27,6 +27,8 @@ def _fp8(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
         rows, columns = form.block
         scales = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return values * scales[: values.shape[0], : values.shape[1]]
+    if scales.numel() > 1 and scales.shape not in ((len(values),), (len(values), 1)):
+        raise RuntimeError(f"scales {list(scales.shape)} are not one for each row of {list(values.shape)}")
     return values * (scales.view(-1, 1) if scales.numel() > 1 else scales)
 
 

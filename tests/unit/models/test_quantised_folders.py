@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from moonpool.checkpoint import inspect_checkpoint, load_config
+from moonpool.checkpoint.tensor_info import QuantisedFormat
 from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.models.dequantise import dequantise
 from moonpool.models.loader import load_stage
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.test_families import CASES, reference
@@ -95,10 +97,23 @@ PACKED = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"weights": {"num_bits": 4, "symmetric": True, "group_size": 16}}},
 }
+ONE = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}}
+BLOCKS = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [16, 32]}}}}
+
+
+def fp8_blocks_of_compressed_tensors(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+    stored, dense = fp8_blocks(outputs, inputs)
+    return {".weight": stored[".weight"], ".weight_scale": stored[".weight_scale_inv"]}, dense
+
+
 FORMATS: Mapping[str, tuple[Mapping[str, Any], Callable[[int, int], tuple[Stored, Tensor]]]] = {
     "fp8, blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8_blocks),
-    "fp8, rows": ({"quant_method": "compressed-tensors", "format": "float-quantized"}, fp8_rows),
-    "int8, rows": ({"quant_method": "compressed-tensors", "format": "int-quantized"}, int8_rows),
+    "fp8, rows": ({"quant_method": "compressed-tensors", "format": "float-quantized", **ONE}, fp8_rows),
+    "fp8, blocks of compressed-tensors": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized", **BLOCKS},
+        fp8_blocks_of_compressed_tensors,
+    ),
+    "int8, rows": ({"quant_method": "compressed-tensors", "format": "int-quantized", **ONE}, int8_rows),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq),
     "gptq, 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 16}, lambda o, i: gptq(o, i, 8)),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, awq),
@@ -166,6 +181,11 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     [
         ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
         ("quantization_config.bits", {"quant_method": "gptq", "bits": 3}),
+        ("quantization_config.checkpoint_format", {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
+        (
+            "quantization_config.config_groups",
+            {**PACKED, "config_groups": {"group_0": {"weights": {"num_bits": 4, "actorder": "group"}}}},
+        ),
         ("quantization_config.version", {"quant_method": "awq", "bits": 4, "version": "gemv"}),
         ("quantization_config.format", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
         (
@@ -180,6 +200,20 @@ def test_other_methods_are_refused_by_name(field: str, settings: Mapping[str, An
     with pytest.raises(UnsupportedModel) as caught:
         load_config(tmp_path)
     assert caught.value.field == field
+
+
+def test_a_malformed_block_is_named(tmp_path: Path) -> None:
+    reference("llama", {}).save_pretrained(tmp_path)
+    configure(tmp_path, {"quant_method": "fp8", "weight_block_size": ["a", 128]})
+    with pytest.raises(CheckpointError, match="weight_block_size must be two positive integers"):
+        load_config(tmp_path)
+
+
+def test_scales_that_are_not_of_rows_are_named() -> None:
+    """Also where there are as many as rows: 6 rows, and scales of 2 by 3 blocks."""
+    form = QuantisedFormat("fp8", {})
+    with pytest.raises(RuntimeError, match=r"scales \[2, 3\] are not one for each row of \[6, 8\]"):
+        dequantise(form, {"values": torch.ones(6, 8), "scales": torch.ones(2, 3)})
 
 
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:
