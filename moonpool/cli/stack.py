@@ -121,7 +121,7 @@ class ServiceProcess:
         self.log_path = log_path
         self.address = ""
         self._ready = threading.Event()
-        environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": "1"}
+        environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
         with _open_log(log_path) as log:
             self._process = subprocess.Popen(
                 [*launcher, "-m", f"services.{kind}", *arguments],

@@ -1,11 +1,18 @@
 """The processes of a local stack."""
 
+import contextlib
 import os
+import select
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from moonpool.cli.stack import ServiceProcess
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_a_service_is_in_our_session_and_in_a_group_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +26,46 @@ def test_a_service_is_in_our_session_and_in_a_group_of_its_own(tmp_path: Path, m
     service = ServiceProcess("fake", "fake-0", [], tmp_path / "log")
     assert service.wait_ready(60) == f"{os.getsid(0)} {service.pid}"
     assert service.wait(60) == 0
+
+
+_WAITS = """
+import asyncio, os
+while os.getppid() == int(os.environ["OWN_PARENT"]):
+    os.sched_yield()
+from moonpool.rpc.process import DIE_WITH_PARENT, parent_watch
+async def main():
+    stopping = asyncio.Event()
+    with parent_watch(stopping, os.environ[DIE_WITH_PARENT]):
+        await stopping.wait()
+asyncio.run(main())
+"""
+_STARTS = """
+import os, pathlib, sys
+from moonpool.cli.stack import ServiceProcess
+os.environ["OWN_PARENT"] = str(os.getpid())
+print(ServiceProcess("fake", "fake-0", [], pathlib.Path(sys.argv[1])).pid, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_service_ends_whose_parent_ended_while_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "services"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "fake.py").write_text(_WAITS)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", _STARTS, str(tmp_path / "log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        service = os.pidfd_open(int(parent.stdout.readline()))
+        try:
+            parent.stdin.close()
+            ended, _, _ = select.select([service], [], [], 60)
+            assert ended, "the service outlives its parent"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(service, signal.SIGKILL)
+            os.close(service)
