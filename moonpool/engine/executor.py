@@ -45,7 +45,7 @@ from moonpool.engine.messages import (
 from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.platforms.registry import HOST_COLLECTIVES, DeviceName
+from moonpool.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
 from moonpool.telemetry.logs import get_logger
@@ -168,7 +168,7 @@ class ProcessEngine:
         self._flights: dict[int, _StepInFlight] = {}
         self._last_step_id: int | None = None
         self._closing = False
-        self._one_pool = DeviceName.parse(spec.device).platform.in_host_pool
+        self._one_pool = stage_devices(spec.device, spec.stages)[0].platform.in_host_pool
         self._numbers = itertools.count(1)
         self._fetches: dict[int, _PendingFetch] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
@@ -533,7 +533,7 @@ async def start_processes(
                 await engine.ready(renewing)
                 engine.listen()
                 # Stages have met. Backends other than the host's may read the folder later, too.
-                if rendezvous and DeviceName.parse(spec.device).platform.collectives == HOST_COLLECTIVES:
+                if rendezvous and collectives_of(stage_devices(spec.device, spec.stages)) == HOST_COLLECTIVES:
                     shutil.rmtree(rendezvous, ignore_errors=True)
                 if spec.measure:
                     renewing.starting("measuring the engine's speed")

@@ -46,7 +46,7 @@ class EngineSpec:
     core_share: int = 1
     """Of the cores, relative to the shares of the others, while all compute."""
     device: str = "cpu"
-    """Device of the first stage, as `moonpool.platforms.registry` has them; further stages are on the next ones."""
+    """Devices of the stages, as `moonpool.platforms.registry.stage_devices` reads them."""
     graphs: bool = True
     """Decode steps are captured as graphs, where the device is not a plain CPU; of no use to prefill."""
     int8_head: bool = False

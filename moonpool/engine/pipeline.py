@@ -2,13 +2,14 @@
 
 The status word makes an aborted step coherent: whatever happens to a step on one stage, the next one receives exactly
 one status word for it, and a tensor only when the word says so. So no stage ever waits for a tensor that will not come.
-Status words go over gloo, as the host looks at them. Tensors go over NCCL between GPUs, else over gloo. NCCL never ran.
+Status words go over gloo, as the host looks at them. Tensors go over NCCL if each stage has a GPU of its own, else over
+gloo, from the host. NCCL never ran.
 """
 
 import contextlib
 import datetime
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -17,20 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moonpool.errors import Internal, Unavailable
-from moonpool.platforms.registry import HOST_COLLECTIVES, Platform
+from moonpool.platforms.registry import HOST_COLLECTIVES
 
 _ABORTED = -1  # in place of the number of rows
 _GREETING = -(1 << 62)  # id of no step
-
-
-def collectives_of(platform: Platform, available: Callable[[str], bool] = dist.is_backend_available) -> str:
-    """Return the backend that sends tensors between stages on devices of a platform.
-
-    Args:
-        platform: of all stages.
-        available: whether torch has a backend.
-    """
-    return platform.collectives if available(platform.collectives) else HOST_COLLECTIVES
 
 
 class Links(Protocol):

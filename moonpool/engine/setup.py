@@ -27,7 +27,7 @@ from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
-from moonpool.platforms.registry import DEVICE_USAGE, DeviceName
+from moonpool.platforms.registry import DEVICE_USAGE, stage_devices
 from moonpool.runtime.driver import CoreServiceConfig
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import draw_bits
@@ -125,7 +125,8 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     device: str = Field(
         "cpu",
-        description=f"where the engine computes: {DEVICE_USAGE}. Further stages use the next devices",
+        description=f"where the engine computes: {DEVICE_USAGE}. Further stages use the next devices, or those "
+        "that you name: cuda:0,cuda:0",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
@@ -235,7 +236,8 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     for name in ("emulated_jitter", "emulated_speed_error", "emulated_slowdown"):
         if getattr(config, name):
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
-    lends = config.core_share and DeviceName.parse(config.device).platform.uses_host_cores
+    devices = stage_devices(config.device, stages)
+    lends = config.core_share and devices[0].platform.uses_host_cores
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)

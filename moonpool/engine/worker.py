@@ -42,7 +42,7 @@ from moonpool.engine.messages import (
     WorkerReady,
 )
 from moonpool.errors import ConfigError, MoonpoolError
-from moonpool.platforms.registry import DeviceName
+from moonpool.platforms.registry import collectives_of, stage_devices
 from moonpool.scheduling.steps import Step
 
 if TYPE_CHECKING:
@@ -129,8 +129,8 @@ class StageLoader:
         torch.set_num_threads(max(1, self.engine.threads))
         torch.set_num_interop_threads(1)
         self.config = load_config(Path(self.engine.checkpoint))
-        name = DeviceName.parse(self.engine.device)
-        self.device = open_device(name.of_stage(spec.stage))
+        self.devices = stage_devices(self.engine.device, self.engine.stages)
+        self.device = open_device(self.devices[spec.stage])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
         self.part = PoolPart.attach(pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end)
         if self.device is None:
@@ -198,7 +198,9 @@ class StageLoader:
         return platform, Footprint(self.libraries_bytes, model.weight_bytes, kv_bytes, work, formats, held)
 
     def _links(self) -> "Links":
-        from moonpool.engine.pipeline import NoLinks, StageLinks, collectives_of
+        import torch.distributed
+
+        from moonpool.engine.pipeline import NoLinks, StageLinks
         from moonpool.models.loader import torch_dtype
 
         engine = self.engine
@@ -208,7 +210,7 @@ class StageLoader:
             Path(self.spec.rendezvous),
             self.spec.stage,
             engine.stages,
-            collectives_of(DeviceName.parse(engine.device).platform),
+            collectives_of(self.devices, torch.distributed.is_backend_available),
             device=self.torch_device,
             hidden_size=self.config.hidden_size,
             dtype=torch_dtype(engine.dtype),

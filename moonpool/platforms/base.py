@@ -2,6 +2,8 @@
 
 Work is given to a stream and done later, in the stream's order. Only events order the work of two streams. Wait for
 an event before you read what the work before it has written, or overwrite what that work reads.
+
+A thread that gives work or waits for events first enters the device; the thread that opened the device has.
 """
 
 from collections.abc import Callable
@@ -61,6 +63,9 @@ class Device(Protocol):
     @property
     def torch_device(self) -> torch.device:
         """Torch device of its tensors."""
+
+    def enter_thread(self) -> None:
+        """Make this the calling thread's device. On a GPU, a thread begins with GPU 0 and would take memory there."""
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """Return device memory, uint8 of this shape, with any contents; `beside` bytes stay free.

@@ -107,6 +107,10 @@ class CudaDevice:
         """See `Device.torch_device`."""
         return self._device
 
+    def enter_thread(self) -> None:
+        """See `Device.enter_thread`."""
+        torch.cuda.set_device(self._device)
+
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""
         free, _ = torch.cuda.mem_get_info(self._device)

@@ -75,11 +75,12 @@ class CallbackThread:
 
     Args:
         on_failure: called once, with the error of a call.
+        enter: called first, by the thread itself: `Device.enter_thread` if its calls wait for a device.
     """
 
-    def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None], enter: Callable[[], None] = lambda: None) -> None:
         self._calls: queue.SimpleQueue[_Callback | None] = queue.SimpleQueue()
-        self._on_failure = on_failure
+        self._on_failure, self._enter = on_failure, enter
         self.failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="callbacks", daemon=True)
         self._thread.start()
@@ -96,6 +97,7 @@ class CallbackThread:
         self._thread.join()
 
     def _run(self) -> None:
+        self._do(self._enter)
         while (call := self._calls.get()) is not None:
             if self.failed is None:
                 self._do(call.work)

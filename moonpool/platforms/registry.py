@@ -4,7 +4,7 @@ A new device is an entry of `PLATFORMS` and a module with its `moonpool.platform
 lists the steps.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -24,9 +24,9 @@ class Platform:
     device: str = ""
     """"MODULE:CLASS" of its `Device`, called with the device's number; "" computes in the host's pool itself."""
     numbered: bool = True
-    """Whether a name may end with a number; further pipeline stages then take the next numbers."""
+    """Whether a name may end with a number; of one name, further pipeline stages take the next numbers."""
     collectives: str = HOST_COLLECTIVES
-    """Backend of `torch.distributed` that sends hidden states between stages, where torch has it."""
+    """Backend of `torch.distributed` that sends hidden states between stages on different devices."""
     uses_host_cores: bool = True
     """Whether steps compute on the host's cores, which engines of one host lend each other."""
 
@@ -58,6 +58,8 @@ PLATFORMS: Mapping[str, Platform] = {
 
 DEVICE_USAGE = "; ".join(it.usage for it in PLATFORMS.values())
 """All names of devices, for help texts."""
+_SEPARATOR = ","
+"""Between the devices of a pipeline's stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,39 @@ class DeviceName:
             raise ConfigError("device", f"{self.kind!r} is none of {', '.join(PLATFORMS)}")
         return PLATFORMS[self.kind]
 
-    def of_stage(self, stage: int) -> Self:
-        """Return the device of a pipeline stage, counted from this one: each stage has a GPU, or a seed, of its own."""
-        return type(self)(self.kind, self.number + stage if self.platform.numbered else 0)
+    def next(self, count: int) -> Self:
+        """Return the device `count` numbers further; the same device of a platform without numbers."""
+        return type(self)(self.kind, self.number + count if self.platform.numbered else 0)
+
+
+def stage_devices(names: str, stages: int) -> tuple[DeviceName, ...]:
+    """Return the device of each pipeline stage, as a flag names them.
+
+    A single name is the first stage's device, and further stages are on the next devices. Names with commas between
+    them are those of all stages. Stages may share a device.
+
+    Raises:
+        ConfigError: there is no such device, a stage has none or more than one, or kinds differ; names the field
+            `device`.
+    """
+    devices = [DeviceName.parse(name) for name in names.split(_SEPARATOR)]
+    if len(devices) == 1:
+        return tuple(devices[0].next(stage) for stage in range(stages))
+    if len(devices) != stages:
+        raise ConfigError("device", f"{names!r} names {len(devices)} devices for {stages} pipeline stages")
+    if len({device.kind for device in devices}) > 1:
+        raise ConfigError("device", f"{names!r}: the stages of a pipeline compute on devices of one kind")
+    return tuple(devices)
+
+
+def collectives_of(devices: Sequence[DeviceName], available: Callable[[str], bool] = lambda backend: True) -> str:
+    """Return the backend of `torch.distributed` that sends tensors between stages on these devices.
+
+    The platform's own backend needs a device for each stage: NCCL refuses two ranks on one GPU.
+
+    Args:
+        devices: of all stages, of one kind.
+        available: whether torch has a backend.
+    """
+    wanted = devices[0].platform.collectives
+    return wanted if len(set(devices)) == len(devices) and available(wanted) else HOST_COLLECTIVES

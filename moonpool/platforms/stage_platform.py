@@ -65,8 +65,8 @@ def stage_platform(
     Raises:
         ConfigError: the device has no room for the KV.
     """
-    callbacks = CallbackThread(on_failure)
     if device is None:
-        return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), callbacks)
+        return StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), CallbackThread(on_failure))
+    callbacks = CallbackThread(on_failure, device.enter_thread)
     memory = TieredKVMemory(part, device, callbacks, beside=beside)
     return StagePlatform(device.torch_device, device.compute, memory, callbacks, device)

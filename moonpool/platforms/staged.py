@@ -4,7 +4,8 @@ A GPU does its work at some later time, and its streams overtake each other. A p
 stream is lazy or eager, by the seed. Lazy work is done only when a thread waits for an event, and then only the work
 that the event stands behind, and what that work was told to wait for. So anything nobody waits for has not happened.
 Eager work is done as soon as possible, ahead of what other streams were given before. With each wait, further work is
-done or not, as drawn. Memory and buffers begin with bytes that are not a number in any type of KV.
+done or not, as drawn. Memory and buffers begin with bytes that are not a number in any type of KV. A thread that has
+not entered the device is refused.
 """
 
 import random
@@ -97,6 +98,7 @@ class StagedDevice:
         self._eager: StagedStream | None = None
         self._failed: BaseException | None = None
         self._closed = False
+        self._entered = {threading.get_ident()}
         self.compute, self.load_stream, self.store_stream = (
             StagedStream(self, self._random.choice(_LAZINESS)) for _ in range(3)
         )
@@ -108,6 +110,11 @@ class StagedDevice:
     def torch_device(self) -> torch.device:
         """See `Device.torch_device`."""
         return torch.device("cpu")
+
+    def enter_thread(self) -> None:
+        """See `Device.enter_thread`."""
+        with self._changed:
+            self._entered.add(threading.get_ident())
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""
@@ -131,6 +138,7 @@ class StagedDevice:
     def give(self, stream: StagedStream, work: Callable[[], None] | _StagedEvent) -> None:
         """Give a stream work. If the stream is eager, return when the work is done, as far as it may be."""
         with self._changed:
+            self._check_entered()
             stream.waiting.append(work)
             if self._random.random() < stream.eager:
                 self._eager = stream
@@ -140,11 +148,13 @@ class StagedDevice:
     def record(self, stream: StagedStream) -> _StagedEvent:
         """Return the place behind all work of a stream."""
         with self._changed:
+            self._check_entered()
             return _StagedEvent(stream, stream.done + len(stream.waiting))
 
     def wait(self, event: _StagedEvent) -> None:
         """Wait until the work before an event is done."""
         with self._changed:
+            self._check_entered()
             self._demanded.append(event)
             self._changed.notify_all()
             self._changed.wait_for(lambda: event.reached or self._failed is not None or self._closed)
@@ -152,6 +162,9 @@ class StagedDevice:
             if self._failed is not None:
                 raise self._failed
             assert event.reached, "the device was closed"
+
+    def _check_entered(self) -> None:
+        assert threading.get_ident() in self._entered, f"{threading.current_thread().name} has not entered the device"
 
     # --- the device's thread ---------------------------------------------------------------------------------------
 

@@ -149,9 +149,10 @@ def rig(
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
     pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
     [part] = pool.parts
-    callbacks = CallbackThread(nothing_fails)
-    place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), callbacks)
-    if device is not None:
+    if device is None:
+        place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), CallbackThread(nothing_fails))
+    else:
+        callbacks = CallbackThread(nothing_fails, device.enter_thread)
         memory = TieredKVMemory(part, device, callbacks, buffers)
         place = StagePlatform(device.torch_device, device.compute, memory, callbacks, device)
     it = Rig(model, pool, place)
@@ -328,7 +329,7 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
     layout, first = kv_layout(config, "float32", SIZE), config.num_layers // 2
     pool = KVPool.create(layout, BLOCKS, [(0, first), (first, layout.layers)])
     later, device = load_stage(checkpoint, config, torch.float32, first, layout.layers), StagedDevice(1)
-    callbacks = CallbackThread(nothing_fails)
+    callbacks = CallbackThread(nothing_fails, device.enter_thread)
     memory = TieredKVMemory(pool.parts[1], device, callbacks)
     graphs = DecodeGraphs(device, later, memory, GraphCache(SIZE), SIZE)
     shares = [part((5,), 0, (1,)), part((6,), 0, (2,)), part((7,), 0, (3,))]
@@ -362,6 +363,8 @@ class AtOnce:
     def __init__(self, happens: Callable[[], None]) -> None:
         self.torch_device = torch.device("cpu")
         self.compute, self.load_stream, self.store_stream = CpuStream(), Interrupted(happens), CpuStream()
+
+    def enter_thread(self) -> None: ...
 
     def memory(self, shape: tuple[int, ...], beside: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8)

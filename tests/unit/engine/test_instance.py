@@ -70,6 +70,8 @@ def test_plan(folder: Path) -> None:
         for how, stages, decode in (("auto", 1, True), ("off", 1, True), ("auto", 2, True), ("auto", 1, False))
     }
     assert [key for key, wanted in sketches.items() if wanted] == [("auto", 1, True)]
+    with pytest.raises(ConfigError, match="names 2 devices for 1 pipeline stages"):
+        engine_setup(config(folder, device="cuda:0,cuda:0", core_share=0))
 
 
 def test_a_calibration_of_this_model_is_told_in_place_of_what_is_timed_at_start(folder: Path, tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from moonpool.engine.pipeline import StageLinks, collectives_of
+from moonpool.engine.pipeline import StageLinks
 from moonpool.errors import Internal, Unavailable
-from moonpool.platforms.registry import PLATFORMS
 
 FORK = multiprocessing.get_context("fork")
 WIDTH = 3
@@ -60,11 +59,3 @@ def test_hidden_states_go_through_and_a_stage_that_is_gone_is_named(tmp_path: Pa
     for process in processes:
         process.join()
     assert [process.exitcode for process in processes] == [0, 0]
-
-
-def test_gpus_send_to_gpus() -> None:
-    assert collectives_of(PLATFORMS["cuda"], {"gloo", "nccl"}.__contains__) == "nccl"
-    assert collectives_of(PLATFORMS["cuda"], {"gloo"}.__contains__) == "gloo"
-    assert [collectives_of(PLATFORMS[kind], {"gloo", "nccl"}.__contains__) for kind in ("cpu", "staged")] == [
-        "gloo"
-    ] * 2

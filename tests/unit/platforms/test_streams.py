@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.errors import ConfigError
 from moonpool.platforms.kv_memory import CallbackThread
-from moonpool.platforms.registry import DeviceName
+from moonpool.platforms.registry import DeviceName, collectives_of, stage_devices
 from moonpool.platforms.stage_platform import open_device
 from moonpool.platforms.staged import StagedDevice
 
@@ -63,10 +63,30 @@ def test_lazy_work_is_not_done_before_somebody_waits() -> None:
     assert early == {0, 1}
 
 
+def test_a_thread_that_has_not_entered_a_device_is_refused() -> None:
+    device, said = StagedDevice(1), list[BaseException]()
+    event = device.store_stream.record()
+    for enter, refused in ((device.enter_thread, False), (lambda: None, True)):
+        callbacks = CallbackThread(said.append, enter)
+        waits = callbacks.send(event.wait)
+        waits.over.wait()
+        callbacks.close()
+        assert bool(said) == refused
+    assert str(said[0]) == "callbacks has not entered the device"
+    device.close()
+
+
+def test_a_thread_that_cannot_enter_makes_no_call() -> None:
+    said: list[BaseException] = []
+    callbacks = CallbackThread(said.append, partial(dict[str, None]().pop, "missing"))
+    with pytest.raises(KeyError):
+        callbacks.send(lambda: said.clear()).wait()
+    callbacks.close()
+    assert len(said) == 1
+
+
 def test_names() -> None:
     assert DeviceName.parse("cpu") == DeviceName("cpu", 0)
-    assert DeviceName.parse("staged:7").of_stage(2) == DeviceName("staged", 9)
-    assert DeviceName.parse("cuda").of_stage(1) == DeviceName("cuda", 1)
     assert open_device(DeviceName("cpu")) is None
     for wrong in ("", "gpu", "cpu:1", "cuda:", "cuda:a", "cuda:-1", "staged:1:2"):
         with pytest.raises(ConfigError) as caught:
@@ -79,3 +99,49 @@ def test_a_kind_that_is_not_registered_is_refused() -> None:
         with pytest.raises(ConfigError) as caught:
             ask(DeviceName("tpu"))
         assert caught.value.field == "device"
+
+
+def names(*devices: tuple[str, int]) -> tuple[DeviceName, ...]:
+    return tuple(DeviceName(kind, number) for kind, number in devices)
+
+
+def test_stages_are_on_the_next_devices_or_on_those_that_are_named() -> None:
+    assert stage_devices("cpu", 2) == names(("cpu", 0), ("cpu", 0))
+    assert stage_devices("staged:7", 3) == names(("staged", 7), ("staged", 8), ("staged", 9))
+    assert stage_devices("cuda", 2) == names(("cuda", 0), ("cuda", 1))
+    assert stage_devices("cuda:1,cuda:0", 2) == names(("cuda", 1), ("cuda", 0))
+    assert stage_devices("cuda:0,cuda", 2) == names(("cuda", 0), ("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "said"),
+    [
+        ("cuda:0,cuda:1", 1, "names 2 devices for 1 pipeline stages"),
+        ("cuda:0,cuda:1", 3, "names 2 devices for 3 pipeline stages"),
+        ("cuda:0,staged:1", 2, "one kind"),
+        ("cuda:0,", 2, "'' is none of"),
+        ("cuda:0,gpu", 2, "'gpu' is none of"),
+    ],
+)
+def test_names_that_do_not_fit_the_stages_are_refused(text: str, stages: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        stage_devices(text, stages)
+    assert caught.value.field == "device"
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "torch_has", "backend"),
+    [
+        ("cuda", 2, {"gloo", "nccl"}, "nccl"),
+        ("cuda:3,cuda:1", 2, {"gloo", "nccl"}, "nccl"),
+        ("cuda", 2, {"gloo"}, "gloo"),
+        ("cuda:0,cuda:0", 2, {"gloo", "nccl"}, "gloo"),
+        ("cuda:0,cuda:1,cuda:0", 3, {"gloo", "nccl"}, "gloo"),
+        ("cpu", 2, {"gloo", "nccl"}, "gloo"),
+        ("staged:1,staged:2", 2, {"gloo", "nccl"}, "gloo"),
+    ],
+)
+def test_tensors_go_from_gpu_to_gpu_if_each_stage_has_its_own(
+    text: str, stages: int, torch_has: set[str], backend: str
+) -> None:
+    assert collectives_of(stage_devices(text, stages), torch_has.__contains__) == backend
