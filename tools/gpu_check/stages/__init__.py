@@ -8,4 +8,10 @@ the module with `stage_main(NAME, check)`.
 ORDER = (
     "versions",
     "native_build",
+    "kernels",
+    "devices",
+    "parity",
+    "copies",
+    "decode_steps",
+    "profile",
 )

@@ -1,0 +1,44 @@
+"""Seconds of one thread by part, while methods of some classes are watched."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+
+class HostTime:
+    """Counts the seconds that the thread which made this object spends in watched methods, without those inside."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        """By part."""
+        self._thread, self._inside = threading.get_ident(), [0.0]
+        self._restore: list[tuple[type, str, Any]] = []
+
+    def watch(self, owner: type, method: str, part: str) -> None:
+        """Count a method of a class as a part; a class is watched once."""
+        plain: Callable[..., Any] = getattr(owner, method)
+        if (owner, method) in [(it[0], it[1]) for it in self._restore]:
+            return
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return plain(*args, **kwargs)
+            began = time.perf_counter()
+            self._inside.append(0.0)
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                took = time.perf_counter() - began
+                self.seconds[part] += took - self._inside.pop()
+                self._inside[-1] += took
+
+        self._restore.append((owner, method, plain))
+        setattr(owner, method, timed)
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        for owner, method, plain in reversed(self._restore):
+            setattr(owner, method, plain)
+        self._restore.clear()

@@ -1,0 +1,109 @@
+"""A stage of one process: a model with random weights, its KV, and the loop that services run steps with."""
+
+from array import array
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.messages import BlocksFetched, StageDone
+from moonpool.engine.model_runner import StageRunner
+from moonpool.engine.pipeline import NoLinks
+from moonpool.kv.pool import KVPool
+from moonpool.models.loader import load_stage
+from moonpool.models.random_checkpoint import create
+from moonpool.models.stage import StageModel
+from moonpool.platforms.base import Device
+from moonpool.platforms.registry import DeviceName
+from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
+from tools.gpu_check.where import Where, expect
+
+BLOCK = 64
+
+
+@dataclass
+class Stage:
+    """What runs steps.
+
+    Attributes:
+        device: computes.
+        model: all layers.
+        place: the device with its KV.
+        longest: tokens of a sequence.
+        vocab: tokens to draw from.
+    """
+
+    device: Device
+    model: StageModel
+    place: StagePlatform
+    longest: int
+    vocab: int
+    done: list[StageDone] = field(default_factory=list)
+    _next: int = 1
+
+    def runner(self, *, graphs: bool) -> StageRunner:
+        """Return a loop over steps, with graphs of decode steps or without."""
+        found = StageRunner(0, self.model, self.place, NoLinks(), KVGates(), self._emit, 60.0)
+        if graphs:
+            cache = GraphCache(self.longest)
+            found.graphs = DecodeGraphs(self.device, self.model, self.place.memory, cache, self.longest)
+        return found
+
+    def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
+        if isinstance(event, StageDone):
+            self.done.append(event)
+
+    def decode_steps(self, batch: int, context: int, steps: int) -> Step:
+        """A run of decode steps; each sequence has `context` tokens at the end."""
+        blocks = -(-context // BLOCK)
+        start = context - steps
+        spec = SampleSpec(SamplingParams(temperature=0.0))
+        sequences = tuple(
+            SequenceStep(_ids([row % self.vocab]), start, tuple(range(row * blocks, (row + 1) * blocks)), spec)
+            for row in range(batch)
+        )
+        return self._step(sequences, steps)
+
+    def prompt(self, tokens: int) -> Step:
+        """A chunk of a prompt, whose next token is sampled."""
+        ids = [(7 * at + 3) % self.vocab for at in range(tokens)]
+        spec = SampleSpec(SamplingParams(temperature=0.0))
+        return self._step((SequenceStep(_ids(ids), 0, tuple(range(-(-tokens // BLOCK))), spec),), 1)
+
+    def _step(self, sequences: tuple[SequenceStep, ...], steps: int) -> Step:
+        self._next += 1
+        return Step(self._next, sequences, steps=steps)
+
+
+def _ids(tokens: list[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+@contextmanager
+def stage(where: Where, shape: str, tokens: int, longest: int) -> Iterator[Stage]:
+    """Load a model of a shape with room for `tokens` tokens of KV. The checkpoint is made once for all stages.
+
+    Raises:
+        CheckError: a callback of the KV memory failed.
+    """
+    path = where.out / shape
+    if not path.is_dir():
+        create(shape, path)
+    config, name = load_config(path), "float32" if where.tiny else "bfloat16"
+    device = open_device(DeviceName.parse(where.device))
+    assert device is not None
+    dtype = torch.float32 if where.tiny else torch.bfloat16
+    model = load_stage(path, config, dtype, 0, config.num_layers, device.torch_device)
+    errors: list[BaseException] = []
+    with closing(KVPool.create(kv_layout(config, name, BLOCK), tokens // BLOCK, [(0, config.num_layers)])) as pool:
+        place = stage_platform(device, pool.parts[0], errors.append)
+        with closing(place):
+            place.memory.kv.zero_()
+            yield Stage(device, model, place, longest, config.vocab_size)
+    expect(not errors, f"{shape}: {errors}")

@@ -1,0 +1,190 @@
+"""KV between host and device, both ways: as services copy today, and by each faster way that the hardware offers.
+
+Figures are GB/s. "launching" counts the seconds of the thread that gives the work, which a step waits for.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.platforms.base import Device
+from moonpool.platforms.kv_memory import pool_slices
+from moonpool.platforms.registry import DeviceName
+from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
+from moonpool.scheduling.steps import SequenceStep, Step
+from tools.gpu_check.memory_calls import BatchedCopies, CallRefused, registered
+from tools.gpu_check.where import Figures, Where, expect, stage_main
+
+LIMIT_S = 45
+KV_HEADS = {"0.5B": 2, "SmolLM2": 3, "8B": 8}
+HEAD_DIM = {"0.5B": 64, "SmolLM2": 64, "8B": 128}
+TIMES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A pool whose slices are copied."""
+
+    layers: int
+    blocks: int
+    peak_bytes: int
+    """Of one large copy."""
+
+
+LARGE, TINY = Size(16, 64, 256 << 20), Size(2, 4, 1 << 16)
+
+
+def check(where: Where, figures: Figures) -> None:
+    """Measure every way for the slices of each shape."""
+    size = TINY if where.tiny else LARGE
+    device = open_device(DeviceName.parse(where.device))
+    assert device is not None
+    try:
+        _peak(device, size.peak_bytes, figures)
+        for shape in list(KV_HEADS)[: 1 if where.tiny else None]:
+            layout = KVLayout(size.layers, KV_HEADS[shape], HEAD_DIM[shape], 64, "bfloat16")
+            with closing(KVPool.create(layout, size.blocks, [(0, size.layers)])) as pool:
+                _as_today(device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
+                _otherwise(where, device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
+    finally:
+        device.close()
+
+
+def _gb_per_s(nbytes: int, seconds: float) -> float:
+    return round(nbytes / seconds / 1e9, 2)
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Least seconds of some calls."""
+    found = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def _copy(device: Device, target: Tensor, source: Tensor) -> None:
+    device.load_stream.run(partial(_give, target, source))
+    device.load_stream.record().wait()
+
+
+def _give(target: Tensor, source: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _peak(device: Device, nbytes: int, figures: Figures) -> None:
+    there, pinned = device.memory((nbytes,), 0), device.buffers(1, nbytes)[0]
+    pageable = torch.zeros(nbytes, dtype=torch.uint8)
+    for name, host in (("pinned", pinned), ("pageable", pageable)):
+        figures[f"one copy, {name}, to the device"] = _gb_per_s(nbytes, _best(partial(_copy, device, there, host)))
+        figures[f"one copy, {name}, to the host"] = _gb_per_s(nbytes, _best(partial(_copy, device, host, there)))
+
+
+def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
+    """What services do: through the KV memory of a stage."""
+    tokens, size = pool.blocks * pool.layout.block_tokens, pool.layout.block_tokens
+    errors: list[BaseException] = []
+    place = stage_platform(device, pool.parts[0], errors.append)
+    try:
+        for block in range(pool.blocks):
+            for layer in range(pool.layout.layers):
+                pool.slice(layer, block)[:] = bytes([1 + (layer + block) % 250]) * pool.layout.slice_bytes
+        table = tuple(range(pool.blocks))
+        whole = bytes(4 * tokens)
+        loads = [_load(place, pool, Step(number, (SequenceStep(bytes(4), tokens - 1, table),))) for number in range(3)]
+        launched, arrived = min(it[0] for it in loads), min(it[1] for it in loads)
+        figures[f"{shape}, as today, to the device"] = _gb_per_s(pool.nbytes, arrived)
+        figures[f"{shape}, as today, to the device, launching"] = _gb_per_s(pool.nbytes, launched)
+        expected = pool_slices(pool.parts[0]).clone()
+        pool_slices(pool.parts[0]).zero_()
+        stored = _store(place, pool, Step(9, (SequenceStep(whole, 0, table),)))
+        figures[f"{shape}, as today, to the host"] = _gb_per_s(pool.nbytes, stored)
+        expect(torch.equal(pool_slices(pool.parts[0]), expected), f"{shape}: what came back is not what went there")
+        expect(not errors, f"{shape}: {errors}")
+        figures[f"{shape}, tokens of a block"] = size
+    finally:
+        place.callbacks.close()
+
+
+def _load(place: StagePlatform, pool: KVPool, step: Step) -> tuple[float, float]:
+    """Seconds of the launching thread, and until all is there."""
+    for block in range(pool.blocks):
+        for layer in range(pool.layout.layers):
+            pool.set_hash(layer, block, 1)
+    began = time.perf_counter()
+    place.memory.begin(step)
+    for layer in range(pool.layout.layers):
+        place.memory.prepare_layer(layer)
+    launched = time.perf_counter() - began
+    place.stream.record().wait()
+    return launched, time.perf_counter() - began
+
+
+def _store(place: StagePlatform, pool: KVPool, step: Step) -> float:
+    """Seconds until all is in the pool, with its hashes."""
+    over: list[float] = []
+    place.memory.begin(step)
+    began = time.perf_counter()
+    for layer in range(pool.layout.layers):
+        place.memory.finish_layer(layer, None)
+    place.memory.finish_step(lambda: over.append(time.perf_counter()), aborted=False)
+    place.callbacks.send(lambda: None).wait()
+    return over[0] - began
+
+
+def _otherwise(where: Where, device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
+    """Straight between the pool and the device, without a ring, once the pool is registered."""
+    names = (f"{shape}, registered pool, slice by slice", f"{shape}, registered pool, one call")
+    if not where.on_gpu:
+        for name in names:
+            figures[name] = "skipped: only CUDA registers host memory"
+        return
+    host = pool_slices(pool.parts[0]).flatten(0, 1)
+    there = device.memory(tuple(host.shape), 0)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    order = torch.randperm(len(host)).tolist()
+    try:
+        with registered(host):
+            for way, pairs in (
+                ("to the device", [(there[at], host[at]) for at in order]),
+                ("to the host", [(host[at], there[at]) for at in order]),
+            ):
+                calls: list[Callable[[torch.cuda.Stream], None]] = [partial(_singly, pairs), BatchedCopies(pairs)]
+                for name, call in zip(names, calls, strict=True):
+                    _measure(f"{name}, {way}", pool.nbytes, partial(call, stream), stream, figures)
+    except CallRefused as refused:
+        figures[names[0]] = f"skipped: {refused}"
+
+
+def _singly(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+
+
+def _measure(name: str, nbytes: int, give: Callable[[], None], stream: torch.cuda.Stream, figures: Figures) -> None:
+    launching: list[float] = []
+
+    def work() -> None:
+        began = time.perf_counter()
+        give()
+        launching.append(time.perf_counter() - began)
+        stream.synchronize()
+
+    try:
+        figures[name] = _gb_per_s(nbytes, _best(work))
+        figures[f"{name}, launching"] = _gb_per_s(nbytes, min(launching))
+    except (CallRefused, OSError, AttributeError) as refused:
+        figures[name] = f"skipped: {refused}"
+
+
+if __name__ == "__main__":
+    stage_main("copies", check)

@@ -1,0 +1,89 @@
+"""Decode steps of whole models: eager and as graphs, and where the time of the host goes.
+
+Parts of a step on the launching thread, in ms: `need` (KV looked after), `fill` (a graph's inputs), `replay`, `head`,
+`sample` (with tokens to the host), `wait` (for the device), `rest` (all other Python).
+"""
+
+import time
+
+import torch
+
+from benchmarks.device import On
+from moonpool.engine.cuda_graphs import DecodeGraphs
+from moonpool.models.stage import StageModel
+from moonpool.sampling.sampler import Sampler
+from tools.gpu_check.host_time import HostTime
+from tools.gpu_check.runners import BLOCK, Stage, stage
+from tools.gpu_check.where import Figures, Where, expect, stage_main
+
+LIMIT_S = 80
+SHAPES = ("qwen2.5-0.5b", "smollm2-135m")
+BATCHES = (1, 8, 64, 256)
+CONTEXT, STEPS, WARM = 1024, 32, 8
+PARTS = ("need", "fill", "replay", "head", "sample", "wait")
+SLACK = 1.05
+"""A graph may be slower than eager steps by this factor: the noise."""
+KV_METHODS = ("begin", "advance", "prepare_layer", "finish_layer", "finish_step")
+
+
+def check(where: Where, figures: Figures) -> None:
+    """Measure each shape and batch; fail if a graph is slower than eager steps."""
+    shapes, batches, context = (("tiny-qwen2",), (1, 4), 128) if where.tiny else (SHAPES, BATCHES, CONTEXT)
+    copy_rate = On(where.torch_device, 1).copied() if where.on_gpu else 0.0
+    if not where.on_gpu:
+        figures["parts but need and wait"] = "skipped: staged computes in a thread of its own"
+    slower = []
+    for shape in shapes:
+        with stage(where, shape, max(batches) * context, context) as it:
+            for batch in batches:
+                name = f"{shape}, batch {batch}"
+                eager, graph = (measure(it, name, batch, context, figures, graphs=graphs) for graphs in (False, True))
+                if copy_rate:
+                    kv = it.place.memory.kv[:, : batch * context // BLOCK].nbytes
+                    rate = (it.model.weight_bytes + kv) / graph * 1e3
+                    figures[f"{name}: weights and KV read, of a copy's rate"] = round(rate / copy_rate, 3)
+                if graph > SLACK * eager:
+                    slower.append(f"{name}: {graph:.2f} ms, eager {eager:.2f} ms")
+    expect(not slower or not where.on_gpu, f"graphs are slower: {'; '.join(slower)}")
+
+
+def measure(it: Stage, name: str, batch: int, context: int, figures: Figures, *, graphs: bool) -> float:
+    """Tell milliseconds of a step, and of its parts; return those of a step."""
+    runner, watch = it.runner(graphs=graphs), HostTime()
+    for owner, method, part in _watched(it):
+        watch.watch(owner, method, part)
+    try:
+        goes_on, made = runner.run(it.decode_steps(batch, context, WARM + STEPS)), 0
+        for _ in range(WARM - 1):
+            goes_on = runner.go_on()
+        watch.seconds.clear()
+        began = time.perf_counter()
+        while goes_on:
+            goes_on, made = runner.go_on(), made + 1
+        took = time.perf_counter() - began
+    finally:
+        watch.close()
+    expect(made == STEPS, f"{name}: {made} steps were made, not {STEPS}")
+    step = 1e3 * took / made
+    parts = {part: 1e3 * watch.seconds[part] / made for part in PARTS}
+    parts["rest"] = step - sum(parts.values())
+    way = "graph" if graphs else "eager"
+    figures[f"{name}, {way}, ms"] = round(step, 3)
+    figures[f"{name}, {way}, parts"] = ", ".join(f"{part} {ms:.3f}" for part, ms in parts.items())
+    return step
+
+
+def _watched(it: Stage) -> list[tuple[type, str, str]]:
+    """Class, method, part of a step."""
+    return [
+        *((type(it.place.memory), method, "need") for method in KV_METHODS),
+        (DecodeGraphs, "run", "fill"),
+        (torch.cuda.CUDAGraph, "replay", "replay"),
+        (StageModel, "logits", "head"),
+        (Sampler, "sample", "sample"),
+        (type(it.place.stream.record()), "wait", "wait"),
+    ]
+
+
+if __name__ == "__main__":
+    stage_main("decode_steps", check)

@@ -1,0 +1,25 @@
+"""Whole stacks of services answer as `transformers` does, to the token or within the element type's error."""
+
+import importlib.util
+
+from tools.gpu_check.test_runs import TestRun, list_tests, run_tests
+from tools.gpu_check.where import Figures, Where, stage_main
+
+LIMIT_S = 150
+TESTS = "tests/integration/test_parity.py"
+
+
+def check(where: Where, figures: Figures) -> None:
+    """Run the tests of a GPU. On `staged` find them only: `make test` runs the same tests on `staged`."""
+    if importlib.util.find_spec("transformers") is None:
+        figures["parity"] = "skipped: transformers is not installed"
+        return
+    if where.on_gpu:
+        run_tests("parity", TestRun([TESTS], "gpu"), figures)
+    else:
+        list_tests("parity", TestRun([TESTS], "gpu"), figures)
+        figures["answers"] = "skipped: make test runs the same tests on staged"
+
+
+if __name__ == "__main__":
+    stage_main("parity", check)
