@@ -159,14 +159,14 @@ class Round:
         steps: of ours, those behind the first ones: in the time that whole answers take longer than one token each.
         theirs: of each peer that has not ended.
         limit: what the machine can do at most, by the memory's speed just before.
-        sketched: the same of one sequence by the bytes that are read, where those are not all weights; else 0.
+        int8_head: the same of one sequence by the bytes that are read, where those are not all weights; else 0.
     """
 
     ours: float
     steps: float
     theirs: dict[Peer, float]
     limit: float
-    sketched: float = 0.0
+    int8_head: float = 0.0
 
 
 class Beside:
@@ -197,7 +197,7 @@ class Beside:
     def _measured(self, task: Task, number: int, runs: int) -> Round:
         """One round, of ours and of each peer that has not ended."""
         limits = self._limits()
-        limit, sketched = task.limit(limits), limits.sketched_tokens_per_s if task.batch == 1 < task.output else 0.0
+        limit, int8_head = task.limit(limits), limits.int8_head_tokens_per_s if task.batch == 1 < task.output else 0.0
         prompts = task.prompts(self._random)
         seconds, answers = self._ours(prompts, task.output)
         ours, steps, theirs = task.counted / seconds, self._steps(task, seconds), dict[Peer, float]()
@@ -214,7 +214,7 @@ class Beside:
             self._same[peer].append(same_tokens(answers, others))
         rates = ", ".join(f"{it:.1f}" for it in (ours, *theirs.values()))
         self._progress(f"{task.name}, run {number} of {runs}: {rates} tokens/s")
-        return Round(ours, steps, theirs, limit, sketched)
+        return Round(ours, steps, theirs, limit, int8_head)
 
     def _steps(self, task: Task, seconds: float) -> float:
         """Tokens per second behind the first ones; of a prompt, its own."""
@@ -236,8 +236,8 @@ class Beside:
         pairs = [(it.steps, it.limit) for it in figures]
         name = f"{self._model}, {task.name}{'' if task.output == 1 else ', behind the first tokens'}"
         rows = [paired(name, "tokens/s", pairs, task.limit_name, target=target)]
-        if all(it.sketched for it in figures):
-            pairs = [(it.steps, it.sketched) for it in figures]
+        if all(it.int8_head for it in figures):
+            pairs = [(it.steps, it.int8_head) for it in figures]
             rows.append(paired(name, "tokens/s", pairs, "reading what is read: the head as bytes"))
         return rows
 

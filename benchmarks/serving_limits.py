@@ -39,7 +39,7 @@ class Limits:
         flops: of the best matrix product, per second.
         read_bytes_per_s: from memory.
         weight_bytes: of each parameter.
-        sketch_bytes: that a greedy step of few sequences reads of the head instead; 0 where it reads the head.
+        int8_panels_bytes: that a greedy step of few sequences reads of the head instead; 0 where it reads the head.
     """
 
     parameters: int
@@ -47,7 +47,7 @@ class Limits:
     flops: float
     read_bytes_per_s: float
     weight_bytes: int = 2
-    sketch_bytes: int = 0
+    int8_panels_bytes: int = 0
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -61,10 +61,10 @@ class Limits:
         return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
 
     @property
-    def sketched_tokens_per_s(self) -> float:
+    def int8_head_tokens_per_s(self) -> float:
         """Tokens of one sequence per second, by the bytes that its greedy steps read; 0 where they read all weights."""
-        nbytes = self.weight_bytes * self.parameters + self.sketch_bytes
-        return self.read_bytes_per_s / nbytes if self.sketch_bytes and beyond_caches(nbytes) else 0.0
+        nbytes = self.weight_bytes * self.parameters + self.int8_panels_bytes
+        return self.read_bytes_per_s / nbytes if self.int8_panels_bytes and beyond_caches(nbytes) else 0.0
 
     def __str__(self) -> str:
         return (
@@ -84,8 +84,8 @@ def measured_limits(model: Path, dtype: str = "bfloat16", device: str = "cpu") -
     if device != "cpu":
         return Limits(parameters, head, *device_limits(element), element.itemsize)
     flops = product_flops(best_shape(element), element)
-    sketch = int8_head_bytes(config.vocab_size, config.hidden_size, element)
-    return Limits(parameters, head, flops, memory_now(), element.itemsize, sketch)
+    int8_head = int8_head_bytes(config.vocab_size, config.hidden_size, element)
+    return Limits(parameters, head, flops, memory_now(), element.itemsize, int8_head)
 
 
 def memory_now() -> float:

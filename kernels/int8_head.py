@@ -1,7 +1,7 @@
 """An int8 copy of the output head, which finds a row's highest logit without reading the whole head.
 
 Bytes and their errors bound each logit; only those that may be the highest are computed in full
-(`native/sketch.cpp`).
+(`native/int8_panels.cpp`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from kernels.native import library, structures
 from kernels.native.library import Library
 from kernels.packed_weights import PackedWeights
 
-#: Rows that are looked at together at most (sketch.h): with more, a step waits for sums rather than for memory.
+#: Rows that are looked at together at most (int8_panels.h): with more, a step waits for sums rather than for memory.
 MAX_ROWS = 3
 _OUTPUTS = 32  # of a panel
 
 
 class Int8Head:
-    """The int8 copy of a head's panels; `make_int8_head` makes the copy. Native code calls the copy a sketch.
+    """The int8 copy of a head's panels; `make_int8_head` makes the copy.
 
     Attributes:
         nbytes: memory that it takes.
@@ -32,7 +32,7 @@ class Int8Head:
         self._native, self._panels = native, panels
         self._memory, self._bounds = memory, bounds  # kept alive
         self.nbytes = memory.nbytes + bounds.nbytes
-        self.structure = structures.Sketch(memory.data_ptr(), *(part.data_ptr() for part in bounds))
+        self.structure = structures.Int8Panels(memory.data_ptr(), *(part.data_ptr() for part in bounds))
 
     def highest(self, x: Tensor) -> list[int] | None:
         """Return the highest output of each row of x [M, inputs], in the head's type; of equal ones the first.
@@ -57,7 +57,7 @@ def int8_head_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
     native = library.get()
     if native is None or dtype not in DTYPES:
         return 0
-    nbytes = native.sketch_bytes(structures.Panels(None, None, outputs, inputs, library.TYPES[dtype], 0))
+    nbytes = native.int8_panels_bytes(structures.Panels(None, None, outputs, inputs, library.TYPES[dtype], 0))
     return nbytes + _error_bounds(outputs) * 4 if nbytes else 0
 
 
@@ -69,9 +69,9 @@ def _error_bounds(outputs: int) -> int:
 def make_int8_head(panels: PackedWeights, arena: WeightArena) -> Int8Head | None:
     """Return `panels` as bytes in memory from `arena`; None where that is not done, or a weight is not finite."""
     native = library.get()
-    nbytes = native.sketch_bytes(panels.structure) if native is not None else 0
+    nbytes = native.int8_panels_bytes(panels.structure) if native is not None else 0
     if native is None or not nbytes:
         return None
     bounds = torch.empty(_error_bounds(panels.structure.outputs)).view(3, -1)
     made = Int8Head(native, panels, arena.take(nbytes), bounds)
-    return made if native.sketch(panels.structure, made.structure) else None
+    return made if native.make_int8(panels.structure, made.structure) else None

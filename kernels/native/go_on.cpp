@@ -38,19 +38,19 @@ static int embed(const GoOn* g) {
 }
 // Whether the highest logit is all that is wanted of each row.
 static bool greedy(const GoOn* g) {
-    if (!g->sampling || g->step->rows > SKETCHED_ROWS) return false;
+    if (!g->sampling || g->step->rows > INT8_ROWS) return false;
     for (int64_t r = 0; r < g->step->rows; r++) {
         const Row& row = g->sampling->row[r];
         if (row.scale >= 0 || row.mask || row.adjusted() || row.top >= 0) return false;
     }
     return true;
 }
-// The tokens by the sketch: 0. 1: by logits, and from now on in this run where the sketch was of no use; -1: no memory.
-static int by_sketch(GoOn* g) {
+// The tokens by the int8 head: 0. 1: by logits, and from now on in this run where the int8 head was of no use; -1: no memory.
+static int by_int8_head(GoOn* g) {
     const Step& s = *g->step;
-    if (!g->sketch || !greedy(g)) return 1;
-    int code = mp_highest(g->head, g->sketch, g->normed, s.rows, g->sampling->tokens, s.threads);
-    if (code == 1) g->sketch = nullptr;
+    if (!g->int8_head || !greedy(g)) return 1;
+    int code = mp_highest(g->head, g->int8_head, g->normed, s.rows, g->sampling->tokens, s.threads);
+    if (code == 1) g->int8_head = nullptr;
     if (!code) memset(g->sampling->failed, 0, s.rows * sizeof(int32_t));
     return code;
 }
@@ -64,7 +64,7 @@ static Came compute(GoOn* g) {
     int64_t came = mp_step(g->model, &s);
     if (came != s.last) return came < 0 ? NO_MEMORY : STOPPED;
     int code = mp_rms_norm(m.type, s.hidden, m.hidden, nullptr, g->norm, m.eps, g->normed, s.rows, m.hidden, s.threads);
-    int found = code ? -1 : by_sketch(g);
+    int found = code ? -1 : by_int8_head(g);
     if (found < 0 || (found && mp_product(g->head, g->normed, m.hidden, s.rows, g->logits, WIDE, s.threads))) return NO_MEMORY;
     for (int64_t r = 0; r < s.rows; r++)
         if (s.offsets[r] == s.block_tokens - 1) g->full[g->filled++] = s.blocks[r];

@@ -1,7 +1,7 @@
 // What further steps of a run are given; see go_on.cpp. Mirrored in kernels/native/structures.py.
 #pragma once
 #include "sample.h"
-#include "sketch.h"
+#include "int8_panels.h"
 #include "step.h"
 
 struct GoOn {
@@ -18,7 +18,7 @@ struct GoOn {
     const Panels* head;
     char* normed;
     float* logits;
-    const Sketch* sketch;         // of the head; null: there is none, or it was of no use for this run
+    const Int8Panels* int8_head;  // of the head; null: there is none, or it was of no use for this run
     // How it goes on by itself.
     const Sampling* sampling;     // null: one step, whose logits are left to the caller
     const uint64_t *seeds, *counters;  // of draws, as many as rows; null: none is drawn

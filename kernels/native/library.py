@@ -22,12 +22,12 @@ from kernels.native.build import BuildError, build
 from kernels.native.structures import (
     Attention,
     GoOn,
+    Int8Panels,
     Model,
     NativeProgress,
     NativeStep,
     Panels,
     Sampling,
-    Sketch,
     sampling_row,
 )
 
@@ -52,8 +52,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_arrange": (_pointer(Panels), _P, _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
-    "mp_sketch": (_pointer(Panels), _pointer(Sketch), _I),
-    "mp_highest": (_pointer(Panels), _pointer(Sketch), _P, _L, _P, _I),
+    "mp_int8_panels": (_pointer(Panels), _pointer(Int8Panels), _I),
+    "mp_highest": (_pointer(Panels), _pointer(Int8Panels), _P, _L, _P, _I),
     "mp_sample": (_pointer(Sampling), _I),
     "mp_uniform": (_P, _P, _L, _L, _P),
     "mp_follow": (_pointer(NativeProgress), _L),
@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 _WIDE: dict[str, tuple[Any, ...]] = {
     "mp_panels_bytes": (_pointer(Panels),),
-    "mp_sketch_bytes": (_pointer(Panels),),
+    "mp_int8_panels_bytes": (_pointer(Panels),),
     "mp_step": (_pointer(Model), _pointer(NativeStep)),
     "mp_go_on": (_pointer(GoOn),),
 }
@@ -220,18 +220,18 @@ class Library:
             )
         )
 
-    def sketch_bytes(self, panels: Panels) -> int:
-        """Return the bytes that a matrix takes as bytes, or 0 where it cannot be sketched."""
-        return int(self._c.mp_sketch_bytes(panels))
+    def int8_panels_bytes(self, panels: Panels) -> int:
+        """Return the bytes that a matrix takes as bytes, or 0 where it has no int8 copy."""
+        return int(self._c.mp_int8_panels_bytes(panels))
 
-    def sketch(self, panels: Panels, sketch: Sketch) -> bool:
-        """Write an arranged matrix as bytes, see sketch.cpp; return whether all weights are finite."""
-        return not self._c.mp_sketch(panels, sketch, torch.get_num_threads())
+    def make_int8(self, panels: Panels, copy: Int8Panels) -> bool:
+        """Write an arranged matrix as bytes, see int8_panels.cpp; return whether all weights are finite."""
+        return not self._c.mp_int8_panels(panels, copy, torch.get_num_threads())
 
-    def highest(self, panels: Panels, sketch: Sketch, x: Tensor, tokens: Tensor) -> bool:
-        """Write the highest output of each row of x [M, inputs] to `tokens` [M], int32, or return False (sketch.h)."""
+    def highest(self, panels: Panels, copy: Int8Panels, x: Tensor, tokens: Tensor) -> bool:
+        """Write the highest output of each row of x [M, inputs] to `tokens` [M] int32; False: see int8_panels.h."""
         code = int(
-            self._c.mp_highest(panels, sketch, x.data_ptr(), x.shape[0], tokens.data_ptr(), torch.get_num_threads())
+            self._c.mp_highest(panels, copy, x.data_ptr(), x.shape[0], tokens.data_ptr(), torch.get_num_threads())
         )
         self._done(code < 0)
         return not code

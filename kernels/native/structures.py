@@ -30,8 +30,8 @@ class Panels(ctypes.Structure):
     _fields_ = (("weight", _P), ("bias", _P), ("outputs", _L), ("inputs", _L), ("type", _I), ("gated", _I))
 
 
-class Sketch(ctypes.Structure):
-    """In sketch.h."""
+class Int8Panels(ctypes.Structure):
+    """In int8_panels.h."""
 
     _fields_ = (("weight", _P), ("unit", _P), ("off", _P), ("length", _P))
 
@@ -109,7 +109,7 @@ class GoOn(ctypes.Structure):
         ("turns", _P), ("cosines", _P), ("sines", _P),
         ("embedding", ctypes.POINTER(Panels)), ("table", _P),
         ("norm", _P), ("head", ctypes.POINTER(Panels)), ("normed", _P), ("logits", _P),
-        ("sketch", ctypes.POINTER(Sketch)),
+        ("int8_head", ctypes.POINTER(Int8Panels)),
         ("sampling", ctypes.POINTER(Sampling)), ("seeds", _P), ("counters", _P), ("numbers", _P), ("later", _L),
         ("ends", _P), ("end_count", _L), ("most", _L), ("until_ns", _L),
         ("full", _P), ("filled", _L), ("found", _P), ("over_ns", _P), ("failed", _L), ("stopped", _L),

@@ -133,7 +133,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (experimental, untested "
         "on a GPU); off = kernels are launched one by one",
     )
-    head_sketch: Literal["auto", "off"] = Field(
+    int8_head: Literal["auto", "off"] = Field(
         "auto",
         description="auto = a decode engine on a CPU also holds the output head as bytes, by which the same greedy "
         "tokens of up to three sequences are found while less memory is read; off = it holds the head once",
@@ -253,7 +253,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_share=config.core_share,
         device=config.device,
         graphs=decode and config.cuda_graphs == "auto",
-        int8_head=decode and stages == 1 and config.head_sketch == "auto",
+        int8_head=decode and stages == 1 and config.int8_head == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,
         speeds=_calibrated_speeds(config.profile, layout),

@@ -63,13 +63,11 @@ def test_plan(folder: Path) -> None:
     assert not plan.spec.graphs  # of decode steps
     graphs = {how: engine_setup(config(folder, cuda_graphs=how), decode=True).spec.graphs for how in ("auto", "off")}
     assert graphs == {"auto": True, "off": False}
-    sketches = {
-        (how, stages, decode): engine_setup(
-            config(folder, head_sketch=how), stages=stages, decode=decode
-        ).spec.int8_head
+    wanted_by = {
+        (how, stages, decode): engine_setup(config(folder, int8_head=how), stages=stages, decode=decode).spec.int8_head
         for how, stages, decode in (("auto", 1, True), ("off", 1, True), ("auto", 2, True), ("auto", 1, False))
     }
-    assert [key for key, wanted in sketches.items() if wanted] == [("auto", 1, True)]
+    assert [key for key, wanted in wanted_by.items() if wanted] == [("auto", 1, True)]
     with pytest.raises(ConfigError, match="names 2 devices for 1 pipeline stages"):
         engine_setup(config(folder, device="cuda:0,cuda:0", core_share=0))
 

@@ -185,17 +185,17 @@ SPECS = {
     "biased": (SampleSpec(SamplingParams(temperature=0.0, logit_bias={7: 100.0})),),
     "masked": (SampleSpec(HIGHEST),),
 }
-BY_SKETCH = ("greedy", "three")
+BY_INT8_HEAD = ("greedy", "three")
 
 
 @pytest.mark.parametrize("how", SPECS)
 @torch.inference_mode()
-def test_greedy_tokens_by_a_sketch_of_the_head_are_the_same(how: str, checkpoint: Callable[[str], Path]) -> None:
+def test_greedy_tokens_by_an_int8_head_are_the_same(how: str, checkpoint: Callable[[str], Path]) -> None:
     """Whatever else is wanted of a row takes all logits, and so do more rows."""
     specs, found = SPECS[how], {}
-    for sketched in (False, True):
-        whole = Whole(checkpoint("tiny-llama"), STARTS[: len(specs)], TABLES[: len(specs)], int8_head=sketched)
-        assert (whole.stage.int8_head is not None) is sketched
+    for with_int8 in (False, True):
+        whole = Whole(checkpoint("tiny-llama"), STARTS[: len(specs)], TABLES[: len(specs)], int8_head=with_int8)
+        assert (whole.stage.int8_head is not None) is with_int8
         sampler = Sampler(specs, whole.config.vocab_size, torch.device("cpu"), 9)
         rows = sampler.native
         assert rows is not None
@@ -209,7 +209,7 @@ def test_greedy_tokens_by_a_sketch_of_the_head_are_the_same(how: str, checkpoint
             rows.set_masks({0: memoryview(bytearray(b"\x02" * (whole.config.vocab_size // 8)))})
         run.logits.fill_(torch.nan)
         assert run.go_on(8, 2**62).steps == 8
-        found[sketched] = run.tokens(8), bool(run.logits.isnan().all())
-    tokens = {sketched: [its for its, _ in steps] for sketched, (steps, _) in found.items()}
+        found[with_int8] = run.tokens(8), bool(run.logits.isnan().all())
+    tokens = {with_int8: [its for its, _ in steps] for with_int8, (steps, _) in found.items()}
     assert tokens[True] == tokens[False]
-    assert (found[True][1], found[False][1]) == (how in BY_SKETCH, False)
+    assert (found[True][1], found[False][1]) == (how in BY_INT8_HEAD, False)

@@ -3,7 +3,7 @@
 // A logit is a product of two vectors, w x. Bytes stand for w' = w - e, and the row in fixed point for x' = x - d, so by
 // Cauchy and Schwarz |w x - w' x'| <= |e| |x| + |w'| |d|, which is known for each output before. Whoever may reach the
 // highest logit that is certain is computed as always, with all others of its panel: the result is exact.
-#include "sketch.h"
+#include "int8_panels.h"
 
 #include <math.h>
 
@@ -15,7 +15,7 @@ static int64_t panel_bytes(const Panels& p) { return pairs_of(p) * 2 * PANEL; }
 
 // ---- making it ----
 static const double LONGEST = 1e18;  // of an output; nothing that is worked out of it and of a row is infinite
-template <class T> static bool sketch(const Panels& p, const Sketch& s, int threads) {
+template <class T> static bool make_int8(const Panels& p, const Int8Panels& s, int threads) {
     std::atomic<bool> finite{true};
     const float rounding = 4 * (p.inputs + 16) * 0x1p-24f, up = 1 + rounding;  // of sums, and of lengths
     parallel(p.count(), threads, [&](int64_t panel) {
@@ -88,7 +88,7 @@ static __attribute__((noinline)) void sums_of(const int16_t* x, int64_t stride, 
 struct Look {
     float unit, length, lost;  // what 1 of its fixed point stands for; lengths of the row, and of what fixed point lost
     float *tops, *sures;       // of each panel: the highest that a logit may be, and that one is for certain
-    void panel(const Panels& p, const Sketch& s, int64_t panel, const int32_t* sums) const {
+    void panel(const Panels& p, const Int8Panels& s, int64_t panel, const int32_t* sums) const {
         vf top = splat(-__builtin_inff()), sure = top;
         for (int v = 0; v < VECTORS; v++) {
             int64_t at = panel * PANEL + v * W, left = p.outputs - at;
@@ -102,12 +102,12 @@ struct Look {
     }
 };
 template <int M, int S>
-static void look(const Panels& p, const Sketch& s, const int16_t* x, int64_t stride, const Look* looks, int64_t panel) {
+static void look(const Panels& p, const Int8Panels& s, const int16_t* x, int64_t stride, const Look* looks, int64_t panel) {
     int32_t sums[S * M * PANEL] __attribute__((aligned(64)));
     sums_of<M, S>(x, stride, s.weight + panel * panel_bytes(p), pairs_of(p), sums);
     for (int at = 0; at < S; at++) for (int i = 0; i < M; i++) looks[i].panel(p, s, panel + at, sums + (at * M + i) * PANEL);
 }
-static void look_at_all(const Panels& p, const Sketch& s, const int16_t* x, int64_t stride, int rows, const Look* looks, int threads) {
+static void look_at_all(const Panels& p, const Int8Panels& s, const int16_t* x, int64_t stride, int rows, const Look* looks, int threads) {
     parallel_runs(p.count(), rows == 1 ? STREAMS : 1, threads, [&](int64_t panel, int64_t count) {
         if (rows == 3) look<3, 1>(p, s, x, stride, looks, panel);
         else if (rows == 2) look<2, 1>(p, s, x, stride, looks, panel);
@@ -134,7 +134,7 @@ static void put_row(const float* x, int64_t K, int64_t padded, int16_t* to, Look
 template <class T> constexpr float EQUAL = __is_same(T, bf16) ? 0x1p-7f : __is_same(T, f16) ? 0x1p-10f : 0;
 template <class T> constexpr float NOTHING = __is_same(T, f16) ? 0x1p-23f : 1e-30f;
 
-template <class T> static int highest(const Panels& p, const Sketch& s, const T* x, int rows, int32_t* tokens, int threads) {
+template <class T> static int highest(const Panels& p, const Int8Panels& s, const T* x, int rows, int32_t* tokens, int threads) {
     static thread_local Memory memory;
     int64_t K = p.inputs, padded = 2 * pairs_of(p), panels = p.count();
     struct Exact { int64_t row, panel; float best; int32_t token; };
@@ -144,7 +144,7 @@ template <class T> static int highest(const Panels& p, const Sketch& s, const T*
     float* floats = (float*)(exact + rows * panels);
     float* ends = floats + rows * K;
     int16_t* fixed = (int16_t*)(ends + 2 * rows * panels);
-    Look looks[SKETCHED_ROWS];
+    Look looks[INT8_ROWS];
     for (int r = 0; r < rows; r++) {
         for (int64_t k = 0; k < K; k++) floats[r * K + k] = wide(x[r * K + k]);
         put_row(floats + r * K, K, padded, fixed + r * padded, looks + r);
@@ -171,8 +171,8 @@ template <class T> static int highest(const Panels& p, const Sketch& s, const T*
         for (int64_t at = first; at < last; at++)
             if (!(logits[at - first] <= e.best)) e.best = logits[at - first], e.token = (int32_t)at;
     });
-    float best[SKETCHED_ROWS] = {-INFINITY, -INFINITY, -INFINITY};
-    int32_t found[SKETCHED_ROWS] = {};
+    float best[INT8_ROWS] = {-INFINITY, -INFINITY, -INFINITY};
+    int32_t found[INT8_ROWS] = {};
     for (int64_t i = 0; i < count; i++)
         if (!(exact[i].best <= best[exact[i].row])) best[exact[i].row] = exact[i].best, found[exact[i].row] = exact[i].token;
     for (int r = 0; r < rows; r++) if (!isfinite(best[r])) return 1;
@@ -181,7 +181,7 @@ template <class T> static int highest(const Panels& p, const Sketch& s, const T*
 }
 #endif
 
-extern "C" int64_t mp_sketch_bytes(const Panels* p) {  // 0: there is none of such a matrix, or on such a machine
+extern "C" int64_t mp_int8_panels_bytes(const Panels* p) {  // 0: there is none of such a matrix, or on such a machine
 #if defined(MP_AVX512) || defined(MP_AVX2)
     return p->gated || p->bias || p->inputs > 1 << 16 ? 0 : p->count() * panel_bytes(*p);
 #else
@@ -189,16 +189,16 @@ extern "C" int64_t mp_sketch_bytes(const Panels* p) {  // 0: there is none of su
 #endif
 }
 // Into s's memory. Returns 1 where a weight is not finite.
-extern "C" int mp_sketch(const Panels* p, const Sketch* s, int threads) {
+extern "C" int mp_int8_panels(const Panels* p, const Int8Panels* s, int threads) {
 #if defined(MP_AVX512) || defined(MP_AVX2)
-#define CALL(T) !sketch<T>(*p, *s, threads)
+#define CALL(T) !make_int8<T>(*p, *s, threads)
     FOR_TYPE(p->type, CALL)
 #undef CALL
 #else
     return 1;
 #endif
 }
-extern "C" int mp_highest(const Panels* p, const Sketch* s, const void* x, int64_t rows, int32_t* tokens, int threads) {
+extern "C" int mp_highest(const Panels* p, const Int8Panels* s, const void* x, int64_t rows, int32_t* tokens, int threads) {
 #if defined(MP_AVX512) || defined(MP_AVX2)
 #define CALL(T) highest<T>(*p, *s, (const T*)x, (int)rows, tokens, threads)
     FOR_TYPE(p->type, CALL)
