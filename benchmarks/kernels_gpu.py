@@ -6,8 +6,9 @@ what a large copy reads and writes per second, a large matrix product, and what 
 """
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +16,37 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 from benchmarks.device import On
-from benchmarks.frame import Progress, Row, Skipped, paired, run
+from benchmarks.frame import Progress, Row, Skipped, optional, paired, run
 from benchmarks.kernels_errors import error_rows
 from benchmarks.kernels_gpu_steps import STEP, sampling_rows, step_rows
 from kernels import ops
 from kernels.attention import copy_blocks, paged_attention, selected, write_kv
 from kernels.plan import make_plan
 
-DECODE = ((32, 4096), (32, 32768), (128, 8192), (256, 4096))
-"""(batch, context)"""
-PREFILL = ((8192, 8192), (16384, 16384), (4096, 32768))
-"""(rows, context)"""
-WRITTEN, COPIED, NORMED = 8192, 256, (8192, 4096)
-"""Tokens whose KV is written; blocks that are copied; rows and width of a norm."""
 SAMPLED = ((64, 32_000), (64, 151_936))
 """(rows, vocabulary)"""
 DECODE_TARGET, PREFILL_TARGET, FLASH_TARGET = 0.85, 0.4, 0.9
 _COPY, _PRODUCT = "copy", "matrix product"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What kernels are measured with."""
+
+    decode: tuple[tuple[int, int], ...] = ((32, 4096), (32, 32768), (128, 8192), (256, 4096))
+    """(batch, context)"""
+    prefill: tuple[tuple[int, int], ...] = ((8192, 8192), (16384, 16384), (4096, 32768))
+    """(rows, context)"""
+    written: int = 8192
+    """Tokens whose KV is written."""
+    copied: int = 256
+    """Blocks that are copied."""
+    normed: tuple[int, int] = (8192, 4096)
+    """Rows and width of a norm."""
+
+
+SIZES = Sizes()
+QUICK = replace(SIZES, decode=SIZES.decode[:1], prefill=SIZES.prefill[:1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +135,46 @@ def _flash(shape: Shape, case: _Case) -> Callable[[], object]:
     return call
 
 
+def flashinfer_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
+    """Decode and prefill beside FlashInfer's kernels over the same KV. Never run so far.
+
+    Raises:
+        Skipped: FlashInfer is not installed.
+    """
+    flashinfer = optional("flashinfer")
+    for batch, context in sizes.decode:
+        name = f"GPU decode, {shape}, batch {batch}, context {context}"
+        yield _beside_flashinfer(on, shape, flashinfer, _case(on, shape, batch, 1, context), name)
+    for rows, context in sizes.prefill:
+        name = f"GPU prefill, {shape}, {rows} of {context}"
+        yield _beside_flashinfer(on, shape, flashinfer, _case(on, shape, 1, rows, context), name)
+
+
+def _beside_flashinfer(on: On, shape: Shape, flashinfer: Any, case: _Case, name: str) -> Row:
+    batch, blocks = case.tables.shape
+    rows = len(case.q) // batch
+    room = torch.empty(128 << 20, dtype=torch.uint8, device=on.device)
+    pages = torch.arange(batch + 1, device=on.device, dtype=torch.int32) * blocks
+    last = torch.full((batch,), shape.block_tokens, device=on.device, dtype=torch.int32)
+    sizes = (shape.heads, shape.kv_heads, shape.head_dim, shape.block_tokens)
+    kv = case.kv.transpose(1, 2).contiguous()  # pages of [K or V, heads, tokens, head_dim]
+    if rows == 1:
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(room, "HND", use_tensor_cores=True)
+        wrapper.plan(pages, case.tables.flatten(), last, *sizes, data_type=shape.dtype, q_data_type=shape.dtype)
+    else:
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(room, "HND")
+        starts = torch.arange(batch + 1, device=on.device, dtype=torch.int32) * rows
+        types = {"q_data_type": shape.dtype, "kv_data_type": shape.dtype}
+        wrapper.plan(starts, pages, case.tables.flatten(), last, *sizes, causal=True, **types)
+
+    def theirs() -> object:
+        return wrapper.run(case.q, kv)
+
+    torch.testing.assert_close(case.call(), theirs(), atol=0.02, rtol=0.02)
+    pairs = [(1e3 / own, 1e3 / peer) for own, peer in on.pairs(1.0, case.call, lambda: on.per_second(theirs))]
+    return paired(name, "ms", pairs, "FlashInfer", less_is_better=True)
+
+
 def write_row(on: On, shape: Shape, tokens: int) -> Row:
     """KV of tokens, each in a block of its own or its neighbours', into the pool."""
     kv = shape.pool(-(-tokens // shape.block_tokens), on.device)
@@ -155,12 +210,15 @@ def norm_rows(on: On, dtype: torch.dtype, rows: int, size: int) -> list[Row]:
     ]
 
 
-def kernel_rows(on: On, shape: Shape, *, quick: bool) -> list[Row]:
-    """All rows of kernels."""
-    rows = [decode_row(on, shape, *case) for case in (DECODE[:1] if quick else DECODE)]
-    for case in PREFILL[:1] if quick else PREFILL:
-        rows += prefill_rows(on, shape, *case)
-    return [*rows, write_row(on, shape, WRITTEN), copy_row(on, shape, COPIED), *norm_rows(on, shape.dtype, *NORMED)]
+def kernel_rows(on: On, shape: Shape, sizes: Sizes) -> Iterator[Row]:
+    """All rows of kernels, as they are measured."""
+    for batch, context in sizes.decode:
+        yield decode_row(on, shape, batch, context)
+    for rows, context in sizes.prefill:
+        yield from prefill_rows(on, shape, rows, context)
+    yield write_row(on, shape, sizes.written)
+    yield copy_row(on, shape, sizes.copied)
+    yield from norm_rows(on, shape.dtype, *sizes.normed)
 
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
@@ -173,7 +231,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
         raise Skipped("there is no GPU")
     on = On(torch.device("cuda"), options.runs)
     progress(f"attention on {torch.cuda.get_device_name()}: {selected('cuda', torch.bfloat16)}")
-    rows = kernel_rows(on, Shape(), quick=options.quick)
+    rows = [*kernel_rows(on, Shape(), QUICK if options.quick else SIZES)]
     for case in SAMPLED:
         rows += sampling_rows(on, *case)
     rows += step_rows(on, STEP)

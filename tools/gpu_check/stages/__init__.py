@@ -12,6 +12,7 @@ ORDER = (
     "devices",
     "parity",
     "copies",
+    "kernel_speed",
     "decode_steps",
     "profile",
 )

@@ -1,0 +1,62 @@
+"""Speed of attention, KV writes, block copies, norms and sampling beside what the hardware copies and multiplies."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from benchmarks.device import On
+from benchmarks.frame import Row
+from benchmarks.kernels_gpu import SAMPLED, SIZES, Shape, Sizes, flashinfer_rows, kernel_rows
+from benchmarks.kernels_gpu_steps import sampling_rows
+from tools.gpu_check.where import Figures, Where, expect, stage_main
+
+LIMIT_S = 75
+RUNS, FEWEST_OF_TARGET = 2, 0.5
+"""Measured pairs of each figure; the share of a target below which the stage fails."""
+SHAPE = Shape(block_tokens=64)
+SMALL = Shape(heads=14, kv_heads=2, head_dim=64, block_tokens=64)
+SMALL_SIZES = Sizes(decode=((64, 1024), (256, 1024)), prefill=((4096, 4096),))
+TINY = Sizes(decode=((2, 64),), prefill=((32, 32), (16, 48)), written=64, copied=2, normed=(4, 64))
+
+
+def check(where: Where, figures: Figures) -> None:
+    """Tell each figure; fail on those that miss half of their target, all named."""
+    if where.on_gpu:
+        on = On(where.torch_device, RUNS)
+        cases = [(SHAPE, SIZES), (SMALL, SMALL_SIZES)]
+    else:
+        on = On(where.torch_device, 1, _seconds, 1 << 16, 64)
+        cases = [(Shape(heads=4, kv_heads=2, head_dim=16, layers=2, dtype=torch.float32), TINY)]
+    figures["copy, GB/s"] = round(on.copied() / 1e9, 1)
+    figures["matrix product, TFLOP/s"] = round(on.multiplied(cases[0][0].dtype) / 1e12, 1)
+    slow = []
+    for shape, sizes in cases:
+        slow += [_tell(row, figures) for row in kernel_rows(on, shape, sizes)]
+    for rows, vocab in SAMPLED if where.on_gpu else ((2, 500),):
+        slow += [_tell(row, figures) for row in sampling_rows(on, rows, vocab)]
+    try:
+        slow += [_tell(row, figures) for row in flashinfer_rows(on, *cases[0])]
+    except Exception as error:  # of a peer that is optional, and whose calls differ from version to version
+        figures["FlashInfer"] = f"skipped: {type(error).__name__}: {error}"
+    expect(not any(slow) or not where.on_gpu, "; ".join(filter(None, slow)))
+
+
+def _tell(row: Row, figures: Figures) -> str:
+    """Return what is wrong; "" if nothing is."""
+    target = f", target {row.target}" if row.target else ""
+    figures[f"{row.name}, beside {row.limit_name}"] = f"{row.value:.4g} {row.unit}, {row.ratio:.2f} of it{target}"
+    if row.target and row.ratio < FEWEST_OF_TARGET * row.target:
+        return f"{row.name}: {row.ratio:.2f} of {row.limit_name}, target {row.target}"
+    return ""
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Of one call on a CPU."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    stage_main("kernel_speed", check)
