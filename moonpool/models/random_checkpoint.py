@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -250,7 +252,7 @@ def create(
 
 
 def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dtype, shard_bytes: int) -> None:
-    """Write the weights in one file or several with an index, holding no more than one file's in memory."""
+    """Write the weights in one file or several with an index, holding no more than two files' in memory."""
     shapes = _tensor_shapes(config)
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = total = 0
@@ -262,17 +264,36 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
         shards[-1][name] = shape
         filled += size
         total += size
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        tensors = {name: _draw(name, shape, seed).to(dtype) for name, shape in shard.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes it its writer's alone; services run as other users
-        weight_map.update(dict.fromkeys(shard, file))
+    weight_map: dict[str, str] = {}
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        drawn = _draw_ahead(threads, shards, seed, dtype)
+        for number, (shard, tensors) in enumerate(zip(shards, drawn, strict=True), 1):
+            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            (folder / file).chmod(0o644)  # safetensors makes it its writer's alone; services run as other users
+            weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:
         _write_json(
             folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
+
+
+def _draw_ahead(
+    threads: ThreadPoolExecutor, shards: Sequence[Mapping[str, tuple[int, ...]]], seed: int, dtype: torch.dtype
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each shard, while `threads` draw those of the next: one core draws 8e9 in two minutes."""
+
+    def draw(name: str, shape: tuple[int, ...]) -> Tensor:
+        return _draw(name, shape, seed).to(dtype)
+
+    def begin(shard: Mapping[str, tuple[int, ...]]) -> dict[str, Future[Tensor]]:
+        return {name: threads.submit(draw, name, shape) for name, shape in shard.items()}
+
+    waiting = begin(shards[0])
+    for following in (*shards[1:], {}):
+        tensors = {name: future.result() for name, future in waiting.items()}
+        waiting = begin(following)
+        yield tensors
 
 
 def _tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
