@@ -1,0 +1,248 @@
+"""What clients of a served model see: time to the first token, time per token, and gaps as a long prompt joins."""
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from moonpool.checkpoint import load_config
+from moonpool.cli.check import wait_at_rest
+from moonpool.client import AsyncClient
+from moonpool.errors import MoonpoolError, Unavailable
+from tools.gpu_check.serving import (
+    ENDING_S,
+    Answer,
+    CheckedStack,
+    Prompts,
+    Served,
+    ask,
+    checkpoint,
+    first_error,
+    gpu_memory_mib,
+    greedy,
+    plan_of,
+    run_until,
+)
+from tools.gpu_check.where import CheckError, Figures, Where, expect
+
+AFTER_FIRST = 8
+"""Tokens of an answer whose first token is timed: a decode follows, as it does for users."""
+CACHED = 0.9
+LOUD = 3.0
+"""A gap of so many times the time per token is told as a warning."""
+REST_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is asked for. All lengths in tokens.
+
+    Attributes:
+        prompts: lengths whose TTFT is measured.
+        rounds: measured prompts of each length.
+        batches: sequences at once whose TPOT is measured.
+        short: prompts of sequences that run at once.
+        answer: their answers.
+        running: sequences that run while another joins.
+        running_answer: answers of these at most; they are cancelled before.
+        joining: prompt that joins.
+    """
+
+    prompts: tuple[int, ...] = (2048, 8192, 32768)
+    rounds: int = 3
+    batches: tuple[int, ...] = (1, 8, 64)
+    short: int = 128
+    answer: int = 128
+    running: int = 32
+    running_answer: int = 4096
+    joining: int = 8192
+
+
+
+SIZES = Sizes()
+LARGE_SIZES = Sizes(rounds=2, running_answer=1024)
+TINY_SIZES = Sizes((64, 256), 1, (1, 4), 32, 16, 4, 1024, 256)
+
+
+def serve(where: Where, served: Served, sizes: Sizes, figures: Figures) -> None:
+    """Start a stack, measure it, and stop it.
+
+    Raises:
+        CheckError: a part failed, or a service did not end in order.
+        Unavailable: a service did not start; the message has the end of its log.
+    """
+    end = time.monotonic() + where.limit_s - ENDING_S
+    model = checkpoint(where, served, figures)
+    began = time.monotonic()
+    with CheckedStack(plan_of(where, served, model, f"serve-{served.folder}"), end - began) as stack:
+        figures["start, s"] = round(time.monotonic() - began, 1)
+        figures["GPU memory at start, MiB"] = gpu_memory_mib(where)
+        speeds = ClientSpeeds(stack, model, sizes, figures)
+        run_until(end - time.monotonic(), speeds.measure(), lambda: speeds.doing)
+        figures["GPU memory at the end, MiB"] = gpu_memory_mib(where)
+    stack.expect_ended_in_order()
+
+
+class ClientSpeeds:
+    """Measures one stack. Figures get times in milliseconds, medians unless they say otherwise.
+
+    Attributes:
+        doing: what is measured now.
+    """
+
+    def __init__(self, stack: CheckedStack, model: Path, sizes: Sizes, figures: Figures) -> None:
+        self._stack, self._sizes, self._figures = stack, sizes, figures
+        self._prompts = Prompts(load_config(model).vocab_size)
+        self.doing = ""
+
+    async def measure(self) -> None:
+        """Measure everything. A part that fails lets the next go on, while all services run.
+
+        Raises:
+            CheckError: parts failed; names all.
+        """
+        sizes, wrong = self._sizes, []
+        *prompts, longest = sizes.prompts
+        parts = [
+            *(partial(self._tpot, batch) for batch in sizes.batches),
+            *(partial(self._ttft, length) for length in prompts),
+            self._joins,
+            partial(self._ttft, longest),
+        ]
+        async with AsyncClient(self._stack.address) as client:
+            await client.stats()  # it is connected
+            self._client = client
+            for part in parts:
+                try:
+                    await part()
+                except* (MoonpoolError, CheckError) as errors:
+                    wrong.append(f"{self.doing}: {first_error(errors)}")
+                    self._stack.expect_all_run(wrong[-1])
+        expect(not wrong, "; ".join(wrong))
+
+    # --- time to the first token -------------------------------------------------------------------------------------
+
+    async def _ttft(self, length: int) -> None:
+        """Measure prompts of a length.
+
+        Raises:
+            CheckError: KV that should have been reused was not.
+        """
+        self.doing = f"TTFT of {length} tokens"
+        first = await self._prompt(length)
+        self._figures[f"TTFT {length} first, ms"] = round(first.ttft_ms, 2)
+        cold, cached, written, by = [], [], [], set()
+        kept = int(length * CACHED)
+        for _ in range(self._sizes.rounds):
+            written.append(await self._at_rest())
+            fresh = self._prompts(length)
+            cold.append(await self._ask(fresh, AFTER_FIRST))
+            written.append(await self._at_rest())
+            cached.append(await self._ask(fresh[:kept] + self._prompts(length - kept), AFTER_FIRST))
+            by.add(cached[-1].placed)
+        ttft_ms = statistics.median(it.ttft_ms for it in cold)
+        self._figures[f"TTFT {length} cold, ms"] = round(ttft_ms, 2)
+        self._figures[f"prefill {length}, tokens/s"] = round(1e3 * length / ttft_ms)
+        self._figures[f"TTFT {length} 90 % cached, ms"] = round(statistics.median(it.ttft_ms for it in cached), 2)
+        reused, block = min(it.cached for it in cached), self._stack.plan.block_size
+        self._figures[f"reused of {length} 90 % cached, tokens"] = reused
+        self._figures[f"at rest after {length}, ms at most"] = round(1e3 * max(written), 1)
+        print(f"{self.doing}: cold {_list(cold)}; cached {_list(cached)}, by {', '.join(sorted(by))}", file=sys.stderr)
+        expect(reused >= kept // block * block, f"only {reused} tokens were reused of {kept} of which KV was there")
+
+    async def _prompt(self, length: int) -> Answer:
+        return await self._ask(self._prompts(length), AFTER_FIRST)
+
+    async def _ask(self, prompt: Sequence[int], tokens: int, answer: Answer | None = None) -> Answer:
+        return await ask(self._client, prompt, greedy(tokens), answer)
+
+    async def _at_rest(self) -> float:
+        """Wait until all KV is written to the kvstore, for some time; return the seconds that it took."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            await asyncio.to_thread(wait_at_rest, self._stack.address, REST_S)
+        except Unavailable as error:  # it is slow, or stays so: `load` looks at that
+            print(f"{self.doing}: {error}", file=sys.stderr)
+        return clock() - began
+
+    # --- time per token ----------------------------------------------------------------------------------------------
+
+    async def _tpot(self, batch: int) -> None:
+        """Measure so many sequences at once; the first time apart, which may compile and capture."""
+        for name in (f"batch {batch}, first time", f"batch {batch}"):
+            self.doing = f"TPOT of {name}"
+            async with asyncio.TaskGroup() as group:
+                asked = [
+                    group.create_task(self._ask(self._prompts(self._sizes.short), self._sizes.answer))
+                    for _ in range(batch)
+                ]
+            answers = [it.result() for it in asked]
+            begin, end = max(it.times[0] for it in answers), min(it.times[-1] for it in answers)
+            expect(begin < end, f"{batch} sequences never ran at once")
+            self._figures[f"TPOT {name}, ms"] = round(1e3 * _tpot_s(answers, begin, end), 3)
+            self._figures[f"longest gap {name}, ms"] = round(1e3 * _longest(answers, begin, end), 2)
+            tokens = sum(it.tokens_between(begin, end) for it in answers)
+            self._figures[f"{name}, tokens/s"] = round(tokens / (end - begin))
+
+    # --- a long prompt joins -----------------------------------------------------------------------------------------
+
+    async def _joins(self) -> None:
+        """Let a long prompt join running sequences: computed, and then once more with nearly all of it cached."""
+        sizes = self._sizes
+        answers = [Answer() for _ in range(sizes.running)]
+        async with asyncio.TaskGroup() as group:
+            self.doing = f"starting {sizes.running} sequences"
+            tasks = [
+                group.create_task(self._ask(self._prompts(sizes.short), sizes.running_answer, it)) for it in answers
+            ]
+            while not all(len(it.tokens) > sizes.answer // 4 for it in answers):
+                await asyncio.sleep(0.01)
+            prompt = self._prompts(sizes.joining)
+            kept = int(sizes.joining * CACHED)
+            for name, joining in (("", prompt), (" cached", prompt[:kept] + self._prompts(sizes.joining - kept))):
+                self.doing = f"a prompt of {sizes.joining} joins{name}"
+                await self._join(f"{sizes.joining}{name} joins {sizes.running}", answers, joining)
+            ended = sum(task.done() for task in tasks)
+            for task in tasks:
+                task.cancel()
+        expect(not ended, f"{ended} of {sizes.running} sequences ended before the prompt had joined")
+
+    async def _join(self, name: str, running: Sequence[Answer], prompt: Sequence[int]) -> None:
+        clock = asyncio.get_running_loop().time
+        before = clock()
+        await asyncio.sleep(0.3)
+        joined = await self._ask(prompt, 2 * AFTER_FIRST)
+        sent, first, end = joined.sent, joined.times[0], clock()
+        tpot_s = _tpot_s(running, before, sent)
+        computed, joins = _longest(running, sent, first), _longest(running, first, end)
+        self._figures[f"{name}: TPOT before, ms"] = round(1e3 * tpot_s, 3)
+        self._figures[f"{name}: longest gap before, ms"] = round(1e3 * _longest(running, before, sent), 2)
+        self._figures[f"{name}: TTFT, ms"] = round(joined.ttft_ms, 2)
+        self._figures[f"{name}: TPOT until its first token, ms"] = round(1e3 * _tpot_s(running, sent, first), 3)
+        self._figures[f"{name}: longest gap until its first token, ms"] = round(1e3 * computed, 2)
+        self._figures[f"{name}: longest gap after, ms"] = round(1e3 * joins, 2)
+        ratio = max(computed, joins) / tpot_s
+        self._figures[f"{name}: longest gap, times TPOT"] = round(ratio, 2)
+        if ratio > LOUD:
+            warning = f"running streams stood still for {ratio:.1f} times their time per token, wanted {LOUD:g} at most"
+            self._figures[f"WARNING, {name}"] = warning
+            print(f"WARNING, {name}: {warning}", file=sys.stderr)
+
+
+def _list(answers: Sequence[Answer]) -> str:
+    return " ".join(f"{it.ttft_ms:.1f}" for it in answers) + " ms"
+
+
+def _tpot_s(answers: Sequence[Answer], begin: float, end: float) -> float:
+    """Seconds per token of one sequence, over all in a span of time."""
+    return (end - begin) * len(answers) / max(1, sum(it.tokens_between(begin, end) for it in answers))
+
+
+def _longest(answers: Sequence[Answer], begin: float, end: float) -> float:
+    """Longest time in which a sequence got nothing, of those that overlap a span of time."""
+    return max((gap for it in answers for gap in it.gaps(begin, end)), default=0.0)

@@ -1,0 +1,297 @@
+"""Serves a model through all services on the device of a stage, for stages that measure what clients see."""
+
+import asyncio
+import contextlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams
+from tools.gpu_check.where import CheckError, Figures, Where, expect
+
+SEED = 30
+ORDINARY_TOKENS = 16
+"""Ids below are left to special tokens."""
+ENDING_S = 12.0
+"""Seconds of a stage's limit in which its services end."""
+LOG_LINES = 60
+"""Last lines of each service's log that the stage tells."""
+TIE = 0.01
+"""Log probabilities that lie closer are not told apart: an answer is known up to the first such token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model with random weights, and the memory with which it is served.
+
+    Attributes:
+        shape: of `moonpool model create`.
+        dtype: of weights and KV.
+        longest: tokens of the longest sequence.
+        pool_bytes: KV pool of each engine: both are on one GPU, so neither may take what it finds free.
+        store_bytes: DRAM of the kvstore, which has no SSD.
+    """
+
+    shape: str
+    dtype: str
+    longest: int
+    pool_bytes: int
+    store_bytes: int
+
+    @property
+    def folder(self) -> str:
+        """Name of the checkpoint's folder."""
+        return f"{self.shape}-{self.dtype}"
+
+
+SMALL = Served("qwen2.5-0.5b", "bfloat16", 40960, 4 << 30, 4 << 30)
+EXACT = Served("qwen2.5-0.5b", "float32", 40960, 4 << 30, 4 << 30)
+"""Rounding is so small that answers do not depend on what else runs."""
+LARGE = Served("llama-3-8b", "bfloat16", 40960, 8 << 30, 8 << 30)
+TINY = Served("tiny-qwen2", "bfloat16", 4096, 16 << 20, 16 << 20)
+TINY_EXACT = Served("tiny-qwen2", "float32", 4096, 16 << 20, 16 << 20)
+TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)
+
+
+def checkpoint(where: Where, served: Served, figures: Figures) -> Path:
+    """Return the folder of a model's checkpoint, created if no stage has."""
+    from moonpool.models.random_checkpoint import create
+
+    folder = where.out / served.folder
+    if folder.exists():
+        return folder
+    began, part = time.monotonic(), folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a stage that was ended
+    try:
+        create(served.shape, part, SEED, served.dtype, overrides={"max_position_embeddings": served.longest})
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)  # a full disk would fail other stages, too
+    took, size = time.monotonic() - began, sum(file.stat().st_size for file in folder.iterdir())
+    figures[f"create {served.folder}, s"] = round(took, 1)
+    figures[f"create {served.folder}, GB/s"] = round(size / took / 1e9, 2)
+    return folder
+
+
+class CheckedStack(LocalStack):
+    """A stack that tells how its start went and what its logs say, and ends at once when the stage has failed.
+
+    Attributes:
+        statuses: exit statuses of services, once the stack has ended in order.
+    """
+
+    def __init__(self, plan: StackPlan, start_limit_s: float) -> None:
+        super().__init__(plan, on_ready=self._ready, on_start=self._starting)
+        self._began, self._start_limit_s = time.monotonic(), start_limit_s
+        self.statuses: dict[str, int] = {}
+
+    def _tell(self, text: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+    def _starting(self, service: ServiceProcess, what: str, done: int, of: int) -> None:
+        if not of or done in (1, of):
+            self._tell(f"{service.id}: {what}{f' {done}/{of}' if of else ''}")
+
+    def _ready(self, service: ServiceProcess) -> None:
+        self._tell(f"{service.id} is ready")
+
+    def __enter__(self) -> Self:
+        try:
+            self.start(self._start_limit_s)
+        except BaseException:
+            self._tell_logs()
+            self.abort()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tell_logs()
+        if kind is None:
+            self.statuses = self.stop(ENDING_S / 2)
+        else:
+            self.abort()
+
+    def stop_one(self, service_id: str) -> int:
+        """Stop a service in order; return its exit status."""
+        self.services[service_id].signal(signal.SIGTERM)
+        return self.services[service_id].wait(ENDING_S)
+
+    def expect_all_run(self, what: str) -> None:
+        """Fail if a service has ended; `what` was noticed before.
+
+        Raises:
+            CheckError: names the service, with the end of its log.
+        """
+        for service in self.services.values():
+            ended = service.returncode is not None
+            expect(not ended, f"{what}: {service.id} ended with status {service.returncode}\n{service.log_tail()}")
+
+    def expect_ended_in_order(self) -> None:
+        """Fail if a service had to be killed, or has told an error at its end.
+
+        Raises:
+            CheckError: names all.
+        """
+        wrong = [f"{name} ended with status {status}" for name, status in self.statuses.items() if status]
+        expect(not wrong, "; ".join(wrong))
+
+    def _tell_logs(self) -> None:
+        for service in self.services.values():
+            lines = service.log_path.read_text(errors="replace").splitlines()
+            print(*(f"{service.id}| {line}" for line in lines[-LOG_LINES:]), sep="\n", file=sys.stderr, flush=True)
+
+
+def plan_of(
+    where: Where, served: Served, model: Path, name: str, extra: Mapping[str, Sequence[str]] | None = None
+) -> StackPlan:
+    """Return the plan of a stack with both engines on the device; logs are in the folder `name`."""
+    device = ("--device", where.device)
+    more = extra or {}
+    return StackPlan(
+        model=str(model),
+        data_dir=where.out / name,
+        dtype=served.dtype,
+        threads=1 if where.tiny else 0,
+        kv_cache_memory_bytes=served.pool_bytes,
+        dram_bytes=served.store_bytes,
+        ssd_bytes=0,
+        extra={**more, **{kind: [*device, *more.get(kind, ())] for kind in ("prefill", "decode")}},
+    )
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answer as it came. Seconds of the event loop's clock.
+
+    Attributes:
+        sent: when the request was sent.
+        times: when tokens came.
+        counts: how many had come then.
+        tokens: they.
+        result: None until the answer's end.
+    """
+
+    sent: float = 0.0
+    times: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    result: GenerateResult | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        """Milliseconds to the first token."""
+        return 1e3 * (self.times[0] - self.sent)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt whose KV was reused."""
+        return 0 if self.result is None else self.result.usage.cached_tokens
+
+    @property
+    def placed(self) -> str:
+        """The instance that computed the prompt."""
+        return "" if self.result is None else self.result.placement.prefill
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Seconds between deliveries that overlap a span of time."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [later - earlier for earlier, later in pairs if earlier < end and later > begin]
+
+    def tokens_between(self, begin: float, end: float) -> int:
+        """Tokens that came in a span of time."""
+        marks = [0, *(count for moment, count in zip(self.times, self.counts, strict=True) if moment <= end)]
+        before = [0, *(count for moment, count in zip(self.times, self.counts, strict=True) if moment <= begin)]
+        return marks[-1] - before[-1]
+
+
+def greedy(tokens: int, **more: Any) -> SamplingParams:
+    """Exactly so many greedy tokens."""
+    return SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True, **more)
+
+
+async def ask(
+    client: AsyncClient, prompt: Sequence[int], sampling: SamplingParams, answer: Answer | None = None, **more: Any
+) -> Answer:
+    """Ask, and return when each part of the answer came; `answer` is filled in meanwhile."""
+    answer = Answer() if answer is None else answer
+    clock = asyncio.get_running_loop().time
+    answer.sent = clock()
+    stream = client.stream(token_ids=prompt, sampling=sampling, **more)
+    async with contextlib.aclosing(stream):
+        async for event in stream:
+            if event.token_ids:
+                answer.tokens += event.token_ids
+                answer.times.append(clock())
+                answer.counts.append(len(answer.tokens))
+    answer.result = stream.result
+    expect(bool(answer.times), "an answer had no tokens")
+    return answer
+
+
+def known_part(result: GenerateResult) -> list[int]:
+    """Return the tokens of an answer, asked for with two log probabilities each, up to the first near tie."""
+    known = []
+    for token, told in zip(result.token_ids, result.logprobs, strict=True):
+        (_, best), (_, second) = told.top[:2]
+        if best - second < TIE:
+            break
+        known.append(token)
+    return known
+
+
+class Prompts:
+    """Fresh random prompts, the same in each run."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._random = random.Random(SEED)
+        self._vocab_size = vocab_size
+
+    def __call__(self, tokens: int) -> list[int]:
+        """Return ordinary token ids."""
+        return [self._random.randrange(ORDINARY_TOKENS, self._vocab_size) for _ in range(tokens)]
+
+
+def run_until(limit_s: float, work: Coroutine[Any, Any, None], doing: Callable[[], str]) -> None:
+    """Run asynchronous work, for `limit_s` seconds at most.
+
+    Raises:
+        CheckError: it took longer; says what it was doing.
+    """
+
+    async def limited() -> None:
+        async with asyncio.timeout(max(0.0, limit_s)):
+            await work
+
+    try:
+        asyncio.run(limited())
+    except TimeoutError:
+        raise CheckError(f"out of time: {doing()}") from None
+    except BaseExceptionGroup as group:
+        raise first_error(group) from group
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def gpu_memory_mib(where: Where) -> int:
+    """Return the memory of the GPU in use, by all processes; 0 where there is none."""
+    if not where.on_gpu or shutil.which("nvidia-smi") is None:
+        return 0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0])

@@ -1,0 +1,19 @@
+"""An 8B shape is served: TTFT cold and 90 % cached, TPOT by batch, and gaps as a long prompt joins."""
+
+from tools.gpu_check.client_speeds import LARGE_SIZES, TINY_SIZES, serve
+from tools.gpu_check.serving import LARGE, TINY_LLAMA
+from tools.gpu_check.where import Figures, Where, stage_main
+
+LIMIT_S = 170
+
+
+def check(where: Where, figures: Figures) -> None:
+    """Serve and measure."""
+    if where.tiny:
+        serve(where, TINY_LLAMA, TINY_SIZES, figures)
+    else:
+        serve(where, LARGE, LARGE_SIZES, figures)
+
+
+if __name__ == "__main__":
+    stage_main("serve_large", check)

@@ -1,0 +1,82 @@
+"""Prefill in two pipeline stages on one GPU gives the tokens of one stage; hidden states go through the host."""
+
+import time
+from collections.abc import Sequence
+
+from moonpool.checkpoint import load_config
+from moonpool.client import AsyncClient
+from tools.gpu_check.serving import (
+    ENDING_S,
+    EXACT,
+    TINY_EXACT,
+    Answer,
+    CheckedStack,
+    Prompts,
+    ask,
+    checkpoint,
+    greedy,
+    known_part,
+    plan_of,
+    run_until,
+)
+from tools.gpu_check.where import Figures, Where, expect, stage_main
+
+LIMIT_S = 75
+ANSWER = 24
+LEAST_KNOWN = 0.5
+"""Of all tokens, this share must be told apart from the second best, or the comparison says little."""
+
+
+def check(where: Where, figures: Figures) -> None:
+    """Ask the same with one stage and with two."""
+    end = time.monotonic() + where.limit_s - ENDING_S
+    served = TINY_EXACT if where.tiny else EXACT
+    model = checkpoint(where, served, figures)
+    lengths = (40, 300) if where.tiny else (100, 700, 2048, 2048, 2048)
+    prompts = list(map(Prompts(load_config(model).vocab_size), lengths))
+    # Chunks have the same borders in both, also where steps take more tokens by default.
+    plan = plan_of(where, served, model, "two-stages", {"prefill": ["--max-num-batched-tokens", "512"]})
+    with CheckedStack(plan, end - time.monotonic()) as stack:
+        one = _asked(stack, prompts, "one stage", end, figures)
+        _restart_in_two_stages(where, stack, end, figures)
+        two = _asked(stack, prompts, "two stages", end, figures)
+    stack.expect_ended_in_order()
+    known = [known_part(answer.result) for answer in one if answer.result is not None]
+    figures["tokens compared"] = sum(map(len, known))
+    for prompt, tokens, answer in zip(prompts, known, two, strict=True):
+        expect(
+            answer.tokens[: len(tokens)] == tokens,
+            f"a prompt of {len(prompt)} tokens: one stage gave {tokens}, two gave {answer.tokens}",
+        )
+    share = sum(map(len, known)) / (ANSWER * len(prompts))
+    expect(share > LEAST_KNOWN, f"only {share:.0%} of the tokens are certain")
+
+
+def _asked(
+    stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: float, figures: Figures
+) -> list[Answer]:
+    """Ask one after the other; with a salt, so that nothing is cached."""
+    answers: list[Answer] = []
+
+    async def all_of_them() -> None:
+        async with AsyncClient(stack.address) as client:
+            for prompt in prompts:
+                answers.append(await ask(client, prompt, greedy(ANSWER, logprobs=2), cache_salt=name))
+
+    run_until(end - time.monotonic(), all_of_them(), lambda: f"answer {len(answers) + 1} with {name}")
+    figures[f"TTFT {len(prompts[-1])} with {name}, ms"] = round(min(it.ttft_ms for it in answers[-2:]), 2)
+    return answers
+
+
+def _restart_in_two_stages(where: Where, stack: CheckedStack, end: float, figures: Figures) -> None:
+    began, old = time.monotonic(), stack.services["prefill-0"]
+    expect(stack.stop_one(old.id) == 0, f"{old.id} did not end in order\n{old.log_tail()}")
+    devices = ",".join([f"{where.device}:0"] * 2)
+    arguments = [*old.arguments, "--pipeline-parallel-size", "2", "--device", devices]
+    stack.spawn(old.kind, old.id, arguments).wait_ready(end - time.monotonic())
+    stack.wait_joined(end - time.monotonic())
+    figures["start of two stages, s"] = round(time.monotonic() - began, 1)
+
+
+if __name__ == "__main__":
+    stage_main("two_stages", check)
