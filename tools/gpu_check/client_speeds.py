@@ -4,10 +4,11 @@ import asyncio
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import wait_at_rest
@@ -62,7 +63,6 @@ class Sizes:
     joining: int = 8192
 
 
-
 SIZES = Sizes()
 LARGE_SIZES = Sizes(rounds=2, running_answer=1024)
 TINY_SIZES = Sizes((64, 256), 1, (1, 4), 32, 16, 4, 1024, 256)
@@ -107,7 +107,7 @@ class ClientSpeeds:
         """
         sizes, wrong = self._sizes, []
         *prompts, longest = sizes.prompts
-        parts = [
+        parts: list[Callable[[], Coroutine[Any, Any, None]]] = [
             *(partial(self._tpot, batch) for batch in sizes.batches),
             *(partial(self._ttft, length) for length in prompts),
             self._joins,
@@ -200,8 +200,8 @@ class ClientSpeeds:
             tasks = [
                 group.create_task(self._ask(self._prompts(sizes.short), sizes.running_answer, it)) for it in answers
             ]
-            while not all(len(it.tokens) > sizes.answer // 4 for it in answers):
-                await asyncio.sleep(0.01)
+            for answer in answers:
+                await answer.has(sizes.answer // 4)
             prompt = self._prompts(sizes.joining)
             kept = int(sizes.joining * CACHED)
             for name, joining in (("", prompt), (" cached", prompt[:kept] + self._prompts(sizes.joining - kept))):

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,19 +65,23 @@ TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)
 
 
 def checkpoint(where: Where, served: Served, figures: Figures) -> Path:
-    """Return the folder of a model's checkpoint, created if no stage has."""
+    """Return the folder of a model's checkpoint, created if it is not there."""
     from moonpool.models.random_checkpoint import create
 
     folder = where.out / served.folder
     if folder.exists():
         return folder
-    began, part = time.monotonic(), folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a stage that was ended
-    try:
-        create(served.shape, part, SEED, served.dtype, overrides={"max_position_embeddings": served.longest})
-        part.rename(folder)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)  # a full disk would fail other stages, too
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=where.out) as part:  # a full disk would fail other stages, too
+        made = create(
+            served.shape, Path(part) / "made", SEED, served.dtype, overrides={"max_position_embeddings": served.longest}
+        )
+        try:
+            made.rename(folder)
+        except OSError:
+            if not folder.exists():  # no other stage was quicker
+                raise
+            return folder
     took, size = time.monotonic() - began, sum(file.stat().st_size for file in folder.iterdir())
     figures[f"create {served.folder}, s"] = round(took, 1)
     figures[f"create {served.folder}, GB/s"] = round(size / took / 1e9, 2)
@@ -188,6 +193,20 @@ class Answer:
     counts: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     result: GenerateResult | None = None
+    _more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def came(self, tokens: Sequence[int], now: float) -> None:
+        """Note tokens that came."""
+        self.tokens += tokens
+        self.times.append(now)
+        self.counts.append(len(self.tokens))
+        self._more.set()
+
+    async def has(self, tokens: int) -> None:
+        """Wait until so many tokens have come."""
+        while len(self.tokens) < tokens:
+            self._more.clear()
+            await self._more.wait()
 
     @property
     def ttft_ms(self) -> float:
@@ -232,9 +251,7 @@ async def ask(
     async with contextlib.aclosing(stream):
         async for event in stream:
             if event.token_ids:
-                answer.tokens += event.token_ids
-                answer.times.append(clock())
-                answer.counts.append(len(answer.tokens))
+                answer.came(event.token_ids, clock())
     answer.result = stream.result
     expect(bool(answer.times), "an answer had no tokens")
     return answer

@@ -8,6 +8,7 @@ the module with `stage_main(NAME, check)`.
 ORDER = (
     "versions",
     "native_build",
+    "models",
     "kernels",
     "devices",
     "parity",
@@ -15,4 +16,8 @@ ORDER = (
     "kernel_speed",
     "decode_steps",
     "profile",
+    "serve_small",
+    "serve_large",
+    "two_stages",
+    "load",
 )

@@ -42,10 +42,10 @@ REST_S = 15.0
 MOST_WRONG = 5
 """So many faults end the load."""
 KINDS: Sequence[dict[str, Any]] = (
-    {"temperature": 0.8, "top_p": 0.95},
-    {"temperature": 1.0, "top_k": 50, "min_p": 0.02},
-    {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-    {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 0.8, "top_p": 0.95, "ignore_eos": True},
+    {"temperature": 1.0, "top_k": 50, "min_p": 0.02, "ignore_eos": True},
+    {"temperature": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "ignore_eos": True},
+    {"temperature": 0.0, "logprobs": 3, "ignore_eos": True},
     {"temperature": 0.9, "response_format": "regex", "grammar": "[a-z]{4,40}"},
 )
 """Sampling of requests whose answers nobody knows: the ways through the sampler."""
@@ -94,8 +94,7 @@ class Load:
         kept = draws.choice(self.known)[0][: draws.randrange(self.longest)]
         tail = [draws.randrange(16, self.vocab_size) for _ in range(draws.randrange(1, 200))]
         kind = draws.choice(KINDS)
-        ends = {} if "response_format" in kind else {"ignore_eos": True}
-        sampling = SamplingParams(max_tokens=draws.randint(1, 3 * ANSWER), seed=draws.getrandbits(32), **ends, **kind)
+        sampling = SamplingParams(max_tokens=draws.randint(1, 3 * ANSWER), seed=draws.getrandbits(32), **kind)
         await self._ask(draws, kept + tail, sampling)
 
     async def _ask(self, draws: random.Random, prompt: list[int], sampling: SamplingParams) -> Answer:

@@ -52,9 +52,7 @@ def check(where: Where, figures: Figures) -> None:
     expect(share > LEAST_KNOWN, f"only {share:.0%} of the tokens are certain")
 
 
-def _asked(
-    stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: float, figures: Figures
-) -> list[Answer]:
+def _asked(stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: float, figures: Figures) -> list[Answer]:
     """Ask one after the other; with a salt, so that nothing is cached."""
     answers: list[Answer] = []
 
