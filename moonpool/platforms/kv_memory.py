@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import kv_quantization
@@ -33,7 +35,7 @@ class BufferRing:
     """
 
     def __init__(self, buffers: Tensor) -> None:
-        self._buffers = buffers
+        self._buffers, self.arrays = buffers, buffers.numpy()
         self._free = deque(range(len(buffers)))
         self._busy: deque[tuple[int, DeviceEvent]] = deque()
 
@@ -195,8 +197,9 @@ class TieredKVMemory:
         buffers: int = STAGING_BUFFERS,
         beside: int = 0,
     ) -> None:
-        self._host_pool = pool_slices(part)
-        self._device_pool = device.memory(tuple(self._host_pool.shape), beside)  # [layers, blocks, slice_bytes]
+        # As arrays of numpy, which copies in the calling thread: torch wakes OpenMP's threads for 32 KiB and more.
+        self._host_pool = pool_slices(part).numpy()  # [layers, blocks, slice_bytes]
+        self._device_pool = device.memory(self._host_pool.shape, beside)
         self.kv, self.scales = typed_kv(self._device_pool, part.layout)
         self._part, self._device, self._size = part, device, part.layout.block_tokens
         self._written = torch.frombuffer(part.written, dtype=torch.int64).view(self._host_pool.shape[:2])
@@ -287,7 +290,7 @@ class TieredKVMemory:
 
     def _load_slice(self, row: int, block: int) -> None:
         number, buffer = self._loading.take()
-        buffer.copy_(self._host_pool[row, block])
+        np.copyto(self._loading.arrays[number], self._host_pool[row, block])
         self._device.load_stream.run(partial(_copy_bytes, self._device_pool[row, block], buffer))
         self._loading.until(number, self._device.load_stream.record())
 
@@ -298,14 +301,17 @@ class TieredKVMemory:
         for block, valid_tokens in blocks:
             number, buffer = self._storing.take()
             self._device.store_stream.run(partial(_copy_bytes, buffer, self._device_pool[row, block]))
-            store = partial(self._store_slice, self._device.store_stream.record(), buffer, layer, block, valid_tokens)
+            copied, array = self._device.store_stream.record(), self._storing.arrays[number]
+            store = partial(self._store_slice, copied, array, layer, block, valid_tokens)
             self._storing.until(number, self._callbacks.send(store))
         return self._device.store_stream.record()
 
-    def _store_slice(self, event: DeviceEvent, buffer: Tensor, layer: int, block: int, valid_tokens: int) -> None:
+    def _store_slice(
+        self, event: DeviceEvent, buffer: NDArray[np.uint8], layer: int, block: int, valid_tokens: int
+    ) -> None:
         """Store a slice that has come to its buffer."""
         event.wait()
-        self._host_pool[layer - self._part.layer_begin, block].copy_(buffer)
+        np.copyto(self._host_pool[layer - self._part.layer_begin, block], buffer)
         if valid_tokens:
             self._part.seal(layer, block, valid_tokens)
 

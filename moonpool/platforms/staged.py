@@ -98,7 +98,8 @@ class StagedDevice:
         self._eager: StagedStream | None = None
         self._failed: BaseException | None = None
         self._closed = False
-        self._entered = {threading.get_ident()}
+        self._in_thread = threading.local()
+        self.enter_thread()
         self.compute, self.load_stream, self.store_stream = (
             StagedStream(self, self._random.choice(_LAZINESS)) for _ in range(3)
         )
@@ -113,8 +114,7 @@ class StagedDevice:
 
     def enter_thread(self) -> None:
         """See `Device.enter_thread`."""
-        with self._changed:
-            self._entered.add(threading.get_ident())
+        self._in_thread.entered = True
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""
@@ -164,7 +164,8 @@ class StagedDevice:
             assert event.reached, "the device was closed"
 
     def _check_entered(self) -> None:
-        assert threading.get_ident() in self._entered, f"{threading.current_thread().name} has not entered the device"
+        entered = getattr(self._in_thread, "entered", False)
+        assert entered, f"{threading.current_thread().name} has not entered the device"
 
     # --- the device's thread ---------------------------------------------------------------------------------------
 
