@@ -6,6 +6,8 @@ STAMP  := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL  ?=
 SOAK_SECONDS ?= 3600
+# Runs test-gpu without .venv and without a network.
+GPU_PYTHON ?=
 # Tests at once: one after the other keep less than one core busy. A file's or folder's tests share stacks, so they stay together.
 TEST_PROCESSES ?= 2
 
@@ -66,8 +68,11 @@ test: $(DEV_STAMP)  ## the tests that gate every change (minutes)
 test-all: $(DEV_STAMP)  ## all tests, one after the other: some measure
 	$(BIN)/python -m pytest
 
-test-gpu: $(DEV_STAMP)  ## the tests that need a GPU alone, which are skipped elsewhere
-	$(BIN)/python -m pytest -rs -m gpu
+# Collects only files with such tests, and lets packages warn: a machine with a GPU has packages of its own.
+test-gpu: export PYTEST_ADDOPTS = -W default
+test-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
+test-gpu: $(if $(GPU_PYTHON),,$(DEV_STAMP))  ## the tests that need a GPU; GPU_PYTHON=python3 takes the packages at hand, without .venv
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -rs -m gpu $$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
 
 lint: $(DEV_STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .

@@ -12,6 +12,9 @@ from xml.etree import ElementTree
 from tools.gpu_check.where import CheckError, Figures
 
 ROOT = Path(__file__).parents[2]
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
+ALLOWING_WARNINGS = {"PYTEST_ADDOPTS": "-W default"}
+"""Packages of this machine may warn of what those of constraints.txt do not; tests that start pytest take it on."""
 _NAMES_TOLD = 8
 
 
@@ -40,10 +43,9 @@ def run_tests(name: str, wanted: TestRun, figures: Figures) -> None:
     """
     with tempfile.TemporaryDirectory(prefix="moonpool-tests-") as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-W", "default"]
-        command += [f"--junitxml={report}", *(["-m", wanted.marker] if wanted.marker else [])]
+        command = [*PYTEST, "-v", f"--junitxml={report}", *(["-m", wanted.marker] if wanted.marker else [])]
         command += ["-n", str(wanted.processes)] if wanted.processes else []
-        environment = {**os.environ, **wanted.environment}
+        environment = {**os.environ, **ALLOWING_WARNINGS, **wanted.environment}
         done = subprocess.run([*command, *wanted.tests], env=environment, cwd=ROOT, check=False)
         cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
     failed = [_title(it) for it in cases if it.find("failure") is not None or it.find("error") is not None]
@@ -66,9 +68,9 @@ def list_tests(name: str, wanted: TestRun, figures: Figures) -> None:
     Raises:
         CheckError: there is none.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-W", "default"]
-    command += ["-m", wanted.marker] if wanted.marker else []
-    done = subprocess.run([*command, *wanted.tests], cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    command = [*PYTEST, "-q", "--collect-only", *(["-m", wanted.marker] if wanted.marker else []), *wanted.tests]
+    environment = {**os.environ, **ALLOWING_WARNINGS}
+    done = subprocess.run(command, env=environment, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     if done.returncode:
         raise CheckError(f"{name}: pytest found no tests, it ended with {done.returncode}")
