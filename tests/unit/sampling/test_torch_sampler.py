@@ -159,6 +159,7 @@ def test_a_gpu_samples_what_a_cpu_samples(vocabulary: int, monkeypatch: pytest.M
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_host_waits_for_a_gpu_only_when_it_reads() -> None:
     chosen, device = random.Random(8), torch.device("cuda")
     rows = rows_of(some_specs(chosen, 40, 1000), 1000, device)
