@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.triton import device as code
-from kernels.triton.tiles import EXACT_PART, SMALL_ROWS, Tile, join_shape, limits_of, padded, part_keys, tile_for
+from kernels.triton.tiles import join_shape, limits_of, padded
+from kernels.triton.variants import MANY, PART, ROW_EACH, SINGLES, AttentionShape
 
 _KINDS = {torch.int8: code.INT8, torch.float8_e4m3fn: code.FLOAT8}
 _UNIT = 16  # elements: the widest distance between blocks that the compiler can make use of
@@ -39,7 +40,7 @@ def decode_attention(
     sequence, and are those of `prefill_attention`.
     """
     call = _Call(q, kv, scales, block_tables, None, context_lens, scale, out, max_context, deterministic)
-    call.launch(code.ROW_EACH)
+    call.launch(ROW_EACH)
 
 
 def prefill_attention(
@@ -67,9 +68,9 @@ def prefill_attention(
     if singles is None:
         singles = int(tokens == 1) if sequences == 1 else -1
     if singles != 0:
-        call.launch(code.SINGLES)
+        call.launch(SINGLES)
     if singles < tokens:
-        call.launch(code.MANY, others=max(singles, 0))
+        call.launch(MANY, others=max(singles, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,58 +100,34 @@ class _Call:
             return
         assert self.tables.stride(1) == 1, "entries of a sequence's table stand side by side"
         limits = limits_of(self.q.device)
-        tile = tile_for(self._mode(which, others), self.q.dtype, self.kv.dtype, head_dim, group, limits)
-        per_tile = tile.rows // group if which == code.MANY else 1
-        tiles = tokens // per_tile + sequences if which == code.MANY else sequences
-        split, keys, parts = self._split(which, tiles * kv_heads, tile)
-        used = per_tile * group
-        partial = (tiles, kv_heads, parts, used) if split == code.PART else (0,)
+        width = self.tables.shape[1] * block_tokens
+        longest = max(1, width if self.max_context is None else min(width, self.max_context))
+        heads_of = AttentionShape(self.q.dtype, self.kv.dtype, heads, kv_heads, head_dim, self.deterministic, limits)
+        cut = heads_of.launch(which, tokens, sequences, longest, others)
+        tile, tiles, parts = cut.tile, cut.tiles, cut.parts
+        used = cut.tokens * group
+        partial = (tiles, kv_heads, parts, used) if cut.split == PART else (0,)
         results = torch.empty((*partial, head_dim), dtype=torch.float32, device=self.q.device)
         stats = torch.empty((*partial, 2), dtype=torch.float32, device=self.q.device)
         kind = code.PLAIN if self.scales is None else _KINDS[self.kv.dtype]
         unit = math.gcd(self.kv.stride(0), _UNIT)
         # No fusion of multiplications into additions but those that are spelt out: equal code must round alike.
         shape = {
-            "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": max(padded(head_dim), 16), "TOKENS": per_tile,
+            "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": max(padded(head_dim), 16), "TOKENS": cut.tokens,
             "WHICH": which, "enable_fp_fusion": False,
         }  # fmt: skip
         code.attention[tiles, kv_heads, parts](
             self.q, self.kv.view(torch.uint8) if kind == code.FLOAT8 else self.kv, self.scales,
             self.tables, self.starts, self.lengths, self.out, results, stats,
             self.scale * math.log2(math.e), sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit,
-            self.tables.stride(0), 0 if self.scales is None else self.scales.stride(0), keys,
+            self.tables.stride(0), 0 if self.scales is None else self.scales.stride(0), cut.keys,
             **shape, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=kind,
-            NATIVE=limits.float8, SPLIT=split, PRECISION="ieee",
+            NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-        if split == code.PART:
+        if cut.split == PART:
             warps, ahead = join_shape(padded(used), shape["PADDED_DIM"])
             code.join_parts[tiles, kv_heads](
-                self.starts, self.lengths, self.out, results, stats, sequences, self.out.stride(0), keys, parts,
+                self.starts, self.lengths, self.out, results, stats, sequences, self.out.stride(0), cut.keys, parts,
                 **shape, ROWS=padded(used), AHEAD=ahead, num_warps=warps,
             )  # fmt: skip
-
-    def _mode(self, which: int, others: int) -> str:
-        """Return the name of the tile to take, by the mean number of rows."""
-        if self.deterministic:
-            return "exact"
-        if which != code.MANY:
-            return "decode"
-        tokens, sequences = self.q.shape[0] - others, self.lengths.shape[0] - others
-        rows = -(-tokens // max(sequences, 1)) * (self.q.shape[1] // self.kv.shape[1])
-        return "small" if rows <= SMALL_ROWS else "prefill"
-
-    def _split(self, which: int, programs: int, tile: Tile) -> tuple[int, int, int]:
-        """Return (what a program does about the split, keys of a part, parts that have programs of their own)."""
-        width = self.tables.shape[1] * self.kv.shape[3]
-        longest = max(1, width if self.max_context is None else min(width, self.max_context))
-        processors = limits_of(self.q.device).processors
-        if self.deterministic:
-            # The sums are the same either way; programs of their own only where the device has room for them.
-            parts = -(-longest // EXACT_PART) if programs < 2 * processors else 1
-            return (code.PART if parts > 1 else code.JOINED), EXACT_PART, parts
-        if which == code.MANY and programs >= processors:
-            return code.WHOLE, longest, 1  # results of so many rows would weigh more than what they balance
-        keys = part_keys(programs, longest, processors, tile.keys)
-        parts = -(-longest // keys)
-        return (code.PART if parts > 1 else code.WHOLE), keys, parts

@@ -19,14 +19,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton.variants import JOINED, MANY, PART, ROW_EACH, SINGLES
+
 #: How KV is stored.
 PLAIN, INT8, FLOAT8 = 0, 1, 2
-
-#: What a program does about the split along the keys: ignore it; take one part and write it out; take all, one by one.
-WHOLE, PART, JOINED = 0, 1, 2
-
-#: Which sequences a launch is for: row s is sequence s's only one; those with one row; those with other than one row.
-ROW_EACH, SINGLES, MANY = 0, 1, 2
 
 _PLAIN, _INT8, _FLOAT8 = tl.constexpr(PLAIN), tl.constexpr(INT8), tl.constexpr(FLOAT8)
 _PART, _JOINED = tl.constexpr(PART), tl.constexpr(JOINED)

@@ -1,10 +1,10 @@
 """Decode steps of a stage as CUDA graphs (experimental, untested on a GPU).
 
-Which graph a step takes, when to capture one, and how to replay it.
-
 A graph is captured for a shape: a number of rows, and contexts up to a length, which the kernels' launches depend on.
-Steps are padded to the next shape. A shape's first step runs eagerly, its second step captures the graph. Padding
-rows write no KV (block -1).
+Steps are padded to the next shape. Padding rows write no KV (block -1).
+
+All graphs are captured before the stage is ready (`moonpool.engine.warm_up`): a capture waits for the device and stops
+everything that streams for tenths of a second. A shape without a graph takes the next larger one, or runs eagerly.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from moonpool.engine.footprint import MAX_GRAPH_BYTES
 from moonpool.models.batch import PackedBatch
 from moonpool.models.stage import StageModel
-from moonpool.platforms.base import CapturedGraph, Device
+from moonpool.platforms.base import CapturedGraph, Device, DeviceStream
 from moonpool.platforms.kv_memory import KVMemory
 from moonpool.scheduling.steps import Step
 
@@ -40,66 +39,62 @@ class GraphShape:
     context: int
 
 
-class GraphMode(Enum):
-    """How a step is computed."""
-
-    EAGER = auto()
-    CAPTURE = auto()
-    """Its graph is captured, and then replayed."""
-    REPLAY = auto()
-
-
 def next_size(values: Sequence[int], at_least: int) -> int | None:
     """The first of rising values that is not less; None when all are."""
     return next((value for value in values if value >= at_least), None)
 
 
 class GraphCache:
-    """What is captured of one stage.
+    """Which graphs a stage has, and which one a step takes.
 
     Args:
         longest: tokens of the longest sequence.
-        most_graphs: captured at most.
+        most_rows: sequences of the largest decode step.
+        most_graphs: captured at most; where there would be more, every other number of rows is left out.
         most_bytes: of memory that they hold together.
     """
 
-    def __init__(self, longest: int, *, most_graphs: int = MAX_GRAPHS, most_bytes: int = MAX_GRAPH_BYTES) -> None:
+    def __init__(
+        self,
+        longest: int,
+        *,
+        most_rows: int = MAX_GRAPH_ROWS,
+        most_graphs: int = MAX_GRAPHS,
+        most_bytes: int = MAX_GRAPH_BYTES,
+    ) -> None:
         self._contexts = [_LEAST_CONTEXT]
         while self._contexts[-1] < longest:
             self._contexts.append(self._contexts[-1] * _WIDER)
         self._contexts[-1] = longest
-        self._most_graphs, self._most_bytes = most_graphs, most_bytes
+        largest = next_size(_GRAPH_ROWS, most_rows) or MAX_GRAPH_ROWS
+        self._rows = [rows for rows in _GRAPH_ROWS if rows <= largest]
+        while len(self._rows) > 1 and len(self._rows) * len(self._contexts) > most_graphs:
+            self._rows = self._rows[::-2][::-1]  # the largest stays
+        self._most_bytes = most_bytes
         self._held: dict[GraphShape, int] = {}
-        self._seen: set[GraphShape] = set()
         self.stopped = ""
-        """Why nothing more is captured; empty = more may be."""
+        """Why shapes are left without a graph; empty = all have one, or will have."""
 
     @property
     def nbytes(self) -> int:
         """Memory that the graphs hold."""
         return sum(self._held.values())
 
-    def shape(self, rows: int, context: int) -> GraphShape | None:
-        """The least shape that a step of so many sequences fits, the longest of `context` tokens; None without any.
+    @property
+    def shapes(self) -> list[GraphShape]:
+        """Shapes to capture, in their order: many rows first, since later graphs use the memory of earlier ones."""
+        return [GraphShape(rows, context) for context in self._contexts for rows in reversed(self._rows)]
 
-        Once nothing more is captured, only shapes with a graph are fitted.
-        """
-        found_rows, found_context = next_size(_GRAPH_ROWS, rows), next_size(self._contexts, context)
+    def shape(self, rows: int, context: int) -> GraphShape | None:
+        """The least shape with a graph that a step of so many sequences fits, the longest of `context` tokens."""
+        found_rows, found_context = next_size(self._rows, rows), next_size(self._contexts, context)
         if found_rows is None or found_context is None:
             return None
         shape = GraphShape(found_rows, found_context)
-        return shape if not self.stopped or shape in self._held else None
-
-    def mode(self, shape: GraphShape) -> GraphMode:
-        """Return how the next step of a shape runs; call once for each step."""
         if shape in self._held:
-            return GraphMode.REPLAY
-        if self.stopped:
-            return GraphMode.EAGER
-        if shape in self._seen:
-            return GraphMode.CAPTURE
-        self._seen.add(shape)
-        return GraphMode.EAGER
+            return shape
+        larger = (it for it in self._held if it.rows >= rows and it.context >= context)
+        return min(larger, key=lambda it: (it.context, it.rows), default=None)
 
     def captured(self, shape: GraphShape, nbytes: int) -> bool:
         """A graph was captured; returns whether it may be kept."""
@@ -107,8 +102,6 @@ class GraphCache:
             self.stopped = f"graphs would hold more than {self._most_bytes >> 20} MiB"
             return False
         self._held[shape] = nbytes
-        if len(self._held) == self._most_graphs:
-            self.stopped = f"{self._most_graphs} graphs are captured"
         return True
 
     def failed(self, why: str) -> None:
@@ -128,7 +121,7 @@ class DecodeGraphs:
         device: captures.
         model: the stage.
         memory: its KV.
-        captures: says what is captured.
+        captures: says what is to be captured.
         longest: tokens of the longest sequence.
     """
 
@@ -161,6 +154,23 @@ class DecodeGraphs:
             return None
         return self._captures.shape(sequences, int(batch.context_lens.max()))
 
+    def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
+        """Capture all graphs. Each shape runs eagerly first, so that nothing is compiled within a capture.
+
+        Args:
+            stream: the compute stream, idle.
+            say: told how far this has come.
+        """
+        shapes = self._captures.shapes
+        for number, shape in enumerate(shapes):
+            say(f"capturing graphs of decode steps ({number} of {len(shapes)})")
+            stream.run(partial(self._capture, shape))
+            stream.record().wait()
+            if self._captures.stopped:
+                # Engine processes set up no logging: warnings get to standard error, anything less is dropped.
+                log.warning("%d of %d graphs of decode steps: %s", number, len(shapes), self._captures.stopped)
+                return
+
     def run(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> Tensor:
         """Compute all layers of a step; return its hidden states [T, hidden], which belong to the caller.
 
@@ -170,17 +180,9 @@ class DecodeGraphs:
             hidden: states [T, hidden] of the stage before; not looked at on the first stage.
         """
         self._fill(shape, batch, hidden)
-        work = partial(self._layers, shape)
-        way = self._captures.mode(shape)
-        if way is GraphMode.CAPTURE:
-            self._capture(shape, work)
-        graph = self._graphs.get(shape)
-        if graph is None:
-            result = work()
-        else:
-            graph.replay()
-            result = graph.result
-        return result[: batch.num_tokens].clone()
+        graph = self._graphs[shape]
+        graph.replay()
+        return graph.result[: batch.num_tokens].clone()
 
     def _fill(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> None:
         rows, width = batch.num_tokens, min(batch.block_tables.shape[1], self._static.block_tables.shape[1])
@@ -211,14 +213,15 @@ class DecodeGraphs:
         begin, end = model.layer_begin, model.layer_end
         return model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
 
-    def _capture(self, shape: GraphShape, work: Callable[[], Tensor]) -> None:
+    def _capture(self, shape: GraphShape) -> None:
+        for name, padding in _PADDING.items():
+            getattr(self._static, name)[: shape.rows].fill_(padding)
+        work = partial(self._layers, shape)
         try:
+            work()
             graph = self._device.capture(work)
         except RuntimeError as error:  # as torch's errors of CUDA are, running out of memory among them
             self._captures.failed(f"{shape} cannot be captured: {error}")
         else:
             if self._captures.captured(shape, graph.nbytes):
                 self._graphs[shape] = graph
-        if self._captures.stopped:
-            # Engine processes set up no logging: warnings get to standard error, anything less is dropped.
-            log.warning("no more graphs of decode steps: %s", self._captures.stopped)

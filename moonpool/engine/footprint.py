@@ -67,7 +67,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
 
 def device_footprint(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, ring: int) -> DeviceFootprint:
     """What one stage holds in the memory of its device. `weights`, `pool`, `ring`: bytes, as they are held."""
-    graphs = MAX_GRAPH_BYTES if engine.graphs else 0
+    graphs = MAX_GRAPH_BYTES if engine.graph_rows else 0
     return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, ring)
 
 

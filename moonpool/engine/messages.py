@@ -47,8 +47,9 @@ class EngineSpec:
     """Of the cores, relative to the shares of the others, while all compute."""
     device: str = "cpu"
     """Devices of the stages, as `moonpool.platforms.registry.stage_devices` reads them."""
-    graphs: bool = True
-    """Decode steps are captured as graphs, where the device is not a plain CPU; of no use to prefill."""
+    graph_rows: int = 64
+    """Sequences of the largest decode step that is captured as a graph, where the device is not a plain CPU; 0 = there
+    are no graphs, which are of no use to prefill."""
     int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     deterministic: bool = False

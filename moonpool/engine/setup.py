@@ -162,6 +162,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         return STEP_TOKENS
 
     @property
+    def most_decoded(self) -> int:
+        """Sequences of the largest decode step; 0 where there are no such steps."""
+        return 0
+
+    @property
     def link_rate(self) -> float | None:
         """The link's rate as `Link` takes it: None = unlimited, or the emulated profile's."""
         return self.link_bytes_per_s or None
@@ -220,7 +225,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
     Args:
         config: the flags.
         stages: of the pipeline.
-        decode: the instance is one: emulated compute takes its times, a GPU makes graphs of decode steps.
+        decode: the instance is one: emulated compute takes its times.
 
     Raises:
         ConfigError: the pool would hold no block, or the profile of emulated compute is wrong.
@@ -252,7 +257,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         core_page=(config.core_page or str(default_core_page())) if lends else "",
         core_share=config.core_share,
         device=config.device,
-        graphs=decode and config.cuda_graphs == "auto",
+        graph_rows=config.most_decoded if config.cuda_graphs == "auto" else 0,
         int8_head=decode and stages == 1 and config.int8_head == "auto",
         deterministic=config.deterministic,
         max_tokens=longest,

@@ -145,10 +145,12 @@ class StageLoader:
             MoonpoolError: as `moonpool.engine.executor.start_engine` documents.
         """
         from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
-        from moonpool.engine.footprint import max_sequence_tokens
+        from moonpool.engine.footprint import max_rows, max_sequence_tokens
         from moonpool.engine.model_runner import StageRunner
+        from moonpool.engine.warm_up import warm_up
 
         platform, footprint = self._open_platform()
+        longest = max_sequence_tokens(self.config, self.engine)
         masks = self._mask_builder(footprint) if self.model.is_last else None
         timeout_s = self.engine.gate_timeout_s
         runner = StageRunner(
@@ -158,9 +160,11 @@ class StageLoader:
             had = self.native.had
             runner.cpu_share = lambda steps: had()
         # Experts, windows and the like look at tensors between launches, which a captured graph cannot do.
-        if self.device is not None and self.engine.graphs and not self.config.decoder.not_plain:
-            longest = max_sequence_tokens(self.config, self.engine)
-            runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, GraphCache(longest), longest)
+        if self.device is not None and self.engine.graph_rows and not self.config.decoder.not_plain:
+            cache = GraphCache(longest, most_rows=self.engine.graph_rows)
+            runner.graphs = DecodeGraphs(self.device, self.model, platform.memory, cache, longest)
+        if self.device is not None:
+            warm_up(runner, max_rows(self.engine), longest, lambda what: self.channel.send(StageStarting(what)))
         return runner, footprint
 
     def _load_weights(self) -> "StageModel":

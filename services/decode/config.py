@@ -66,3 +66,8 @@ class DecodeConfig(EngineConfig):
     def most_step_tokens(self) -> int:
         """See `EngineConfig`."""
         return self.max_num_seqs + self.step_tokens
+
+    @property
+    def most_decoded(self) -> int:
+        """See `EngineConfig`."""
+        return self.max_num_seqs

@@ -4,6 +4,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -51,9 +52,15 @@ class Stage:
         """Return a loop over steps, with graphs of decode steps or without."""
         found = StageRunner(0, self.model, self.place, NoLinks(), KVGates(), self._emit, 60.0)
         if graphs:
-            cache = GraphCache(self.longest)
-            found.graphs = DecodeGraphs(self.device, self.model, self.place.memory, cache, self.longest)
+            found.graphs = self._graphs
         return found
+
+    @cached_property
+    def _graphs(self) -> DecodeGraphs:
+        cache = GraphCache(self.longest)
+        graphs = DecodeGraphs(self.device, self.model, self.place.memory, cache, self.longest)
+        graphs.capture(self.place.stream, lambda what: None)
+        return graphs
 
     def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
         if isinstance(event, StageDone):

@@ -1,59 +1,77 @@
-"""Graphs of decode steps: which are captured, when, and what becomes of the rest."""
+"""Graphs of decode steps: which are captured, in which order, and what becomes of the rest."""
 
 import pytest
 
-from moonpool.engine.cuda_graphs import MAX_GRAPH_ROWS, GraphCache, GraphMode, GraphShape
+from moonpool.engine.cuda_graphs import MAX_GRAPH_ROWS, MAX_GRAPHS, GraphCache, GraphShape
 
 ONE = GraphShape(1, 1024)
 
 
+def captured(longest: int, **how: int) -> GraphCache:
+    """With all graphs that may be, of 100 bytes each."""
+    graphs = GraphCache(longest, **how)
+    for shape in graphs.shapes:
+        if not graphs.captured(shape, 100):
+            break
+    return graphs
+
+
 def test_steps_are_padded_to_the_next_shape() -> None:
-    captures = GraphCache(10_000)
-    found = {rows: captures.shape(rows, 10) for rows in (1, 3, 5, 33, 65, 97, MAX_GRAPH_ROWS)}
+    graphs = captured(1000)
+    found = {rows: graphs.shape(rows, 10) for rows in (1, 3, 5, 33, 65, 97, MAX_GRAPH_ROWS)}
     assert {rows: shape.rows for rows, shape in found.items() if shape} == {
         1: 1, 3: 4, 5: 8, 33: 40, 65: 96, 97: 128, MAX_GRAPH_ROWS: MAX_GRAPH_ROWS,
     }  # fmt: skip
-    assert captures.shape(MAX_GRAPH_ROWS + 1, 10) is None
-    contexts = {tokens: captures.shape(1, tokens) for tokens in (1, 1024, 1025, 4097, 10_000)}
+    assert graphs.shape(MAX_GRAPH_ROWS + 1, 10) is None
+    graphs = captured(10_000)
+    contexts = {tokens: graphs.shape(1, tokens) for tokens in (1, 1024, 1025, 4097, 10_000)}
     assert [shape.context for shape in contexts.values() if shape] == [1024, 1024, 4096, 10_000, 10_000]
-    assert captures.shape(1, 10_001) is None
+    assert graphs.shape(1, 10_001) is None
 
 
 @pytest.mark.parametrize("longest", [1, 100, 1024, 1025])
 def test_no_shape_is_longer_than_the_longest_sequence(longest: int) -> None:
-    captures = GraphCache(longest)
-    assert captures.shape(1, 1) == GraphShape(1, min(longest, 1024))
-    assert captures.shape(1, longest) == GraphShape(1, longest)
+    graphs = captured(longest)
+    assert graphs.shape(1, 1) == GraphShape(1, min(longest, 1024))
+    assert graphs.shape(1, longest) == GraphShape(1, longest)
 
 
-def test_the_second_step_of_a_shape_is_captured_and_further_ones_are_replayed() -> None:
-    captures = GraphCache(1024)
-    assert [captures.mode(ONE), captures.mode(ONE)] == [GraphMode.EAGER, GraphMode.CAPTURE]
-    assert captures.captured(ONE, 100)
-    assert captures.mode(ONE) is GraphMode.REPLAY
-    assert captures.mode(GraphShape(2, 1024)) is GraphMode.EAGER
-    assert captures.nbytes == 100
+@pytest.mark.parametrize("most_rows", [1, 3, 64, 100, 256, 1000])
+@pytest.mark.parametrize("longest", [1024, 32_768, 131_072, 1 << 20])
+def test_all_steps_of_a_service_have_a_graph(longest: int, most_rows: int) -> None:
+    """As many graphs as may be, the largest first: later ones use its memory."""
+    graphs = captured(longest, most_rows=most_rows)
+    assert graphs.nbytes == 100 * len(graphs.shapes)
+    assert len(graphs.shapes) == len(set(graphs.shapes)) <= MAX_GRAPHS
+    assert graphs.shapes[0].rows == max(shape.rows for shape in graphs.shapes)
+    assert not graphs.stopped
+    for rows in range(1, min(most_rows, MAX_GRAPH_ROWS) + 1):
+        shape = graphs.shape(rows, longest)
+        assert shape is not None
+        assert shape.rows >= rows
+    assert graphs.shape(2 * MAX_GRAPH_ROWS, 1) is None
 
 
-@pytest.mark.parametrize(
-    ("most_graphs", "most_bytes", "kept"), [(2, 1000, [100, 100]), (9, 250, [100, 100]), (9, 99, [])]
-)
-def test_captures_are_bounded_and_what_is_there_is_replayed(most_graphs: int, most_bytes: int, kept: list[int]) -> None:
-    captures = GraphCache(1024, most_graphs=most_graphs, most_bytes=most_bytes)
-    for rows in (1, 2, 4, 8):
-        shape = captures.shape(rows, 1)
-        if shape is not None and [captures.mode(shape), captures.mode(shape)] == [GraphMode.EAGER, GraphMode.CAPTURE]:
-            captures.captured(shape, 100)
-    assert captures.nbytes == sum(kept)
-    assert captures.stopped
-    held = [captures.shape(rows, 1) for rows in (1, 2, 4, 8)]
-    assert [shape is not None for shape in held] == [True] * len(kept) + [False] * (4 - len(kept))
-    assert all(captures.mode(shape) is GraphMode.REPLAY for shape in held if shape)
-    assert captures.mode(GraphShape(8, 1024)) is GraphMode.EAGER
+def test_a_shape_is_found_once_its_graph_is_captured() -> None:
+    graphs = GraphCache(1024)
+    assert graphs.shape(1, 1) is None
+    assert graphs.captured(ONE, 100)
+    assert graphs.shape(1, 1) == ONE
+    assert graphs.shape(2, 1) is None
+    assert graphs.nbytes == 100
 
 
-def test_after_a_failure_nothing_more_is_captured() -> None:
-    captures = GraphCache(1024)
-    captures.mode(ONE)
-    captures.failed("no memory")
-    assert (captures.mode(ONE), captures.shape(1, 1), captures.stopped) == (GraphMode.EAGER, None, "no memory")
+def test_where_memory_ends_a_larger_graph_is_taken() -> None:
+    graphs = captured(1024, most_rows=8, most_bytes=250)
+    assert [shape.rows for shape in graphs.shapes] == [8, 4, 2, 1]
+    assert graphs.nbytes == 200
+    assert graphs.stopped
+    assert [graphs.shape(rows, 1) for rows in (1, 2, 4, 5)] == [GraphShape(rows, 1024) for rows in (4, 4, 4, 8)]
+    assert captured(1024, most_bytes=99).shape(1, 1) is None
+
+
+def test_after_a_failure_what_is_captured_stays() -> None:
+    graphs = GraphCache(1024)
+    graphs.captured(ONE, 1)
+    graphs.failed("no memory")
+    assert (graphs.shape(1, 1), graphs.shape(2, 1), graphs.stopped) == (ONE, None, "no memory")

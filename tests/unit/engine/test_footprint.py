@@ -132,7 +132,7 @@ def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert device_work_bytes(config, spec(checkpoint, deterministic=True, blocks=4000, max_tokens=1 << 17)) > least
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert device_work_bytes(wide, spec(checkpoint)) - least >= 64 * 100_000 * 4 * 16
-    assert device_footprint(config, spec(checkpoint, graphs=False), weights=0, pool=0, ring=0).graphs == 0
+    assert device_footprint(config, spec(checkpoint, graph_rows=0), weights=0, pool=0, ring=0).graphs == 0
 
 
 def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:

@@ -24,6 +24,7 @@ from moonpool.scheduling.block_manager import BlockManager
 from moonpool.telemetry.metrics import Metric, MetricSet
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+from services.decode.config import DecodeConfig
 from tests.unit.checkpoint.folder import write_config, write_weights
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.fakes.engine import FakeEngine
@@ -60,9 +61,12 @@ def test_plan(folder: Path) -> None:
     assert engine_setup(config(folder, max_model_len=99)).max_tokens == 99
     with pytest.raises(ConfigError, match="kv_cache_memory_bytes"):
         engine_setup(config(folder, kv_cache_memory_bytes=100))
-    assert not plan.spec.graphs  # of decode steps
-    graphs = {how: engine_setup(config(folder, cuda_graphs=how), decode=True).spec.graphs for how in ("auto", "off")}
-    assert graphs == {"auto": True, "off": False}
+    assert not plan.spec.graph_rows  # of decode steps
+    plain: dict[str, Any] = {"conductor": "127.0.0.1:1", "model": str(folder), "max_num_seqs": 7}
+    rows = [
+        engine_setup(DecodeConfig(**plain, cuda_graphs=how), decode=True).spec.graph_rows for how in ("auto", "off")
+    ]
+    assert rows == [7, 0]
     wanted_by = {
         (how, stages, decode): engine_setup(config(folder, int8_head=how), stages=stages, decode=decode).spec.int8_head
         for how, stages, decode in (("auto", 1, True), ("off", 1, True), ("auto", 2, True), ("auto", 1, False))

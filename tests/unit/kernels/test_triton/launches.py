@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ def compiled(target: tuple[str, Any, int], launch: Callable[[Any], None]) -> lis
 
     Each must fit into the shared memory that the launch code believes the device to have.
     """
-    from kernels.triton import attention, device, ops, pointwise, pool
+    from kernels.triton import ops
     from kernels.triton.tiles import Limits
 
     limits = {
@@ -30,21 +31,48 @@ def compiled(target: tuple[str, Any, int], launch: Callable[[Any], None]) -> lis
         90: Limits(132, 227 << 10, float8=True),
         86: Limits(82, 99 << 10),
     }[target[1] if target[0] == "cuda" else "hip"]
-    caught: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    with caught(limits) as launched:
+        launch(ops)
+    results = []
+    for fn, args, named in launched:
+        kernel = _compile(target, fn, args, named)
+        assert kernel.metadata.shared <= limits.shared_bytes, fn.__name__
+        results.append((fn.__name__, kernel))
+    return results
+
+
+Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
+"""A kernel, its arguments, and its constants and options."""
+
+
+@contextmanager
+def caught(limits: Any) -> Iterator[list[Launch]]:
+    """Note launches, and run none, on a device with these `limits`."""
+    from kernels.triton import attention, device, pointwise, pool
+
+    launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]
     kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
     kernels += [(pointwise, name) for name in ("_rms_norm", "_rope", "_silu_mul")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "limits_of", lambda _: limits)
         for module, name in kernels:
-            patch.setattr(module, name, _Caught(getattr(module, name), caught))
-        launch(ops)
-    results = []
-    for fn, args, named in caught:
-        kernel = _compile(target, fn, args, named)
-        assert kernel.metadata.shared <= limits.shared_bytes, fn.__name__
-        results.append((fn.__name__, kernel))
-    return results
+            patch.setattr(module, name, _Caught(getattr(module, name), launched))
+        yield launched
+
+
+def specialised(launch: Launch) -> tuple[Any, ...]:
+    """Return what Triton compiles a launch for: two launches with equal results share a compiled kernel."""
+    fn, args, named = launch
+    found: list[Any] = [fn.__name__]
+    for param, value in zip(fn.params, args, strict=False):
+        if isinstance(value, Tensor):
+            found.append((value.dtype, value.data_ptr() % 16 == 0))
+        elif isinstance(value, int) and not param.do_not_specialize:
+            found.append((value == 1, value % 16 == 0, value >= 1 << 31))
+        else:
+            found.append(type(value))
+    return *found, *sorted(named.items())
 
 
 def attend(
@@ -102,7 +130,7 @@ class _Caught:
     """Stands for a kernel; a launch is noted instead."""
 
     fn: Any
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]
+    launches: list[Launch]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **named: self.launches.append((self.fn, args, named))

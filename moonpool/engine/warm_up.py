@@ -1,0 +1,95 @@
+"""Runs a stage's kernels once before it is ready, so that no request waits for a compiler. For devices only.
+
+A few steps take every variant of the kernels (`kernels.triton.variants`) and every way to sample; one has the most
+tokens. Then the graphs of decode steps are captured, and what is timed at start (`moonpool.engine.calibration`) are
+replays, as requests see them. Steps leave garbage in the first blocks of the pool, which nothing uses yet.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kernels.choice import choose
+from kernels.triton.tiles import limits_of
+from kernels.triton.variants import AttentionShape, BatchShape
+from moonpool.engine.kv_gate import KVGates
+from moonpool.engine.model_runner import StageRunner
+from moonpool.models.stage import StageModel, in_inference_mode
+from moonpool.sampling_params import SampleSpec, SamplingParams
+from moonpool.scheduling.steps import ScoredTokens, SequenceStep, Step
+
+_PROMPT = 16
+"""Tokens of the prompts whose next token is sampled."""
+_EVERY_WAY = SamplingParams(
+    temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
+    repetition_penalty=1.1, logit_bias={1: 1.0}, logprobs=5,
+)  # fmt: skip
+
+
+@in_inference_mode
+def warm_up(runner: StageRunner, step_tokens: int, longest: int, say: Callable[[str], None]) -> None:
+    """Run what a stage's services will run, and capture its graphs.
+
+    Args:
+        runner: of the stage, which has run nothing yet.
+        step_tokens: of the largest step.
+        longest: tokens of the longest sequence; the pool holds them.
+        say: told how far this has come.
+    """
+    quiet = replace(
+        runner, links=_NoNeighbours(runner.model), kv_gates=KVGates(), emit=lambda event: None, masks=None, graphs=None
+    )
+    steps = list(_steps(runner, step_tokens, longest))
+    copies = ((0, 1),) if runner.platform.memory.kv.shape[1] > 1 else ()
+    for number, sequences in enumerate(steps, 1):
+        say(f"compiling kernels (step {number} of {len(steps)})")
+        quiet.run(Step(number, sequences, copies=copies))
+    if runner.graphs is not None:
+        runner.graphs.capture(runner.platform.stream, say)
+
+
+def _steps(runner: StageRunner, step_tokens: int, longest: int) -> Iterator[tuple[SequenceStep, ...]]:
+    """What is run: every way to sample, every variant of attention, and the most tokens."""
+    size = runner.platform.memory.kv.shape[4]
+    prompt = min(_PROMPT, longest)
+    every = SampleSpec(_EVERY_WAY, history=bytes(4 * prompt), prompt_tokens=prompt, banned=(2,))
+    for spec in (SampleSpec(), SampleSpec(SamplingParams(temperature=0.8)), every):
+        yield (replace(_sequence(prompt, prompt, size), sample=spec, scored=ScoredTokens(bytes(4 * prompt), 1)),)
+    largest = min(step_tokens, longest)
+    for batch in [*_batches(runner, step_tokens, longest), BatchShape(1, largest, largest)]:
+        yield (_sequence(batch.rows, batch.context, size),) * batch.sequences
+
+
+def _batches(runner: StageRunner, step_tokens: int, longest: int) -> list[BatchShape]:
+    """Batches that take every variant of Triton's attention; none where other kernels attend."""
+    model, device, kv = runner.model, runner.platform.torch_device, runner.platform.memory.kv
+    if choose("attention", device, model.dtype) != "triton":
+        return []
+    shape = AttentionShape(
+        model.dtype, kv.dtype, model.config.num_heads, kv.shape[2], kv.shape[5], model.deterministic, limits_of(device)
+    )
+    return shape.batches(step_tokens, longest)
+
+
+def _sequence(rows: int, context: int, block_tokens: int) -> SequenceStep:
+    """A sequence's last `rows` tokens of `context`, in the pool's first blocks, which others of the step have, too."""
+    return SequenceStep(bytes(4 * rows), context - rows, tuple(range(-(-context // block_tokens))))
+
+
+class _NoNeighbours:
+    """Links of a stage that runs alone: the stage before has sent zeros."""
+
+    def __init__(self, model: StageModel) -> None:
+        self._model = model
+
+    def receive(self, step_id: int, rows: int) -> Tensor:
+        """See `Links.receive`."""
+        return torch.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
+
+    def send(self, step_id: int, hidden: Tensor | None) -> None:
+        """Nobody hears it."""
+
+    def flush(self) -> None:
+        """Nothing was sent."""

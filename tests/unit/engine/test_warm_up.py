@@ -1,0 +1,186 @@
+"""A stage's warm-up: nothing compiles behind it, and what is timed at start are replays of graphs."""
+
+import importlib.util
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.choice import VARIABLE
+from kernels.triton.tiles import Limits
+from moonpool.checkpoint import kv_layout, load_config
+from moonpool.engine import model_runner
+from moonpool.engine import warm_up as module
+from moonpool.engine.calibration import measure
+from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
+from moonpool.engine.messages import StageDone
+from moonpool.engine.warm_up import warm_up
+from moonpool.kv.layout import KVLayout
+from moonpool.kv.pool import KVPool
+from moonpool.platforms.base import CapturedGraph
+from moonpool.platforms.staged import StagedDevice
+from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
+from moonpool.scheduling.steps import SequenceStep, Step, StepResult
+from tests.unit.engine.stages import GREEDY, Stages
+from tests.unit.kernels.test_triton.launches import caught, specialised
+
+SIZE = 16
+EAGER_NS, REPLAY_NS = 50_000_000, 1_000_000
+
+
+def opened(path: Path, device: StagedDevice, blocks: int, kv_dtype: str = "auto") -> Stages:
+    """A model of one stage with graphs of up to eight rows."""
+    layout = kv_layout(load_config(path), "float32", SIZE, kv_dtype)
+    stages = Stages(path, KVPool.create(layout, blocks, [(0, layout.layers)]), device)
+    [runner] = stages.runners
+    cache = GraphCache(blocks * SIZE, most_rows=8)
+    runner.graphs = DecodeGraphs(device, runner.model, runner.platform.memory, cache, blocks * SIZE)
+    return stages
+
+
+def close(stages: Stages) -> None:
+    assert not stages.failures
+    stages.runners[0].close()
+    stages.pool.close()
+
+
+class Clock:
+    """Time passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns
+
+    def thread_time_ns(self) -> int:
+        return self.now_ns
+
+
+class Timed(StagedDevice):
+    """Capturing takes as long as twenty eager steps. A replay takes a fiftieth of one, and is none."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(1)
+        self.clock = clock
+
+    def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
+        self.clock.now_ns += 20 * EAGER_NS
+        graph, clock = super().capture(work), self.clock
+
+        class Replayed:
+            nbytes = 0
+
+            @property
+            def result(self) -> Tensor:
+                return graph.result
+
+            def replay(self) -> None:
+                before = clock.now_ns
+                graph.replay()
+                clock.now_ns = before + REPLAY_NS
+
+        return Replayed()  # type: ignore[return-value]
+
+
+class Local:
+    """An engine in this process, as far as measuring needs one."""
+
+    def __init__(self, stages: Stages, layout: KVLayout, blocks: int) -> None:
+        self._stages, self.layout, self.blocks = stages, layout, blocks
+
+    async def run(self, step: Step) -> StepResult:
+        self._stages.run(step)
+        told = threading.Event()
+        self._stages.runners[0].platform.memory.fetch((), told.set)  # behind the report
+        told.wait()
+        done = self._stages.events[-1]
+        assert isinstance(done, StageDone)
+        return StepResult(done.sampled, done.aborted, done.start_ns, done.end_ns)
+
+
+async def test_the_speed_that_is_told_is_a_replays(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(model_runner, "time", clock)
+    stages = opened(checkpoint, Timed(clock), 24)
+    [runner] = stages.runners
+    run = runner.model.run
+
+    def slow(*args: object, **how: object) -> object:
+        clock.now_ns += EAGER_NS
+        return run(*args, **how)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner.model, "run", slow)
+    said: list[str] = []
+    warm_up(runner, 64, 24 * SIZE, said.append)
+    assert said[-1].startswith("capturing graphs")
+    speeds = await measure(Local(stages, stages.pool.layout, 24), max_tokens=24 * SIZE)  # type: ignore[arg-type]
+    for sequences, context in ((1, 16), (8, 128), (8, 8 * 24 * SIZE)):
+        assert decode_step_seconds(speeds, sequences, context) == pytest.approx(REPLAY_NS / 1e9), (sequences, context)
+    assert prefill_seconds(speeds, 64, 0) >= EAGER_NS / 1e9
+    close(stages)
+
+
+def draw_step(draw: random.Random, number: int, tokens: int, blocks: int) -> Step:
+    """Any mix of decode steps and chunks."""
+    sequences: list[SequenceStep] = []
+    left = tokens
+    for _ in range(draw.choice([1, 2, 8, 30])):
+        rows = draw.choice([1, 1, draw.randint(1, 40), draw.randint(1, tokens)])
+        if rows > left:
+            break
+        left -= rows
+        context = draw.choice([rows, draw.randint(rows, 600), draw.randint(rows, blocks * SIZE)])
+        table = tuple(range(-(-context // SIZE)))
+        sequences.append(SequenceStep(bytes(4 * rows), context - rows, table, draw.choice([None, GREEDY])))
+    copies = draw.choice([(), ((3, 5),), ((3, 5), (4, 6))])
+    return Step(number, tuple(sequences) or (SequenceStep(bytes(4), 0, (0,), GREEDY),), copies=copies)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("kv_dtype", "deterministic"), [("auto", False), ("auto", True), ("fp8", False)])
+def test_no_step_launches_what_warm_up_did_not(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, deterministic: bool
+) -> None:
+    """On a device that is said to be an H100: launches are noted, and none runs."""
+    import kernels.triton.ops  # noqa: F401 - before the variable is set that would make Triton interpret
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # or Triton is not available on a CPU
+    monkeypatch.setenv(VARIABLE, "triton")
+    limits, blocks, tokens = Limits(132, 227 << 10, float8=True), 256, 512
+    monkeypatch.setattr(module, "limits_of", lambda _: limits)
+    draw = random.Random(7)
+    with caught(limits) as launched:
+        stages = opened(checkpoint, StagedDevice(1), blocks, kv_dtype)
+        [runner] = stages.runners
+        runner.model.deterministic = deterministic
+        warm_up(runner, tokens, blocks * SIZE, lambda what: None)
+        known = set(map(specialised, launched))
+        launched.clear()
+        for number in range(1, 80):
+            stages.run(draw_step(draw, number, tokens, blocks))
+        close(stages)
+    taken = set(map(specialised, launched))
+    assert taken <= known, taken - known
+    assert {name for name, *_ in taken} >= {"attention", "join_parts", "_copy", "_rms_norm", "_rope", "_silu_mul"}
+    assert sum(name == "attention" for name, *_ in taken) >= 4
+
+
+def test_a_later_stage_warms_up_alone(checkpoint: Path) -> None:
+    config = load_config(checkpoint)
+    layout = kv_layout(config, "float32", SIZE)
+    middle = layout.layers // 2
+    pool = KVPool.create(layout, 4, [(0, middle), (middle, layout.layers)])
+    stages = Stages(checkpoint, pool, StagedDevice(2))
+    for runner in stages.runners:
+        warm_up(runner, 64, 4 * SIZE, lambda what: None)
+        runner.platform.callbacks.close()
+    stages.runners[0].platform.device.close()  # type: ignore[union-attr]
+    assert not stages.failures
+    assert not stages.events
+    assert not torch.is_inference_mode_enabled()
+    pool.close()
