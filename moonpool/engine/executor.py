@@ -469,6 +469,10 @@ def _worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
     env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps the most that its threads ever had
     if spec.stages > 1:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this host
+        # This process ends a stage that waits in vain for NCCL, with the reason: a channel closed, or a step took too
+        # long. By default torch's watchdog aborts the stage; so does its monitor, if the watchdog must not.
+        env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        env.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     return env
 
 

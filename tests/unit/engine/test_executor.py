@@ -91,6 +91,17 @@ async def test_steps_run_and_nothing_is_left_afterwards(temporary: Path) -> None
     assert open_fds() <= fds
 
 
+def environment(pid: int) -> set[bytes]:
+    return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+
+
+async def test_a_stage_that_waits_for_a_lost_one_is_not_aborted_by_torch() -> None:
+    """Or the reason would be torch's signal."""
+    async with started(spec(stages=2)) as engine:
+        for pid in engine.pids:
+            assert {b"TORCH_NCCL_ASYNC_ERROR_HANDLING=0", b"TORCH_NCCL_ENABLE_MONITORING=0"} <= environment(pid)
+
+
 async def test_leaving_aborts_what_is_in_flight() -> None:
     async with started(spec()) as engine:
         run = asyncio.ensure_future(engine.run(step(1, WORK, gated=True)))

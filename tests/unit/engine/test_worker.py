@@ -169,7 +169,9 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
 
         os.kill(engine.pids[0], signal.SIGKILL)
         async with asyncio.timeout(60):
-            await asyncio.shield(engine.failed)
+            reason = await asyncio.shield(engine.failed)
+        assert "engine stage 0 " in reason
+        assert "was killed by signal 9" in reason
         with pytest.raises(Unavailable):
             await engine.run(Step(33, gated.sequences))
         if device != "cpu":
