@@ -318,15 +318,23 @@ def _shared_memory(nbytes: int) -> int:
     return fd
 
 
-def available_bytes() -> int | None:
-    """Memory that the system or our control group can still give, or None where that cannot be told."""
+def available_bytes(system: Path = Path("/")) -> int | None:
+    """Memory that the system or our control group can still give, or None where that cannot be told.
+
+    Pages of files count as free: the group counts them as used, and the system drops them when memory is asked for.
+    `system`: folder in which `proc` and `sys` lie.
+    """
     found: list[int] = []
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) << 10)
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())
-        found.append(max(0, limit - int((group / "memory.current").read_text())))
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        found.append(_numbers(system / "proc/meminfo")["MemAvailable:"] << 10)
+    group = system / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        pages = _numbers(group / "memory.stat")
+        found.append(max(0, limit - used + pages["active_file"] + pages["inactive_file"]))
     return min(found, default=None)
+
+
+def _numbers(table: Path) -> dict[str, int]:
+    """The second word of each line, by the first."""
+    return {words[0]: int(words[1]) for words in map(str.split, table.read_text().splitlines()) if len(words) > 1}

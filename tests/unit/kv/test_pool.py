@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from pathlib import Path
 
 import pytest
 
@@ -107,6 +108,22 @@ def test_refuses_ranges_that_are_not_the_layers(ranges: list[tuple[int, int]]) -
 def test_available_memory_is_told_here() -> None:
     available = available_bytes()
     assert available is None or available > 0
+
+
+def test_pages_of_files_are_free_memory_of_a_control_group(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None
+    files = {
+        "proc/meminfo": "MemTotal: 900 kB\nMemAvailable: 800 kB\n",
+        "sys/fs/cgroup/memory.max": f"{500 << 10}\n",
+        "sys/fs/cgroup/memory.current": f"{490 << 10}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 9\nactive_file {100 << 10}\ninactive_file {200 << 10}\nshmem 7\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available_bytes(tmp_path) == 310 << 10
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == 800 << 10
 
 
 def test_hashes_lie_beside_the_slices_and_are_shared() -> None:
