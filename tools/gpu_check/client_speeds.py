@@ -122,6 +122,8 @@ class ClientSpeeds:
                 except* (MoonpoolError, CheckError) as errors:
                     wrong.append(f"{self.doing}: {first_error(errors)}")
                     self._stack.expect_all_run(wrong[-1])
+            self.doing = "writing KV back"
+            await self._at_rest()  # so that services end soon
         expect(not wrong, "; ".join(wrong))
 
     # --- time to the first token -------------------------------------------------------------------------------------
@@ -192,7 +194,7 @@ class ClientSpeeds:
     # --- a long prompt joins -----------------------------------------------------------------------------------------
 
     async def _joins(self) -> None:
-        """Let a long prompt join running sequences: computed, and then once more with nearly all of it cached."""
+        """Let long prompts join running sequences: one that is computed, one that prefill has cached nearly."""
         sizes = self._sizes
         answers = [Answer() for _ in range(sizes.running)]
         async with asyncio.TaskGroup() as group:
@@ -202,11 +204,13 @@ class ClientSpeeds:
             ]
             for answer in answers:
                 await answer.has(sizes.answer // 4)
-            prompt = self._prompts(sizes.joining)
-            kept = int(sizes.joining * CACHED)
-            for name, joining in (("", prompt), (" cached", prompt[:kept] + self._prompts(sizes.joining - kept))):
-                self.doing = f"a prompt of {sizes.joining} joins{name}"
-                await self._join(f"{sizes.joining}{name} joins {sizes.running}", answers, joining)
+            self.doing = f"a prompt of {sizes.joining} tokens joins"
+            await self._join(f"{sizes.joining} joins {sizes.running}", answers, self._prompts(sizes.joining))
+            self.doing = f"{self.doing}, cached"
+            kept, prompt = int(sizes.joining * CACHED), self._prompts(sizes.joining)
+            await self._ask(prompt, 1)  # decode takes no part, so all KV is new to it
+            joining = prompt[:kept] + self._prompts(sizes.joining - kept)
+            await self._join(f"{sizes.joining} cached joins {sizes.running}", answers, joining)
             ended = sum(task.done() for task in tasks)
             for task in tasks:
                 task.cancel()

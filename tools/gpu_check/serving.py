@@ -23,7 +23,7 @@ from tools.gpu_check.where import CheckError, Figures, Where, expect
 SEED = 30
 ORDINARY_TOKENS = 16
 """Ids below are left to special tokens."""
-ENDING_S = 12.0
+ENDING_S = 20.0
 """Seconds of a stage's limit in which its services end."""
 LOG_LINES = 60
 """Last lines of each service's log that the stage tells."""

@@ -21,7 +21,7 @@ from tools.gpu_check.serving import (
 )
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
-LIMIT_S = 75
+LIMIT_S = 110
 ANSWER = 24
 LEAST_KNOWN = 0.5
 """Of all tokens, this share must be told apart from the second best, or the comparison says little."""
@@ -34,8 +34,9 @@ def check(where: Where, figures: Figures) -> None:
     model = checkpoint(where, served, figures)
     lengths = (40, 300) if where.tiny else (100, 700, 2048, 2048, 2048)
     prompts = list(map(Prompts(load_config(model).vocab_size), lengths))
-    # Chunks have the same borders in both, also where steps take more tokens by default.
-    plan = plan_of(where, served, model, "two-stages", {"prefill": ["--max-num-batched-tokens", "512"]})
+    # Chunks have the same borders in both, also where steps take more tokens by default. Graphs take time to capture.
+    extra = {"prefill": ["--max-num-batched-tokens", "512"], "decode": ["--set", "cuda_graphs=off"]}
+    plan = plan_of(where, served, model, "two-stages", extra)
     with CheckedStack(plan, end - time.monotonic()) as stack:
         one = _asked(stack, prompts, "one stage", end, figures)
         _restart_in_two_stages(where, stack, end, figures)

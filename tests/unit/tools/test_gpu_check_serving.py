@@ -1,0 +1,145 @@
+"""What the check's serving stages make of what they see: right answers pass, and each kind of fault is told."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from moonpool.cli.stack import StackPlan
+from moonpool.client import TokenEvent
+from moonpool.errors import MoonpoolError, Overloaded, Unavailable
+from moonpool.logprobs import TokenLogprobs
+from tools.gpu_check.serving import Answer, CheckedStack, Served, checkpoint, known_part, run_until
+from tools.gpu_check.stages.load import ANSWER, Load
+from tools.gpu_check.where import CheckError, Figures, Where
+
+PROMPT, RIGHT = [20, 21, 22], list(range(100, 100 + ANSWER))
+
+
+class FakeStream:
+    """An answer that comes token by token, or an error."""
+
+    def __init__(self, tokens: Sequence[int], error: MoonpoolError | None, pause_s: float) -> None:
+        self._tokens, self._error, self._pause_s = tokens, error, pause_s
+        self.result = None
+        self.closed = False
+
+    async def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        if self._error is not None:
+            raise self._error
+        for position, token in enumerate(self._tokens):
+            await asyncio.sleep(self._pause_s)
+            yield TokenEvent(position, (token,), "")
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+def loaded(
+    tokens: Sequence[int] = RIGHT,
+    error: Callable[[], MoonpoolError] | None = None,
+    pause_s: float = 0.0,
+    requests: int = 30,
+) -> Load:
+    """A load after so many requests, all answered by the same tokens or refused by the same error."""
+    left = iter(range(requests))
+
+    def stream(**arguments: Any) -> FakeStream:
+        if next(left, None) is None:
+            load.until = 0.0
+        return FakeStream(tokens, error() if error is not None else None, pause_s)
+
+    client: Any = SimpleNamespace(stream=stream)
+    load = Load(client, [(PROMPT, RIGHT)], 512, 50, time.monotonic() + 60)
+    asyncio.run(load.worker(0))
+    return load
+
+
+def test_right_answers_are_compared_and_nothing_is_wrong() -> None:
+    load = loaded()
+    assert not load.wrong
+    assert load.counts["compared"] >= ANSWER
+    assert load.counts["answered"] == len(load.outcomes) > 0
+
+
+def test_a_wrong_token_is_told_with_the_right_ones() -> None:
+    load = loaded([*RIGHT[:5], 7, *RIGHT[6:]])
+    assert load.wrong
+    assert "a prompt of 3 tokens" in load.wrong[0]
+    assert str(RIGHT) in load.wrong[0]
+
+
+def test_failed_requests_are_told_and_refused_ones_counted() -> None:
+    load = loaded(error=lambda: Unavailable("prefill-0 is gone"))
+    assert load.wrong[0] == "Unavailable: prefill-0 is gone"
+    load = loaded(error=lambda: Overloaded("full", reason="room", retry_after_s=0.0))
+    assert not load.wrong
+    assert load.counts["refused"] > 0
+
+
+def test_some_requests_are_cancelled_while_they_run() -> None:
+    assert loaded(pause_s=0.02, requests=12).counts["cancelled"] > 0
+
+
+def test_gaps_are_those_that_overlap_a_span() -> None:
+    answer = Answer(sent=0.0)
+    for moment, tokens in ((1.0, [1]), (1.1, [2]), (1.6, [3, 4]), (1.7, [5])):
+        answer.came(tokens, moment)
+    assert answer.ttft_ms == 1000.0
+    assert answer.gaps(1.2, 1.3) == [pytest.approx(0.5)]
+    assert max(answer.gaps(0.0, 9.0)) == pytest.approx(0.5)
+    assert answer.gaps(1.65, 9.0) == [pytest.approx(0.1)]
+    assert (answer.tokens_between(1.1, 1.6), answer.tokens_between(0.0, 9.0)) == (2, 5)
+
+
+def test_an_answer_is_known_up_to_a_near_tie() -> None:
+    told = [TokenLogprobs(9, -0.1, 1, ((9, -0.1), (8, gap - 0.1))) for gap in (-2.0, -1.0, -0.001, -3.0)]
+    result: Any = SimpleNamespace(token_ids=[9, 9, 9, 9], logprobs=told)
+    assert known_part(result) == [9, 9]
+
+
+def test_work_that_takes_too_long_or_fails_in_a_task_ends_with_one_error() -> None:
+    async def failing() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(raising())
+
+    async def raising() -> None:
+        raise Unavailable("the decode instance is gone")
+
+    with pytest.raises(CheckError, match="out of time: waiting for ever"):
+        run_until(0.0, asyncio.sleep(60), lambda: "waiting for ever")
+    with pytest.raises(Unavailable, match="decode instance is gone"):
+        run_until(60.0, failing(), lambda: "")
+
+
+def test_a_service_that_has_ended_or_had_to_be_killed_is_named(tmp_path: Path) -> None:
+    stack = CheckedStack(StackPlan("model", tmp_path), 1.0)
+    ended: Any = SimpleNamespace(id="decode-0", returncode=-11, log_tail=lambda: "  decode-0| CUDA error")
+    stack.services["decode-0"] = ended
+    with pytest.raises(CheckError, match=r"no tokens: decode-0 ended with status -11\n  decode-0\| CUDA error"):
+        stack.expect_all_run("no tokens")
+    stack.statuses = {"conductor": 0, "prefill-0": -9}
+    with pytest.raises(CheckError, match="prefill-0 ended with status -9"):
+        stack.expect_ended_in_order()
+
+
+def test_a_start_that_fails_is_told_with_the_end_of_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    plan = StackPlan(str(tmp_path / "nothing"), tmp_path / "data")
+    with pytest.raises(Unavailable, match=r"conductor ended with status 2(?s:.*)nothing"), CheckedStack(plan, 60.0):
+        pass
+    assert "conductor| " in capfd.readouterr().err
+
+
+def test_a_checkpoint_is_created_once(tmp_path: Path) -> None:
+    where, figures = Where("staged", True, tmp_path, 60.0), dict[str, Any]()
+    served = Served("tiny-llama", "float32", 300, 1, 1)
+    folder = checkpoint(where, served, figures)
+    assert "create tiny-llama-float32, s" in figures
+    again: Figures = {}
+    assert checkpoint(where, served, again) == folder
+    assert not again
+    assert [it.name for it in tmp_path.iterdir()] == ["tiny-llama-float32"]
