@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton import interpreter
 from kernels.triton.variants import JOINED, MANY, PART, ROW_EACH, SINGLES
 
 #: How KV is stored.
@@ -314,3 +315,5 @@ def join_parts(
 
 #: Whether this process interprets kernels: bfloat16 is an integer to it, and products are made in float32 (WIDE).
 INTERPRETED = not isinstance(attention, triton.JITFunction)
+if INTERPRETED:
+    interpreter.mend()
