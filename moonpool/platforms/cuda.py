@@ -98,7 +98,8 @@ class CudaDevice:
         if not torch.cuda.is_available():
             raise ConfigError("device", "no CUDA device can be used here")
         if number >= torch.cuda.device_count():
-            raise ConfigError("device", f"there is no GPU {number}, only {torch.cuda.device_count()}")
+            count = torch.cuda.device_count()
+            raise ConfigError("device", f"there is no GPU {number}, only {count}; stages may share one: cuda:0,cuda:0")
         self._device = torch.device("cuda", number)
         torch.cuda.set_device(self._device)
         compute, load, store = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
@@ -120,9 +121,14 @@ class CudaDevice:
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""
+        torch.cuda.empty_cache()  # what loading weights has left over
         free, _ = torch.cuda.mem_get_info(self._device)
-        check_free_memory(torch.Size(shape).numel(), beside, free)
-        found = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        nbytes = torch.Size(shape).numel()
+        check_free_memory(nbytes, beside, free)
+        try:
+            found = torch.empty(shape, dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:  # another process on this GPU was quicker
+            raise ConfigError("kv_cache_memory_bytes", f"{nbytes} bytes of KV do not fit the GPU: {error}") from error
         torch.cuda.synchronize(self._device)
         return found
 
@@ -133,9 +139,9 @@ class CudaDevice:
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
         """See `Device.capture`."""
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        # Other threads wait for events meanwhile, which must not end the capture.
-        mode = "thread_local"
-        return _CudaGraph(graph, torch.cuda.graph(graph, self._graphs, stream, mode), work)
+        # Other threads wait for events and copy meanwhile, which must not end the capture.
+        capturing = torch.cuda.graph(graph, pool=self._graphs, stream=stream, capture_error_mode="thread_local")
+        return _CudaGraph(graph, capturing, work)
 
     def close(self) -> None:
         """See `Device.close`."""
