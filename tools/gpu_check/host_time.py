@@ -8,9 +8,14 @@ from typing import Any
 
 
 class HostTime:
-    """Counts the seconds that the thread which made this object spends in watched methods, without those inside."""
+    """Counts the seconds that the thread which made this object spends in watched methods, without those inside.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """By part."""
         self._thread, self._inside = threading.get_ident(), [0.0]
@@ -25,12 +30,12 @@ class HostTime:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
                 return plain(*args, **kwargs)
-            began = time.perf_counter()
+            began = self._clock()
             self._inside.append(0.0)
             try:
                 return plain(*args, **kwargs)
             finally:
-                took = time.perf_counter() - began
+                took = self._clock() - began
                 self.seconds[part] += took - self._inside.pop()
                 self._inside[-1] += took
 

@@ -16,14 +16,14 @@ from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
 from moonpool.models.loader import load_stage
-from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
 from moonpool.platforms.base import Device
 from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
-from tools.gpu_check.where import Where, expect
+from tools.gpu_check.serving import Served, checkpoint
+from tools.gpu_check.where import Figures, Where, expect
 
 BLOCK = 64
 
@@ -93,24 +93,22 @@ def _ids(tokens: list[int]) -> bytes:
 
 
 @contextmanager
-def stage(where: Where, shape: str, tokens: int, longest: int) -> Iterator[Stage]:
-    """Load a model of a shape with room for `tokens` tokens of KV. The checkpoint is made once for all stages.
+def stage(where: Where, served: Served, tokens: int, longest: int, figures: Figures) -> Iterator[Stage]:
+    """Load a model with room for `tokens` tokens of KV, in sequences of `longest` at most.
 
     Raises:
         CheckError: a callback of the KV memory failed.
     """
-    path = where.out / shape
-    if not path.is_dir():
-        create(shape, path)
-    config, name = load_config(path), "float32" if where.tiny else "bfloat16"
+    path = checkpoint(where, served, figures)
+    config, dtype = load_config(path), getattr(torch, served.dtype)
     device = open_device(DeviceName.parse(where.device))
     assert device is not None
-    dtype = torch.float32 if where.tiny else torch.bfloat16
     model = load_stage(path, config, dtype, 0, config.num_layers, device.torch_device)
     errors: list[BaseException] = []
-    with closing(KVPool.create(kv_layout(config, name, BLOCK), tokens // BLOCK, [(0, config.num_layers)])) as pool:
+    layout = kv_layout(config, served.dtype, BLOCK)
+    with closing(KVPool.create(layout, tokens // BLOCK, [(0, config.num_layers)])) as pool:
         place = stage_platform(device, pool.parts[0], errors.append)
         with closing(place):
             place.memory.kv.zero_()
             yield Stage(device, model, place, longest, config.vocab_size)
-    expect(not errors, f"{shape}: {errors}")
+    expect(not errors, f"{served.shape}: {errors}")

@@ -19,7 +19,7 @@ _NAMES_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TestRun:
+class PytestRun:
     """Tests to run.
 
     Attributes:
@@ -35,7 +35,7 @@ class TestRun:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def run_tests(name: str, wanted: TestRun, figures: Figures) -> None:
+def run_tests(name: str, wanted: PytestRun, figures: Figures) -> None:
     """Run tests with the warnings of this machine's packages allowed; `name` begins the figures' names.
 
     Raises:
@@ -62,7 +62,7 @@ def run_tests(name: str, wanted: TestRun, figures: Figures) -> None:
         raise CheckError(f"{name}: pytest ended with {done.returncode}, {passed} tests passed")
 
 
-def list_tests(name: str, wanted: TestRun, figures: Figures) -> None:
+def list_tests(name: str, wanted: PytestRun, figures: Figures) -> None:
     """Find tests and run none of them, where another run of tests does.
 
     Raises:

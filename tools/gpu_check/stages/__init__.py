@@ -15,9 +15,9 @@ ORDER = (
     "copies",
     "kernel_speed",
     "decode_steps",
-    "profile",
     "serve_small",
     "serve_large",
     "two_stages",
     "load",
+    "profile",
 )

@@ -32,18 +32,18 @@ def check(where: Where, figures: Figures) -> None:
     figures["matrix product, TFLOP/s"] = round(on.multiplied(cases[0][0].dtype) / 1e12, 1)
     slow = []
     for shape, sizes in cases:
-        slow += [_tell(row, figures) for row in kernel_rows(on, shape, sizes)]
+        slow += [tell(row, figures) for row in kernel_rows(on, shape, sizes)]
     for rows, vocab in SAMPLED if where.on_gpu else ((2, 500),):
-        slow += [_tell(row, figures) for row in sampling_rows(on, rows, vocab)]
+        slow += [tell(row, figures) for row in sampling_rows(on, rows, vocab)]
     try:
-        slow += [_tell(row, figures) for row in flashinfer_rows(on, *cases[0])]
+        slow += [tell(row, figures) for row in flashinfer_rows(on, *cases[0])]
     except Exception as error:  # of a peer that is optional, and whose calls differ from version to version
         figures["FlashInfer"] = f"skipped: {type(error).__name__}: {error}"
     expect(not any(slow) or not where.on_gpu, "; ".join(filter(None, slow)))
 
 
-def _tell(row: Row, figures: Figures) -> str:
-    """Return what is wrong; "" if nothing is."""
+def tell(row: Row, figures: Figures) -> str:
+    """Tell a figure; return what is wrong with it, "" if nothing is."""
     target = f", target {row.target}" if row.target else ""
     figures[f"{row.name}, beside {row.limit_name}"] = f"{row.value:.4g} {row.unit}, {row.ratio:.2f} of it{target}"
     if row.target and row.ratio < FEWEST_OF_TARGET * row.target:

@@ -2,11 +2,11 @@
 
 import importlib.util
 
-from tools.gpu_check.test_runs import TestRun, list_tests, run_tests
+from tools.gpu_check.test_runs import PytestRun, list_tests, run_tests
 from tools.gpu_check.where import Figures, Where, stage_main
 
 LIMIT_S = 150
-TESTS = "tests/integration/test_parity.py"
+TESTS = ("tests/integration/test_parity.py",)
 
 
 def check(where: Where, figures: Figures) -> None:
@@ -15,9 +15,9 @@ def check(where: Where, figures: Figures) -> None:
         figures["parity"] = "skipped: transformers is not installed"
         return
     if where.on_gpu:
-        run_tests("parity", TestRun([TESTS], "gpu"), figures)
+        run_tests("parity", PytestRun(TESTS, "gpu"), figures)
     else:
-        list_tests("parity", TestRun([TESTS], "gpu"), figures)
+        list_tests("parity", PytestRun(TESTS, "gpu"), figures)
         figures["answers"] = "skipped: make test runs the same tests on staged"
 
 

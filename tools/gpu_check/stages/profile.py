@@ -3,19 +3,20 @@
 from torch.profiler import ProfilerActivity, profile
 
 from tools.gpu_check.runners import stage
+from tools.gpu_check.serving import SMALL, TINY_EXACT
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
 LIMIT_S = 40
-SHAPE, BATCH, CONTEXT, CHUNK, STEPS, WARM = "qwen2.5-0.5b", 64, 1024, 2048, 20, 4
+BATCH, CONTEXT, CHUNK, STEPS, WARM = 64, 1024, 2048, 20, 4
 ROWS = 25
 
 
 def check(where: Where, figures: Figures) -> None:
     """Tell a table of each; fail if the profiler saw no work on the device."""
-    shape, batch, context, chunk = ("tiny-qwen2", 2, 128, 128) if where.tiny else (SHAPE, BATCH, CONTEXT, CHUNK)
+    served, batch, context, chunk = (TINY_EXACT, 2, 128, 128) if where.tiny else (SMALL, BATCH, CONTEXT, CHUNK)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where.on_gpu else [])]
     order = "self_device_time_total" if where.on_gpu else "self_cpu_time_total"
-    with stage(where, shape, batch * context, context) as it:
+    with stage(where, served, batch * context, context, figures) as it:
         runner = it.runner(graphs=True)
         runner.run(it.decode_steps(batch, context, WARM + STEPS))
         for _ in range(WARM - 1):
@@ -26,14 +27,12 @@ def check(where: Where, figures: Figures) -> None:
         runner.run(it.prompt(chunk))
         with profile(activities=activities) as prefill:
             runner.run(it.prompt(chunk))
-    for name, seen in ((f"{STEPS} decode steps", decode), (f"a chunk of {chunk} tokens", prefill)):
+    for name, seen in ((f"{STEPS} decode steps of {batch} sequences", decode), (f"a chunk of {chunk} tokens", prefill)):
         averages = seen.key_averages()
         busy = sum(getattr(event, order) for event in averages)
         expect(busy > 0, f"{name}: the profiler saw no work")
         figures[f"{name}: busy, ms"] = round(busy / 1e3, 3)
-        figures[f"{name}, {shape}, batch {batch}"] = averages.table(
-            sort_by=order, row_limit=ROWS, max_name_column_width=60
-        )
+        figures[f"{name}, {served.shape}"] = averages.table(sort_by=order, row_limit=ROWS, max_name_column_width=60)
 
 
 if __name__ == "__main__":
