@@ -7,7 +7,7 @@ import torch
 
 from kernels.triton import attention as launches
 from kernels.triton import device as code
-from kernels.triton import tiles
+from kernels.triton import tiles, variants
 from tests.unit.kernels.test_triton.pools import DTYPES, make
 
 RAGGED = [(1, 33), (5, 21), (1, 1), (3, 3), (17, 60)]
@@ -141,7 +141,7 @@ def test_rows_and_blocks_may_be_apart() -> None:
 
 def test_deterministic_rows_do_not_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bits are the same alone, with others, in chunks, as decode, with and without programs of their own for parts."""
-    monkeypatch.setattr(launches, "EXACT_PART", 64)
+    monkeypatch.setattr(variants, "EXACT_PART", 64)
     case = make([(1, 9), (20, 90), (3, 30)], block_tokens=32, kv_heads=1)
     whole = case.prefill(deterministic=True)
     case.check(whole)
