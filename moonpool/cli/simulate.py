@@ -22,6 +22,7 @@ from simulator.experiments import faults as conductors_experiment
 from simulator.experiments import memory as memory_experiment
 from simulator.experiments import pipeline as pipeline_experiment
 from simulator.experiments import prefix_caching as cache_experiment
+from simulator.experiments import race as race_experiment
 from simulator.experiments import serving
 from simulator.experiments.frame import Progress, RequestSource, Result, simulate
 from simulator.experiments.report import Summary
@@ -207,6 +208,33 @@ def scale(options: ScaleOptions) -> None:
 def scheduling(options: Cluster) -> None:
     """Time to first token by how prefill instances are chosen: random, by load, by own cache, by all KV there is."""
     options.print(lambda say: serving.scheduling(options.config(), options.source(), say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaceOptions(Traced, Machines):
+    """Options of `race`."""
+
+    policy: Annotated[
+        str, typer.Option(help="Policies, comma-separated, each as the conductor's flag names it; empty = all bundled.")
+    ] = ""
+    speed: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0
+    link_gb: Annotated[
+        float, typer.Option(min=0.0, help="GB per second that an instance loads over its link; 0 = own caches only.")
+    ] = 100.0
+    jitter_seeds: Annotated[
+        int, typer.Option(min=1, help="Runs of each policy; each moves arrivals within the grain of the trace's clock.")
+    ] = 3
+    prefill: Prefill = 8
+    decode: Decode = 8
+
+
+@app.command()
+@verb
+def race(options: RaceOptions) -> None:
+    """Placement policies side by side: one trace, one load, one speed of links, several seeds of arrivals."""
+    config = race_experiment.linked(options.machines(options.prefill, options.decode, options.speed), options.link_gb)
+    named = options.policy.split(",") if options.policy else list(POLICIES)
+    options.print(lambda say: race_experiment.race(config, options.source(), named, options.jitter_seeds, say))
 
 
 @dataclass(frozen=True, kw_only=True)

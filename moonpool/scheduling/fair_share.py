@@ -47,6 +47,10 @@ class QueueKey:
     number: int
     weight: float = 1.0
 
+    def delayed(self, seconds: float) -> "QueueKey":
+        """The key of an item that stands so many seconds behind."""
+        return QueueKey(self.tenant, self.rank + seconds, self.number, self.weight)
+
     @property
     def order_in_tenant(self) -> tuple[float, int]:
         """Orders items of one tenant."""

@@ -150,6 +150,7 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
         promised_blocks=load.promised_blocks,
         context_tokens=load.context_tokens,
         drain_s=finite_or_zero(load.drain_s) if load.HasField("drain_s") else None,
+        queued_tokens=load.queued_tokens,
         speeds=speeds_from_proto(load.speed) if load.HasField("speed") else None,
         draining=load.draining,
         taken=load.taken,

@@ -33,7 +33,7 @@ from services.conductor.explain import (
     RequestReports,
     TraceRecording,
 )
-from services.conductor.placement.registry import load_policy, seed_of
+from services.conductor.placement.policies.registry import load_policy, seed_of
 from services.conductor.records import RecordSync
 from services.conductor.registry import Checkpoint, ClusterMembers
 from services.conductor.request import RequestValidator

@@ -38,7 +38,7 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.router import ReplicatePrefix, RoutingConfig
 from services.conductor.core.scheduler import ConductorCore
-from services.conductor.placement.registry import load_policy
+from services.conductor.placement.policies.registry import load_policy
 from services.prefill.core.actions import ReportFirstToken
 from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.admission import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of

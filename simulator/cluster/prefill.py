@@ -328,6 +328,7 @@ class SimulatedPrefill:
             free_blocks=state.manager.num_free,
             cached_blocks=state.manager.num_cached,
             drain_s=self.core.drain_seconds(self._world.seconds),
+            queued_tokens=self.core.queued_tokens,
             speeds=state.tracker.speeds,
             draining=self.core.draining,
             taken=self.core.taken,

@@ -9,6 +9,14 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *("stores", "request.width", "starts_in_s", "search", "resumable", "fence", "request.priority"),
         *("request.tenant", "request.transient", "request.logprob_bytes"),
     ),
+    "LoadFacts": (
+        *("running", "waiting", "free_blocks", "cached_blocks", "promised_blocks", "context_tokens", "drain_s"),
+        *("speeds", "draining", "taken", "answer_tokens"),
+    ),
+    "PrefillChoice": (
+        *("id", "local_blocks", "used_blocks", "queue_s", "load_s", "prefill_s", "busy_s", "source", "excluded"),
+        *("overhead_s", "others", "growing_s", "rest_s", "read_s", "tail_s", "cold_blocks"),
+    ),
     "SubmitJob": (
         *("job", "request.tokens", "request.keys", "held_blocks", "sources", "copies", "request.tenant"),
         *("request.priority", "request.weight", "reuse", "request.transient", "max_queue_s"),

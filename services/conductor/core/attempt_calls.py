@@ -244,9 +244,11 @@ class AttemptCalls:
         self._take_part(request, attempt, decision.prefill.id)
 
     def _claim_prefill(self, request: ScheduledRequest, decision: RoutingDecision, now: float) -> int:
-        best = decision.prefill
+        best, spec = decision.prefill, request.spec
+        key = spec.queue_key if best.delay_s is None else spec.queue_key_at(now).delayed(best.delay_s)
+        tokens = self._cluster.tokens_to_compute(decision)
         claim = self._cluster.claim_prefill(
-            best.id, best.busy_s, now, best.source, request.spec.queue_key, LinkRead.of(best), decision.send_s
+            best.id, best.busy_s, now, best.source, key, LinkRead.of(best), decision.send_s, tokens
         )
         self._cluster.prefills.in_flight.placed(claim, best.id, request.keys)
         return claim

@@ -167,16 +167,20 @@ class ClusterView:
         self, decision: RoutingDecision, computed: int, there_s: float, overhead_s: float, now: float
     ) -> None:
         """Learns from a first token, which took `there_s` at its instance and `overhead_s` around it."""
-        instance, demand = self.prefills.get(decision.prefill.id), decision.demand
+        instance = self.prefills.get(decision.prefill.id)
         if instance is None or self.shape is None:
             return
-        size = self.shape.block_tokens
-        foreseen = demand.prompt_tokens - self.shape.reused_tokens(demand.prompt_tokens, decision.prefill.used_blocks)
+        size, foreseen = self.shape.block_tokens, self.tokens_to_compute(decision)
         instance.learnt.overhead.observe(overhead_s)
         if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
             instance.observe(decision.prefill, there_s)
         instance.computed(now)
         self.prefills.rank(instance)
+
+    def tokens_to_compute(self, decision: RoutingDecision) -> int:
+        """Prompt tokens that the chosen instance is predicted to compute."""
+        tokens, shape = decision.demand.prompt_tokens, self.shape
+        return tokens - shape.reused_tokens(tokens, decision.prefill.used_blocks) if shape is not None else tokens
 
     # --- claims ----------------------------------------------------------------------------------------------------
 
@@ -189,6 +193,7 @@ class ClusterView:
         queue_key: QueueKey | None = None,
         read: LinkRead = NO_READ,
         send_s: float = 0.0,
+        tokens: int = 0,
     ) -> int:
         """Counts a prompt on an instance until `release`, and time on links: its source's, and its own.
 
@@ -198,7 +203,8 @@ class ClusterView:
         number, instances = self._new_claim()
         instance, lender = self.prefills.get(prefill), self._instances.get(source)
         if instance is not None:
-            instance.claim(number, busy_s, now, queue_key)
+            instance.claim(number, busy_s, now, queue_key, tokens)
+            self.prefills.placed(busy_s, now)
             self.prefills.chose(instance)
             instances.append(instance)
             if send_s:

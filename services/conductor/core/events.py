@@ -231,6 +231,10 @@ class RequestSpec:
         """Its position among requests that wait."""
         return QueueKey(self.tenant, priority_rank(self.arrived, self.priority), self.number, self.weight)
 
+    def queue_key_at(self, now: float) -> QueueKey:
+        """Its position at an instance where it arrives now."""
+        return QueueKey(self.tenant, priority_rank(now, self.priority), self.number, self.weight)
+
     @property
     def stratum(self) -> Stratum:
         """Requests that share forecasts of the answer's length."""

@@ -68,6 +68,7 @@ class LoadFacts:
         draining: takes no new requests.
         taken: prompts or promises so far: those numbered up to it are included (`ClusterView.acknowledged`).
         answer_tokens: expected length of a new answer, for which memory is kept (decode); 0 = not reported.
+        queued_tokens: prompt tokens without KV (prefill).
     """
 
     running: int = 0
@@ -81,6 +82,7 @@ class LoadFacts:
     draining: bool = False
     taken: int = 0
     answer_tokens: int = 0
+    queued_tokens: int = 0
 
 
 MIN_REPORTS = 20

@@ -262,7 +262,7 @@ class PrefillLatencyModel:
     def __init__(self, demand: Demand, shape: KVShape, sources: Sequence[PrefixHolder], threshold: float) -> None:
         self._tokens = demand.prompt_tokens
         self._shape = shape
-        self._sources = sources
+        self.sources = sources
         self._block_bytes = shape.block_tokens * shape.token_bytes
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
@@ -307,7 +307,7 @@ class PrefillLatencyModel:
         """What an instance of these speeds could load."""
         loadable = self._loadable_at.get(step_tokens)
         if loadable is None:
-            loadable = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self._sources]
+            loadable = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self.sources]
             self._loadable_at[step_tokens] = loadable
         return [
             (source, blocks, rest, work_seconds(speeds, *rest), source.rate(speeds))

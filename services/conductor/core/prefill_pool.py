@@ -1,9 +1,10 @@
 """The prefill instances: when each will be free, which prefixes they are computing, and which is best for a prompt."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
+from math import exp
 from typing import NamedTuple
 
 from moonpool.frozen import frozen
@@ -27,11 +28,16 @@ from services.conductor.core.latency_model import (
 )
 from services.conductor.core.prefix_index import slots_in
 from services.conductor.placement.base import (
+    Arrivals,
     Candidates,
+    InstanceLoad,
     PlacementPolicy,
+    PlacementRequest,
     PrefillChoice,
     PrefillCost,
+    QueueWait,
     RankedInstance,
+    StoredPrefix,
 )
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
@@ -190,12 +196,40 @@ LATER_SHARE = 0.25
 """Share of a full step that later prompts take of the step in which a waiting prompt ends."""
 
 
+RECENT_S = 60.0
+"""Time constant of what is called recent, seconds."""
+
+
+@dataclass(slots=True)
+class RecentRate:
+    """A sum that fades with `RECENT_S`, by the times of events: `total` as of the time `at`."""
+
+    total: float = 0.0
+    at: float = 0.0
+
+    def add(self, amount: float, now: float) -> None:
+        """Adds to the sum."""
+        self.total, self.at = self._left(now) + amount, max(now, self.at)
+
+    def per_s(self, now: float) -> float:
+        """The sum per second."""
+        return self._left(now) / RECENT_S
+
+    def _left(self, now: float) -> float:
+        return self.total * exp(min(self.at - now, 0.0) / RECENT_S)
+
+
+SAMPLED = 64
+"""Instances whose queues stand for those of all, where there are more."""
+
+
 @dataclass(slots=True)
 class PlacedPrompt:
     """A prompt that this conductor has placed at a prefill instance.
 
     Attributes:
         busy_s: seconds for which the prompt keeps the instance busy.
+        tokens: to compute.
         number: the instance's own number of the prompt; 0 = it gives none, None = not known yet.
         covered: the last report includes the prompt, so it is not counted any more.
         queue_key: its position among other prompts there; None = not known.
@@ -205,6 +239,7 @@ class PlacedPrompt:
     number: int | None = None
     covered: bool = False
     queue_key: QueueKey | None = None
+    tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -220,6 +255,7 @@ class PrefillInstanceState:
         overtaken: the last report was ignored, as an answer had overtaken it.
         prompts: prompts that this conductor has placed here, by claim.
         link: over which others read its blocks.
+        recent: seconds of work that this conductor has placed here.
         full_step: work of a full step.
     """
 
@@ -235,6 +271,7 @@ class PrefillInstanceState:
     prompts: dict[int, PlacedPrompt] = field(default_factory=dict)
     health: HealthMonitor = field(default_factory=HealthMonitor)
     link: KVLink = field(default_factory=KVLink)
+    recent: RecentRate = field(default_factory=RecentRate)
     full_step: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:
@@ -250,10 +287,11 @@ class PrefillInstanceState:
         """Factor by which its queue takes longer than reported; a queue is mostly full steps."""
         return self.learnt.slowdown(self.full_step)
 
-    def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None) -> None:
+    def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
         """Counts a prompt from now on."""
-        self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key)
+        self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
         self.free_at = max(self.free_at, now) + busy_s
+        self.recent.add(busy_s, now)
 
     def acknowledged(self, claim: int, number: int) -> None:
         """The instance has the prompt of a claim, as its `number`-th; the last report may include it already."""
@@ -307,10 +345,46 @@ class PrefillInstanceState:
             return all_s
         weights = {it.tenant: it.weight for it, _ in own} | {key.tenant: key.weight}
         turns = sum(weights.values()) / key.weight
-        step_s = max([busy_s for _, busy_s in own])
-        if self.facts.step_tokens:
-            step_s = min(step_s, work_seconds(self.learnt.speeds, *self.full_step))
-        return min(all_s, turns * sum(before) + step_s)
+        return min(all_s, turns * sum(before) + self._step_s(self.prompts.values()))
+
+    def wait(self, key: QueueKey, now: float) -> QueueWait:
+        """The place of a prompt with this queue key, where prompts are computed in the order of their keys.
+
+        What is computed of this conductor's prompts counts for the first of them at most. Prompts of other conductors
+        go first. Between tenants, each waits for its turns.
+        """
+        all_s = max(self.free_at - now, 0.0)
+        if all_s <= 0.0:
+            return QueueWait(0.0, 0)
+        own = [it for it in self.prompts.values() if it.queue_key is not None]
+        mine, last = [it for it in own if it.queue_key and it.queue_key.tenant == key.tenant], key.order_in_tenant
+        before = [it for it in mine if it.queue_key and it.queue_key.order_in_tenant < last]
+        behind = len(mine) - len(before)
+        if not behind:
+            return QueueWait(all_s if len(mine) == len(own) else self.queue_s(key, all_s), 0)
+        step_s = self._step_s(own)
+        if len(mine) < len(own):
+            return QueueWait(self.queue_s(key, all_s), behind)
+        own_s, before_s = sum([it.busy_s for it in own]), sum([it.busy_s for it in before])
+        first = min(before, key=_order_of, default=None)
+        done_s = min(max(own_s - all_s, 0.0), first.busy_s if first is not None else 0.0)
+        others_s = max(all_s - own_s, 0.0)
+        return QueueWait(min(all_s, before_s - done_s + others_s + step_s / 2), behind)
+
+    def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
+        """Seconds of the step under way at most."""
+        longest_s = max([it.busy_s for it in prompts])
+        return (
+            min(longest_s, work_seconds(self.learnt.speeds, *self.full_step)) if self.facts.step_tokens else longest_s
+        )
+
+    def there(self, now: float) -> InstanceLoad:
+        """What is here."""
+        load, facts = self.load, self.facts
+        unreported = [it.tokens for it in self.prompts.values() if not it.covered]
+        prompts = max(load.running + load.waiting + len(unreported), len(self.prompts))
+        tokens = load.queued_tokens + sum(unreported)
+        return InstanceLoad(prompts, tokens, self.recent.per_s(now), load.free_blocks, facts.total_blocks, facts.stages)
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
         """Learns from the measured seconds of a prompt with this prediction."""
@@ -326,8 +400,12 @@ class PrefillInstanceState:
     def digest(self) -> bytes:
         """Hash of the state."""
         times = self.free_at, self.others_at, self.reported_at, self.overtaken
-        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link
+        state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link, self.recent
         return digest_of(self.facts, self.slot, *state)
+
+
+def _order_of(prompt: PlacedPrompt) -> tuple[float, int]:
+    return prompt.queue_key.order_in_tenant if prompt.queue_key is not None else (0.0, 0)
 
 
 class TtftLimit(NamedTuple):
@@ -340,6 +418,21 @@ class TtftLimit(NamedTuple):
 
     within_s: float
     queue_key: QueueKey
+
+
+@frozen
+class PromptToPlace:
+    """A prompt for which an instance is chosen.
+
+    Attributes:
+        request: what policies see of it.
+        queue_key: its position among others, as it arrives at an instance now.
+        limit: which placements are refused; None = none for the time to first token.
+    """
+
+    request: PlacementRequest
+    queue_key: QueueKey
+    limit: TtftLimit | None = None
 
 
 class PrefillPool(InstancePool[PrefillInstanceState]):
@@ -357,13 +450,22 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._policy = policy
         self._seed = seed
         self._decisions = 0
+        self._prompts, self._work = RecentRate(), RecentRate()
 
     def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
-        """Predicted seconds that a prompt with this queue key waits at the instance of a choice."""
+        """Predicted seconds that a prompt with this queue key waits at the instance of a choice.
+
+        A choice to which the policy has given a place of its own waits as predicted there.
+        """
         instance = self.get(choice.id)
-        if instance is None or choice.queue_s <= 0.0:
+        if instance is None or choice.queue_s <= 0.0 or choice.delay_s is not None:
             return choice.queue_s
         return instance.queue_s(key, choice.queue_s)
+
+    def wait(self, name: str, key: QueueKey, now: float) -> QueueWait:
+        """The place of a prompt with this queue key at an instance, where queues are in the order of these keys."""
+        instance = self.get(name)
+        return instance.wait(key, now) if instance is not None else QueueWait(0.0, 0)
 
     def rank(self, instance: PrefillInstanceState) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -398,7 +500,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         prefixes: Sequence[tuple[int, int]],
         now: float,
         suspects: int,
-        limit: TtftLimit | None = None,
+        prompt: PromptToPlace,
     ) -> list[PrefillChoice]:
         """Predictions for the best instances by the policy, best first, then for some that cannot be used.
 
@@ -408,14 +510,14 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
-            limit: of the request; None = it has none.
+            prompt: the prompt.
         """
         self._decisions += 1
         able = self.eligible_mask(demand.prompt_blocks)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
-                candidates = PoolCandidates(self, model, prefixes, now, allowed, limit)
+                candidates = PoolCandidates(self, model, prefixes, now, prompt.request, allowed, prompt)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
@@ -432,6 +534,19 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def draw(self, limit: int, counter: int) -> int:
         """An integer in [0, limit), random by the seed, the number of this decision and `counter`."""
         return draw_below(limit, self._seed, self._decisions, counter)
+
+    def placed(self, busy_s: float, now: float) -> None:
+        """A prompt was placed: counts it in `arrivals`."""
+        self._prompts.add(1.0, now)
+        self._work.add(busy_s, now)
+
+    def arrivals(self, now: float) -> Arrivals:
+        """What was placed lately, and the mean queue; of many instances, that of some."""
+        count = max(1, len(self))
+        looked_at = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
+        waits = [max(it.free_at - now, 0.0) for it in looked_at]
+        backlog_s = sum(waits) / len(waits) if waits else 0.0
+        return Arrivals(self._prompts.per_s(now) / count, self._work.per_s(now) / count, backlog_s)
 
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
@@ -465,6 +580,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             read_s,
             tail_s,
             cold,
+            instance.there(now),
         )
 
     def _excluded(
@@ -477,7 +593,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(super().digest(), self._decisions, self.in_flight)
+        return digest_of(super().digest(), self._decisions, self.in_flight, self._prompts, self._work)
 
     def check_invariants(self) -> None:
         """As of all pools; and chains in flight belong to placed prompts."""
@@ -506,14 +622,26 @@ class PoolCandidates(Candidates):
     _model: PrefillLatencyModel
     _prefixes: Sequence[tuple[int, int]]
     now: float
+    request: PlacementRequest
     _allowed: int
-    _limit: TtftLimit | None
+    _prompt: PromptToPlace
 
     def __len__(self) -> int:
         return self._allowed.bit_count()
 
     def __iter__(self) -> Iterator[RankedInstance]:
         return (self._pool.ranks.place(slot) for slot in slots_in(self._allowed))
+
+    @property
+    def arrivals(self) -> Arrivals:
+        return self._pool.arrivals(self.now)
+
+    @property
+    def holders(self) -> Sequence[StoredPrefix]:
+        return [
+            StoredPrefix(it.id, it.blocks, it.blocks if it.warm is None else it.warm, it.peer)
+            for it in self._model.sources
+        ]
 
     def draw(self, limit: int, counter: int) -> int:
         return self._pool.draw(limit, counter)
@@ -548,6 +676,9 @@ class PoolCandidates(Candidates):
         at = next((at for at, choice in enumerate(choices) if self._keeps(choice)), 0)
         return [choices[at], *choices[:at], *choices[at + 1 :]] if at else choices
 
+    def wait(self, choice: PrefillChoice, delay_s: float) -> QueueWait:
+        return self._pool.wait(choice.id, self._prompt.queue_key.delayed(delay_s), self.now)
+
     def _keeps(self, choice: PrefillChoice) -> bool:
-        limit = self._limit
+        limit = self._prompt.limit
         return limit is None or self._pool.ttft_s(choice, limit.queue_key) <= limit.within_s

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.frozen import frozen
 from moonpool.kv import rendezvous
+from moonpool.scheduling.fair_share import QueueKey, priority_rank
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds, transfer_seconds
 from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.decode_pool import DecodeInstanceState, DecodePool
@@ -28,9 +29,9 @@ from services.conductor.core.latency_model import (
     PrefixHolder,
     steps_of,
 )
-from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, TtftLimit
+from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, PromptToPlace, TtftLimit
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
-from services.conductor.placement.base import PlacementPolicy, PrefillChoice
+from services.conductor.placement.base import PlacementPolicy, PlacementRequest, PrefillChoice
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 EXPECTED_ANSWER_TOKENS = 256
@@ -605,6 +606,9 @@ class RoutingConfig:
 DEFAULT_ROUTING = RoutingConfig()
 
 
+NO_KEY = QueueKey("", 0.0, 0)
+
+
 @frozen
 class RoutingRequest:
     """A request for which instances are chosen.
@@ -618,7 +622,10 @@ class RoutingRequest:
         suspects: ids of instances that failed the request before; used only if no other is left.
         choices: answers to generate.
         at_decode: decode may compute the rest of the prompt.
-        ttft_limit: of the request; None = it has no limit.
+        ttft_limit: beyond which the request is refused; None = it is not.
+        limit_s: seconds from now within which the client wants the first token; None = not told.
+        priority: among the requests of its tenant.
+        queue_key: position among requests that wait, by its arrival at the conductor.
     """
 
     tokens: int
@@ -630,6 +637,18 @@ class RoutingRequest:
     choices: int = 1
     at_decode: bool = False
     ttft_limit: TtftLimit | None = None
+    limit_s: float | None = None
+    priority: int = 0
+    queue_key: QueueKey = NO_KEY
+
+    def to_place(self, demand: Demand) -> PromptToPlace:
+        """The prompt, as it arrives at an instance now."""
+        key = self.queue_key
+        asked = PlacementRequest(
+            demand.prompt_tokens, demand.prompt_blocks, demand.decode_tokens, key.tenant, self.priority, self.limit_s
+        )
+        there = QueueKey(key.tenant, priority_rank(self.now, self.priority), key.number, key.weight)
+        return PromptToPlace(asked, there, self.ttft_limit)
 
     def demand(self, shape: KVShape) -> Demand:
         """Blocks and tokens that the request needs."""
@@ -703,7 +722,7 @@ class Router:
         self, request: RoutingRequest, demand: Demand, prefixes: Prefixes, model: PrefillLatencyModel
     ) -> list[PrefillChoice]:
         pool, suspects = self._prefills, self._prefills.mask_of(request.suspects)
-        choices = pool.choose(demand, model, prefixes, request.now, suspects, request.ttft_limit)
+        choices = pool.choose(demand, model, prefixes, request.now, suspects, request.to_place(demand))
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")

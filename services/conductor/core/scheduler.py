@@ -346,6 +346,9 @@ class RequestScheduler:
             suspects=request.suspects,
             at_decode=at_decode,
             ttft_limit=limit,
+            limit_s=None if spec.slo.ttft_s is None else spec.slo.ttft_s - request.elapsed_s(now),
+            priority=spec.priority,
+            queue_key=spec.queue_key,
         )
         try:
             decision = self._cluster.plan(routing)

@@ -31,9 +31,21 @@ class Candidates(ABC):
 
     Attributes:
         now: seconds of the clock of `RankedInstance.load`, which is the time at which an instance will be free.
+        request: what is placed.
     """
 
     now: float
+    request: PlacementRequest
+
+    @property
+    @abstractmethod
+    def arrivals(self) -> Arrivals:
+        """What was placed lately."""
+
+    @property
+    @abstractmethod
+    def holders(self) -> Sequence[StoredPrefix]:
+        """Kvstores and other instances that the prompt's prefix may be loaded from, where the policy wants them."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -67,8 +79,97 @@ class Candidates(ABC):
         """
 
     @abstractmethod
+    def wait(self, choice: PrefillChoice, delay_s: float) -> QueueWait:
+        """The prompt's wait at an instance if the prompt stands `delay_s` behind its arrival in the queue there.
+
+        Args:
+            choice: the prediction for the instance.
+            delay_s: prompts of the same tenant go first that arrived, with their own delays, before this time. Not
+                negative.
+        """
+
+    @abstractmethod
     def keeping(self, choices: Sequence[PrefillChoice]) -> Sequence[PrefillChoice]:
         """The same choices; the first that keeps the request's TTFT limit goes before those that do not."""
+
+
+class PlacementRequest(NamedTuple):
+    """The request that is placed.
+
+    Attributes:
+        prompt_tokens: to compute or to find: the prompt and, of a continued answer, the tokens generated before.
+        prompt_blocks: KV blocks of these tokens.
+        answer_tokens: expected from decode, of each answer.
+        tenant: whose request it is.
+        priority: among the tenant's requests; lower ones go first.
+        limit_s: seconds from now within which the first token is wanted; None = no limit was told.
+    """
+
+    prompt_tokens: int
+    prompt_blocks: int
+    answer_tokens: int = 0
+    tenant: str = ""
+    priority: int = 0
+    limit_s: float | None = None
+
+
+class Arrivals(NamedTuple):
+    """Placements of this conductor over the last minute, and the queues now. Means over the instances.
+
+    Attributes:
+        prompts_per_s: prompts placed at an instance, per second.
+        busy_share: predicted seconds of work placed at an instance, per second; above 1, queues grow.
+        backlog_s: seconds until an instance is free.
+    """
+
+    prompts_per_s: float
+    busy_share: float
+    backlog_s: float
+
+
+class StoredPrefix(NamedTuple):
+    """A kvstore or another instance that holds a prefix of the prompt.
+
+    Attributes:
+        id: of the store or the instance.
+        blocks: leading blocks held.
+        memory_blocks: those of them in memory; the others are on SSD.
+        peer: a prefill or decode instance.
+    """
+
+    id: str
+    blocks: int
+    memory_blocks: int
+    peer: bool
+
+
+class QueueWait(NamedTuple):
+    """A place in the queue of an instance: predicted seconds until it is reached, and how many prompts are behind."""
+
+    seconds: float
+    behind: int
+
+
+class InstanceLoad(NamedTuple):
+    """What is at an instance besides the prompt.
+
+    Attributes:
+        prompts: running and waiting, of all conductors.
+        tokens: prompt tokens that have no KV yet.
+        busy_share: predicted seconds of work that this conductor placed there over the last minute, per second.
+        free_blocks, total_blocks: of the pool; cached blocks count as used.
+        stages: of the pipeline.
+    """
+
+    prompts: int = 0
+    tokens: int = 0
+    busy_share: float = 0.0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    stages: int = 1
+
+
+NOTHING_THERE = InstanceLoad()
 
 
 class RankedInstance(NamedTuple):
@@ -87,7 +188,7 @@ class PrefillChoice(NamedTuple):
         id: of the instance.
         local_blocks: leading blocks that it holds, or will hold when prompts in flight are computed.
         used_blocks: leading blocks that it need not compute, loaded ones included.
-        queue_s: wait for earlier prompts.
+        queue_s: wait for earlier prompts: all that are there, or those before the place that the policy has given it.
         load_s: loading the prefix, as far as computing does not hide it.
         prefill_s: computing.
         busy_s: delay of the next prompt by this one; less than its own time if pipeline stages overlap.
@@ -100,6 +201,9 @@ class PrefillChoice(NamedTuple):
         read_s: time for which the source's link is busy.
         tail_s: later prompts in the step in which this one ends.
         cold_blocks: blocks to read that are on the source's SSD only.
+        there: what else is at the instance.
+        delay_s: the prompt stands so many seconds behind its arrival in the queue there, and `queue_s` is the wait for
+            that place; None = first come, first served. A policy sets both (`with_place`).
     """
 
     id: str
@@ -118,6 +222,12 @@ class PrefillChoice(NamedTuple):
     read_s: float = 0.0
     tail_s: float = 0.0
     cold_blocks: int = 0
+    there: InstanceLoad = NOTHING_THERE
+    delay_s: float | None = None
+
+    def with_place(self, delay_s: float, wait: QueueWait) -> PrefillChoice:
+        """The choice with a place in the instance's queue, as `Candidates.wait` predicts the place."""
+        return self._replace(queue_s=wait.seconds, delay_s=delay_s)
 
     @property
     def alone_s(self) -> float:

@@ -7,14 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moonpool.scheduling.fair_share import QueueKey
 from moonpool.scheduling.latency import Speeds
 from services.conductor.core.decode_pool import DecodePool, PlacedAnswer
 from services.conductor.core.instances import SHORTLIST, LoadRanking, RankedMatch, SpeedClass, blocks_at
 from services.conductor.core.latency_model import DecodeLatencyModel, Demand, PrefillLatencyModel, PrefixHolder
-from services.conductor.core.prefill_pool import PrefillPool
+from services.conductor.core.prefill_pool import PrefillPool, PromptToPlace
+from services.conductor.placement.base import PlacementRequest
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 from .worlds import SECOND_PER_TOKEN, SHAPE, World, decode_at, facts, prefill_at
+
+PROMPT = PromptToPlace(PlacementRequest(64, 4), QueueKey("", 0.0, 1))
 
 
 def per_token(seconds: float) -> Speeds:
@@ -188,7 +192,7 @@ def test_the_best_prefills_equal_a_full_scan(
     large = [slot for slot, one in pool.by_slot.items() if one.facts.total_blocks >= need]
     first = sorted((seconds(pool.ranks.class_speeds(slot), slot), pool.ranks.place(slot)) for slot in large)[:SHORTLIST]
     best = sorted((seconds(pool.by_slot[p.slot].learnt.speeds, p.slot), p) for _, p in first)
-    choices = [choice for choice in pool.choose(demand, model, prefixes, now, 0) if not choice.excluded]
+    choices = [choice for choice in pool.choose(demand, model, prefixes, now, 0, PROMPT) if not choice.excluded]
     assert [choice.id for choice in choices] == [pool.by_slot[place.slot].facts.id for _, place in best]
     assert [choice.known_s for choice in choices] == [total for total, _ in best]
 

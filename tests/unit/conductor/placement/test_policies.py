@@ -18,7 +18,13 @@ from services.conductor.core.instances import InstanceFacts
 from services.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
 from services.conductor.core.prefill_pool import TtftLimit
 from services.conductor.core.scheduler import ConductorCore
-from services.conductor.placement.base import Candidates, PrefillChoice
+from services.conductor.placement.base import (
+    Candidates,
+    InstanceLoad,
+    PlacementRequest,
+    PrefillChoice,
+    StoredPrefix,
+)
 from services.conductor.placement.policies import POLICIES
 
 from ..core.world import LIMITS
@@ -85,11 +91,76 @@ def test_each_policy_has_its_order(policy: str) -> None:
     assert plan.prefill == plan.candidates[0]
 
 
+ORDERS = {
+    "sglang": "120",  # five prompts more are uneven: the fewest
+    "vllm": "012",  # the first lacks 16 tokens only
+    "llm_d": "201",  # prefix, memory and queue: 4.33, 4.19 and 4
+    "llm_d_sticky": "120",  # nobody holds 80 %
+    "dynamo": "120",  # 40, 46 and 66 tokens, blocks of the store by three quarters
+    "preble": "012",  # three quarters are held, and 50 s are less than twice 35.2 s
+    "lmetric": "120",  # 64 * 1, 48 * 2 and 16 * 6: of equals the one that is free sooner
+}
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_published_rules_have_their_order_in_prompts_and_tokens(policy: str) -> None:
+    found = unlike(policy)
+    found.report("prefill-0", drain_s=50.0, waiting=5, queued_tokens=50)
+    found.report("prefill-2", drain_s=10.0, running=1, queued_tokens=10)
+    assert "".join(it.id[-1] for it in found.plan(64, keys=KEYS).candidates) == ORDERS[policy]
+
+
+class Watch:
+    """Notes what a policy sees."""
+
+    stores = True
+
+    def __init__(self) -> None:
+        self.candidates: list[Candidates] = []
+        self.choices: list[PrefillChoice] = []
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        self.candidates.append(candidates)
+        self.choices = [candidates.predict(place) for place in candidates]
+        return self.choices
+
+
+def test_policies_see_the_request_what_is_there_and_who_holds_the_prefix() -> None:
+    watch = Watch()
+    found = World(facts("decode-0"), *(facts(it, speeds=SECOND_PER_TOKEN) for it in NAMES[:2]), policy=watch)
+    found.join(facts("kvstore-0", reports_ssd=True))
+    found.events("kvstore-0", KEYS[:2], cooled=KEYS[1:2])
+    found.report("prefill-0", running=1, waiting=2, queued_tokens=90, free_blocks=7, taken=3)
+    found.cluster.claim_prefill("prefill-0", 12.0, 0.0, tokens=12)
+    found.plan(64, keys=KEYS, limit_s=9.0, priority=-1, queue_key=QueueKey("they", 0.0, 5))
+    (candidates,) = watch.candidates
+    assert candidates.request == PlacementRequest(64, 4, 7, "they", -1, 9.0)
+    assert candidates.holders == [StoredPrefix("kvstore-0", 2, 1, peer=False)]
+    assert {it.id: it.there for it in watch.choices} == {
+        "prefill-0": InstanceLoad(4, 102, 0.2, 7, 100, 1),
+        "prefill-1": InstanceLoad(0, 0, 0.0, 0, 100, 1),
+    }
+
+
+def test_arrivals_fade_by_the_times_of_events() -> None:
+    watch = Watch()
+    found = World(facts("decode-0"), *(facts(it, speeds=SECOND_PER_TOKEN) for it in NAMES[:2]), policy=watch)
+    for number in range(6):
+        found.cluster.claim_prefill("prefill-0", 10.0, float(number))
+    for now in (5.0, 65.0):
+        found.plan(64, now=now)
+    lately, later = (it.arrivals for it in watch.candidates)
+    assert lately.prompts_per_s == pytest.approx(5.76 / 60 / 2, rel=0.01)
+    assert lately.busy_share == pytest.approx(10.0 * lately.prompts_per_s)
+    assert lately.backlog_s == pytest.approx((60.0 - 5.0) / 2)
+    assert later == pytest.approx((lately.prompts_per_s / 2.71828, lately.busy_share / 2.71828, 0.0), rel=1e-4)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_only_the_default_reads_and_writes_kvstores(policy: str) -> None:
+def test_kvstores_are_written_to_and_read_from_by_the_policies_that_want_them(policy: str) -> None:
     plan = unlike(policy).plan(64, keys=KEYS)
-    used = [source.id for source in plan.sources] + [view.id for view in plan.write_back]
-    assert used == (["kvstore-0", "kvstore-0"] if policy == "kvcache_centric" else [])
+    assert [view.id for view in plan.write_back] == (["kvstore-0"] if POLICIES[policy].stores else [])
+    assert [source.id for source in plan.sources] == [it for it in (plan.prefill.source,) if it]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

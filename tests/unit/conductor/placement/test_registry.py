@@ -12,7 +12,7 @@ from moonpool.errors import ConfigError
 from moonpool.runtime.journal import JournalError
 from moonpool.sampling_params import SamplingParams
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from services.conductor.placement.registry import load_policy, seed_of
+from services.conductor.placement.policies.registry import load_policy, seed_of
 
 from ..core.worlds import SECOND_PER_TOKEN, World, facts
 from ..fakes import decode, prefill

@@ -1,0 +1,31 @@
+"""The built-in placement policies: a page each, with the source of the rule."""
+
+from collections.abc import Mapping
+
+from services.conductor.placement.base import PlacementPolicy
+from services.conductor.placement.policies.baselines import LoadBalance, Random, RoundRobin
+from services.conductor.placement.policies.dynamo import DynamoCost
+from services.conductor.placement.policies.llm_d import LlmdScorers, LlmdSticky
+from services.conductor.placement.policies.lmetric import LMetric
+from services.conductor.placement.policies.mooncake import CacheAware, KVCacheCentric
+from services.conductor.placement.policies.preble import Preble
+from services.conductor.placement.policies.sglang import SglangRouter
+from services.conductor.placement.policies.vllm import VllmRouter
+
+DEFAULT_POLICY = "kvcache_centric"
+POLICIES: Mapping[str, PlacementPolicy] = {
+    "random": Random(),
+    "round_robin": RoundRobin(),
+    "load_balance": LoadBalance(),
+    "shortest_queue": LoadBalance(stores=True),
+    "cache_aware": CacheAware(),
+    "sglang": SglangRouter(),
+    "vllm": VllmRouter(),
+    "llm_d": LlmdScorers(),
+    "llm_d_sticky": LlmdSticky(),
+    "dynamo": DynamoCost(),
+    "preble": Preble(),
+    "lmetric": LMetric(),
+    DEFAULT_POLICY: KVCacheCentric(),
+}
+"""By name, the simplest first."""

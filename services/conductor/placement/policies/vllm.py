@@ -1,0 +1,30 @@
+"""The instance that lacks little of the prompt, else the one with the fewest prompts.
+
+Source: KV-aware routing of vLLM's production stack (`--routing-logic kvaware`), whose controller knows what instances
+hold. Where too many tokens would be left to compute, the stack goes by session or by requests per second; here it is
+the prompts that are there, which is what both stand for.
+"""
+
+from collections.abc import Sequence
+
+from moonpool.frozen import frozen
+from services.conductor.placement.base import Candidates, PrefillChoice
+from services.conductor.placement.policies.scoring import least, new_tokens
+
+MOST_LEFT = 2000
+"""Tokens that the instance with the longest prefix may lack to be chosen for it."""
+
+
+@frozen
+class VllmRouter:
+    """KV-aware routing of vLLM's production stack."""
+
+    stores: bool = True
+
+    def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
+        """By prompts there; an instance that lacks little goes first."""
+        fewest = least(candidates, max(limit, len(candidates)), lambda it: it.there.prompts)
+        best = max(fewest, key=lambda it: it.local_blocks)
+        if best.local_blocks and new_tokens(candidates.request, best.local_blocks) <= MOST_LEFT:
+            fewest = [best, *(it for it in fewest if it.id != best.id)]
+        return fewest[:limit]
