@@ -30,7 +30,7 @@ def registered(host: Tensor) -> Iterator[None]:
 
 
 class _Attributes(ctypes.Structure):
-    """`cudaMemcpyAttributes`."""
+    """CUDA's structure of that name: attributes of copies."""
 
     _fields_ = tuple(
         (name, ctypes.c_int) for name in ("order", "source_kind", "source", "target_kind", "target", "flags")

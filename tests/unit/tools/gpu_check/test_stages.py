@@ -162,7 +162,7 @@ def test_a_profiler_that_sees_nothing_is_noticed(staged: Where, monkeypatch: pyt
 
 
 def test_every_test_of_a_gpu_belongs_to_a_stage() -> None:
-    """`kernels` names the cases that test_gpu.py starts."""
+    """Stage `kernels` names the cases that the tests of Triton on a GPU start."""
     marked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "tests").rglob("test_*.py")
