@@ -32,6 +32,8 @@ from tools.gpu_check.where import CheckError, Figures, Where, expect
 
 AFTER_FIRST = 8
 """Tokens of an answer whose first token is timed: a decode follows, as it does for users."""
+START_TOGETHER = 16
+"""Of so many more sequences answers are longer once more, so that the first still runs when the last starts."""
 CACHED = 0.9
 LOUD = 3.0
 """A gap of so many times the time per token is told as a warning."""
@@ -178,18 +180,16 @@ class ClientSpeeds:
         """Measure so many sequences at once; the first time apart, which may compile and capture."""
         for name in (f"batch {batch}, first time", f"batch {batch}"):
             self.doing = f"TPOT of {name}"
+            tokens = self._sizes.answer * (1 + batch // START_TOGETHER)
             async with asyncio.TaskGroup() as group:
-                asked = [
-                    group.create_task(self._ask(self._prompts(self._sizes.short), self._sizes.answer))
-                    for _ in range(batch)
-                ]
+                asked = [group.create_task(self._ask(self._prompts(self._sizes.short), tokens)) for _ in range(batch)]
             answers = [it.result() for it in asked]
             begin, end = max(it.times[0] for it in answers), min(it.times[-1] for it in answers)
             expect(begin < end, f"{batch} sequences never ran at once")
             self._figures[f"TPOT {name}, ms"] = round(1e3 * _tpot_s(answers, begin, end), 3)
             self._figures[f"longest gap {name}, ms"] = round(1e3 * _longest(answers, begin, end), 2)
-            tokens = sum(it.tokens_between(begin, end) for it in answers)
-            self._figures[f"{name}, tokens/s"] = round(tokens / (end - begin))
+            came = sum(it.tokens_between(begin, end) for it in answers)
+            self._figures[f"{name}, tokens/s"] = round(came / (end - begin))
 
     # --- a long prompt joins -----------------------------------------------------------------------------------------
 

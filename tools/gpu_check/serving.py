@@ -25,8 +25,8 @@ ORDINARY_TOKENS = 16
 """Ids below are left to special tokens."""
 ENDING_S = 20.0
 """Seconds of a stage's limit in which its services end."""
-LOG_LINES = 60
-"""Last lines of each service's log that the stage tells."""
+LOG_LINES, FAILED_LOG_LINES = 40, 300
+"""Last lines of each service's log that the stage tells, and if the stage has failed."""
 TIE = 0.01
 """Log probabilities that lie closer are not told apart: an answer is known up to the first such token."""
 
@@ -114,7 +114,7 @@ class CheckedStack(LocalStack):
         try:
             self.start(self._start_limit_s)
         except BaseException:
-            self._tell_logs()
+            self._tell_logs(FAILED_LOG_LINES)
             self.abort()
             raise
         return self
@@ -122,7 +122,7 @@ class CheckedStack(LocalStack):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tell_logs()
+        self._tell_logs(LOG_LINES if kind is None else FAILED_LOG_LINES)
         if kind is None:
             self.statuses = self.stop(ENDING_S / 2)
         else:
@@ -152,10 +152,10 @@ class CheckedStack(LocalStack):
         wrong = [f"{name} ended with status {status}" for name, status in self.statuses.items() if status]
         expect(not wrong, "; ".join(wrong))
 
-    def _tell_logs(self) -> None:
+    def _tell_logs(self, count: int) -> None:
         for service in self.services.values():
             lines = service.log_path.read_text(errors="replace").splitlines()
-            print(*(f"{service.id}| {line}" for line in lines[-LOG_LINES:]), sep="\n", file=sys.stderr, flush=True)
+            print(*(f"{service.id}| {line}" for line in lines[-count:]), sep="\n", file=sys.stderr, flush=True)
 
 
 def plan_of(
