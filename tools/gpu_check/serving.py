@@ -114,19 +114,27 @@ class CheckedStack(LocalStack):
         try:
             self.start(self._start_limit_s)
         except BaseException:
-            self._tell_logs(FAILED_LOG_LINES)
-            self.abort()
+            self._kill()
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._tell_logs(LOG_LINES if kind is None else FAILED_LOG_LINES)
         if kind is None:
+            self._tell_logs(LOG_LINES)
             self.statuses = self.stop(ENDING_S / 2)
         else:
-            self.abort()
+            self._kill()
+
+    def _kill(self) -> None:
+        """End all processes without a drain: the frame soon kills a stage that is over its limit."""
+        self._tell_logs(FAILED_LOG_LINES)
+        for service in self.services.values():
+            service.signal(signal.SIGKILL)
+        for service in self.services.values():
+            service.wait(ENDING_S)
+        self.services.clear()
 
     def stop_one(self, service_id: str) -> int:
         """Stop a service in order; return its exit status."""
@@ -284,19 +292,25 @@ def run_until(limit_s: float, work: Coroutine[Any, Any, None], doing: Callable[[
     """Run asynchronous work, for `limit_s` seconds at most.
 
     Raises:
-        CheckError: it took longer; says what it was doing.
+        CheckError: it took longer, or the frame ends the stage; says what it was doing.
     """
-
-    async def limited() -> None:
-        async with asyncio.timeout(max(0.0, limit_s)):
-            await work
-
+    ended = signal.getsignal(signal.SIGTERM)
     try:
-        asyncio.run(limited())
-    except TimeoutError:
+        asyncio.run(_limited(limit_s, work))
+    except (TimeoutError, asyncio.CancelledError):
         raise CheckError(f"out of time: {doing()}") from None
     except BaseExceptionGroup as group:
         raise first_error(group) from group
+    finally:
+        signal.signal(signal.SIGTERM, ended)
+
+
+async def _limited(limit_s: float, work: Coroutine[Any, Any, None]) -> None:
+    async with asyncio.timeout(max(0.0, limit_s)):
+        task = asyncio.ensure_future(work)
+        # An error that a handler raises is lost where the loop runs a callback.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await task
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -1,6 +1,8 @@
 """What the check's serving stages make of what they see: right answers pass, and each kind of fault is told."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -114,6 +116,22 @@ def test_work_that_takes_too_long_or_fails_in_a_task_ends_with_one_error() -> No
         run_until(0.0, asyncio.sleep(60), lambda: "waiting for ever")
     with pytest.raises(Unavailable, match="decode instance is gone"):
         run_until(60.0, failing(), lambda: "")
+
+
+def test_work_ends_when_the_frame_ends_the_stage() -> None:
+    async def ended_meanwhile() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    def handler(number: int, frame: object) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(CheckError, match="out of time: measuring"):
+            run_until(60.0, ended_meanwhile(), lambda: "measuring")
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_service_that_has_ended_or_had_to_be_killed_is_named(tmp_path: Path) -> None:
