@@ -33,7 +33,7 @@ from tools.gpu_check.where import CheckError, Figures, Where, expect
 AFTER_FIRST = 8
 """Tokens of an answer whose first token is timed: a decode follows, as it does for users."""
 START_TOGETHER = 16
-"""Of so many more sequences answers are longer once more, so that the first still runs when the last starts."""
+"""So many more sequences make answers longer once more."""
 CACHED = 0.9
 LOUD = 3.0
 """A gap of so many times the time per token is told as a warning."""
@@ -65,6 +65,10 @@ class Sizes:
     running: int = 32
     running_answer: int = 4096
     joining: int = 8192
+
+    def answer_of(self, batch: int) -> int:
+        """Return the tokens of each answer of a batch: so many that the first still runs when the last starts."""
+        return self.answer * (1 + batch // START_TOGETHER)
 
 
 SIZES = Sizes()
@@ -186,7 +190,7 @@ class ClientSpeeds:
         """Measure so many sequences at once; the first time apart, which may compile and capture."""
         for name in (f"batch {batch}, first time", f"batch {batch}"):
             self.doing = f"TPOT of {name}"
-            tokens = self._sizes.answer * (1 + batch // START_TOGETHER)
+            tokens = self._sizes.answer_of(batch)
             async with asyncio.TaskGroup() as group:
                 asked = [group.create_task(self._ask(self._prompts(self._sizes.short), tokens)) for _ in range(batch)]
             answers = [it.result() for it in asked]

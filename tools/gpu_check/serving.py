@@ -58,7 +58,7 @@ class Served:
 SMALL = Served("qwen2.5-0.5b", "bfloat16", 40960, 4 << 30, 4 << 30)
 EXACT = Served("qwen2.5-0.5b", "float32", 40960, 4 << 30, 4 << 30)
 """Rounding is so small that answers do not depend on what else runs."""
-LARGE = Served("llama-3-8b", "bfloat16", 40960, 8 << 30, 8 << 30)
+LARGE = Served("llama-3-8b", "bfloat16", 40960, 10 << 30, 8 << 30)
 TINY = Served("tiny-qwen2", "bfloat16", 4096, 16 << 20, 16 << 20)
 TINY_EXACT = Served("tiny-qwen2", "float32", 4096, 16 << 20, 16 << 20)
 TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)

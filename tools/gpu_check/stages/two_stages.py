@@ -42,6 +42,15 @@ def check(where: Where, figures: Figures) -> None:
         _restart_in_two_stages(where, stack, end, figures)
         two = _asked(stack, prompts, "two stages", end, figures)
     stack.expect_ended_in_order()
+    compare(prompts, one, two, figures)
+
+
+def compare(prompts: Sequence[list[int]], one: Sequence[Answer], two: Sequence[Answer], figures: Figures) -> None:
+    """Compare answers token by token, as far as those of one stage are certain.
+
+    Raises:
+        CheckError: they differ, or too few tokens are certain.
+    """
     known = [known_part(answer.result) for answer in one if answer.result is not None]
     figures["tokens compared"] = sum(map(len, known))
     for prompt, tokens, answer in zip(prompts, known, two, strict=True):

@@ -1,25 +1,49 @@
 """What the check's serving stages make of what they see: right answers pass, and each kind of fault is told."""
 
 import asyncio
+import json
 import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moonpool.checkpoint import kv_layout, load_config
 from moonpool.cli.stack import StackPlan
 from moonpool.client import TokenEvent
 from moonpool.errors import MoonpoolError, Overloaded, Unavailable
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.logprobs import TokenLogprobs
-from tools.gpu_check.serving import Answer, CheckedStack, Served, checkpoint, known_part, run_until
+from moonpool.models.random_checkpoint import SHAPES
+from tools.gpu_check.client_speeds import LARGE_SIZES, SIZES, TINY_SIZES, Sizes
+from tools.gpu_check.serving import (
+    LARGE,
+    SMALL,
+    TINY,
+    Answer,
+    CheckedStack,
+    Served,
+    checkpoint,
+    known_part,
+    run_until,
+)
 from tools.gpu_check.stages.load import ANSWER, Load
-from tools.gpu_check.where import CheckError, Figures, Where
+from tools.gpu_check.stages.two_stages import compare
+from tools.gpu_check.where import CheckError, Figures, Where, run_check
 
+LIMIT_S = 240.0
 PROMPT, RIGHT = [20, 21, 22], list(range(100, 100 + ANSWER))
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stages share."""
+    return tmp_path_factory.mktemp("gpu-check")
 
 
 class FakeStream:
@@ -96,6 +120,50 @@ def test_gaps_are_those_that_overlap_a_span() -> None:
     assert max(answer.gaps(0.0, 9.0)) == pytest.approx(0.5)
     assert answer.gaps(1.65, 9.0) == [pytest.approx(0.1)]
     assert (answer.tokens_between(1.1, 1.6), answer.tokens_between(0.0, 9.0)) == (2, 5)
+
+
+def answer_of(tokens: Sequence[int], gap: float = 2.0) -> Answer:
+    """An answer whose tokens have a second best that lies so far below."""
+    told = [TokenLogprobs(it, -0.1, 1, ((it, -0.1), (511, -0.1 - gap))) for it in tokens]
+    result: Any = SimpleNamespace(token_ids=tokens, logprobs=told)
+    return Answer(tokens=list(tokens), result=result)
+
+
+def test_tokens_of_two_stages_that_differ_or_are_never_certain_are_noticed() -> None:
+    figures: Figures = {}
+    compare([PROMPT], [answer_of(RIGHT)], [answer_of(RIGHT)], figures)
+    assert figures == {"tokens compared": ANSWER}
+    with pytest.raises(CheckError, match=r"a prompt of 3 tokens: one stage gave \[100, .* two gave \[7"):
+        compare([PROMPT], [answer_of(RIGHT)], [answer_of([7, *RIGHT[1:]])], figures)
+    with pytest.raises(CheckError, match="only 0% of the tokens are certain"):
+        compare([PROMPT], [answer_of(RIGHT, gap=0.001)], [answer_of(RIGHT)], figures)
+
+
+@pytest.mark.parametrize(("served", "sizes"), [(SMALL, SIZES), (LARGE, LARGE_SIZES), (TINY, TINY_SIZES)])
+def test_pools_hold_what_is_asked_for_at_once(served: Served, sizes: Sizes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[served.shape]))
+    layout = kv_layout(load_config(tmp_path), served.dtype, DEFAULT_BLOCK_SIZE)
+    room = served.pool_bytes // layout.block_bytes
+
+    def blocks(tokens: int) -> int:
+        return -(-tokens // DEFAULT_BLOCK_SIZE) + 1
+
+    most = max(sizes.prompts)
+    assert most + 64 <= served.longest
+    assert 2 * blocks(most) <= room
+    for batch in sizes.batches:
+        assert batch * blocks(sizes.short + sizes.answer_of(batch)) <= room
+    assert sizes.running * blocks(sizes.short + sizes.running_answer) + 2 * blocks(sizes.joining) <= room
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("name", ["models", "serve_small", "two_stages", "load"])
+def test_a_stage_passes_on_staged(name: str, out: Path) -> None:
+    """`serve_large` is `serve_small` with other sizes."""
+    check = import_module(f"tools.gpu_check.stages.{name}").check
+    result = run_check(name, check, Where("staged", True, out, LIMIT_S - 20.0))
+    assert result["error"] is None
+    assert result["figures"]
 
 
 def test_an_answer_is_known_up_to_a_near_tie() -> None:
