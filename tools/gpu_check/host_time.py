@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,8 @@ class HostTime:
         self._clock = clock
         self.seconds: defaultdict[str, float] = defaultdict(float)
         """By part."""
+        self.calls: Counter[str] = Counter()
+        """By part, of all threads."""
         self._thread, self._inside = threading.get_ident(), [0.0]
         self._restore: list[tuple[type, str, Any]] = []
 
@@ -28,6 +30,7 @@ class HostTime:
             return
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self.calls[part] += 1
             if threading.get_ident() != self._thread:
                 return plain(*args, **kwargs)
             began = self._clock()
@@ -41,6 +44,11 @@ class HostTime:
 
         self._restore.append((owner, method, plain))
         setattr(owner, method, timed)
+
+    def clear(self) -> None:
+        """Count from zero."""
+        self.seconds.clear()
+        self.calls.clear()
 
     def close(self) -> None:
         """Watch nothing any more."""

@@ -30,7 +30,7 @@ def registered(host: Tensor) -> Iterator[None]:
 
 
 class _Attributes(ctypes.Structure):
-    """CUDA's structure of that name: attributes of copies."""
+    """What CUDA's runtime is told of copies, as the runtime lays it out."""
 
     _fields_ = tuple(
         (name, ctypes.c_int) for name in ("order", "source_kind", "source", "target_kind", "target", "flags")

@@ -4,7 +4,6 @@ from array import array
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
@@ -16,7 +15,7 @@ from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
 from moonpool.models.loader import load_stage
-from moonpool.models.stage import StageModel
+from moonpool.models.stage import StageModel, in_inference_mode
 from moonpool.platforms.base import Device
 from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
@@ -48,19 +47,22 @@ class Stage:
     done: list[StageDone] = field(default_factory=list)
     _next: int = 1
 
-    def runner(self, *, graphs: bool) -> StageRunner:
-        """Return a loop over steps, with graphs of decode steps or without."""
-        found = StageRunner(0, self.model, self.place, NoLinks(), KVGates(), self._emit, 60.0)
-        if graphs:
-            found.graphs = self._graphs
-        return found
+    def runner(self) -> StageRunner:
+        """Return a loop over steps without graphs."""
+        return StageRunner(0, self.model, self.place, NoLinks(), KVGates(), self._emit, 60.0)
 
-    @cached_property
-    def _graphs(self) -> DecodeGraphs:
-        cache = GraphCache(self.longest)
-        graphs = DecodeGraphs(self.device, self.model, self.place.memory, cache, self.longest)
-        graphs.capture(self.place.stream, lambda what: None)
-        return graphs
+    @in_inference_mode
+    def runner_of_graphs(self, most_rows: int) -> StageRunner:
+        """Return a loop over steps, with captured graphs of decode steps of up to so many sequences.
+
+        Raises:
+            CheckError: a graph could not be captured.
+        """
+        found, cache = self.runner(), GraphCache(self.longest, most_rows=most_rows)
+        found.graphs = DecodeGraphs(self.device, self.model, self.place.memory, cache, self.longest)
+        found.graphs.capture(self.place.stream, print)
+        expect(not cache.stopped, f"graphs: {cache.stopped}")
+        return found
 
     def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
         if isinstance(event, StageDone):

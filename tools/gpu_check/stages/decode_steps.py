@@ -6,12 +6,13 @@ Parts of a step on the launching thread, in ms: `need` (KV looked after), `fill`
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.device import On
 from moonpool.engine.cuda_graphs import DecodeGraphs
+from moonpool.engine.model_runner import StageRunner
 from moonpool.models.stage import StageModel
 from moonpool.platforms.kv_memory import KVMemory
 from moonpool.sampling.sampler import Sampler
@@ -30,6 +31,15 @@ SLACK = 1.05
 KV_METHODS = [name for name, method in vars(KVMemory).items() if callable(method) and not name.startswith("_")]
 
 
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Steps of `batch` sequences of `context` tokens."""
+
+    stage: Stage
+    batch: int
+    context: int
+
+
 def check(where: Where, figures: Figures) -> None:
     """Measure each shape and batch; fail if a graph is slower than eager steps."""
     shapes, batches, context = ((TINY_EXACT,), (1, 4), 128) if where.tiny else (SHAPES, BATCHES, CONTEXT)
@@ -39,9 +49,11 @@ def check(where: Where, figures: Figures) -> None:
     times: dict[str, tuple[float, float]] = {}
     for served in shapes:
         with stage(where, served, max(batches) * context, context, figures) as it:
+            ways = {"eager": it.runner(), "graph": it.runner_of_graphs(max(batches))}
             for batch in batches:
                 name = f"{served.shape}, batch {batch}"
-                eager, graph = (measure(it, name, batch, context, figures, graphs=graphs) for graphs in (False, True))
+                step = Decode(it, batch, context)
+                eager, graph = (measure(step, runner, f"{name}, {way}", figures) for way, runner in ways.items())
                 if copy_rate:
                     kv = it.place.memory.kv[:, : batch * context // BLOCK].nbytes
                     rate = (it.model.weight_bytes + kv) / graph * 1e3
@@ -65,16 +77,16 @@ def judge(times: Mapping[str, tuple[float, float]]) -> None:
     expect(not slower, f"graphs are slower: {'; '.join(slower)}")
 
 
-def measure(it: Stage, name: str, batch: int, context: int, figures: Figures, *, graphs: bool) -> float:
+def measure(decode: Decode, runner: StageRunner, name: str, figures: Figures) -> float:
     """Tell milliseconds of a step, and of its parts; return those of a step."""
-    runner, watch = it.runner(graphs=graphs), HostTime()
-    for owner, method, part in _watched(it):
+    watch, made = HostTime(), 0
+    for owner, method, part in _watched(decode.stage):
         watch.watch(owner, method, part)
     try:
-        goes_on, made = runner.run(it.decode_steps(batch, context, WARM + STEPS)), 0
+        goes_on = runner.run(decode.stage.decode_steps(decode.batch, decode.context, WARM + STEPS))
         for _ in range(WARM - 1):
             goes_on = runner.go_on()
-        watch.seconds.clear()
+        watch.clear()
         began = time.perf_counter()
         while goes_on:
             goes_on, made = runner.go_on(), made + 1
@@ -82,12 +94,13 @@ def measure(it: Stage, name: str, batch: int, context: int, figures: Figures, *,
     finally:
         watch.close()
     expect(made == STEPS, f"{name}: {made} steps were made, not {STEPS}")
+    replayed = made if runner.graphs is not None else 0
+    expect(watch.calls["fill"] == replayed, f"{name}: {watch.calls['fill']} of {made} steps were graphs")
     step = 1e3 * took / made
     parts = {part: 1e3 * watch.seconds[part] / made for part in PARTS}
     parts["rest"] = step - sum(parts.values())
-    way = "graph" if graphs else "eager"
-    figures[f"{name}, {way}, ms"] = round(step, 3)
-    figures[f"{name}, {way}, parts"] = ", ".join(f"{part} {ms:.3f}" for part, ms in parts.items())
+    figures[f"{name}, ms"] = round(step, 3)
+    figures[f"{name}, parts"] = ", ".join(f"{part} {ms:.3f}" for part, ms in parts.items())
     return step
 
 

@@ -17,7 +17,7 @@ def check(where: Where, figures: Figures) -> None:
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if where.on_gpu else [])]
     order = "self_device_time_total" if where.on_gpu else "self_cpu_time_total"
     with stage(where, served, batch * context, context, figures) as it:
-        runner = it.runner(graphs=True)
+        runner = it.runner_of_graphs(batch)
         runner.run(it.decode_steps(batch, context, WARM + STEPS))
         for _ in range(WARM - 1):
             runner.go_on()

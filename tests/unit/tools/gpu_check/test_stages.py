@@ -139,6 +139,11 @@ def test_graphs_that_are_slower_or_fail_are_noticed(staged: Where, monkeypatch: 
     assert "no kernel image" in error_of(decode_steps.check, staged)
 
 
+def test_graphs_that_no_step_takes_are_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeGraphs, "shape", lambda self, step, batch: None)
+    assert "graph: 0 of" in error_of(decode_steps.check, staged)
+
+
 def test_a_run_that_ends_early_is_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = runners.Stage.decode_steps
 
@@ -197,6 +202,7 @@ def test_time_inside_counts_for_the_part_inside(monkeypatch: pytest.MonkeyPatch)
     watch.watch(Clocked, "inner", "other")
     assert Clocked().outer(clock) == "done"
     assert watch.seconds == {"one": 1.0, "other": 4.0}
+    assert watch.calls == {"one": 1, "other": 1}
     watch.close()
     Clocked().outer(clock)
     assert watch.seconds == {"one": 1.0, "other": 4.0}
