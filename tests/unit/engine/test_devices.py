@@ -22,6 +22,7 @@ from moonpool.engine.kv_gate import KVGates
 from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
+from moonpool.errors import ConfigError
 from moonpool.kv.pool import KVPool
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
@@ -287,6 +288,16 @@ def test_a_gpu_chooses_the_same_tokens(checkpoint: Path, expected: Story, graphs
     model = load_stage(checkpoint, config, torch.float32, 0, config.num_layers, device.torch_device)
     with rig(model, device, graphs=graphs) as it:
         assert story(it)[0] == expected[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_a_gpu_does_not_have_is_named() -> None:
+    with pytest.raises(ConfigError, match="there is no GPU 99") as absent:
+        CudaDevice(99)
+    with pytest.raises(ConfigError, match="do not fit the GPU") as full:
+        CudaDevice(0).memory((1 << 50,), 0)
+    assert (absent.value.field, full.value.field) == ("device", "kv_cache_memory_bytes")
 
 
 @pytest.mark.slow
