@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -265,7 +266,7 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
         filled += size
         total += size
     weight_map: dict[str, str] = {}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with _drawing_threads() as threads:
         drawn = _draw_ahead(threads, shards, seed, dtype)
         for number, (shard, tensors) in enumerate(zip(shards, drawn, strict=True), 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -276,6 +277,18 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
         _write_json(
             folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
+
+
+@contextlib.contextmanager
+def _drawing_threads() -> Iterator[ThreadPoolExecutor]:
+    """A thread for each core, in which torch computes on that core alone."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # of threads that begin from now on, too
+    try:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def _draw_ahead(

@@ -321,8 +321,9 @@ def first_error(error: BaseException) -> BaseException:
 
 
 def gpu_memory_mib(where: Where) -> int:
-    """Return the memory of the GPU in use, by all processes; 0 where there is none."""
+    """Return the memory of the GPU in use, by all processes; 0 if that cannot be told."""
     if not where.on_gpu or shutil.which("nvidia-smi") is None:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    return int(subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.splitlines()[0])
+    told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.partition("\n")[0]
+    return int(told) if told.strip().isdigit() else 0
