@@ -42,6 +42,8 @@ def answer(
         for position, token in enumerate(tokens)
         if position >= from_position
     ]
+    if deltas:
+        deltas[-1].reason = reason
     finished = pb.Finished(
         reason=reason,
         usage=pb.Usage(prompt_tokens=prompt_tokens, cached_tokens=cached_tokens, completion_tokens=len(tokens)),

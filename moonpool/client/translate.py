@@ -121,6 +121,7 @@ class ResultCollector:
         self._text: defaultdict[int, list[str]] = defaultdict(list)
         self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)
         self._prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+        self._new_prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # no event has had these
         self._embedding: tuple[float, ...] = ()
 
     @property
@@ -178,6 +179,7 @@ class ResultCollector:
                 return self._delta(message.delta)
             case "prompt_logprobs":
                 self._prompt_logprobs = (None, *_prompt_logprobs(message.prompt_logprobs))
+                self._new_prompt_logprobs = self._prompt_logprobs
             case "embedding":
                 self._embedding = _floats(message.embedding.values)
             case "finished":
@@ -202,7 +204,16 @@ class ResultCollector:
         self._text[delta.choice].append(delta.text)
         logprobs = _logprobs(delta.logprobs, delta.token_ids) if delta.HasField("logprobs") else ()
         self._logprobs[delta.choice].extend(logprobs)
-        return TokenEvent(delta.position, tuple(delta.token_ids), delta.text, delta.choice, logprobs)
+        prompt_logprobs, self._new_prompt_logprobs = self._new_prompt_logprobs, ()
+        return TokenEvent(
+            delta.position,
+            tuple(delta.token_ids),
+            delta.text,
+            delta.choice,
+            logprobs,
+            _FINISH.get(delta.reason),
+            prompt_logprobs,
+        )
 
     def _choices(self, finished: conductor_pb2.Finished) -> tuple[Choice, ...]:
         ends = finished.choices or [conductor_pb2.FinishedChoice(reason=finished.reason)]

@@ -161,6 +161,9 @@ class TokenEvent:
         text: the text.
         choice: number of the answer, if the request has several (`SamplingParams.n`). Events of the answers alternate.
         logprobs: log probabilities of the tokens, if `SamplingParams.logprobs` asks for them.
+        finish_reason: why the answer ended, with its last event. None: the answer goes on, or only the result tells.
+        prompt_logprobs: log probabilities of the prompt's tokens, with the request's first event, if
+            `SamplingParams.prompt_logprobs` asks for them. The first token has None.
     """
 
     position: int
@@ -168,6 +171,8 @@ class TokenEvent:
     text: str
     choice: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -669,12 +669,15 @@ class TokenDelta(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """Position of the first of them in the output."""
     text: _builtins.str
     """The text that became certain with them; may lag behind the tokens."""
     choice: _builtins.int
     """Which of the request's answers, from 0; positions count in each (`Sampling.n`)."""
+    reason: _kv_pb2.FinishReason.ValueType
+    """Why the answer ended, if these are its last tokens and text; unset = `Finished` tells."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -691,10 +694,11 @@ class TokenDelta(_message.Message):
         text: _builtins.str = ...,
         choice: _builtins.int = ...,
         logprobs: _kv_pb2.Logprobs | None = ...,
+        reason: _kv_pb2.FinishReason.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "position", b"position", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "position", b"position", "reason", b"reason", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

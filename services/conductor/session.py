@@ -113,7 +113,9 @@ class ChoiceOutput:
         if not taken:
             return None
         text = self._unsent(text)
-        delta = conductor_pb2.TokenDelta(position=position, token_ids=taken, text=text, choice=self.index)
+        delta = conductor_pb2.TokenDelta(
+            position=position, token_ids=taken, text=text, choice=self.index, reason=self.finish
+        )
         if logprobs is not None:
             part = logprobs.part(0, len(taken))
             self._logprobs.extend(part)
@@ -164,7 +166,10 @@ class ChoiceOutput:
         position = len(progress.tokens)
         self._set_client_chars(progress.text_chars)
         text, self._lacking, tokens = self._lacking, "", self.tokens[position:]
-        delta = conductor_pb2.TokenDelta(position=position, token_ids=tokens, text=text, choice=self.index)
+        reason = UNFINISHED if self.finish == CANCELLED else self.finish
+        delta = conductor_pb2.TokenDelta(
+            position=position, token_ids=tokens, text=text, choice=self.index, reason=reason
+        )
         if tokens and self._request.sampling.logprobs is not None:
             delta.logprobs.CopyFrom(logprobs_to_proto(self._logprobs.part(position - self.resumed_at)))
         return delta if tokens or text else None
@@ -238,6 +243,7 @@ class OutputQueue:
         if last is not None:
             last.delta.token_ids.extend(delta.token_ids)
             last.delta.text += delta.text
+            last.delta.reason = delta.reason
             if delta.HasField("logprobs"):
                 last.delta.logprobs.MergeFrom(delta.logprobs)
             return

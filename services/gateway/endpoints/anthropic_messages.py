@@ -295,7 +295,7 @@ class MessagesFormatter(ResponseFormatter):
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
         content = [_content_block(part) for part in self._parser.parse_full(result.text, 0)]
-        return {**self._head, "content": content, **self._end(result), "usage": messages_usage(result.usage)}
+        return {**self._head, "content": content, **self._end(result), "usage": self._usage(result)}
 
     def first_events(self) -> Iterator[bytes]:
         # The usage is known at the end only.
@@ -303,7 +303,7 @@ class MessagesFormatter(ResponseFormatter):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": messages_usage(Usage()),
+            "usage": messages_usage(Usage(), 0),
         }
         yield _messages_event("message_start", {"message": {**self._head, **empty}})
 
@@ -316,7 +316,7 @@ class MessagesFormatter(ResponseFormatter):
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         yield from map(self._block, self._parser.end(0))
         yield self._close_block()
-        yield _messages_event("message_delta", {"delta": self._end(result), "usage": messages_usage(result.usage)})
+        yield _messages_event("message_delta", {"delta": self._end(result), "usage": self._usage(result)})
         yield _messages_event("message_stop", {})
 
     def error_event(self, error: ErrorResponse) -> bytes:
@@ -357,6 +357,9 @@ class MessagesFormatter(ResponseFormatter):
         self._open = ""
         return _messages_event("content_block_stop", {"index": self._blocks - 1})
 
+    def _usage(self, result: GenerateResult) -> dict[str, Any]:
+        return messages_usage(result.usage, self._parser.reasoning_tokens(result.choices))
+
     def _end(self, result: GenerateResult) -> dict[str, str | None]:
         stop = self._stopped_by(result)
         ended = "stop_sequence" if stop is not None else "tool_use" if self._parser.has_tool_calls(0) else "end_turn"
@@ -392,13 +395,14 @@ def anthropic_error_body(error: ErrorResponse) -> dict[str, Any]:
     return {"type": "error", "error": fields | error.detail}
 
 
-def messages_usage(usage: Usage) -> dict[str, int]:
+def messages_usage(usage: Usage, thinking_tokens: int) -> dict[str, Any]:
     """Anthropic's usage, which counts cached prompt tokens separately."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": thinking_tokens},
     }
 
 

@@ -152,6 +152,10 @@ class ChatFormatter(OpenAIFormatter):
         message |= {"reasoning_content": reasoning} if reasoning else {}
         return {"message": {**message, "tool_calls": calls} if calls else message}
 
+    def usage(self, result: GenerateResult) -> dict[str, Any]:
+        details = {"reasoning_tokens": self._parser.reasoning_tokens(result.choices)}
+        return {**super().usage(result), "completion_tokens_details": details}
+
     def first_events(self) -> Iterator[bytes]:
         """The event with the tokens of the prompt, if the response has token ids."""
         if (prompts := self._options.prompt_token_ids) is not None:

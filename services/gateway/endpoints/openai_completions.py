@@ -51,8 +51,6 @@ class CompletionBody(OpenAISamplingBody):
 
     def check(self) -> None:
         super().check()
-        if self.echo and self.logprobs is not None and self.stream:
-            raise InvalidRequest("echo", "is not allowed together with logprobs if stream is true")
         if (self.prompt is None) == (self.prompt_token_ids is None):
             raise InvalidRequest("prompt", "either prompt or prompt_token_ids must be given")
         if not 1 <= len(self.prompts()) <= MAX_PROMPTS:
@@ -148,6 +146,7 @@ class CompletionFormatter(OpenAIFormatter):
         self._echo = echo
         self._answers = answers
         self._chars: defaultdict[int, int] = defaultdict(int)  # of the tokens that were sent, by choice
+        self._echoed: dict[int, dict[str, Any]] = {}  # by choice, the prompt's log probabilities that were not sent
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
         shown = result if self._answers else _without_answers(result)
@@ -165,14 +164,45 @@ class CompletionFormatter(OpenAIFormatter):
         choice["text"] = prompt.text + choice["text"]
         if self._options.logprobs:
             before = self._logprobs_formatter.echoed(prompt.token_ids, scores)
-            chars = sum(map(len, before["tokens"]))
+            chars = _num_chars(before)
             answer = choice["logprobs"] or {name: [] for name in before}
             answer["text_offset"] = [offset + chars for offset in answer["text_offset"]]
             choice["logprobs"] = {name: before[name] + answer[name] for name in before}
 
     def add_tokens(self, event: TokenEvent) -> None:
+        if self._echo is not None and self._options.logprobs and event.prompt_logprobs:
+            index = event.choice // self._options.choices
+            scores = self._logprobs_formatter.echoed(self._echo[index].token_ids, event.prompt_logprobs)
+            for choice in range(index * self._options.choices, (index + 1) * self._options.choices):
+                self._echoed[choice] = scores
+                self._chars[choice] = _num_chars(scores)
         if self._answers:
             super().add_tokens(event)
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return self._echo_event(choice) + super().text_event(text, choice)
+
+    def last_text_event(self, text: str, choice: int, finish_reason: str) -> bytes:
+        return self._echo_event(choice) + super().last_text_event(text, choice, finish_reason)
+
+    def _echo_event(self, choice: int) -> bytes:
+        """The event with the prompt and its log probabilities, before the first event of a choice."""
+        if choice not in self._echoed:
+            return b""
+        assert self._echo is not None
+        text = self._echo[choice // self._options.choices].text
+        return self._prompt_event({"index": choice, "text": text, "logprobs": self._echoed.pop(choice)})
+
+    def _prompt_event(self, fields: dict[str, Any]) -> bytes:
+        """An event with the prompt of a choice: its text, its tokens, or both."""
+        prompts = self._options.prompt_token_ids
+        choice = {"logprobs": None, "finish_reason": None, **fields}
+        if prompts is None:
+            return sse_event(self._event_object(choice))
+        return sse_event(self.with_prompt_token_ids(self._event_object({**choice, "token_ids": []}), prompts))
+
+    def finish_reason(self, reason: str, choice: int) -> str:
+        return reason if self._answers else "length"
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         return super().last_events(result if self._answers else _without_answers(result))
@@ -194,16 +224,16 @@ class CompletionFormatter(OpenAIFormatter):
         return {**response, "choices": choices}
 
     def first_events(self) -> Iterator[bytes]:
-        """Events with the prompts: their text if the choices repeat it, their tokens if the response has token ids."""
-        prompts, echo, each = self._options.prompt_token_ids, self._echo, self._options.choices
-        given: Sequence[object] = echo or prompts or ()
+        """Events with the prompts: their text if the choices repeat it, their tokens if the response has token ids.
+
+        A prompt that is repeated with its log probabilities comes later: with the first event of its choices.
+        """
+        echo, each = self._echo, self._options.choices
+        given: Sequence[object] = echo or self._options.prompt_token_ids or ()
+        if echo is not None and self._options.logprobs:
+            return
         for index in range(len(given) * each):
-            text = "" if echo is None else echo[index // each].text
-            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": None}
-            if prompts is None:
-                yield sse_event(self._event_object(choice))
-            else:
-                yield sse_event(self.with_prompt_token_ids(self._event_object({**choice, "token_ids": []}), prompts))
+            yield self._prompt_event({"index": index, "text": "" if echo is None else echo[index // each].text})
 
     def choice_fields(self, text: str, choice: int) -> dict[str, Any]:
         return {"text": text}
@@ -216,3 +246,8 @@ def _without_answers(result: GenerateResult) -> GenerateResult:
     """The result of a request for no tokens, for which one was computed."""
     choices = tuple(replace(it, token_ids=[], text="", finish_reason="length", logprobs=()) for it in result.choices)
     return replace(result, choices=choices, usage=replace(result.usage, completion_tokens=0))
+
+
+def _num_chars(logprobs: Mapping[str, Any]) -> int:
+    """Number of characters of the tokens of `logprobs`."""
+    return sum(map(len, logprobs["tokens"]))

@@ -576,11 +576,6 @@ def sse_event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + to_json_bytes(content) + b"\n\n"
 
 
-def usage_object(usage: Usage) -> dict[str, Any]:
-    """OpenAI's `usage`."""
-    return {**_counts(usage), "prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
-
-
 def _counts(usage: Usage) -> dict[str, int]:
     return {
         "prompt_tokens": usage.prompt_tokens,
@@ -645,7 +640,7 @@ class OpenAIFormatter(ResponseFormatter):
         self._head: dict[str, Any] = {}
         self._around = b"", b""  # what every event has before and after its choice
         self._usage = Usage()  # so far
-        self._last_texts: dict[int, str] = {}  # texts that come with the reasons why the choices ended, by choice
+        self._ended: set[int] = set()  # choices whose reason of the end was sent
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         self._head = {
@@ -669,13 +664,10 @@ class OpenAIFormatter(ResponseFormatter):
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         for index, choice in enumerate(result.choices):
-            text = self._last_texts.pop(index, "")
-            fields = [*(self.text_fields(text, index) if text else ()), *self.held_back_fields(index)]
-            *others, last = fields or [self.empty_choice]
-            reason = self.finish_reason(choice.finish_reason, index)
-            yield b"".join(self._event(each, index) for each in others) + self._event(last, index, reason)
+            if index not in self._ended:
+                yield self.last_text_event("", index, choice.finish_reason)
         if self._options.include_usage:
-            yield sse_event({**self._head, "choices": [], "usage": usage_object(result.usage)})
+            yield sse_event({**self._head, "choices": [], "usage": self.usage(result)})
         yield SSE_DONE
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
@@ -689,12 +681,16 @@ class OpenAIFormatter(ResponseFormatter):
             }
             for index, choice in enumerate(result.choices)
         ]
-        response = {**self._head, "choices": choices, "usage": usage_object(result.usage)}
+        response = {**self._head, "choices": choices, "usage": self.usage(result)}
         if self._options.prompt_token_ids is not None:
             response = self.with_prompt_token_ids(response, self._options.prompt_token_ids)
         if self._options.prompt_logprobs and result.prompt_logprobs:
             response = self.with_prompt_logprobs(response, result)
         return response
+
+    def usage(self, result: GenerateResult) -> dict[str, Any]:
+        """`usage` of a response whose choices were all written."""
+        return {**_counts(result.usage), "prompt_tokens_details": {"cached_tokens": result.usage.cached_tokens}}
 
     def count_tokens(self, prompt_tokens: int, new_tokens: int) -> None:
         self._usage = Usage(prompt_tokens, 0, self._usage.completion_tokens + new_tokens)
@@ -731,9 +727,14 @@ class OpenAIFormatter(ResponseFormatter):
     def text_event(self, text: str, choice: int) -> bytes:
         return b"".join(self._event(fields, choice) for fields in self.text_fields(text, choice))
 
-    def last_text_event(self, text: str, choice: int) -> bytes:
-        self._last_texts[choice] = self._last_texts.get(choice, "") + text
-        return b""
+    def last_text_event(self, text: str, choice: int, finish_reason: str) -> bytes:
+        self._ended.add(choice)
+        fields = [*(self.text_fields(text, choice) if text else ()), *self.held_back_fields(choice)]
+        *others, last = fields or [self.empty_choice]
+        reason = self.finish_reason(finish_reason, choice)
+        # The last event has the log probabilities and tokens of all: vLLM's clients take one event for one token.
+        before = b"".join(self._event(each, choice, with_tokens=False) for each in others)
+        return before + self._event(last, choice, reason)
 
     def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:
         """The fields of a choice in the events that have the next text, one for each event."""

@@ -360,7 +360,8 @@ class ResponsesFormatter(ResponseFormatter):
         cut = result.finish_reason == "length"
         response = self._response("incomplete" if cut else "completed", output)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        return {**response, "usage": responses_usage(result.usage)}
+        usage = responses_usage(result.usage, self._parser.reasoning_tokens(result.choices))
+        return {**response, "usage": usage}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         empty = {"error": None, "incomplete_details": None, "usage": None}
@@ -483,13 +484,13 @@ class ResponsesFormatter(ResponseFormatter):
         )
 
 
-def responses_usage(usage: Usage) -> dict[str, Any]:
+def responses_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
     """`usage` under the names of this API."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -44,7 +44,8 @@ class ReasoningParser:
         self._format = reasoning_format
         self._state = "thinking" if is_open else "start"  # then "thinking", "ended", "text"
         self._held = ""
-        self._thought = False  # some thinking was passed on
+        self.thought = False
+        """Whether some thinking was passed on."""
 
     def push(self, text: str) -> list[ReasoningText | str]:
         """Take the next text. Returns what is certain now."""
@@ -65,7 +66,7 @@ class ReasoningParser:
         """Return what is still held back, after the last text."""
         rest, self._held = self._held, ""
         if self._state == "thinking":
-            said = rest if self._thought else rest.lstrip()
+            said = rest if self.thought else rest.lstrip()
             return [ReasoningText(said)] if said.strip() else []
         return [rest] if rest and self._state != "ended" else []
 
@@ -78,7 +79,7 @@ class ReasoningParser:
 
     def _think(self, output: list[ReasoningText | str]) -> None:
         """Move thinking to `output`; white space at its end, and what may begin the mark, is held."""
-        if not self._thought:
+        if not self.thought:
             self._held = self._held.lstrip()
         before, mark, behind = self._held.partition(self._format.end)
         if not mark:
@@ -88,7 +89,7 @@ class ReasoningParser:
         said = before.rstrip()
         if said:
             output.append(ReasoningText(said))
-            self._thought = True
+            self.thought = True
         self._held = behind if mark else self._held[len(said) :]
         if mark:
             self._state = "ended"

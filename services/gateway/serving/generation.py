@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
@@ -298,7 +299,10 @@ class RequestBuilder:
             grammar = offered.grammar(family, self._tokenizer.is_special)
             if grammar:
                 job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
-        return AnswerParser(AnswerReading(offered, family, reasoning, reasoning is not None and self._is_thinking(job)))
+        if reasoning is None:
+            return AnswerParser(AnswerReading(offered, family))
+        count = partial(self._tokenizer.tokens_through, reasoning.end)
+        return AnswerParser(AnswerReading(offered, family, reasoning, self._is_thinking(job), count))
 
     def _is_thinking(self, job: GenerationJob) -> bool:
         """Whether the prompts begin the thinking. Prompts of token ids and continued answers do not."""
@@ -360,9 +364,9 @@ class ResponseFormatter(Protocol):
         """Server-sent events for the next text of a choice."""
         ...
 
-    def last_text_event(self, text: str, choice: int) -> bytes:
-        """As `text_event`, for the text of the last token that the choice may have. `last_events` follows at once."""
-        return self.text_event(text, choice)
+    def last_text_event(self, text: str, choice: int, finish_reason: str) -> bytes:
+        """As `text_event`, for the last text of a choice, which may be "", and the reason why the choice ended."""
+        return self.text_event(text, choice) if text else b""
 
     def last_events(self, result: GenerateResult) -> Iterator[bytes]:
         """Server-sent events after the last text."""
@@ -498,8 +502,11 @@ class GenerationResponse:
                     started = True
                     self._start(reply, tokens)
                     first = b"".join(formatter.first_events())
-                write = formatter.last_text_event if self._is_last(event, tokens) else formatter.text_event
-                if content := first + (write(event.text, event.choice) if event.text else b""):
+                if event.finish_reason is not None:
+                    content = first + formatter.last_text_event(event.text, event.choice, event.finish_reason)
+                else:
+                    content = first + (formatter.text_event(event.text, event.choice) if event.text else b"")
+                if content:
                     yield content
         result = _completed_result(tokens)
         request_metrics.finished(result)
@@ -507,13 +514,6 @@ class GenerationResponse:
             self._start(reply, tokens)
             yield b"".join(formatter.first_events())
         yield b"".join(formatter.last_events(result))
-
-    def _is_last(self, event: TokenEvent, tokens: AsyncTokenStream | MergedStream) -> bool:
-        """Whether an event has the last token that the only answer may have, so that the end follows at once."""
-        if isinstance(tokens, MergedStream) or self._job.sampling.width > 1:
-            return False
-        limit = min(self._job.sampling.max_tokens, self._job.state.max_tokens - tokens.prompt_tokens)
-        return event.position + len(event.token_ids) >= limit
 
     def _token_stream(self) -> AsyncTokenStream | MergedStream:
         def placed() -> None:

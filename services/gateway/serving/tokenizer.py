@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -100,6 +101,11 @@ class GatewayTokenizer:
     def decode_now(self, tokens: Sequence[int], skip_special: bool) -> str:
         """Text of a few tokens, decoded on the calling thread."""
         return self._tokenizer.decode(tokens, skip_special)
+
+    def tokens_through(self, text: str, tokens: Sequence[int]) -> int:
+        """Number of tokens up to the end of the first `text` in their text; all of the tokens if it is not there."""
+        ends = range(1, len(tokens))
+        return 1 + bisect.bisect_left(ends, True, key=lambda end: text in self.decode_now(tokens[:end], False))
 
     async def token_strings(self, tokens: Sequence[int]) -> list[str]:
         """Text of each token by itself."""

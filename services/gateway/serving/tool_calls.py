@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moonpool.client import Choice
 from moonpool.errors import InvalidRequest
 from moonpool.grammar import TaggedSchema, tagged_grammar
 from moonpool.json_schema import close_objects
@@ -176,12 +177,14 @@ class AnswerReading:
         family: how the model writes calls; unused without tools and for forced calls.
         reasoning: how the model marks its thinking; None = the answers are text only.
         thinks_at_once: the answers begin within the thinking, because the prompt has begun it.
+        count_reasoning: returns how many of an answer's tokens are thinking and its marks.
     """
 
     tools: ToolSet | None = None
     family: ToolParserFamily | None = None
     reasoning: ReasoningFormat | None = None
     thinks_at_once: bool = False
+    count_reasoning: Callable[[Sequence[int]], int] = len
 
 
 class AnswerParser:
@@ -207,6 +210,11 @@ class AnswerParser:
     def has_tool_calls(self, choice: int) -> bool:
         """Whether an answer has a tool call."""
         return bool(self._num_calls.get(choice))
+
+    def reasoning_tokens(self, answers: Sequence[Choice]) -> int:
+        """How many tokens of the answers, all of which were parsed, are thinking."""
+        thought = [it for index, it in enumerate(answers) if index in self._thinking and self._thinking[index].thought]
+        return sum(self._reading.count_reasoning(it.token_ids) for it in thought)
 
     def push(self, text: str, choice: int) -> list[AnswerPart]:
         """Take the next text of an answer. Returns the parts that are certain now."""

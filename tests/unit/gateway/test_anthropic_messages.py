@@ -20,6 +20,7 @@ USAGE = {
     "cache_creation_input_tokens": 0,
     "cache_read_input_tokens": 8,
     "output_tokens": 2,
+    "output_tokens_details": {"thinking_tokens": 0},
 }
 
 

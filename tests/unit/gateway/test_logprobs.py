@@ -131,6 +131,23 @@ async def test_a_prompt_that_is_repeated_has_its_own(max_tokens: int, prompts: i
     assert max_tokens or {choice["finish_reason"] for choice in body["choices"]} == {"length"}
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+@pytest.mark.parametrize("extra", [{}, {"return_token_ids": True}])
+async def test_a_prompt_that_is_repeated_in_a_stream(max_tokens: int, extra: dict[str, Any]) -> None:
+    """The pieces of each choice make what the whole answer has."""
+    body = {"prompt": [[3, 4, 7]] * 2, "echo": True, "logprobs": TOP, "max_tokens": max_tokens, **extra}
+    async with answering(conductor(prompt=True)) as gateway:
+        whole = (await gateway.plain(**body)).json()["choices"]
+        found = [event["choices"][0] for event in events((await gateway.plain(**body, stream=True)).text)]
+    for choice in whole:
+        own = [it for it in found if it["index"] == choice["index"]]
+        assert "".join(it["text"] for it in own) == choice["text"]
+        told = [it["logprobs"] for it in own if it["logprobs"] is not None]
+        assert {name: [value for it in told for value in it[name]] for name in told[0]} == choice["logprobs"]
+        assert [it["finish_reason"] for it in own][-1] == choice["finish_reason"]
+        assert [value for it in own for value in it.get("token_ids", ())] == choice.get("token_ids", [])
+
+
 async def test_a_repeated_text() -> None:
     async with answering(FakeConductor(lambda _: answer(TOKENS))) as gateway:
         [choice] = (await gateway.plain(prompt="hi", echo=True)).json()["choices"]
@@ -166,7 +183,6 @@ async def test_what_a_harness_reads_of_the_tokenizer() -> None:
         ("chat", {"top_logprobs": 2}, "top_logprobs"),
         ("chat", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ("plain", {"logprobs": True}, "logprobs"),
-        ("plain", {"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ],
 )
 async def test_what_is_refused(path: str, body: dict[str, Any], param: str) -> None:

@@ -7,11 +7,13 @@ import openai
 import pytest
 
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.v1 import conductor_pb2, kv_pb2
+from moonpool.v1 import kv_pb2
 
 from .fakes import CHAT, MODEL_TOKENS, PLAIN, TURNS, Answers, answering
 
 USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "total_tokens": 11, "prompt_tokens_details": {"cached_tokens": 8}}
+
+CHAT_USAGE = {**USAGE, "completion_tokens_details": {"reasoning_tokens": 0}}
 
 
 def two_tokens() -> FakeConductor:
@@ -47,7 +49,7 @@ async def test_chat() -> None:
                     "finish_reason": "length",
                 }
             ],
-            "usage": USAGE,
+            "usage": CHAT_USAGE,
         }
 
 
@@ -73,7 +75,7 @@ async def test_chat_stream(usage: bool) -> None:
     deltas = [(event["choices"][0]["delta"], event["choices"][0]["finish_reason"]) for event in found[:2]]
     assert deltas == [({"role": "assistant", "content": "5 "}, None), ({"content": "6 "}, "length")]
     if usage:
-        assert [event["usage"] for event in found] == [None, None, USAGE]
+        assert [event["usage"] for event in found] == [None, None, CHAT_USAGE]
         assert found[2]["choices"] == []
     else:
         assert len(found) == 2
@@ -84,8 +86,7 @@ async def test_chat_stream(usage: bool) -> None:
 async def test_text_that_was_held_back_comes_with_the_last_token(path: str) -> None:
     """As the beginning of a stop text, which the last token could have continued."""
     messages = answer([5, 6], request_id="r1", reason=kv_pb2.FINISH_REASON_LENGTH)
-    rest = conductor_pb2.GenerateResponse(delta=conductor_pb2.TokenDelta(position=2, text="EN"))
-    messages.insert(3, rest)
+    messages[2].delta.text = "6 EN"
     prompt = {"prompt": "x"} if path == PLAIN else {"messages": TURNS}
     async with answering(FakeConductor(lambda _: messages)) as gateway:
         body = {**prompt, "stream": True, "max_tokens": 2}
@@ -102,7 +103,7 @@ async def test_usage_in_every_event() -> None:
         found = events((await gateway.chat(stream=True, max_tokens=2, stream_options=options)).text)
     assert [event["usage"]["completion_tokens"] for event in found] == [1, 2, 2]
     assert [event["usage"]["total_tokens"] for event in found] == [10, 11, 11]
-    assert found[-1]["usage"] == USAGE
+    assert found[-1]["usage"] == CHAT_USAGE
 
 
 async def test_plain_stream() -> None:
@@ -137,7 +138,8 @@ def two_answers() -> FakeConductor:
     placed, first, second, third, finished = answer([5, 6, 7], request_id="r1")
     second.delta.choice = third.delta.choice = 1
     second.delta.position, third.delta.position = 0, 1
-    for reason in (kv_pb2.FINISH_REASON_STOP, kv_pb2.FINISH_REASON_LENGTH):
+    for last, reason in ((first, kv_pb2.FINISH_REASON_STOP), (third, kv_pb2.FINISH_REASON_LENGTH)):
+        last.delta.reason = reason
         finished.finished.choices.add(reason=reason)
     return FakeConductor(lambda _: [placed, second, first, third, finished])
 
@@ -154,17 +156,13 @@ async def test_several_answers() -> None:
         plain = [event["choices"][0] for event in events((await gateway.plain(prompt="x", n=2, stream=True)).text)]
     assert [(choice["index"], choice["delta"].get("content"), choice["finish_reason"]) for choice in found] == [
         (1, "6 ", None),
-        (0, "5 ", None),
-        (1, "7 ", None),
-        (0, None, "stop"),
-        (1, None, "length"),
+        (0, "5 ", "stop"),
+        (1, "7 ", "length"),
     ]
     assert [(choice["index"], choice["text"]) for choice in plain] == [
         (1, "6 "),
         (0, "5 "),
         (1, "7 "),
-        (0, ""),
-        (1, ""),
     ]
 
 

@@ -19,7 +19,7 @@ THINKING = "I add.\n2 and 2."
 TEMPLATE = """{% for turn in messages %}{{ turn.role }} {{ turn.reasoning_content }}{{ turn.content }}
 {% endfor %}{% if add_generation_prompt %}{{ 'assistant ' }}{% if enable_thinking is defined and not enable_thinking -%}
 {{ '<think></think>' }}{% elif open is defined %}{{ '<think>' }}{% endif %}{% endif %}"""
-ASK: list[dict[str, Any]] = [{"role": "user", "content": "2 + 2?"}]
+ASK: Any = [{"role": "user", "content": "2 + 2?"}]
 
 
 def texts() -> Tokenizer:
@@ -27,13 +27,14 @@ def texts() -> Tokenizer:
 
 
 def says(text: str) -> FakeConductor:
-    """Answers with a text, three characters a token."""
-    pieces = [text[at : at + 3] for at in range(0, len(text), 3)]
+    """Answers with a text."""
+    tokens = texts().encode(text, add_special=False)
 
     def script(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-        messages = answer(range(len(pieces)), request_id="r1")
-        for message, piece in zip(messages[1:-1], pieces, strict=True):
-            message.delta.text = piece
+        messages, stream = answer(tokens, request_id="r1"), texts().stream()
+        for message, token in zip(messages[1:-1], tokens, strict=True):
+            message.delta.text = stream.push([token])
+        assert not stream.flush()
         return messages
 
     return FakeConductor(script)
@@ -92,6 +93,31 @@ async def test_responses() -> None:
         turns = gateway.fake.requests[-1].chat.messages
         assert [(turn.role, turn.content, turn.reasoning_content) for turn in turns][1] == ("assistant", "4.", THINKING)
         assert len(turns) == 3
+
+
+async def test_tokens_of_the_thinking_are_counted() -> None:
+    """With the marks, whole and streamed; all tokens of an answer that is cut while the model thinks."""
+    marked, cut = f"<think>\n{THINKING}\n</think>", f"<think>\n{THINKING}"
+    turns = {"model": "tiny", "max_tokens": 50, "messages": ASK}
+    for said, thought in ((f"{marked}\n\n4.", marked), (cut, cut), ("4.", "")):
+        count = len(texts().encode(thought, add_special=False))
+        async with answering(says(said), texts()) as gateway:
+            client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+            for usage in ((await gateway.chat(messages=ASK)).json()["usage"], await streamed_usage(client)):
+                assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
+            response = await client.responses.create(model="tiny", input=ASK)
+            assert response.usage is not None
+            assert response.usage.output_tokens_details.reasoning_tokens == count
+            message = (await gateway.http.post("/v1/messages", json=turns)).json()
+            assert message["usage"]["output_tokens_details"] == {"thinking_tokens": count}
+
+
+async def streamed_usage(client: openai.AsyncOpenAI) -> dict[str, Any]:
+    stream = await client.chat.completions.create(
+        model="tiny", messages=ASK, stream=True, stream_options={"include_usage": True}
+    )
+    usages = [chunk.usage async for chunk in stream if chunk.usage is not None]
+    return usages[-1].to_dict()
 
 
 async def test_a_template_may_begin_or_forbid_the_thinking() -> None:
