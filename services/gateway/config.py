@@ -79,6 +79,20 @@ class GatewayConfig(ServiceConfig):
     write_timeout_s: float = Field(
         60.0, gt=0, le=3600, description="seconds after which a client that does not read its response is disconnected"
     )
+    response_store_bytes: ByteSize = Field(
+        256 << 20,
+        ge=0,
+        description="maximum size of the stored responses and conversations, in bytes; if there is no room, the tenant "
+        "that has most loses its least recently used ones; 0 stores none",
+    )
+    response_ttl_s: float = Field(
+        86400.0, gt=0, description="seconds after its last use for which a response or conversation stays stored"
+    )
+    response_store_file: Path | None = Field(
+        None,
+        description="SQLite file of the stored responses and conversations, which outlives the gateway; gateways of "
+        "one machine may share the file. Default: in memory",
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
     chat_template: Path | None = Field(
         None,

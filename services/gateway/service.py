@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from moonpool import world
 from moonpool.checkpoint import Tokenizer, model_name, resolve
@@ -23,6 +23,7 @@ from services.gateway.serving.auth import Authenticator
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.generation import RequestBuilder
 from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.response_store import ResponseStore, StoreLimits
 from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 CONNECT_TIMEOUT_S = 2.0
@@ -30,6 +31,9 @@ CONNECT_TIMEOUT_S = 2.0
 
 SERVER_METRICS: tuple[Metric[HttpServer], ...] = (
     Metric("connections", "Open connections of HTTP clients.", lambda server: server.open_connections),
+)
+RESPONSE_METRICS: tuple[Metric[ResponseStore], ...] = (
+    Metric("stored_bytes", "Size of the stored responses and conversations.", lambda store: store.num_bytes),
 )
 
 log = get_logger(__name__)
@@ -55,11 +59,29 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
         metrics = PrometheusMetrics(config.service())
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
-        app = make_app(gateway_context(config, client, tokenizer, metrics), config.allowed_origins)
+        responses = stack.enter_context(response_store(config))
+        app = make_app(gateway_context(config, client, tokenizer, metrics, responses), config.allowed_origins)
         server, port = await stack.enter_async_context(http_serving(app, config))
-        metrics.watch(MetricSet().add(SERVER_METRICS, server).add(PROCESS_METRICS, None))
+        watched = MetricSet().add(SERVER_METRICS, server).add(RESPONSE_METRICS, responses).add(PROCESS_METRICS, None)
+        metrics.watch(watched)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         yield config.advertised(port)
+
+
+@contextmanager
+def response_store(config: GatewayConfig) -> Iterator[ResponseStore]:
+    """The store of responses of a gateway with these settings, open while the body of the `with` runs.
+
+    Raises:
+        ConfigError: the file of the store is wrong.
+    """
+    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s)
+    with world.thread_pool(1, "responses") as threads:
+        store = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
+        try:
+            yield store
+        finally:
+            threads.submit(store.close).result()
 
 
 def gateway_context(
@@ -67,6 +89,7 @@ def gateway_context(
     client: AsyncClient,
     tokenizer: GatewayTokenizer,
     metrics: PrometheusMetrics,
+    responses: ResponseStore,
     keys: ApiKeys | None = None,
 ) -> GatewayContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
@@ -89,6 +112,7 @@ def gateway_context(
         cluster=ClusterStateCache(client, request_metrics.clock),
         tokenizer=tokenizer,
         builder=RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name),
+        responses=responses,
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,

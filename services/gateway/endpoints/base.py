@@ -16,6 +16,7 @@ from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
 from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.response_store import ResponseStore
 from services.gateway.serving.tokenizer import GatewayTokenizer
 
 
@@ -29,6 +30,7 @@ class GatewayContext:
         cluster: the model that is served, and the instances.
         tokenizer: tokenizer and chat template of the served model.
         builder: builds generation jobs from bodies.
+        responses: stored responses and conversations.
         metrics: counters and timers of requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
@@ -41,6 +43,7 @@ class GatewayContext:
     cluster: ClusterStateCache
     tokenizer: GatewayTokenizer
     builder: RequestBuilder
+    responses: ResponseStore
     metrics: GatewayMetrics
     registry: CollectorRegistry
     wall_clock: Callable[[], float]

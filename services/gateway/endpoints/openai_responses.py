@@ -1,16 +1,20 @@
-"""OpenAI's `/v1/responses`: body, handler, response object and stream events. Responses are not stored."""
+"""OpenAI's `/v1/responses`: body, handler, response object and stream events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from moonpool import world
+from moonpool.checkpoint import ChatOptions
 from moonpool.client import GenerateResult, Message, TokenEvent, Usage
-from moonpool.errors import InvalidRequest
+from moonpool.errors import InvalidRequest, NotFound
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
@@ -26,10 +30,21 @@ from services.gateway.endpoints.openai_protocol import (
     token_biases,
 )
 from services.gateway.reasoning_parsers.base import ReasoningText
-from services.gateway.serving.errors import ErrorResponse
+from services.gateway.serving.auth import CheckedRequest
+from services.gateway.serving.errors import ErrorResponse, HttpError
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
-from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, SmallObject, to_json_bytes
+from services.gateway.serving.json_body import (
+    Body,
+    FailFastList,
+    GenerateBody,
+    Integer,
+    SmallObject,
+    TextOr,
+    json_response,
+    to_json_bytes,
+)
 from services.gateway.serving.known_fields import ITEM_IGNORED, RESPONSES_IGNORED, RESPONSES_REFUSED
+from services.gateway.serving.response_store import Item, ResponseStore, StoredRecord
 from services.gateway.serving.structured_outputs import (
     FormatAndGrammar,
     StructuredOutputsBody,
@@ -57,6 +72,7 @@ _INCLUDE_IGNORED = (
     "web_search_call.results",
 )
 """Values of `include` that ask for parts of an answer that no answer has here."""
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -70,12 +86,12 @@ class ResponsesContentPart(ContentPart):
 
 
 class ResponsesItem(Body):
-    """A message, a tool call, the result of a tool call, or the thinking before an answer."""
+    """A message, a tool call, the result of a tool call, the thinking before an answer, or the id of a stored item."""
 
     ignored = ITEM_IGNORED
     unknown_ignored = True
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -109,6 +125,8 @@ class ResponsesItem(Body):
         elif self.type == "function_call_output":
             result: Message = {"role": "tool", "content": self._text("output", field)}
             messages.append({**result, "tool_call_id": self._required("call_id", field)})
+        elif self.type == "item_reference":
+            raise InvalidRequest(f"{field}.type", "is allowed only in the input of a response")
         else:
             call_id, function = (self._required(name, field) for name in ("call_id", "name"))
             if not messages or messages[-1]["role"] != "assistant":
@@ -116,6 +134,14 @@ class ResponsesItem(Body):
             calls = messages[-1].setdefault("tool_calls", [])
             assert isinstance(calls, list)  # created above
             calls.append(sdk_tool_call(call_id, function, self.arguments))
+
+    def stored(self, default_id: str) -> Item:
+        """The item as it is stored and listed: with an id, and a message's text as a part."""
+        item = {"status": "completed", **self.model_dump(by_alias=True, exclude_unset=True), "type": self.type}
+        if self.type == "message" and isinstance(self.content, str):
+            part = {"type": "input_text", "text": self.content}
+            item["content"] = [_output_text(self.content, []) if self.role == "assistant" else part]
+        return {**item, "id": self.id or f"{_ID_PREFIXES[self.type]}_{default_id}"}
 
     def _required(self, name: str, field: str) -> str:
         value: str | None = getattr(self, name)
@@ -158,6 +184,12 @@ class ResponsesStreamOptions(Body):
     ignored = ("include_obfuscation", "include_usage")
 
 
+class ConversationBody(Body):
+    """The conversation that a request continues."""
+
+    id: str
+
+
 class ResponsesBody(GenerateBody):
     """Body of `/v1/responses`."""
 
@@ -178,6 +210,9 @@ class ResponsesBody(GenerateBody):
     logit_bias: SmallObject[float] | None = None
     structured_outputs: StructuredOutputsBody | None = None
     metadata: SmallObject[str] | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: TextOr[ConversationBody] | None = None
     text: ResponsesText | None = None
     include: FailFastList[str] | None = None
     top_logprobs: Integer | None = None
@@ -196,20 +231,34 @@ class ResponsesBody(GenerateBody):
                 raise InvalidRequest(f"include.{index}", f"only {INCLUDE_LOGPROBS} is supported")
         if self.num_logprobs() is not None and self.tools:
             raise InvalidRequest("tools", "are not allowed together with log probabilities")
+        if self.previous_response_id and self.conversation:
+            raise InvalidRequest("previous_response_id", "is not allowed together with conversation")
+
+    @property
+    def conversation_id(self) -> str:
+        """Id of the conversation that the request continues; "" for none."""
+        named = self.conversation
+        return named.id if isinstance(named, ConversationBody) else named or ""
+
+    def items(self) -> list[ResponsesItem]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [ResponsesItem(role="user", content=self.input)]
+        return self.input
 
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.top_logprobs or INCLUDE_LOGPROBS in (self.include or ()) else None
 
-    def to_messages(self) -> list[Message]:
-        """The messages for the SDK.
+    def to_messages(self, past: Sequence[ResponsesItem], given: Sequence[ResponsesItem]) -> list[Message]:
+        """The messages for the SDK, from the items before the request and the request's own.
 
         Raises:
             InvalidRequest: an item is wrong; names the field.
         """
         messages: list[Message] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        for index, item in enumerate(self.input):
+        for item in past:
+            item.add_to(messages, "previous_response_id")
+        for index, item in enumerate(given):
             item.add_to(messages, f"input.{index}")
         return messages
 
@@ -237,9 +286,10 @@ class ResponsesBody(GenerateBody):
     def _text_format(self) -> TextFormatBody | None:
         return self.text.format if self.text is not None else None
 
-    def echoed_fields(self) -> dict[str, Any]:
-        """Fields of the request that the response repeats."""
+    def echoed_fields(self, *, stored: bool) -> dict[str, Any]:
+        """Fields of the request that the response repeats, and whether the response is stored."""
         return {
+            **({"conversation": {"id": self.conversation_id}} if self.conversation_id else {}),
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "temperature": self.temperature,
@@ -251,9 +301,9 @@ class ResponsesBody(GenerateBody):
             ],
             "tool_choice": _dumped(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
+            "store": stored,
             "text": {"format": _dumped(self._text_format()) or {"type": "text"}},
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
@@ -266,23 +316,125 @@ def _dumped(value: Body | str | None) -> Any:
     return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Body) else value
 
 
+@dataclass(frozen=True, slots=True)
+class ResponsesTurn:
+    """A request in its conversation: the items before the request, and its own.
+
+    Attributes:
+        store: where responses and conversations are.
+        tenant: the caller's.
+        request_id: id of the request.
+        body: the request.
+        past: items of the responses or the conversation that the request continues.
+        given: items of the request, references resolved.
+    """
+
+    store: ResponseStore
+    tenant: str
+    request_id: str
+    body: ResponsesBody
+    past: Sequence[ResponsesItem]
+    given: Sequence[ResponsesItem]
+
+    @classmethod
+    async def of(cls, store: ResponseStore, checked: CheckedRequest[ResponsesBody]) -> ResponsesTurn:
+        """Look up what a request refers to.
+
+        Raises:
+            HttpError: a response or the conversation is not stored; names the field.
+            InvalidRequest: an item is not stored; names the item.
+        """
+        body, tenant, past, given = checked.body, checked.caller.tenant, list[Item](), []
+        try:
+            if body.previous_response_id:
+                past = await store.history(tenant, body.previous_response_id)
+            elif body.conversation_id:
+                past = await store.items(tenant, body.conversation_id)
+        except NotFound as error:
+            kind = "previous_response_id" if body.previous_response_id else "conversation"
+            code = f"{kind.removesuffix('_id')}_not_found"
+            status = HTTPStatus.BAD_REQUEST if body.previous_response_id else HTTPStatus.NOT_FOUND
+            raise HttpError(status, code, str(error), parameter=kind) from None
+        for index, item in enumerate(body.items()):
+            try:
+                given.append(item if item.type != "item_reference" else await _referenced(store, tenant, item.id or ""))
+            except NotFound as error:
+                raise InvalidRequest(f"input.{index}.id", str(error)) from None
+        known = [ResponsesItem.model_validate(item) for item in past]
+        return cls(store, tenant, checked.request_id, body, known, given)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the response can be asked for later."""
+        return self.body.store is not False and self.store.enabled
+
+    def messages(self) -> list[Message]:
+        """The prompt for the SDK.
+
+        Raises:
+            InvalidRequest: an item is wrong; names the field.
+        """
+        return self.body.to_messages(self.past, self.given)
+
+    async def keep(self, response: Mapping[str, Any]) -> None:
+        """Store the response, and add its items to the conversation.
+
+        Raises:
+            Unavailable: there is no room for them.
+        """
+        given = [item.stored(f"{self.request_id}_in_{index}") for index, item in enumerate(self.given)]
+        if self.is_stored:
+            record = StoredRecord(response["id"], without_output(response), self.body.previous_response_id or "")
+            await self.store.put(self.tenant, record, given, response["output"])
+        if self.body.conversation_id:
+            with suppress(NotFound):  # the conversation was deleted meanwhile
+                await self.store.append(self.tenant, self.body.conversation_id, [*given, *response["output"]])
+
+
+def without_output(response: Mapping[str, Any]) -> dict[str, Any]:
+    """A response without its output, whose items are stored one by one."""
+    return {name: value for name, value in response.items() if name != "output"}
+
+
+async def _referenced(store: ResponseStore, tenant: str, item_id: str) -> ResponsesItem:
+    return ResponsesItem.model_validate(await store.find_item(tenant, item_id))
+
+
 async def responses(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Answer a conversation of items."""
     checked = await gateway.auth.read_body(request, ResponsesBody)
     body, state = checked.body, await gateway.cluster.state()
     limit = body.max_output_tokens
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
-    job.prompts = [{"messages": body.to_messages()}]
+    turn = await ResponsesTurn.of(gateway.responses, checked)
+    job.prompts = [{"messages": turn.messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
     logprobs = LogprobsFormatter.of(gateway, body, state)
-    return gateway.generate(job, ResponsesFormatter(job.model_name, parser, body.echoed_fields(), logprobs))
+    echoed = body.echoed_fields(stored=turn.is_stored)
+    return gateway.generate(job, ResponsesFormatter(job.model_name, parser, echoed, logprobs, turn.keep))
+
+
+async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
+    """Number of tokens of the prompt that a request would have."""
+    checked = await gateway.auth.read_body(request, ResponsesBody, uses_budget=False)
+    turn, tools = await ResponsesTurn.of(gateway.responses, checked), checked.body.tool_set()
+    definitions = tools.definitions if tools else ()
+    max_tokens = await gateway.max_model_len()
+    tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, ChatOptions())
+    content = {"object": "response.input_tokens", "input_tokens": len(tokens)}
+    return json_response(content, checked.warning_headers)
 
 
 class ResponsesFormatter(ResponseFormatter):
     """Writes a response, or its events. The output is a list of items: one for each text and one for each tool call."""
 
     def __init__(
-        self, model: str, parser: AnswerParser, echoed_fields: Mapping[str, Any], logprobs: LogprobsFormatter
+        self,
+        model: str,
+        parser: AnswerParser,
+        echoed_fields: Mapping[str, Any],
+        logprobs: LogprobsFormatter,
+        keep: Callable[[Mapping[str, Any]], Awaitable[None]],
     ) -> None:
         """Write answers of `model`.
 
@@ -291,8 +443,11 @@ class ResponsesFormatter(ResponseFormatter):
             parser: finds the tool calls in the answer.
             echoed_fields: fields of the request that the response repeats.
             logprobs: writes log probabilities.
+            keep: stores the response that has ended.
         """
         self._model = model
+        self._keep = keep
+        self._ended: dict[str, Any] = {}  # the response
         self._parser = parser
         self._echoed_fields = echoed_fields
         self._logprobs_formatter = logprobs
@@ -361,7 +516,11 @@ class ResponsesFormatter(ResponseFormatter):
         response = self._response("incomplete" if cut else "completed", output)
         response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         usage = responses_usage(result.usage, self._parser.reasoning_tokens(result.choices))
-        return {**response, "usage": usage}
+        self._ended = {**response, "usage": usage}
+        return self._ended
+
+    async def keep(self) -> None:
+        await self._keep(self._ended)
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         empty = {"error": None, "incomplete_details": None, "usage": None}

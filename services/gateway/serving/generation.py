@@ -372,6 +372,14 @@ class ResponseFormatter(Protocol):
         """Server-sent events after the last text."""
         ...
 
+    async def keep(self) -> None:
+        """Store the answer, if later requests may refer to it. Comes before the client gets the answer's end.
+
+        Raises:
+            Unavailable: the answer cannot be stored.
+        """
+        return
+
     def error_event(self, error: ErrorResponse) -> bytes:
         """The last server-sent event of a stream that failed."""
         ...
@@ -480,7 +488,9 @@ class GenerationResponse:
         request_metrics.finished(result)
         self._start(reply, tokens)
         reply.headers.update(self._job.result_headers(result))
-        await reply.send_json(200, to_json_bytes(self._formatter.full_response(result)))
+        content = self._formatter.full_response(result)
+        await self._formatter.keep()
+        await reply.send_json(200, to_json_bytes(content))
 
     async def _stream(self, reply: AsgiReply, request_metrics: RequestMetrics) -> None:
         async with aclosing(self._events(reply, request_metrics)) as events:
@@ -513,7 +523,9 @@ class GenerationResponse:
         if not started:
             self._start(reply, tokens)
             yield b"".join(formatter.first_events())
-        yield b"".join(formatter.last_events(result))
+        last = b"".join(formatter.last_events(result))
+        await formatter.keep()
+        yield last
 
     def _token_stream(self) -> AsyncTokenStream | MergedStream:
         def placed() -> None:

@@ -218,7 +218,6 @@ RESPONSES_IGNORED = (
     "request_id",
     "safety_identifier",
     "service_tier",
-    "store",
     "truncation",
     "user",
 )
@@ -226,7 +225,6 @@ RESPONSES_REFUSED: Refused = {
     "access_programs": ({},),
     "background": (False,),
     "background_options": ({},),
-    "conversation": (),
     "enable_response_messages": (False,),
     "image": ({},),
     "include_stop_str_in_output": (False,),
@@ -234,7 +232,6 @@ RESPONSES_REFUSED: Refused = {
     "moderation": (),
     "previous_input_messages": ([],),
     "previous_response": (),
-    "previous_response_id": (),
     "prompt": (),
     "vllm_xargs": ({},),
 }

@@ -11,6 +11,7 @@ from typing import Any
 import httpx2
 from starlette.applications import Starlette
 
+from moonpool import world
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient
@@ -21,6 +22,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
 from services.gateway.routes import make_app
 from services.gateway.service import gateway_context
+from services.gateway.serving.response_store import ResponseStore, StoreLimits
 from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from tests.unit.clocks import hurried
 
@@ -49,7 +51,9 @@ def make_gateway(
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
     texts = GatewayTokenizer(MODEL, tokenizer, threads, ParserNames(config.tool_call_parser, config.reasoning_parser))
-    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), keys)
+    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s)
+    responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
+    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, keys)
     return make_app(dataclasses.replace(context, started_at=7), config.allowed_origins)
 
 

@@ -48,7 +48,7 @@ async def test_response(gateway: Answers) -> None:
     assert {name: body[name] for name in expected} == expected
     assert body["output"] == [message]
     assert body["usage"] == USAGE
-    assert (body["store"], body["temperature"], body["instructions"]) == (False, 0, "be brief")
+    assert (body["store"], body["temperature"], body["instructions"]) == (True, 0, "be brief")
     assert [(turn.role, turn.content) for turn in gateway.asked.chat.messages] == [
         ("system", "be brief"),
         ("user", "hi"),
@@ -120,7 +120,7 @@ async def test_conversation(gateway: Answers) -> None:
 @pytest.mark.parametrize(
     ("body", "warned"),
     [
-        ({"store": True, "truncation": "auto", "service_tier": "flex"}, "store, truncation, service_tier"),
+        ({"truncation": "auto", "service_tier": "flex"}, "truncation, service_tier"),
         ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
         ({"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}, "prompt_cache_key, include.0"),
         ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
@@ -166,7 +166,8 @@ async def test_sampling_fields_of_vllm(gateway: Answers) -> None:
         ({"input": [{"content": "x"}]}, "input.0.role"),
         ({"input": [{"role": "user"}]}, "input.0.content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
+        ({"input": "x", "conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
         ({"input": "x", "include": ["nothing"]}, "include.0"),

@@ -1,0 +1,184 @@
+"""OpenAI's stored responses and conversations: to read, list, change and delete what the gateway has stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from moonpool import world
+from moonpool.errors import InvalidRequest, NotFound
+from services.gateway.endpoints.base import GatewayContext
+from services.gateway.endpoints.openai_responses import ResponsesItem
+from services.gateway.serving.json_body import Body, FailFastList, SmallObject, json_response
+from services.gateway.serving.response_store import Item, StoredRecord
+
+MAX_NEW_ITEMS = 20
+"""Items that one request may add to a conversation, as with OpenAI."""
+MAX_LISTED, DEFAULT_LISTED = 100, 20
+"""Items in a page of a list."""
+
+
+class MetadataBody(Body):
+    """Body of `POST /v1/conversations/ID`."""
+
+    metadata: SmallObject[str] | None = None
+
+
+class NewConversationBody(MetadataBody):
+    """Body of `POST /v1/conversations`."""
+
+    items: FailFastList[ResponsesItem] | None = Field(None, max_length=MAX_NEW_ITEMS)
+
+
+class NewItemsBody(Body):
+    """Body of `POST /v1/conversations/ID/items`."""
+
+    items: FailFastList[ResponsesItem] = Field(min_length=1, max_length=MAX_NEW_ITEMS)
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+async def get_response(gateway: GatewayContext, request: Request) -> Response:
+    """A stored response."""
+    if request.query_params.get("stream", "false") != "false":
+        raise InvalidRequest("stream", "must be false: a stored response is whole")
+    tenant, name = gateway.auth.tenant(request), _name(request, "resp_")
+    record = await gateway.responses.get(tenant, name)
+    return json_response({**record.body, "output": await gateway.responses.items(tenant, name, output=True)})
+
+
+async def delete_response(gateway: GatewayContext, request: Request) -> Response:
+    """Delete a stored response. Responses that continue it can no longer be continued."""
+    name = _name(request, "resp_")
+    await gateway.responses.delete(gateway.auth.tenant(request), name)
+    return json_response({"id": name, "object": "response", "deleted": True})
+
+
+async def list_input_items(gateway: GatewayContext, request: Request) -> Response:
+    """Items of the request that a stored response answered, the last first."""
+    return _listed(request, await gateway.responses.items(gateway.auth.tenant(request), _name(request, "resp_")))
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+async def create_conversation(gateway: GatewayContext, request: Request) -> Response:
+    """Begin a conversation, with or without items."""
+    checked = await gateway.auth.read_body(request, NewConversationBody, uses_budget=False)
+    if not gateway.responses.enabled:
+        raise NotFound("this gateway stores nothing (response_store_bytes is 0)")
+    name = f"conv_{checked.request_id}"
+    conversation = {
+        "id": name,
+        "object": "conversation",
+        "created_at": int(world.unix_time()),
+        "metadata": checked.body.metadata or {},
+    }
+    items = _new_items(checked.body.items or (), checked.request_id)
+    await gateway.responses.put(checked.caller.tenant, StoredRecord(name, conversation), items)
+    return json_response(conversation)
+
+
+async def get_conversation(gateway: GatewayContext, request: Request) -> Response:
+    """A conversation, without its items."""
+    record = await gateway.responses.get(gateway.auth.tenant(request), _name(request, "conv_"))
+    return json_response(dict(record.body))
+
+
+async def update_conversation(gateway: GatewayContext, request: Request) -> Response:
+    """Change the metadata of a conversation."""
+    checked = await gateway.auth.read_body(request, MetadataBody, uses_budget=False)
+    record = await gateway.responses.get(checked.caller.tenant, _name(request, "conv_"))
+    conversation = {**record.body, "metadata": checked.body.metadata or {}}
+    await gateway.responses.replace_body(checked.caller.tenant, StoredRecord(record.id, conversation))
+    return json_response(conversation)
+
+
+async def delete_conversation(gateway: GatewayContext, request: Request) -> Response:
+    """Delete a conversation and its items."""
+    name = _name(request, "conv_")
+    await gateway.responses.delete(gateway.auth.tenant(request), name)
+    return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
+
+
+async def list_items(gateway: GatewayContext, request: Request) -> Response:
+    """Items of a conversation, the last first."""
+    return _listed(request, await gateway.responses.items(gateway.auth.tenant(request), _name(request, "conv_")))
+
+
+async def add_items(gateway: GatewayContext, request: Request) -> Response:
+    """Add items to a conversation."""
+    checked = await gateway.auth.read_body(request, NewItemsBody, uses_budget=False)
+    items = _new_items(checked.body.items, checked.request_id)
+    await gateway.responses.append(checked.caller.tenant, _name(request, "conv_"), items)
+    return json_response(_page(items, has_more=False))
+
+
+async def get_item(gateway: GatewayContext, request: Request) -> Response:
+    """One item of a conversation."""
+    name, wanted = _name(request, "conv_"), request.path_params["item"]
+    for item in await gateway.responses.items(gateway.auth.tenant(request), name):
+        if item["id"] == wanted:
+            return json_response(item)
+    raise NotFound(f"{name!r} has no item {wanted!r}")
+
+
+async def delete_item(gateway: GatewayContext, request: Request) -> Response:
+    """Remove an item from a conversation."""
+    tenant, name = gateway.auth.tenant(request), _name(request, "conv_")
+    await gateway.responses.delete_item(tenant, name, request.path_params["item"])
+    return json_response(dict((await gateway.responses.get(tenant, name)).body))
+
+
+def _name(request: Request, prefix: str) -> str:
+    """The id in the path.
+
+    Raises:
+        NotFound: nothing of this kind has such an id.
+    """
+    name: str = request.path_params["name"]
+    if not name.startswith(prefix):
+        raise NotFound(f"{name!r} is not stored: ids begin with {prefix}")
+    return name
+
+
+def _new_items(given: Sequence[ResponsesItem], request_id: str) -> list[Item]:
+    """Items as they are stored.
+
+    Raises:
+        InvalidRequest: an item refers to another one; names the item.
+    """
+    for index, item in enumerate(given):
+        item.add_to([], f"items.{index}")
+    return [item.stored(f"{request_id}_{index}") for index, item in enumerate(given)]
+
+
+def _listed(request: Request, items: list[Item]) -> Response:
+    """A page of items, as `order`, `after` and `limit` of the query ask for.
+
+    Raises:
+        InvalidRequest: the query is wrong; names the parameter.
+    """
+    query = request.query_params
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(DEFAULT_LISTED)), query.get("after", "")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order", "must be asc or desc")
+    if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
+        raise InvalidRequest("limit", f"must be 1 to {MAX_LISTED}")
+    ordered = items if order == "asc" else items[::-1]
+    if after:
+        places = [place for place, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise InvalidRequest("after", "is no item of the list")
+        ordered = ordered[places[0] + 1 :]
+    return json_response(_page(ordered[: int(limit)], has_more=len(ordered) > int(limit)))
+
+
+def _page(items: Sequence[Item], *, has_more: bool) -> dict[str, Any]:
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": list(items), **ends, "has_more": has_more}
