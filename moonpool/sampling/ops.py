@@ -7,9 +7,13 @@ highest values.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from kernels.choice import choose
 
 
 def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -20,6 +24,15 @@ def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type not in ("cpu", "meta"):
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def triton_sampling(device: torch.device) -> ModuleType | None:
+    """Return `kernels.triton.sampling` where Triton samples: a few launches for about a hundred of torch's."""
+    if choose("sampling", device, torch.float32) != "triton":
+        return None
+    from kernels.triton import sampling
+
+    return sampling
 
 
 _DIGIT = 10
@@ -55,6 +68,10 @@ def keep_top_p(weights: Tensor, shares: Tensor) -> None:
 
 
 def _keep_leading(weights: Tensor, goals: Tensor, *, by_weight: bool) -> None:
+    fused = triton_sampling(weights.device)
+    if fused is not None:
+        fused.keep_leading(weights, goals, by_weight=by_weight)
+        return
     bits = weights.view(torch.int32)
     least, above = torch.zeros_like(bits[:, :1]), torch.zeros_like(goals)[:, None]
     for shift in _SHIFTS:

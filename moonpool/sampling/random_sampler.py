@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moonpool.sampling.filters import FILTERS
-from moonpool.sampling.ops import RUN, running_sums, runs_of, send_to_device
+from moonpool.sampling.ops import RUN, running_sums, runs_of, send_to_device, triton_sampling
 from moonpool.sampling_params import SamplingParams
 
 _LOG2_E = 1.4426950408889634
@@ -74,7 +75,7 @@ class RandomSampler:
         weights = weights_of(logits, self._scales)
         for keep in self._filters:
             keep(logits, weights)
-        return _pick(weights, self._rows, send_to_device(torch.tensor(numbers, dtype=torch.float64), self._device))
+        return pick(weights, self._rows, send_to_device(torch.tensor(numbers, dtype=torch.float64), self._device))
 
 
 def scale_of(params: SamplingParams) -> float:
@@ -88,6 +89,11 @@ def weights_of(logits: Tensor, scales: Tensor) -> Tensor:
     `scales` [R] float32.
     """
     rows, vocab = logits.shape
+    fused = triton_sampling(logits.device)
+    if fused is not None:
+        result = logits.new_empty(rows, runs_of(vocab) * RUN)
+        fused.weights_of(logits, logits.amax(-1), scales, result)
+        return result
     result = logits.new_zeros(rows, runs_of(vocab) * RUN)
     together = _ROWS if logits.device.type == "cpu" else rows
     for row in range(0, rows, together):
@@ -121,8 +127,11 @@ def _sums_of_runs(runs: Tensor) -> Tensor:
     return sums[..., 0]
 
 
-def _pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
+def pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
     """Return the token of each of `rows` [D] that belongs to its number [D], float64: [D]."""
+    fused = triton_sampling(weights.device)
+    if fused is not None:
+        return cast("Tensor", fused.pick(weights, rows, numbers))
     runs = weights.view(weights.shape[0], -1, RUN)
     sums = running_sums(_sums_of_runs(runs))[rows]  # [D, runs]
     whole = sums[:, -1]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 _TYPES = {
-    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8", torch.uint8: "u8",
-    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
 }  # fmt: skip
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 
@@ -48,12 +48,13 @@ Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
 @contextmanager
 def caught(limits: Any) -> Iterator[list[Launch]]:
     """Note launches, and run none, on a device with these `limits`."""
-    from kernels.triton import attention, device, pointwise, pool
+    from kernels.triton import attention, device, pointwise, pool, sampling
 
     launched: list[Launch] = []
     kernels = [(device, "attention"), (device, "join_parts")]
     kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
     kernels += [(pointwise, name) for name in ("_rms_norm", "_rope", "_silu_mul")]
+    kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "limits_of", lambda _: limits)
         for module, name in kernels:
@@ -116,12 +117,23 @@ def _pointwise(ops: Any) -> None:
     ops.silu_mul(x, torch.empty((4, 448), dtype=torch.bfloat16))
 
 
+def _sampling(ops: Any) -> None:
+    from kernels.triton import sampling
+
+    logits, weights = torch.empty((2, 9001)), torch.empty((2, 9088))
+    sampling.weights_of(logits, logits[:, 0], logits[:, 0], weights)
+    for by_weight in (False, True):
+        sampling.keep_leading(weights, torch.empty(2, dtype=torch.float64), by_weight=by_weight)
+    sampling.pick(weights, torch.zeros(3, dtype=torch.int64), torch.empty(3, dtype=torch.float64))
+
+
 OTHERS: list[Callable[[Any], None]] = [
     _write,
     lambda ops: _write(ops, torch.int8),
     lambda ops: _write(ops, torch.float8_e4m3fn),
     lambda ops: ops.copy_blocks(torch.empty((2, 4, 64)), *torch.zeros((2, 3), dtype=torch.int64)),
     _pointwise,
+    _sampling,
 ]
 
 

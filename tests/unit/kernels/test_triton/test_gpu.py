@@ -16,7 +16,9 @@ pytestmark = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("module", ["cases_attention.py", "cases_pool.py", "cases_pointwise.py", "cases_gpu.py"])
+@pytest.mark.parametrize(
+    "module", ["cases_attention.py", "cases_pool.py", "cases_pointwise.py", "cases_sampling.py", "cases_gpu.py"]
+)
 def test_on_the_gpu(module: str) -> None:
     run_cases([module], "not slow", TRITON_INTERPRET="0", MOONPOOL_TRITON_DEVICE="cuda")
 
