@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import moonpool.errors
@@ -32,7 +33,9 @@ from moonpool.engine.messages import (
     EngineSpec,
     FetchBlocks,
     Footprint,
+    KVLoaded,
     LayersLoaded,
+    LoadKV,
     OpenKVGateMessage,
     Shutdown,
     StageDone,
@@ -149,8 +152,8 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
 
 
 @dataclass(slots=True, eq=False)
-class _PendingFetch:
-    """A fetch without the answers of some stages."""
+class _PendingAnswers:
+    """A fetch or a load without the answers of some stages."""
 
     future: "asyncio.Future[None]"
     missing: set[int]
@@ -170,7 +173,7 @@ class ProcessEngine:
         self._closing = False
         self._one_pool = stage_devices(spec.device, spec.stages)[0].platform.in_host_pool
         self._numbers = itertools.count(1)
-        self._fetches: dict[int, _PendingFetch] = {}
+        self._asked: dict[int, _PendingAnswers] = {}
         self._may_fetch = asyncio.Semaphore(MAX_FETCHES)
         self._readers: list[asyncio.Task[None]] = []
         self.speeds = Speeds()
@@ -253,7 +256,14 @@ class ProcessEngine:
 
     def _send(
         self,
-        message: Step | OpenKVGateMessage | DropSequence | StopRunMessage | AbortStageStep | FetchBlocks | Shutdown,
+        message: Step
+        | OpenKVGateMessage
+        | DropSequence
+        | StopRunMessage
+        | AbortStageStep
+        | FetchBlocks
+        | LoadKV
+        | Shutdown,
     ) -> None:
         if self._failed.done():
             return
@@ -265,15 +275,22 @@ class ProcessEngine:
         if self._one_pool:
             return
         async with self._may_fetch:
-            if self._failed.done():
-                raise Unavailable(self._failed.result())
-            number = next(self._numbers)
-            answer = self._fetches[number] = _PendingFetch(self._loop.create_future(), set(range(self.stages)))
-            self._send(FetchBlocks(number, tuple(blocks)))
-            try:
-                await answer.future
-            finally:
-                del self._fetches[number]
+            await self._ask(FetchBlocks(next(self._numbers), tuple(blocks)))
+
+    def load(self) -> "asyncio.Future[None] | None":
+        """See `Engine.load`."""
+        return None if self._one_pool else self._ask(LoadKV(next(self._numbers)))
+
+    def _ask(self, message: FetchBlocks | LoadKV) -> "asyncio.Future[None]":
+        """Sends a message; the future is done with the answers of all stages."""
+        future: asyncio.Future[None] = self._loop.create_future()
+        if self._failed.done():
+            future.set_exception(Unavailable(self._failed.result()))
+            return future
+        self._asked[message.number] = _PendingAnswers(future, set(range(self.stages)))
+        future.add_done_callback(lambda done: self._asked.pop(message.number))
+        self._send(message)
+        return future
 
     async def idle(self) -> None:
         """Waits until no step is in flight, those of cancelled callers included."""
@@ -322,8 +339,14 @@ class ProcessEngine:
         return message.computing
 
     def listen(self) -> None:
-        """Starts to read the messages of the stages."""
+        """Starts to read the messages of the stages, and tells them of KV."""
+        for part, worker in zip(self._pool.parts, self._workers, strict=True):
+            part.on_landed = partial(self._kv_landed, worker)
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
+
+    def _kv_landed(self, worker: WorkerProcess) -> None:
+        """KV landed in the pool, and nothing is under way to the stage's device. Called by any thread."""
+        self._loop.call_soon_threadsafe(worker.channel.send, LoadKV())
 
     async def _read(self, worker: WorkerProcess) -> None:
         try:
@@ -335,12 +358,14 @@ class ProcessEngine:
         except Exception as error:  # an unreadable message leaves the stages in an unknown state
             self._fail(f"{worker} sent an unreadable message: {type(error).__name__}: {error}")
 
-    def _handle(self, worker: WorkerProcess, message: LayerDone | StageDone | BlocksFetched | WorkerFailed) -> None:
+    def _handle(
+        self, worker: WorkerProcess, message: LayerDone | StageDone | BlocksFetched | KVLoaded | WorkerFailed
+    ) -> None:
         if isinstance(message, WorkerFailed):
             self._fail(f"{worker} failed: {message.message}{self._others(worker)}")
             return
-        if isinstance(message, BlocksFetched):
-            self._fetched(message)
+        if isinstance(message, BlocksFetched | KVLoaded):
+            self._answered(message)
             return
         flight = self._flights.get(message.step_id)
         if flight is None:
@@ -356,8 +381,8 @@ class ProcessEngine:
             if len(flight.done) == self.stages:
                 self._finish(message.step_id)
 
-    def _fetched(self, message: BlocksFetched) -> None:
-        answer = self._fetches.get(message.number)
+    def _answered(self, message: BlocksFetched | KVLoaded) -> None:
+        answer = self._asked.get(message.number)
         if answer is not None:
             answer.missing.discard(message.stage)
             if not answer.missing and not answer.future.done():
@@ -387,7 +412,7 @@ class ProcessEngine:
             flight.deadline.cancel()
             flight.future.set_exception(Unavailable(reason))
         self._flights.clear()
-        for answer in self._fetches.values():
+        for answer in self._asked.values():
             if not answer.future.done():
                 answer.future.set_exception(Unavailable(reason))
 

@@ -86,6 +86,13 @@ class Engine(Protocol):
             Unavailable: The engine has failed.
         """
 
+    def load(self) -> "asyncio.Future[None] | None":
+        """Done when all KV that was written into the pool before is where steps compute; None if it is there.
+
+        A step whose prefix is not there yet computes the same, but waits for the prefix. So a sequence joins others
+        after this. The future raises Unavailable if the engine has failed.
+        """
+
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Ends a run with the step that is being computed, or the one after it; late calls are ignored.
 

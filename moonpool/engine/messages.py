@@ -5,7 +5,7 @@ A *step* is one forward pass over a packed batch of sequences, run by all stages
 `StageDone` of the last stage carries the sampled tokens. A run is answered by one `StageDone` for each of its steps;
 only a single stage runs more than one. `OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may
 come at any time in between, even before the step has begun, and are ignored once the step is done. Step ids grow from
-step to step. `FetchBlocks` is answered by one `BlocksFetched` of each stage.
+step to step. `FetchBlocks` is answered by one `BlocksFetched` of each stage, `LoadKV` by one `KVLoaded`.
 """
 
 from collections.abc import Mapping
@@ -141,6 +141,22 @@ class FetchBlocks:
 @dataclass(frozen=True, slots=True)
 class BlocksFetched:
     """A stage's answer to `FetchBlocks`."""
+
+    number: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadKV:
+    """Bring all KV that landed in the host's pool to the device, while steps run."""
+
+    number: int = 0
+    """0: no answer is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVLoaded:
+    """A stage's answer to `LoadKV`: the KV that had landed before the order is on the device."""
 
     number: int
     stage: int

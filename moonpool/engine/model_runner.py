@@ -21,7 +21,7 @@ from kernels.native.structures import GoOn
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphShape
 from moonpool.engine.footprint import LOGIT_ROWS
 from moonpool.engine.kv_gate import KVGates, StepState
-from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone
+from moonpool.engine.messages import BlocksFetched, FetchBlocks, KVLoaded, LoadKV, StageDone
 from moonpool.engine.pipeline import Links
 from moonpool.engine.structured_output import MaskBuilder, MaskRequest, PendingMasks
 from moonpool.logprobs import Logprobs
@@ -388,7 +388,7 @@ class StageRunner:
     platform: StagePlatform
     links: Links
     kv_gates: KVGates
-    emit: Callable[[LayerDone | StageDone | BlocksFetched], None]
+    emit: Callable[[LayerDone | StageDone | BlocksFetched | KVLoaded], None]
     """Called by this thread, or another one."""
     gate_timeout_s: float
     masks: MaskBuilder | None = None
@@ -413,6 +413,11 @@ class StageRunner:
     def fetch(self, order: FetchBlocks) -> None:
         """Store all KV of some blocks in the host's pool."""
         self.platform.memory.fetch(order.blocks, partial(self.emit, BlocksFetched(order.number, self.stage)))
+
+    def load(self, order: LoadKV) -> None:
+        """Bring KV that landed in the host's pool to the device. Any thread may call it, while steps run."""
+        answer = partial(self.emit, KVLoaded(order.number, self.stage)) if order.number else None
+        self.platform.memory.load(answer)
 
     @in_inference_mode
     def run(self, step: Step) -> bool:

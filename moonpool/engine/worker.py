@@ -33,6 +33,7 @@ from moonpool.engine.messages import (
     FetchBlocks,
     Footprint,
     LayersLoaded,
+    LoadKV,
     OpenKVGateMessage,
     Shutdown,
     StageSpec,
@@ -66,6 +67,8 @@ class OrderReceiver:
         self._channel = channel
         self._gates = gates
         self._rendezvous = rendezvous
+        self.load: Callable[[LoadKV], None] = lambda order: None
+        """Brings KV to the device; set before the stage is ready."""
 
     def start(self) -> None:
         """Starts the thread; it ends with the process."""
@@ -93,6 +96,8 @@ class OrderReceiver:
                     self._gates.stop_run(message.step_id, urgent=message.urgent)
                 elif isinstance(message, AbortStageStep):
                     self._gates.abort(message.step_id)
+                elif isinstance(message, LoadKV):
+                    self.load(message)
                 else:
                     self.orders.put_nowait(message)
         except ChannelClosed:
@@ -187,11 +192,11 @@ class StageLoader:
         import torch
 
         from moonpool.engine.footprint import device_footprint, grammar_bytes, work_bytes
-        from moonpool.platforms.kv_memory import staging_bytes
+        from moonpool.platforms.kv_memory import Staging
         from moonpool.platforms.stage_platform import stage_platform
 
         config, engine, model = self.config, self.engine, self.model
-        ring = staging_bytes(self.part)
+        ring = Staging.of(self.part).nbytes(self.part)
         sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, ring=ring)
         on_failure = partial(_end_process, self.channel)
         platform = stage_platform(self.device, self.part, on_failure, sizes.work + sizes.graphs)
@@ -312,6 +317,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     begin = time.monotonic()
     import_libraries()
     runner, footprint = StageLoader(spec, pool_fd, gates, channel).load()
+    receiver.load = runner.load
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, describe_compute(runner)))

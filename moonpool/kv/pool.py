@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,9 +80,14 @@ F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 class PoolPart:
     """The share of one stage: `[layer_end - layer_begin, blocks, slice_bytes]`, mapped shared from a file descriptor.
 
-    Behind these `nbytes` lie the slices' hashes, `[layer_end - layer_begin, blocks]`, 8 bytes each, and then how often
-    each slice came from elsewhere, alike. `map` supports the buffer protocol. The part owns `fd`: it is closed with the
-    part.
+    Behind these `nbytes` lie numbers of 8 bytes: the slices' hashes, `[layer_end - layer_begin, blocks]`, `written`,
+    alike, and `landed`. A slice lands when it has come from elsewhere. `map` supports the buffer protocol. The part
+    owns `fd`: it is closed with the part.
+
+    Attributes:
+        written: how often each slice landed.
+        landed: how many slices landed in each layer, then in all layers, and then whether a device is to be told.
+        on_landed: called in the I/O process, by any thread, if a device is to be told of slices that landed.
     """
 
     layout: KVLayout
@@ -94,7 +100,10 @@ class PoolPart:
     view: memoryview = field(repr=False)
     hashes: memoryview = field(repr=False)
     written: memoryview = field(repr=False)
+    landed: memoryview = field(repr=False)
     slice_bytes: int
+    on_landed: Callable[[], None] | None = None
+    _landing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @classmethod
     def attach(cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int) -> PoolPart:
@@ -104,14 +113,15 @@ class PoolPart:
             ConfigError: The descriptor's memory is not what the arguments say.
         """
         slices = (layer_end - layer_begin) * blocks
-        needed, size = _mapped_bytes(layout, slices), os.fstat(fd).st_size
+        needed, size = _mapped_bytes(layout, layer_end - layer_begin, blocks), os.fstat(fd).st_size
         if size != needed or slices <= 0:
             raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {needed} bytes, the pool has {size}")
         mapped = mmap.mmap(fd, needed, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         view, nbytes = memoryview(mapped), slices * layout.slice_bytes
-        written = view[needed - slices * _NUMBER_BYTES :].cast("q")
-        hashes = view[needed - 2 * slices * _NUMBER_BYTES : needed - slices * _NUMBER_BYTES].cast("Q")
-        views = view[:nbytes], hashes, written
+        numbers = view[-(-nbytes // _NUMBER_BYTES) * _NUMBER_BYTES :]
+        written, landed = (slices * _NUMBER_BYTES * times for times in (1, 2))
+        hashes = numbers[:written].cast("Q")
+        views = view[:nbytes], hashes, numbers[written:landed].cast("q"), numbers[landed:].cast("q")
         return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views, layout.slice_bytes)
 
     def slice(self, layer: int, block: int) -> memoryview:
@@ -130,10 +140,17 @@ class PoolPart:
         """Keeps the hash that came with a slice."""
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
 
-    def landed(self, layer: int, block: int, value: int) -> None:
-        """Counts a slice that has arrived in the pool, and keeps the hash that came with the slice."""
+    def land(self, layer: int, block: int, value: int) -> None:
+        """Counts a slice that has come into the pool, and keeps the hash that came with the slice."""
         self.set_hash(layer, block, value)
-        self.written[(layer - self.layer_begin) * self.blocks + block] += 1
+        row = layer - self.layer_begin
+        with self._landing:  # of several threads of one process; the readers in the other one need none
+            self.written[row * self.blocks + block] += 1
+            self.landed[row] += 1
+            self.landed[-2] += 1
+        if self.landed[-1] and self.on_landed is not None:
+            self.landed[-1] = 0
+            self.on_landed()
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed here, with invalid token slots as zeros."""
@@ -156,6 +173,7 @@ class PoolPart:
         os.close(self.fd)
         self.fd = -1
         self.hashes.release()
+        self.landed.release()
         with contextlib.suppress(BufferError):  # a device may look at it still
             self.written.release()
         self.view.release()
@@ -205,7 +223,7 @@ class KVPool:
         parts: list[PoolPart] = []
         try:
             for begin, end in layer_ranges:
-                fd = _shared_memory(_mapped_bytes(layout, (end - begin) * blocks))
+                fd = _shared_memory(_mapped_bytes(layout, end - begin, blocks))
                 try:
                     parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
                 except BaseException:
@@ -252,7 +270,7 @@ class KVPool:
 
     def set_hash(self, layer: int, block: int, value: int) -> None:
         """Keeps the hash that came with a slice which lies here already, and tells a device that the slice is new."""
-        self._by_layer[layer].landed(layer, block, value)
+        self._by_layer[layer].land(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
         """Makes the hash of a slice that was computed in this process."""
@@ -286,9 +304,10 @@ class PoolTarget:
             self._pool.write(layer, self._blocks[index], data, value)
 
 
-def _mapped_bytes(layout: KVLayout, slices: int) -> int:
-    """Memory of so many slices, their hashes and their counts, which are aligned to their size."""
-    return -(-slices * layout.slice_bytes // _NUMBER_BYTES) * _NUMBER_BYTES + 2 * slices * _NUMBER_BYTES
+def _mapped_bytes(layout: KVLayout, layers: int, blocks: int) -> int:
+    """Memory of a part: slices, and their numbers, which are aligned to their size."""
+    slices = layers * blocks
+    return (-(-slices * layout.slice_bytes // _NUMBER_BYTES) + 2 * slices + layers + 2) * _NUMBER_BYTES
 
 
 def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> None:

@@ -68,3 +68,11 @@ class CpuKVMemory:
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """The pool has it already."""
         then()
+
+    def load(self, then: OnDone | None) -> None:
+        """The pool has it already."""
+        if then is not None:
+            then()
+
+    def close(self) -> None:
+        """There is no thread."""

@@ -33,6 +33,7 @@ class StagePlatform:
 
     def close(self) -> None:
         """Wait for the work under way, and end the threads."""
+        self.memory.close()
         self.callbacks.close()
         if self.device is not None:
             self.device.close()

@@ -306,7 +306,7 @@ class DecodeExecutor:
     ) -> None:
         self.core = core
         self._clock, self._spans, self.notify = parts.clock, parts.spans, parts.notify
-        self._layout = parts.engine.layout
+        self._engine, self._layout = parts.engine, parts.engine.layout
         self._max_tokens = max_tokens
         self._driver: Driver[Event, Action] = Driver(core, self._perform, clock=parts.clock, journal=parts.journal)
         self._live = LiveRequestTable()
@@ -411,9 +411,17 @@ class DecodeExecutor:
             self._driver.post(TransferProgress(live.id))
 
     def transfer_complete(self, live: LiveRequest) -> None:
-        """All KV of a request has arrived."""
+        """All KV of a request has arrived. The scheduler is told once the KV is where steps compute."""
         self._spans.instant("transfer.complete", request=live.request_id, transfer=live.id)
-        self._order(TransferComplete(live.id))
+        loading = self._engine.load()
+        if loading is None:
+            self._order(TransferComplete(live.id))
+        else:
+            loading.add_done_callback(lambda done: self._loaded(live, done))
+
+    def _loaded(self, live: LiveRequest, done: "asyncio.Future[None]") -> None:
+        if not done.cancelled() and done.exception() is None:  # else the engine has died
+            self._post(TransferComplete(live.id))
 
     def abort(self, live: LiveRequest, why: str) -> None:
         """Ends a request early."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from moonpool.engine.instance import ExecutorParts
+from moonpool.engine.interface import Engine
 from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
@@ -62,7 +63,7 @@ class StoreLoads:
     """Loads from kvstores; each is answered by one `IoEnded`.
 
     Args:
-        pool: the blocks are written there. Each slice is compared with its hash first.
+        engine: the blocks are written to its pool. Each slice is compared with its hash first.
         open_reader: makes the client of a store at an address.
         post: tells the core.
         clock: seconds; never goes back.
@@ -70,12 +71,12 @@ class StoreLoads:
 
     def __init__(
         self,
-        pool: KVPool,
+        engine: Engine,
         open_reader: Callable[[str], BlockReader],
         post: Callable[[IoEnded[IoEnd]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._pool = pool
+        self._engine, self._pool = engine, engine.pool
         self._stores = PeerClients(open_reader)
         self._post = post
         self._clock = clock
@@ -119,6 +120,8 @@ class StoreLoads:
         blocks, failed = 0, False
         try:
             blocks = await self._read(action, store, keys, request.incoming.spec.tenant)
+            if (loading := self._engine.load()) is not None:
+                await loading
         except PrefixLost as lost:
             log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
         except DamagedSliceError as damaged:
@@ -171,7 +174,7 @@ class BlockIo:
         self._clock, self._write_back, self._engine = parts.clock, parts.write_back, parts.engine
         self._post = post
         self._space = SwapSpace(parts.engine.pool)
-        self.loads = StoreLoads(parts.engine.pool, open_reader, post, parts.clock)
+        self.loads = StoreLoads(parts.engine, open_reader, post, parts.clock)
         self._copying: dict[asyncio.Task[None], None] = {}
         self._copied_at = 0.0
         self.closed = False
@@ -225,6 +228,8 @@ class BlockIo:
                 if fetch:
                     await self._engine.fetch(fetch)
                 await asyncio.to_thread(work)
+                if not fetch and (loading := self._engine.load()) is not None:
+                    await loading
             except Exception:  # blocks that are not copied are computed again
                 log.exception("copying blocks between pool and swap space failed", io=io)
                 ok = False

@@ -133,6 +133,9 @@ class EmulatedEngine:
     async def fetch(self, blocks: Sequence[int]) -> None:
         """The pool has all KV."""
 
+    def load(self) -> None:
+        """Steps compute in the pool."""
+
     @property
     def steps_held(self) -> int:
         """Steps whose gates or aborts are remembered: running ones and ones that have not begun."""

@@ -1,5 +1,7 @@
 """Transfers that break, come twice or come for somebody else."""
 
+import asyncio
+
 import pytest
 
 from moonpool.errors import MoonpoolError, StreamBroken, TransferFailed
@@ -61,6 +63,21 @@ async def test_what_has_come_whole_of_a_torn_transfer_is_not_sent_again() -> Non
         await transfer(it, again, tokens)
         await conductor.start("b", again, continuation(tokens, 1)[0])
         await conductor.until(lambda: "b" in conductor.reasons)
+
+
+async def test_a_sequence_joins_when_its_kv_is_on_the_device() -> None:
+    tokens = prompt(2 * BLOCK)
+    answer = continuation(tokens, 3)
+    async with decoding() as it, conducting(it) as conductor:
+        loading = it.engine.loading = asyncio.get_running_loop().create_future()
+        target = await reserve(it, spec("a", tokens, max_tokens=3))
+        await conductor.start("a", target, answer[0])
+        await transfer(it, target, tokens)  # the sender need not wait for the device
+        assert not it.engine.steps
+        it.engine.loading = None
+        loading.set_result(None)
+        await conductor.until(lambda: "a" in conductor.reasons)
+        assert conductor.tokens["a"] == answer[1:]
 
 
 async def test_slices_twice_fail_the_transfer() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, StageDone
+from moonpool.engine.messages import BlocksFetched, KVLoaded, StageDone
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
@@ -48,7 +48,7 @@ class Stages:
 
     def __init__(self, path: Path, pool: KVPool, device: Device | None) -> None:
         config = load_config(path)
-        self.events: list[LayerDone | StageDone | BlocksFetched] = []
+        self.events: list[LayerDone | StageDone | BlocksFetched | KVLoaded] = []
         self.failures: list[BaseException] = []
         self.gates = [KVGates() for _ in pool.parts]
         self.links = ListLinks()

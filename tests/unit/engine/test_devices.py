@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, FetchBlocks, StageDone
+from moonpool.engine.messages import BlocksFetched, FetchBlocks, KVLoaded, StageDone
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.errors import ConfigError
@@ -27,10 +29,10 @@ from moonpool.kv.pool import KVPool
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.stage import StageModel
-from moonpool.platforms.base import CapturedGraph, Device
+from moonpool.platforms.base import CapturedGraph, Device, DeviceEvent
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.platforms.cuda import CudaDevice
-from moonpool.platforms.kv_memory import CallbackThread, TieredKVMemory
+from moonpool.platforms.kv_memory import CallbackThread, Staging, TieredKVMemory
 from moonpool.platforms.stage_platform import StagePlatform
 from moonpool.platforms.staged import StagedDevice
 from moonpool.sampling_params import SampleSpec
@@ -62,7 +64,7 @@ class Rig:
     pool: KVPool
     place: StagePlatform
     gates: KVGates = field(default_factory=KVGates)
-    events: list[LayerDone | StageDone | BlocksFetched] = field(default_factory=list)
+    events: list[LayerDone | StageDone | BlocksFetched | KVLoaded] = field(default_factory=list)
     watched: tuple[int, ...] = ()
     seen: dict[tuple[int, int], list[bytes]] = field(default_factory=dict)
     loading: dict[int, Slices] = field(default_factory=dict)
@@ -72,7 +74,7 @@ class Rig:
         self.runner = StageRunner(0, self.model, self.place, NoLinks(), self.gates, self._emit, 5.0)
         self._next = 1
 
-    def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
+    def _emit(self, event: LayerDone | StageDone | BlocksFetched | KVLoaded) -> None:
         if isinstance(event, LayerDone):  # at this moment the slices may leave
             self.seen[event.step_id, event.layer] = [bytes(self.pool.slice(event.layer, it)) for it in self.watched]
             if self.aborting:
@@ -115,6 +117,12 @@ class Rig:
         while not over:
             os.sched_yield()
 
+    def loaded(self) -> None:
+        """Until all that landed is on the device."""
+        there = threading.Event()
+        self.place.memory.load(there.set)
+        there.wait()
+
     def fetch(self, *blocks: int) -> None:
         self.runner.fetch(FetchBlocks(7, blocks))
         self.settle()
@@ -144,7 +152,12 @@ def nothing_fails(error: BaseException) -> None:
 
 @contextmanager
 def rig(
-    model: StageModel, device: Device | None, buffers: int = 3, kv_dtype: str = "auto", *, graphs: bool = False
+    model: StageModel,
+    device: Device | None,
+    staging: Staging = Staging(3, 2),  # noqa: B008 - frozen
+    kv_dtype: str = "auto",
+    *,
+    graphs: bool = False,
 ) -> Iterator[Rig]:
     """On a plain CPU without a device; with `graphs`, decode steps are captured."""
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
@@ -154,7 +167,7 @@ def rig(
         place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), CallbackThread(nothing_fails))
     else:
         callbacks = CallbackThread(nothing_fails, device.enter_thread)
-        memory = TieredKVMemory(part, device, callbacks, buffers)
+        memory = TieredKVMemory(part, device, callbacks, staging)
         place = StagePlatform(device.torch_device, device.compute, memory, callbacks, device)
     it = Rig(model, pool, place)
     if graphs and device is not None:
@@ -237,7 +250,7 @@ def expected(model: StageModel) -> Story:
 
 @pytest.mark.parametrize("seed", FEW)
 def test_a_hostile_order_changes_nothing(model: StageModel, expected: Story, seed: int) -> None:
-    with rig(model, StagedDevice(seed), buffers=1 + seed % 3, graphs=seed % 2 == 0) as it:
+    with rig(model, StagedDevice(seed), Staging(1 + seed % 3, 1 + seed % 5), graphs=seed % 2 == 0) as it:
         assert story(it) == expected
     assert os.environ.get("TOKENS") in (None, repr(expected[0])), "other kernels chose others"
 
@@ -249,7 +262,7 @@ def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None
     for seed in FEW[:2]:
         with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
             assert story(it) == expected
-            assert it.place.memory.host_bytes == 2 * it.pool.nbytes + 2 * 3 * it.pool.layout.slice_bytes
+            assert it.place.memory.host_bytes == 2 * it.pool.nbytes + 2 * 3 * 2 * it.pool.layout.slice_bytes
 
 
 @pytest.mark.parametrize("seed", FEW[:2])
@@ -275,7 +288,7 @@ def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel
 @pytest.mark.timeout(900)
 def test_a_thousand_hostile_orders_change_nothing(model: StageModel, expected: Story) -> None:
     for seed in range(1000):
-        with rig(model, StagedDevice(seed), buffers=1 + seed % 3, graphs=seed % 2 == 0) as it:
+        with rig(model, StagedDevice(seed), Staging(1 + seed % 3, 1 + seed % 5), graphs=seed % 2 == 0) as it:
             assert story(it) == expected, f"SEED={seed}"
 
 
@@ -355,6 +368,7 @@ def test_graphs_of_a_later_stage_give_what_its_layers_give(checkpoint: Path) -> 
         eager = later.run(hidden.clone(), batch, memory.kv, first, layout.layers)[1]
     for _ in range(2):
         assert torch.equal(graphs.run(shape, batch, hidden.clone()), eager)
+    memory.close()
     callbacks.close()
     device.close()
     pool.close()
@@ -371,12 +385,46 @@ class Interrupted(CpuStream):
         super().run(work)
 
 
-class AtOnce:
-    """A device that does everything at once."""
+class Counting(CpuStream):
+    """A stream that counts how often its work waits for another stream."""
 
-    def __init__(self, happens: Callable[[], None]) -> None:
+    waits = 0
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        self.waits += 1
+
+
+class Held(CpuStream):
+    """A stream whose events are not reached before it is let go."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def record(self) -> DeviceEvent:
+        return self
+
+    def wait(self) -> None:
+        self.go.wait()
+
+
+class Again:
+    """A graph whose replay does the work again."""
+
+    nbytes = 0
+
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+        self._work, self.result = work, torch.empty(0)
+
+    def replay(self) -> None:
+        self.result = self._work()
+
+
+class AtOnce:
+    """A device that does everything at once, except for what its loading stream does otherwise."""
+
+    def __init__(self, load_stream: CpuStream) -> None:
         self.torch_device = torch.device("cpu")
-        self.compute, self.load_stream, self.store_stream = CpuStream(), Interrupted(happens), CpuStream()
+        self.compute, self.load_stream, self.store_stream = Counting(), load_stream, CpuStream()
 
     def enter_thread(self) -> None: ...
 
@@ -387,27 +435,144 @@ class AtOnce:
         return torch.zeros(count, nbytes, dtype=torch.uint8)
 
     def capture(self, work: Callable[[], torch.Tensor]) -> CapturedGraph:
-        raise AssertionError("nothing is captured")
+        return Again(work)
 
     def close(self) -> None: ...
 
 
-def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageModel) -> None:
-    """As of a prompt that nobody waits for any more, whose prefix still comes."""
+def blocks_of(model: StageModel) -> list[Slices]:
+    """KV of the prompt's first two blocks."""
     with rig(model, None) as plain:
         plain.run(part(PROMPT, 0, (4, 1, 6)))
-        right = [plain.slices(4), plain.slices(1)]
-    wrong: Slices = [(bytes(len(data)), 0) for data, _ in right[0]]
+        return [plain.slices(4), plain.slices(1)]
 
-    def held(it: Rig) -> bytes:
-        return it.runner.platform.memory.kv[0, 4].numpy().tobytes()
 
+def held(it: Rig, block: int) -> list[bytes]:
+    """What the device has of a block."""
+    return [layer.numpy().tobytes() for layer in it.place.memory.kv[:, block]]
+
+
+def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageModel) -> None:
+    """As of a prompt that nobody waits for any more, whose prefix still comes."""
+    first, second = blocks_of(model)
+    wrong: Slices = [(bytes(len(data)), 0) for data, _ in first]
     rigs: list[Rig] = []
-    with rig(model, AtOnce(lambda: rigs[0].write(4, right[0]))) as it:
+    with rig(model, AtOnce(Interrupted(lambda: rigs[0].write(4, first))), Staging(2, 1)) as it:
         rigs.append(it)
         it.write(4, wrong)
-        it.write(1, right[1])
-        it.run(part(PROMPT, 32, (4, 1, 6)))
-        assert held(it) == wrong[0][0], "it was in its buffer"
-        it.run(part(PROMPT, 32, (4, 1, 6)))
-        assert held(it) == right[0][0][0]
+        it.write(1, second)
+        it.loaded()
+        it.loaded()
+        assert held(it, 4) == [data for data, _ in first]
+
+
+def test_kv_is_brought_as_it_lands(model: StageModel) -> None:
+    """No step asks for it; the I/O process tells the device of slices only while nothing is under way."""
+    blocks, told = blocks_of(model), list[int]()
+    with rig(model, AtOnce(stream := Held())) as it:
+
+        def tell() -> None:
+            told.append(len(told))
+            it.place.memory.load(None)
+
+        it.pool.parts[0].on_landed = tell
+        it.write(4, blocks[0])
+        it.write(1, blocks[1])
+        assert told == [0]
+        stream.go.set()
+        while [held(it, block) for block in (4, 1)] != [[data for data, _ in block] for block in blocks]:
+            os.sched_yield()
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_running_sequences_do_not_wait_for_a_joining_one(model: StageModel, graphs: bool) -> None:
+    """Its KV is under way until it is let go. Then it joins, and nothing waits either."""
+    blocks, other = blocks_of(model), [*OTHER]
+    joining = (9, 3, 5)
+    with rig(model, None) as plain:
+        for table, block in zip(joining, blocks, strict=False):
+            plain.write(table, block)
+        plain.run(part(PROMPT, 32, joining))
+        other += [token for token in plain.run(part(OTHER, 0, (7, 2))).sampled if token is not None]
+        plain.go_on(other, (7, 2), 4)
+        together = plain.run(part(other, len(other) - 1, (7, 2)), part(PROMPT, 39, joining)).sampled
+    device = AtOnce(stream := Held())
+    with rig(model, device, graphs=graphs) as it:
+        mine = [*OTHER, *(token for token in it.run(part(OTHER, 0, (7, 2))).sampled if token is not None)]
+        for table, block in zip(joining, blocks, strict=False):
+            it.write(table, block)
+        there = threading.Event()
+        it.place.memory.load(there.set)
+        it.go_on(mine, (7, 2), 4)
+        assert mine == other
+        assert not there.is_set()
+        stream.go.set()
+        there.wait()
+        it.run(part(PROMPT, 32, joining))
+        assert it.run(part(mine, len(mine) - 1, (7, 2)), part(PROMPT, 39, joining)).sampled == together
+        assert device.compute.waits == 0
+
+
+def test_a_step_waits_for_its_own_kv_alone(model: StageModel) -> None:
+    """A sequence whose KV is under way is in the step."""
+    blocks = blocks_of(model)
+    device = AtOnce(stream := Held())
+    with rig(model, device) as it:
+        it.write(9, blocks[0])
+        it.place.memory.begin(Step(1, (part(OTHER, 24, (7, 2)),)))
+        it.place.memory.prepare_layer(0)
+        assert device.compute.waits == 0
+        it.place.memory.begin(Step(2, (part(PROMPT, 16, (9, 3, 5)),)))
+        it.place.memory.prepare_layer(0)
+        assert device.compute.waits == 1
+        stream.go.set()
+
+
+class Words:
+    """Words of a pool that counts how often one is read."""
+
+    def __init__(self, words: memoryview) -> None:
+        self._words, self.read = words, 0
+
+    def __getitem__(self, index: int) -> int:
+        self.read += 1
+        return int(self._words[index])
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+    def release(self) -> None:
+        self._words.release()
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        self.count += 1
+        return func(*args, **(kwargs if isinstance(kwargs, dict) else {}))
+
+
+def test_a_step_without_new_kv_looks_at_one_word(model: StageModel) -> None:
+    """Once for a run, whatever its length and its sequences'."""
+    with rig(model, AtOnce(CpuStream())) as it:
+        it.write(4, blocks_of(model)[0])
+        it.loaded()
+        words = it.pool.parts[0].landed = Words(it.pool.parts[0].landed)  # type: ignore[assignment]
+        memory, layers = it.place.memory, range(it.pool.layout.layers)
+        with Operations() as operations:  # type: ignore[no-untyped-call]
+            memory.begin(Step(1, (part(PROMPT, 39, (4, 1, 6)), part(OTHER, 24, (7, 2))), steps=9))
+            for step in range(3):
+                if step:
+                    memory.advance((6, 2), ())
+                for layer in layers:
+                    memory.prepare_layer(layer)
+                for layer in layers:
+                    memory.finish_layer(layer, None)
+                memory.finish_step(lambda: None, aborted=False)
+        assert words.read == 1
+        assert operations.count == 0

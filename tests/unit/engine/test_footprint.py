@@ -22,7 +22,7 @@ from moonpool.engine.messages import EngineSpec, Footprint
 from moonpool.errors import ConfigError
 from moonpool.kv.pool import KVPool
 from moonpool.platforms.cuda import check_free_memory
-from moonpool.platforms.kv_memory import staging_bytes
+from moonpool.platforms.kv_memory import Staging
 from moonpool.platforms.stage_platform import stage_platform
 from moonpool.platforms.staged import StagedDevice
 from moonpool.sampling_params import SampleSpec, SamplingParams
@@ -108,9 +108,9 @@ def test_a_device_keeps_room_for_steps_beside_its_pool(checkpoint: Path) -> None
     pool = KVPool.create(engine.layout, engine.blocks, [(0, config.num_layers)])
     [part] = pool.parts
     errors: list[BaseException] = []
-    held = device_footprint(config, engine, weights=5 << 20, pool=part.nbytes, ring=staging_bytes(part))
+    held = device_footprint(config, engine, weights=5 << 20, pool=part.nbytes, ring=Staging.of(part).nbytes(part))
     assert held.pool == 40 * engine.layout.block_bytes
-    assert held.ring == 2 * 64 * part.slice_bytes
+    assert held.ring == 2 * 4 * min(part.nbytes, (8 << 20) // part.slice_bytes * part.slice_bytes)
     assert held.bound == (5 << 20) + held.pool + held.work + held.graphs
     for missing in (0, 1):
         device = FakeDevice(held.pool + held.work + held.graphs - missing)

@@ -163,6 +163,16 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         result = await engine.run(Step(32, gated.sequences))
         assert result.sampled == (expected[0],)
 
+        # The prefix comes into other blocks, and is brought to where steps compute, before a step has it.
+        for (layer, block), data in saved.items():
+            engine.pool.write(layer, {9: 7, 2: 8}[block], memoryview(data), 0)
+        loading = engine.load()
+        assert (loading is None) == (device == "cpu")
+        if loading is not None:
+            await loading
+        result = await engine.run(Step(33, (part(prompt, 32, (7, 8, 3), sample=True),)))
+        assert result.sampled == (expected[0],)
+
         # What is part-filled gets into the pool when it is asked for.
         await engine.fetch((3,))
         assert any(engine.pool.slice(0, 3))
@@ -173,10 +183,14 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         assert "engine stage 0 " in reason
         assert "was killed by signal 9" in reason
         with pytest.raises(Unavailable):
-            await engine.run(Step(33, gated.sequences))
+            await engine.run(Step(34, gated.sequences))
         if device != "cpu":
             with pytest.raises(Unavailable):
                 await engine.fetch((3,))
+            loading = engine.load()
+            assert loading is not None
+            with pytest.raises(Unavailable):
+                await loading
 
 
 NATIVE = "torch" if library.get() is None else f"native {build.detect()}"

@@ -143,6 +143,8 @@ class FakeEngine:
         self.aborts: list[int] = []
         self.cuts: list[int] = []
         self.fetched: list[tuple[int, ...]] = []
+        self.loading: asyncio.Future[None] | None = None
+        """Of a device that KV is brought to."""
         self.drops: list[tuple[int, int]] = []
         self.waited_ns = 0
         """So long each step says that it has waited for others."""
@@ -273,6 +275,9 @@ class FakeEngine:
 
     async def fetch(self, blocks: Sequence[int]) -> None:
         self.fetched.append(tuple(blocks))
+
+    def load(self) -> asyncio.Future[None] | None:
+        return self.loading
 
     def open_gate(self, step_id: int, layer: int) -> None:
         self._gates[step_id] = max(self._gates.get(step_id, -1), layer)
