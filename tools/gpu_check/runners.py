@@ -10,7 +10,7 @@ import torch
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.engine.kv_gate import KVGates
-from moonpool.engine.messages import BlocksFetched, StageDone
+from moonpool.engine.messages import BlocksFetched, KVLoaded, StageDone
 from moonpool.engine.model_runner import StageRunner
 from moonpool.engine.pipeline import NoLinks
 from moonpool.kv.pool import KVPool
@@ -64,7 +64,7 @@ class Stage:
         expect(not cache.stopped, f"graphs: {cache.stopped}")
         return found
 
-    def _emit(self, event: LayerDone | StageDone | BlocksFetched) -> None:
+    def _emit(self, event: LayerDone | StageDone | BlocksFetched | KVLoaded) -> None:
         if isinstance(event, StageDone):
             self.done.append(event)
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.frame import Row
 from moonpool.engine.cuda_graphs import DecodeGraphs
-from moonpool.platforms.kv_memory import TieredKVMemory
+from moonpool.platforms.kv_memory import KVLoads
 from moonpool.scheduling.steps import Step
 from tools.gpu_check import runners
 from tools.gpu_check.host_time import HostTime
@@ -104,7 +104,7 @@ def test_tests_that_are_all_skipped_prove_nothing(staged: Where, monkeypatch: py
 
 
 def test_kv_that_never_comes_to_the_device_is_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TieredKVMemory, "prepare_layer", lambda self, layer: None)
+    monkeypatch.setattr(KVLoads, "bring", lambda self: None)
     assert "what came back is not what went there" in error_of(copies.check, staged)
 
 
