@@ -20,6 +20,7 @@ ALL = (
     "gateway",
     "hot",
     "kernels",
+    "kv_device",
     "kv_stream",
     "kv_transfer",
     "kv_types",
