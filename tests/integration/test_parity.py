@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moonpool.checkpoint.named_models import named_model
 from moonpool.cli.stack import StackPlan
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.models.random_checkpoint import create
@@ -95,6 +97,15 @@ def prompt_tokens(reference: Reference, tokens: int, seed: int) -> list[int]:
     return [generator.randrange(8, reference.model.config.vocab_size) for _ in range(tokens)]
 
 
+def make_checkpoint(shape: str, folder: Path) -> None:
+    """Writes a checkpoint with random weights, or copies the bundled one."""
+    bundled = named_model(shape)
+    if bundled is None:
+        create(shape, folder, seed=SEED, dtype="float32")
+    else:
+        shutil.copytree(bundled, folder)
+
+
 def end_with(folder: Path, eos: int) -> None:
     """Makes a token the checkpoint's end-of-sequence token."""
     for name in ("config.json", "generation_config.json"):
@@ -138,7 +149,7 @@ def tolerance_of(folder: Path, topology: Topology, reference: Reference) -> floa
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     topology: Topology = request.param
     folder = tmp_path_factory.mktemp(topology.shape)
-    create(topology.shape, folder / "model", seed=SEED, dtype="float32")
+    make_checkpoint(topology.shape, folder / "model")
     reference = Reference(folder / "model")
     tolerance = tolerance_of(folder / "model", topology, reference)
     eos_prompt = sharp_prompt(reference, tolerance)

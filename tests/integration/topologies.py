@@ -4,13 +4,15 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moonpool.checkpoint.named_models import BUNDLED
+
 
 @dataclass(frozen=True)
 class Topology:
     """A checkpoint's shape and the stack that serves it.
 
     Attributes:
-        shape: family of models.
+        shape: family of models; `BUNDLED` is the bundled model, with its trained weights.
         each: instances of prefill, and of decode.
         stages: pipeline stages of each prefill instance.
         store: whether there is a kvstore.
@@ -60,11 +62,13 @@ ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2),
 ON_GPU = [
     Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),
     Topology("tiny-llama", 1, 1, True, BF16, device="cuda"),
+    Topology(BUNDLED, 1, 1, True, BF16, device="cuda"),
 ]
 REST = [
     *(topology for topology in ALL if topology not in SELECTED),
     Topology("tiny-mixtral", 2, 1, False, F32),
     Topology("tiny-llama", 2, 2, True, BF16, device="staged:11"),
+    Topology(BUNDLED, 1, 1, True, BF16, device="staged:12"),
 ]
 
 
