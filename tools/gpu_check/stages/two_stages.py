@@ -22,6 +22,8 @@ from tools.gpu_check.serving import (
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
 LIMIT_S = 110
+BESIDE_NEXT = True
+"""What is right must be right also while other processes use the GPU."""
 ANSWER = 24
 LEAST_KNOWN = 0.5
 """Of all tokens, this share must be told apart from the second best, or the comparison says little."""
