@@ -12,9 +12,6 @@ from xml.etree import ElementTree
 from tools.gpu_check.where import CheckError, Figures
 
 ROOT = Path(__file__).parents[2]
-PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider")
-ALLOWING_WARNINGS = {"PYTEST_ADDOPTS": "-W default"}
-"""Packages of this machine may warn of what those of constraints.txt do not; tests that start pytest take it on."""
 _NAMES_TOLD = 8
 
 
@@ -25,41 +22,80 @@ class PytestRun:
     Attributes:
         tests: files, or node ids of pytest.
         marker: as pytest's `-m`; "": all.
+        keyword: as pytest's `-k`; "": all.
         processes: run at the same time; 0: one after the other in pytest's own process.
         environment: variables beside those of this process.
     """
 
     tests: Sequence[str]
     marker: str = ""
+    keyword: str = ""
     processes: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
 
+    def command(self, *flags: str) -> list[str]:
+        """The call of pytest."""
+        chosen = [*(["-m", self.marker] if self.marker else []), *(["-k", self.keyword] if self.keyword else [])]
+        chosen += ["-n", str(self.processes)] if self.processes else []
+        return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags, *chosen, *self.tests]
 
-def run_tests(name: str, wanted: PytestRun, figures: Figures) -> None:
-    """Run tests with the warnings of this machine's packages allowed; `name` begins the figures' names.
+    def variables(self) -> dict[str, str]:
+        """The environment of pytest, which allows packages of this machine to warn; tests that start pytest do too."""
+        return {**os.environ, "PYTEST_ADDOPTS": "-W default", **self.environment}
+
+
+def run_tests(wanted: Mapping[str, PytestRun], figures: Figures) -> None:
+    """Run tests by name, all runs at the same time; the name begins the figures' names.
 
     Raises:
-        CheckError: a test failed, none passed, or pytest itself failed.
+        CheckError: a test failed, none of a run passed, or pytest itself failed.
     """
     with tempfile.TemporaryDirectory(prefix="moonpool-tests-") as folder:
-        report = Path(folder) / "report.xml"
-        command = [*PYTEST, "-v", f"--junitxml={report}", *(["-m", wanted.marker] if wanted.marker else [])]
-        command += ["-n", str(wanted.processes)] if wanted.processes else []
-        environment = {**os.environ, **ALLOWING_WARNINGS, **wanted.environment}
-        done = subprocess.run([*command, *wanted.tests], env=environment, cwd=ROOT, check=False)
-        cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
-    failed = [_title(it) for it in cases if it.find("failure") is not None or it.find("error") is not None]
-    skipped = [it for it in cases if it.find("skipped") is not None]
-    passed = len({_title(it) for it in cases}) - len(set(failed)) - len(skipped)
-    figures[f"{name}: passed"] = passed
-    if skipped:
-        reasons = sorted({it.find("skipped").get("message", "") for it in skipped})  # type: ignore[union-attr]
-        figures[f"{name}: {len(skipped)} not run"] = f"skipped: {'; '.join(reasons)}"
-    if failed:
-        more = f" and {len(failed) - _NAMES_TOLD} more" if len(failed) > _NAMES_TOLD else ""
-        raise CheckError(f"{name}: {len(failed)} failed: {', '.join(failed[:_NAMES_TOLD])}{more}")
-    if done.returncode or not passed:
-        raise CheckError(f"{name}: pytest ended with {done.returncode}, {passed} tests passed")
+        runs = {name: _Running(it, Path(folder) / str(number)) for number, (name, it) in enumerate(wanted.items())}
+        try:
+            errors = [running.end(name, figures) for name, running in runs.items()]
+        finally:
+            for running in runs.values():
+                running.close()
+    if any(errors):
+        raise CheckError("; ".join(filter(None, errors)))
+
+
+class _Running:
+    """A run of pytest, whose output is printed when it has ended."""
+
+    def __init__(self, wanted: PytestRun, files: Path) -> None:
+        self._report, self._output = files.with_suffix(".xml"), files.with_suffix(".log")
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                wanted.command("-v", f"--junitxml={self._report}"),
+                env=wanted.variables(),
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def end(self, name: str, figures: Figures) -> str | None:
+        """Wait for the end, tell what passed, and return what failed."""
+        ended = self._process.wait()
+        cases = list(ElementTree.parse(self._report).iter("testcase")) if self._report.is_file() else []
+        failed = {_title(it) for it in cases if it.find("failure") is not None or it.find("error") is not None}
+        skipped = [it for it in cases if it.find("skipped") is not None]
+        passed = len({_title(it) for it in cases}) - len(failed) - len(skipped)
+        figures[f"{name}: passed"] = passed
+        if skipped:
+            reasons = sorted({it.find("skipped").get("message", "") for it in skipped})  # type: ignore[union-attr]
+            figures[f"{name}: {len(skipped)} not run"] = f"skipped: {'; '.join(reasons)}"
+        if failed:
+            more = f" and {len(failed) - _NAMES_TOLD} more" if len(failed) > _NAMES_TOLD else ""
+            return f"{name}: {len(failed)} failed: {', '.join(sorted(failed)[:_NAMES_TOLD])}{more}"
+        return f"{name}: pytest ended with {ended}, {passed} tests passed" if ended or not passed else None
+
+    def close(self) -> None:
+        """End the run if it goes on, and print its output."""
+        self._process.kill()
+        self._process.wait()
+        print(self._output.read_text(errors="replace"), flush=True)
 
 
 def list_tests(name: str, wanted: PytestRun, figures: Figures) -> None:
@@ -68,9 +104,8 @@ def list_tests(name: str, wanted: PytestRun, figures: Figures) -> None:
     Raises:
         CheckError: there is none.
     """
-    command = [*PYTEST, "-q", "--collect-only", *(["-m", wanted.marker] if wanted.marker else []), *wanted.tests]
-    environment = {**os.environ, **ALLOWING_WARNINGS}
-    done = subprocess.run(command, env=environment, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    command = wanted.command("-q", "--collect-only")
+    done = subprocess.run(command, env=wanted.variables(), cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     if done.returncode:
         raise CheckError(f"{name}: pytest found no tests, it ended with {done.returncode}")

@@ -1,5 +1,7 @@
 """Steps on the device choose the tokens of a plain CPU, with graphs and without; engines start; sampling agrees."""
 
+from pathlib import Path
+
 from tools.gpu_check.test_runs import PytestRun, list_tests, run_tests
 from tools.gpu_check.where import Figures, Where, stage_main
 
@@ -15,7 +17,7 @@ TESTS = (
 def check(where: Where, figures: Figures) -> None:
     """Run the tests of a GPU. On `staged` find them only: `make test` runs the same tests on `staged`."""
     if where.on_gpu:
-        run_tests("devices", PytestRun(TESTS, "gpu"), figures)
+        run_tests({Path(it).stem: PytestRun([it], "gpu") for it in TESTS}, figures)
     else:
         list_tests("devices", PytestRun(TESTS, "gpu"), figures)
         figures["steps"] = "skipped: make test runs the same tests on staged"

@@ -26,18 +26,18 @@ def check(where: Where, figures: Figures) -> None:
         figures["kernels"] = "skipped: triton is not installed"
         return
     if not where.on_gpu:
-        run_tests("interpreted", PytestRun(FEW, environment={"TRITON_INTERPRET": "1"}), figures)
+        run_tests({"interpreted": PytestRun(FEW, environment={"TRITON_INTERPRET": "1"})}, figures)
         figures["compiled for the GPU"] = "skipped: there is no GPU"
         return
     began = time.monotonic()
     on_gpu = {"TRITON_INTERPRET": "0", "MOONPOOL_TRITON_DEVICE": "cuda"}
     processes = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    run_tests("cases", PytestRun(ALL, "not slow", processes, on_gpu), figures)
+    run_tests({"cases": PytestRun(ALL, "not slow", processes=processes, environment=on_gpu)}, figures)
     left = where.limit_s - (time.monotonic() - began)
     if left < MORE_SHAPES_S:
         figures["more shapes"] = f"skipped: {left:.0f} s of the limit are left"
         return
-    run_tests("more shapes", PytestRun(ALL[:1], "slow", processes, on_gpu), figures)
+    run_tests({"more shapes": PytestRun(ALL[:1], "slow", processes=processes, environment=on_gpu)}, figures)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import importlib.util
 
+from tests.integration.topologies import ON_GPU
 from tools.gpu_check.test_runs import PytestRun, list_tests, run_tests
 from tools.gpu_check.where import Figures, Where, stage_main
 
@@ -16,10 +17,11 @@ def check(where: Where, figures: Figures) -> None:
     if importlib.util.find_spec("transformers") is None:
         figures["parity"] = "skipped: transformers is not installed"
         return
+    stacks = list(map(str, ON_GPU))
     if where.on_gpu:
-        run_tests("parity", PytestRun(TESTS, "gpu"), figures)
+        run_tests({it: PytestRun(TESTS, "gpu", it) for it in stacks}, figures)
     else:
-        list_tests("parity", PytestRun(TESTS, "gpu"), figures)
+        list_tests("parity", PytestRun(TESTS, "gpu", " or ".join(stacks)), figures)
         figures["answers"] = "skipped: make test runs the same tests on staged"
 
 

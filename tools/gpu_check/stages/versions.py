@@ -9,7 +9,7 @@ import subprocess
 
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
-LIMIT_S = 60
+LIMIT_S = 120
 NEEDED = (
     *("torch", "numpy", "grpc", "grpc_health.v1.health", "grpc_reflection.v1alpha.reflection", "google.protobuf"),
     *("blake3", "cryptography", "gguf", "h11", "jinja2", "llguidance", "lmdb", "pydantic", "pydantic_settings"),

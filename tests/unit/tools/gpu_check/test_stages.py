@@ -87,6 +87,18 @@ def test_a_compiler_that_fails_is_noticed(staged: Where, tmp_path: Path, monkeyp
     assert "BuildError" in error_of(import_module("tools.gpu_check.stages.native_build").check, staged)
 
 
+def test_each_run_of_tests_that_fails_is_told() -> None:
+    """They run at the same time."""
+    figures: dict[str, Figure] = {}
+    wanted = {way: PytestRun([f"{CASES}::test_that_{way}"]) for way in ("passes", "fails")}
+    wanted["is nowhere"] = PytestRun([f"{CASES}::test_of_another_name"])
+    with pytest.raises(CheckError) as caught:
+        run_tests(wanted, figures)
+    told = "fails: 1 failed: cases_of_faults::test_that_fails; is nowhere: pytest ended with 4, 0 tests passed"
+    assert str(caught.value) == told
+    assert figures["passes: passed"] == 1
+
+
 def test_a_wrong_kernel_is_noticed(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "FEW", [f"{CASES}::test_that_fails", f"{CASES}::test_that_passes"])
     assert "1 failed: cases_of_faults::test_that_fails" in error_of(kernels.check, staged)
@@ -99,7 +111,7 @@ def test_tests_of_a_gpu_that_none_has_are_noticed(staged: Where, monkeypatch: py
 
 
 def test_tests_that_are_all_skipped_prove_nothing(staged: Where, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "run_tests", lambda name, wanted, figures: run_tests(name, SKIPPED, figures))
+    monkeypatch.setattr(parity, "run_tests", lambda wanted, figures: run_tests({"none": SKIPPED}, figures))
     assert "0 tests passed" in error_of(parity.check, Where("cuda", True, staged.out, 100.0))
 
 
