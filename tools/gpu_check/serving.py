@@ -41,6 +41,7 @@ class Served:
         longest: tokens of the longest sequence.
         pool_bytes: KV pool of each engine: both are on one GPU, so neither may take what it finds free.
         store_bytes: DRAM of the kvstore, which has no SSD.
+        step_tokens: of the largest step of prompts; 0 = the service's choice.
     """
 
     shape: str
@@ -48,6 +49,7 @@ class Served:
     longest: int
     pool_bytes: int
     store_bytes: int
+    step_tokens: int = 0
 
     @property
     def folder(self) -> str:
@@ -58,7 +60,7 @@ class Served:
 SMALL = Served("qwen2.5-0.5b", "bfloat16", 40960, 4 << 30, 4 << 30)
 EXACT = Served("qwen2.5-0.5b", "float32", 40960, 4 << 30, 4 << 30)
 """Rounding is so small that answers do not depend on what else runs."""
-LARGE = Served("llama-3-8b", "bfloat16", 40960, 10 << 30, 8 << 30)
+LARGE = Served("llama-3-8b", "bfloat16", 40960, 10 << 30, 8 << 30, step_tokens=8192)
 TINY = Served("tiny-qwen2", "bfloat16", 4096, 16 << 20, 16 << 20)
 TINY_EXACT = Served("tiny-qwen2", "float32", 4096, 16 << 20, 16 << 20)
 TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)
@@ -170,8 +172,9 @@ def plan_of(
     where: Where, served: Served, model: Path, name: str, extra: Mapping[str, Sequence[str]] | None = None
 ) -> StackPlan:
     """Return the plan of a stack with both engines on the device; logs are in the folder `name`."""
-    device = ("--device", where.device)
-    more = extra or {}
+    device, more = ("--device", where.device), dict(extra or {})
+    if served.step_tokens:
+        more["prefill"] = ("--max-num-batched-tokens", str(served.step_tokens), *more.get("prefill", ()))
     return StackPlan(
         model=str(model),
         data_dir=where.out / name,
