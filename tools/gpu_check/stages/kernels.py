@@ -16,7 +16,7 @@ BESIDE_NEXT = True
 CASES = "tests/unit/kernels/test_triton/"
 ALL = [f"{CASES}cases_{name}.py" for name in ("attention", "pool", "pointwise", "sampling", "gpu")]
 FEW = [f"{CASES}cases_pool.py::test_copy_blocks", f"{CASES}cases_attention.py::test_decode"]
-MOST_PROCESSES, MORE_SHAPES_S = 12, 60.0
+MOST_PROCESSES, MORE_SHAPES_S = 8, 60.0
 """Seconds that must be left for shapes beyond those of every run."""
 
 
