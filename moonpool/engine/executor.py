@@ -18,9 +18,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import moonpool.errors
+from moonpool.checkpoint import load_config
 from moonpool.engine.calibration import measure
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
 from moonpool.engine.emulated.engine import start_emulated
@@ -39,15 +41,17 @@ from moonpool.engine.messages import (
     OpenKVGateMessage,
     Shutdown,
     StageDone,
+    StageRoom,
     StageSpec,
     StageStarting,
     StopRunMessage,
     WorkerFailed,
     WorkerReady,
 )
+from moonpool.engine.sizes import choose_sizes
 from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import KVPool
+from moonpool.kv.pool import KVPool, available_bytes, shared_memory
 from moonpool.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import LayerDone, Step, StepResult, stage_ranges
@@ -102,6 +106,7 @@ NO_LISTENER = NoListener()
 RUN_STEPS = 64
 """Steps for which a single stage is not asked."""
 _SHUTDOWN_S = 5.0
+StartMessage = TypeVar("StartMessage", StageRoom, WorkerReady)
 _REAP_S = 2.0
 
 
@@ -159,12 +164,35 @@ class _PendingAnswers:
     missing: set[int]
 
 
+class PoolMemory:
+    """The memory that an engine's processes inherit, and the pool in it once its size is known."""
+
+    def __init__(self, layer_ranges: Sequence[tuple[int, int]]) -> None:
+        self._ranges = layer_ranges
+        self.files = [shared_memory() for _ in layer_ranges]
+        self.pool: KVPool | None = None
+
+    def make(self, layout: KVLayout, blocks: int) -> None:
+        """Make the pool; raises as `KVPool.create`."""
+        files, self.files = self.files, []
+        self.pool = KVPool.create(layout, blocks, self._ranges, files=files)
+        self.files = [part.fd for part in self.pool.parts]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self.pool is not None:
+            self.pool.close()
+        else:
+            for file in self.files:
+                os.close(file)
+
+
 class ProcessEngine:
     """An `Engine` on one process per stage."""
 
-    def __init__(self, spec: EngineSpec, pool: KVPool, workers: Sequence[WorkerProcess]) -> None:
+    def __init__(self, spec: EngineSpec, memory: PoolMemory, workers: Sequence[WorkerProcess]) -> None:
         self._spec = spec
-        self._pool = pool
+        self._memory = memory
         self._workers = list(workers)
         self._loop = asyncio.get_running_loop()
         self._failed: asyncio.Future[str] = self._loop.create_future()
@@ -191,6 +219,11 @@ class ProcessEngine:
         return self._spec.blocks
 
     @property
+    def step_tokens(self) -> int:
+        """See `Engine.step_tokens`."""
+        return self._spec.step_tokens
+
+    @property
     def stages(self) -> int:
         """Stages, and steps that may be in flight."""
         return len(self._workers)
@@ -198,7 +231,8 @@ class ProcessEngine:
     @property
     def pool(self) -> KVPool:
         """The paged memory."""
-        return self._pool
+        assert self._memory.pool is not None, "the engine is not ready"
+        return self._memory.pool
 
     @property
     def failed(self) -> "asyncio.Future[str]":
@@ -307,16 +341,36 @@ class ProcessEngine:
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                stages = [group.create_task(self._ready(worker, listener)) for worker in self._workers]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        by = " / ".join(dict.fromkeys(stage.result() for stage in stages))  # one line: stages hardly ever differ
+        if not self._spec.sized:
+            rooms = await self._of_all(StageRoom, listener)
+            config = load_config(Path(self._spec.checkpoint))
+            sizes = choose_sizes(config, self._spec, rooms, available_bytes())
+            self._spec = replace(self._spec, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
+            self._memory.make(self._spec.layout, sizes.blocks)
+            kv_mib = sizes.blocks * self._spec.layout.block_bytes >> 20
+            log.info("sizes", blocks=sizes.blocks, kv_mib=kv_mib, step_tokens=sizes.step_tokens, why=sizes.why)
+            for worker in self._workers:
+                worker.channel.send(sizes)
+        ready = await self._of_all(WorkerReady, listener)
+        for worker, message in zip(self._workers, ready, strict=True):
+            self._note(worker, message)
+        by = " / ".join(dict.fromkeys(message.computing for message in ready))  # one line: stages hardly ever differ
         spec = self._spec
         log.info("computing", by=by, device=spec.device, weights=spec.dtype, kv=spec.layout.dtype)
 
-    async def _ready(self, worker: WorkerProcess, listener: StartListener) -> str:
+    async def _of_all(self, kind: type[StartMessage], listener: StartListener) -> list[StartMessage]:
+        """The next message of each stage, of this kind; raises as `ready`."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                stages = [group.create_task(self._next(worker, listener)) for worker in self._workers]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        messages = [stage.result() for stage in stages]
+        assert all(isinstance(message, kind) for message in messages)
+        return messages
+
+    async def _next(self, worker: WorkerProcess, listener: StartListener) -> Any:
+        """A stage's next message that does not just say how its start goes on."""
         try:
             message = await worker.channel.receive()
             while isinstance(message, LayersLoaded | StageStarting):
@@ -329,18 +383,19 @@ class ProcessEngine:
             raise Unavailable(await self._death_of(worker)) from None
         if isinstance(message, WorkerFailed):
             raise error_of_worker(message, str(worker))
-        assert isinstance(message, WorkerReady)
+        return message
+
+    def _note(self, worker: WorkerProcess, message: WorkerReady) -> None:
         log.info(
             "loaded", stage=worker.stage, seconds=round(message.load_s, 2), peak_mib=message.peak_bytes >> 20,
             checkpoint=self._spec.checkpoint,
         )  # fmt: skip
         self.footprints[worker.stage] = message.footprint
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
-        return message.computing
 
     def listen(self) -> None:
         """Starts to read the messages of the stages, and tells them of KV."""
-        for part, worker in zip(self._pool.parts, self._workers, strict=True):
+        for part, worker in zip(self.pool.parts, self._workers, strict=True):
             part.on_landed = partial(self._kv_landed, worker)
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
 
@@ -536,8 +591,10 @@ async def start_processes(
     threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))
     spec = replace(spec, threads=threads)
     async with AsyncExitStack() as stack:
-        pool = KVPool.create(spec.layout, spec.blocks, ranges)
-        stack.callback(pool.close)
+        memory = PoolMemory(ranges)
+        stack.callback(memory.close)
+        if spec.sized:
+            memory.make(spec.layout, spec.blocks)
         rendezvous = ""
         if spec.stages > 1:
             rendezvous = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone
@@ -545,14 +602,14 @@ async def start_processes(
         env = _worker_environment(spec, threads)
         workers: list[WorkerProcess] = []
         with ExitStack() as unwind:
-            for stage, part in enumerate(pool.parts):
-                process, sock = _spawn_worker(command, part.fd, env)
+            for stage, file in enumerate(memory.files):
+                process, sock = _spawn_worker(command, file, env)
                 unwind.callback(process.wait)
                 unwind.callback(process.kill)
                 workers.append(WorkerProcess(stage, process, await AsyncChannel.open(sock)))
                 unwind.callback(workers[-1].channel.close)
             unwind.pop_all()  # from here on it is the engine's
-        engine = ProcessEngine(spec, pool, workers)
+        engine = ProcessEngine(spec, memory, workers)
         stack.push_async_callback(engine.shutdown)
         for worker, (begin, end) in zip(workers, ranges, strict=True):
             worker.channel.send(StageSpec(spec, worker.stage, begin, end, rendezvous))

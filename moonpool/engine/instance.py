@@ -163,12 +163,12 @@ async def run_instance(
     build: Callable[[InstanceContext], tuple[EngineService, Service]],
     *,
     stages: int = 1,
-    step_tokens: int = 0,
+    step_tokens: Callable[[Engine], int] = lambda engine: 0,
     start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
 ) -> None:
     """Run one engine instance until it is stopped; `start` starts its engine.
 
-    The conductor gets `stages`, and `step_tokens`: the most tokens of one prefill step (0 = no limit).
+    The conductor gets `stages`, and `step_tokens` of the engine: the most tokens of one prefill step (0 = no limit).
 
     Raises:
         ConfigError: a setting is refused.
@@ -182,7 +182,13 @@ async def run_instance(
     await asyncio.to_thread(native_library.build_ahead, context.starting)
     await asyncio.to_thread(copy_verified.prepare)
     await asyncio.to_thread(native_library.prepare)
-    log.info("starting engine", model=setup.model.name, dtype=setup.spec.dtype, blocks=setup.spec.blocks, stages=stages)
+    log.info(
+        "starting engine",
+        model=setup.model.name,
+        dtype=setup.spec.dtype,
+        blocks=setup.spec.blocks or "auto",
+        stages=stages,
+    )
     if setup.spec.emulated is not None:
         context.spans.instant("engine.emulated", **setup.spec.emulated.describe())
     async with contextlib.AsyncExitStack() as stack:
@@ -208,10 +214,10 @@ async def run_instance(
             conductor_pb2.JoinHello(
                 instance=instance,
                 model=setup.model,
-                total_blocks=setup.spec.blocks,
+                total_blocks=engine.blocks,
                 speed=speeds_to_proto(engine.speeds),
                 stages=stages,
-                step_tokens=step_tokens,
+                step_tokens=step_tokens(engine),
                 either_role=config.either_role,
                 process=world.this_process(),
             ),

@@ -26,6 +26,10 @@ class Engine(Protocol):
         """Blocks in the pool."""
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of the largest step, where no setting of the service says it."""
+
+    @property
     def stages(self) -> int:
         """Stages = steps that may be in flight at once."""
 

@@ -34,9 +34,11 @@ class EngineSpec:
     layout: KVLayout
     """Arrangement of the KV of all layers, and its element type."""
     blocks: int
-    """Blocks in the KV pool."""
+    """Blocks in the KV pool; 0 = as many as the device has room for (`moonpool.engine.sizes`)."""
     step_tokens: int = STEP_TOKENS
-    """Tokens of the largest step that is run; the work space is bounded by them."""
+    """Tokens of the largest step that is run; the work space is bounded by them. 0 = by the device's memory."""
+    memory_share: float = 0.9
+    """Share of its devices' memory, and of the host's free memory, that the engine takes where a size is 0."""
     stages: int = 1
     """Engine processes; each runs consecutive layers."""
     threads: int = 0
@@ -66,6 +68,11 @@ class EngineSpec:
     """Told as `Engine.speeds` in place of what was timed at start: those of a calibration."""
     emulated: EmulatedCompute | None = None
     """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
+
+    @property
+    def sized(self) -> bool:
+        """Whether no size waits for what the devices have room for."""
+        return self.blocks > 0 and self.step_tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +194,33 @@ class LayersLoaded:
 
     layers: int
     all_layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoom:
+    """What a stage finds on its device once its weights are loaded. Sent unless the engine is `sized`.
+
+    Attributes:
+        total: bytes of the device.
+        free: bytes of them that are free.
+        processors: multiprocessors of the device.
+        weights: bytes that the stage holds.
+    """
+
+    total: int
+    free: int
+    processors: int
+    weights: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSizes:
+    """The answer to `StageRoom` of all stages: what takes the place of sizes in `EngineSpec` that are 0."""
+
+    blocks: int
+    step_tokens: int
+    why: str
+    """For people: what bounds the blocks."""
 
 
 @dataclass(frozen=True, slots=True)

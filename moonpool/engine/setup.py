@@ -100,7 +100,15 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     kv_cache_memory_bytes: ByteSize = Field(
         0,
         ge=0,
-        description="bytes of the KV pool; 0 = 256 MiB, or what emulated hardware holds beside its weights",
+        description="bytes of the KV pool; 0 = on a GPU what gpu_memory_utilization leaves beside weights and steps, "
+        "on a CPU 256 MiB, emulated what the profile's hardware holds beside its weights",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="share of a GPU's memory that this engine takes, and of the host's free memory for its KV, where "
+        "kv_cache_memory_bytes and blocks are 0; engines that share a GPU need shares that add up to less than 1",
     )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-cache-memory-bytes hold")
     threads: int = Field(
@@ -158,7 +166,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
 
     @property
     def most_step_tokens(self) -> int:
-        """Tokens of the largest step that the engine is given."""
+        """Tokens of the largest step that the engine is given; 0 = as many as suit its device."""
         return STEP_TOKENS
 
     @property
@@ -243,6 +251,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
             raise ConfigError(name, f"only an emulated engine has it; add --engine {SCHEME}PROFILE")
     devices = stage_devices(config.device, stages)
     lends = config.core_share and devices[0].platform.uses_host_cores
+    by_memory = devices[0].platform.sized_by_memory
     dtype = resolve_dtype(model, config.dtype)
     layout = kv_layout(model, dtype, config.block_size, config.kv_cache_dtype)
     longest = min(config.max_model_len or model.max_position_embeddings, model.max_position_embeddings)
@@ -250,8 +259,9 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
-        blocks=_blocks(config, layout, DEFAULT_KV_BYTES),
-        step_tokens=config.most_step_tokens,
+        blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES),
+        step_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
+        memory_share=config.gpu_memory_utilization,
         stages=stages,
         threads=config.threads,
         core_page=(config.core_page or str(default_core_page())) if lends else "",
@@ -362,9 +372,10 @@ def _instance_setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, 
 
 
 def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
+    """`default_bytes` 0: no blocks, where no setting says how many."""
     kv_bytes = config.kv_cache_memory_bytes or default_bytes
     blocks = config.blocks or kv_bytes // layout.block_bytes
-    if blocks < 1:
+    if blocks < 1 and kv_bytes:
         raise ConfigError("kv_cache_memory_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks
 

@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +30,7 @@ from moonpool.engine.messages import (
     MAX_FETCHES,
     AbortStageStep,
     DropSequence,
+    EngineSizes,
     EngineSpec,
     FetchBlocks,
     Footprint,
@@ -36,6 +38,7 @@ from moonpool.engine.messages import (
     LoadKV,
     OpenKVGateMessage,
     Shutdown,
+    StageRoom,
     StageSpec,
     StageStarting,
     StopRunMessage,
@@ -63,7 +66,7 @@ class OrderReceiver:
 
     def __init__(self, channel: BlockingChannel, gates: KVGates, stages: int, rendezvous: str) -> None:
         # The parent never has more than `stages` steps in flight, and so many fetches; one more place is for Shutdown.
-        self.orders: queue.Queue[Step | FetchBlocks | Shutdown] = queue.Queue(stages + MAX_FETCHES + 1)
+        self.orders: queue.Queue[Step | FetchBlocks | Shutdown | EngineSizes] = queue.Queue(stages + MAX_FETCHES + 1)
         self._channel = channel
         self._gates = gates
         self._rendezvous = rendezvous
@@ -74,7 +77,7 @@ class OrderReceiver:
         """Starts the thread; it ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
-    def next_order(self, *, wait: bool) -> Step | FetchBlocks | Shutdown | None:
+    def next_order(self, *, wait: bool) -> Step | FetchBlocks | Shutdown | EngineSizes | None:
         """The next order; None where there is none yet and it does not wait.
 
         There is no deadline: the process ends when the channel closes.
@@ -117,9 +120,17 @@ class StageLoader:
         pool_fd: descriptor of the stage's part of the KV pool.
         gates: KV gates of its steps.
         channel: to the I/O process.
+        sizes: waits for the answer to `StageRoom`.
     """
 
-    def __init__(self, spec: StageSpec, pool_fd: int, gates: KVGates, channel: BlockingChannel) -> None:
+    def __init__(
+        self,
+        spec: StageSpec,
+        pool_fd: int,
+        gates: KVGates,
+        channel: BlockingChannel,
+        sizes: Callable[[], EngineSizes],
+    ) -> None:
         import torch
 
         from kernels.native import library
@@ -137,10 +148,12 @@ class StageLoader:
         self.devices = stage_devices(self.engine.device, self.engine.stages)
         self.device = open_device(self.devices[spec.stage])
         self.torch_device = torch.device("cpu") if self.device is None else self.device.torch_device
-        self.part = PoolPart.attach(pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end)
         if self.device is None:
             _build_kernels(channel)
         self.model = self._load_weights()
+        if not self.engine.sized:
+            self.engine = self._sized(sizes)
+        self.part = PoolPart.attach(pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end)
         self.native = library.get() if self.model.native else None
 
     def load(self) -> "tuple[StageRunner, Footprint]":
@@ -171,6 +184,15 @@ class StageLoader:
         if self.device is not None:
             warm_up(runner, max_rows(self.engine), longest, lambda what: self.channel.send(StageStarting(what)))
         return runner, footprint
+
+    def _sized(self, sizes: Callable[[], EngineSizes]) -> EngineSpec:
+        """Tell what the device has room for; return the specification with the sizes that follow from all stages."""
+        assert self.device is not None, "a plain CPU has no memory of its own"
+        capacity = self.device.capacity()
+        weights = self.model.weight_bytes
+        self.channel.send(StageRoom(capacity.total, capacity.free, capacity.processors, weights))
+        found = sizes()
+        return replace(self.engine, blocks=found.blocks, step_tokens=found.step_tokens)
 
     def _load_weights(self) -> "StageModel":
         from moonpool.models.loader import load_stage, torch_dtype
@@ -316,7 +338,14 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.start()
     begin = time.monotonic()
     import_libraries()
-    runner, footprint = StageLoader(spec, pool_fd, gates, channel).load()
+
+    def sizes() -> EngineSizes:
+        order = receiver.next_order(wait=True)
+        if not isinstance(order, EngineSizes):  # the start was given up
+            _exit(0)
+        return order
+
+    runner, footprint = StageLoader(spec, pool_fd, gates, channel, sizes).load()
     receiver.load = runner.load
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
@@ -329,6 +358,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     goes_on = False
     while True:
         order = receiver.next_order(wait=not goes_on)
+        assert not isinstance(order, EngineSizes), "sizes come before all steps"
         if isinstance(order, Shutdown):
             while goes_on:  # the run was given up
                 goes_on = run(None)

@@ -197,6 +197,7 @@ class KVPool:
         blocks: int,
         layer_ranges: Sequence[tuple[int, int]],
         available: Callable[[], int | None] | None = None,
+        files: Sequence[int] | None = None,
     ) -> KVPool:
         """Makes a pool of `blocks` blocks, one part per stage.
 
@@ -205,33 +206,23 @@ class KVPool:
             blocks: Number of blocks.
             layer_ranges: `(begin, end)` of each stage's layers; together they are all layers, in order.
             available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
+            files: Descriptors of empty memory (`shared_memory`), one per part; closed with the pool, or after an error.
 
         Raises:
             ConfigError: There is no room for a single block, or more is asked for than the machine has.
         """
-        if blocks < 1:
-            raise ConfigError(
-                "kv_cache_memory_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes"
-            )
-        _check_ranges(layout, layer_ranges)
-        needed, free = blocks * layout.block_bytes, (available or available_bytes)()
-        if free is not None and needed > free:
-            raise ConfigError(
-                "kv_cache_memory_bytes",
-                f"{blocks} blocks of {layout.block_bytes} bytes need {needed} bytes, only {free} are free",
-            )
-        parts: list[PoolPart] = []
+        fds, parts = list(files or (shared_memory() for _ in layer_ranges)), list[PoolPart]()
         try:
-            for begin, end in layer_ranges:
-                fd = _shared_memory(_mapped_bytes(layout, end - begin, blocks))
-                try:
-                    parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
-                except BaseException:
-                    os.close(fd)
-                    raise
+            _check_room(layout, blocks, available or available_bytes)
+            _check_ranges(layout, layer_ranges)
+            for fd, (begin, end) in zip(fds, layer_ranges, strict=True):
+                os.truncate(fd, _mapped_bytes(layout, end - begin, blocks))
+                parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
         except BaseException:
             for part in parts:
                 part.close()
+            for fd in fds[len(parts) :]:
+                os.close(fd)
             raise
         return cls(layout, blocks, parts)
 
@@ -310,6 +301,17 @@ def _mapped_bytes(layout: KVLayout, layers: int, blocks: int) -> int:
     return (-(-slices * layout.slice_bytes // _NUMBER_BYTES) + 2 * slices + layers + 2) * _NUMBER_BYTES
 
 
+def _check_room(layout: KVLayout, blocks: int, available: Callable[[], int | None]) -> None:
+    if blocks < 1:
+        raise ConfigError("kv_cache_memory_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes")
+    needed, free = blocks * layout.block_bytes, available()
+    if free is not None and needed > free:
+        raise ConfigError(
+            "kv_cache_memory_bytes",
+            f"{blocks} blocks of {layout.block_bytes} bytes need {needed} bytes, only {free} are free",
+        )
+
+
 def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> None:
     expected = 0
     for begin, end in layer_ranges:
@@ -322,18 +324,12 @@ def _check_ranges(layout: KVLayout, layer_ranges: Sequence[tuple[int, int]]) -> 
         raise ConfigError("pipeline_parallel_size", f"layers {list(layer_ranges)} are not the model's {layout.layers}")
 
 
-def _shared_memory(nbytes: int) -> int:
-    """A descriptor of `nbytes` of memory without a name: a memfd, else an unlinked temporary file."""
+def shared_memory() -> int:
+    """A descriptor of empty memory without a name: a memfd, else an unlinked temporary file."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("moonpool-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
-        Path(name).unlink()
-    try:
-        os.truncate(fd, nbytes)
-    except BaseException:
-        os.close(fd)
-        raise
+        return os.memfd_create("moonpool-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd, name = tempfile.mkstemp(prefix="moonpool-kv-")
+    Path(name).unlink()
     return fd
 
 

@@ -7,6 +7,7 @@ A thread that gives work or waits for events first enters the device; the thread
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -45,6 +46,15 @@ class CapturedGraph(Protocol):
         """Do the work, within work of the stream in which it was captured."""
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceCapacity:
+    """A device's memory in bytes, as it is now, and its multiprocessors."""
+
+    total: int
+    free: int
+    processors: int
+
+
 class Device(Protocol):
     """Memory of its own, and three streams: steps, KV on its way in, and KV on its way out."""
 
@@ -66,6 +76,9 @@ class Device(Protocol):
 
     def enter_thread(self) -> None:
         """Make this the calling thread's device. On a GPU, a thread begins with GPU 0 and would take memory there."""
+
+    def capacity(self) -> DeviceCapacity:
+        """Return what the device has, and what is free."""
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """Return device memory, uint8 of this shape, with any contents; `beside` bytes stay free.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from moonpool.errors import ConfigError
-from moonpool.platforms.base import CapturedGraph, DeviceEvent
+from moonpool.platforms.base import CapturedGraph, DeviceCapacity, DeviceEvent
 
 
 def check_free_memory(needed: int, beside: int, free: int) -> None:
@@ -118,6 +118,14 @@ class CudaDevice:
     def enter_thread(self) -> None:
         """See `Device.enter_thread`."""
         torch.cuda.set_device(self._device)
+
+    def capacity(self) -> DeviceCapacity:
+        """See `Device.capacity`."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what loading left behind is free
+        free, total = torch.cuda.mem_get_info(self._device)
+        properties = torch.cuda.get_device_properties(self._device)
+        return DeviceCapacity(int(total), int(free), int(properties.multi_processor_count))
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""

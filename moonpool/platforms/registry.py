@@ -29,6 +29,8 @@ class Platform:
     """Backend of `torch.distributed` that sends hidden states between stages on different devices."""
     uses_host_cores: bool = True
     """Whether steps compute on the host's cores, which engines of one host lend each other."""
+    sized_by_memory: bool = False
+    """Whether sizes that no flag gives follow from the device's memory, which `Device.capacity` tells."""
 
     @property
     def in_host_pool(self) -> bool:
@@ -51,6 +53,7 @@ PLATFORMS: Mapping[str, Platform] = {
             "moonpool.platforms.cuda:CudaDevice",
             collectives="nccl",
             uses_host_cores=False,
+            sized_by_memory=True,
         ),
     )
 }

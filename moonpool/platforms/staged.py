@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moonpool.platforms.base import CapturedGraph, DeviceEvent
+from moonpool.platforms.base import CapturedGraph, DeviceCapacity, DeviceEvent
 
 _POISON = 0xFF
+_MEMORY_BYTES = 3 << 30
 _LAZINESS = (0.0, 0.0, 0.5, 1.0)
 """Shares of a stream's work that are done as soon as possible."""
 _UNASKED = 0.3
@@ -115,6 +116,10 @@ class StagedDevice:
     def enter_thread(self) -> None:
         """See `Device.enter_thread`."""
         self._in_thread.entered = True
+
+    def capacity(self) -> DeviceCapacity:
+        """See `Device.capacity`: a small GPU, of which nothing is taken."""
+        return DeviceCapacity(_MEMORY_BYTES, _MEMORY_BYTES, 4)
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
         """See `Device.memory`."""

@@ -12,7 +12,11 @@ class PrefillConfig(EngineConfig):
 
     flag_groups: ClassVar = {"compute": ("pipeline_parallel_size", "max_num_batched_tokens")}
     pipeline_parallel_size: int = Field(1, ge=1, description="pipeline stages, an engine process each")
-    max_num_batched_tokens: int = Field(512, ge=16, description="prompt tokens computed in one step at most")
+    max_num_batched_tokens: int = Field(
+        0,
+        ge=0,
+        description="prompt tokens computed in one step at most; 0 = 512; on a GPU up to 8192, by its memory and size",
+    )
     max_queue: int = Field(1024, ge=1, description="requests waiting or running at most; more are refused")
     load_timeout_s: float = Field(
         5.0, gt=0, description="seconds a load from a kvstore may take beyond what is predicted"

@@ -226,7 +226,7 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         block_tokens=layout.block_tokens,
         layers=layout.layers,
         slice_bytes=layout.slice_bytes,
-        step_tokens=config.max_num_batched_tokens,
+        step_tokens=config.max_num_batched_tokens or context.engine.step_tokens,
         stages=context.engine.stages,
         max_queue=config.max_queue,
         load_timeout_s=config.load_timeout_s,
@@ -306,5 +306,5 @@ async def serve(context: ProcessContext, config: PrefillConfig) -> None:
         kv_pb2.INSTANCE_KIND_PREFILL,
         build,
         stages=config.pipeline_parallel_size,
-        step_tokens=config.max_num_batched_tokens,
+        step_tokens=lambda engine: config.max_num_batched_tokens or engine.step_tokens,
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from moonpool import world
 from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
 from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
+from moonpool.engine.messages import STEP_TOKENS
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
@@ -110,6 +111,11 @@ class EmulatedEngine:
     def blocks(self) -> int:
         """Blocks in the pool."""
         return self._pool.blocks
+
+    @property
+    def step_tokens(self) -> int:
+        """See `Engine.step_tokens`."""
+        return STEP_TOKENS
 
     @property
     def stages(self) -> int:

@@ -1,6 +1,6 @@
 """The real worker on a staged device one of whose copying streams, `HELD_STREAM` (up or down), stops in its first copy.
 
-It says so with a byte to the FIFO `HELD_TOLD`, and goes no further.
+It says so with a byte to the FIFO `HELD_TOLD`, and goes no further. It does not warm up, which copies.
 """
 
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from moonpool.engine import worker
+from moonpool.engine import warm_up, worker
 from moonpool.platforms import stage_platform
 from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.staged import StagedDevice, StagedStream
@@ -34,5 +34,6 @@ def held_device(name: DeviceName) -> Held:
 
 
 if __name__ == "__main__":
-    with mock.patch.object(stage_platform, "open_device", held_device):
+    nothing = mock.patch.object(warm_up, "warm_up")
+    with nothing, mock.patch.object(stage_platform, "open_device", held_device):
         worker.main()

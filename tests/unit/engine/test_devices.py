@@ -29,7 +29,7 @@ from moonpool.kv.pool import KVPool
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.stage import StageModel
-from moonpool.platforms.base import CapturedGraph, Device, DeviceEvent
+from moonpool.platforms.base import CapturedGraph, Device, DeviceCapacity, DeviceEvent
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.platforms.cuda import CudaDevice
 from moonpool.platforms.kv_memory import CallbackThread, Staging, TieredKVMemory
@@ -427,6 +427,9 @@ class AtOnce:
         self.compute, self.load_stream, self.store_stream = Counting(), load_stream, CpuStream()
 
     def enter_thread(self) -> None: ...
+
+    def capacity(self) -> DeviceCapacity:
+        return DeviceCapacity(1, 1, 1)
 
     def memory(self, shape: tuple[int, ...], beside: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.uint8)

@@ -18,6 +18,7 @@ class ExactEngine:
 
     layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
     stages = run_steps = 1
+    step_tokens = 512
     speeds = Speeds()
     pool: KVPool
     failed: "asyncio.Future[str]"

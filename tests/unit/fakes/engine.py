@@ -131,7 +131,7 @@ class FakeEngine:
     """
 
     def __init__(self, blocks: int = 32, *, stages: int = 1, layout: KVLayout = LAYOUT, run_steps: int = 1) -> None:
-        self.run_steps = run_steps
+        self.run_steps, self.step_tokens = run_steps, 512
         self.layout, self.blocks, self.stages = layout, blocks, stages
         self.pool = KVPool.create(layout, blocks, stage_ranges(layout.layers, stages))
         self.speeds = Speeds(prefill_per_token_s=1e-3, decode_per_sequence_s=1e-3)

@@ -1,0 +1,95 @@
+"""Sizes that no flag gives, by the memory of devices and host: the KV pool, and the largest step. Torch-free.
+
+Stages tell what is free once their weights are loaded, so that nothing is guessed of weights. An engine takes a share
+of each of its devices (`EngineSpec.memory_share`), and stages on one device divide the engine's share: other engines
+have theirs. What weights and steps leave of the share holds KV. The host's pool has the same blocks, so that the same
+share of the host's free memory bounds them, too.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from moonpool.checkpoint import ModelConfig
+from moonpool.engine.footprint import device_footprint
+from moonpool.engine.messages import EngineSizes, EngineSpec, StageRoom
+from moonpool.errors import ConfigError
+from moonpool.platforms.registry import stage_devices
+from moonpool.scheduling.steps import stage_ranges
+
+_STEPS = (8192, 4096, 2048, 1024, 512)
+"""Tokens of the largest step of prompts: products of more rows are hardly quicker per row on any GPU."""
+_SLOWER = {100: 8192, 60: 4096}
+"""Tokens at most by the least number of multiprocessors: a step of an 8B model takes some 0.3 s then."""
+_WORK_SHARE = 8
+"""Steps are made smaller until what they need beyond the smallest ones is at most one part in so many."""
+_PROCESS_BYTES = 768 << 20
+"""Of a process on a GPU, beside what it allocates: the driver's context, libraries, code of kernels, and holes."""
+_GROWTH_BYTES = 384 << 20
+"""Of these, what comes after the weights are loaded."""
+
+
+def choose_sizes(
+    model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom], host_free: int | None
+) -> EngineSizes:
+    """Return blocks of the pool and tokens of the largest step, those that the specification gives unchanged.
+
+    Args:
+        model: served.
+        spec: of the engine; 0 blocks or step tokens are chosen.
+        rooms: what each stage told.
+        host_free: bytes that the host can still give; None = any.
+
+    Raises:
+        ConfigError: there is no room for a block; names the field `kv_cache_memory_bytes`.
+    """
+    layers = [end - begin for begin, end in stage_ranges(spec.layout.layers, spec.stages)]
+    lefts = _left(spec, rooms)
+    given = [spec.blocks * spec.layout.slice_bytes * count for count in layers]
+    least = min(left - pool for left, pool in zip(lefts, given, strict=True))
+    tokens = spec.step_tokens or _step_tokens(model, spec, rooms, least)
+    beside = _beside(model, spec, tokens)
+    by_stage = [(left - beside) // (spec.layout.slice_bytes * count) for left, count in zip(lefts, layers, strict=True)]
+    blocks, bound = min(by_stage), "device's memory"
+    on_host = blocks if host_free is None else int(spec.memory_share * host_free) // spec.layout.block_bytes
+    if on_host < blocks:
+        blocks, bound = on_host, "host's free memory, where the same blocks lie"
+    room = rooms[by_stage.index(min(by_stage))]
+    why = (
+        f"{spec.memory_share:.0%} of the {bound}: the device has {room.total >> 20} MiB, {room.free >> 20} free; "
+        f"weights take {room.weights >> 20}, steps and graphs {beside >> 20}, the process {_PROCESS_BYTES >> 20}"
+    )
+    if spec.blocks:
+        return EngineSizes(spec.blocks, tokens, f"blocks as set; {why}")
+    if blocks < 1:
+        raise ConfigError("kv_cache_memory_bytes", f"no room for a block of {spec.layout.block_bytes} bytes: {why}")
+    return EngineSizes(blocks, tokens, why)
+
+
+def _left(spec: EngineSpec, rooms: Sequence[StageRoom]) -> list[int]:
+    """Return the bytes that each stage has for KV, steps and graphs."""
+    devices = stage_devices(spec.device, spec.stages)
+    on_device, found = Counter(devices), list[int]()
+    for device, room in zip(devices, rooms, strict=True):
+        # Of stages on one device, that which told last has seen the weights of all.
+        free = min(other.free for its, other in zip(devices, rooms, strict=True) if its == device)
+        share = int(spec.memory_share * room.total) // on_device[device] - room.weights - _PROCESS_BYTES
+        found.append(min(share, free // on_device[device] - _GROWTH_BYTES))
+    return found
+
+
+def _step_tokens(model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom], left: int) -> int:
+    """Return the tokens of the largest step: as many as the slowest device computes and the least room holds."""
+    processors = min(room.processors for room in rooms)
+    most = next((tokens for least, tokens in _SLOWER.items() if processors >= least), 2048)
+    least = _beside(model, spec, _STEPS[-1])
+    fitting = (it for it in _STEPS if it <= most and (_beside(model, spec, it) - least) * _WORK_SHARE <= left)
+    return next(fitting, _STEPS[-1])
+
+
+def _beside(model: ModelConfig, spec: EngineSpec, tokens: int) -> int:
+    """Bytes that steps and graphs need beside the pool, which may hold sequences of any length."""
+    longest = spec.max_tokens or model.max_position_embeddings
+    sized = replace(spec, step_tokens=tokens, blocks=-(-longest // spec.layout.block_tokens))
+    held = device_footprint(model, sized, weights=0, pool=0, ring=0)
+    return held.work + held.graphs

@@ -1,0 +1,116 @@
+"""Sizes that no flag gives: by the memory of devices and host, and shared with other engines."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from moonpool.checkpoint import ModelConfig, kv_layout, load_config
+from moonpool.engine.footprint import device_footprint
+from moonpool.engine.messages import EngineSpec, StageRoom
+from moonpool.engine.setup import engine_setup
+from moonpool.engine.sizes import choose_sizes
+from moonpool.errors import ConfigError
+from services.decode.config import DecodeConfig
+from services.prefill.config import PrefillConfig
+from tests.unit.checkpoint.folder import write_config
+
+GIB = 1 << 30
+H100 = StageRoom(total=80 * GIB, free=63 * GIB, processors=132, weights=16 * GIB)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    """With the shape of an 8B model."""
+    return load_config(
+        write_config(
+            tmp_path, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, vocab_size=128_256, max_position_embeddings=131_072,
+        )
+    )  # fmt: skip
+
+
+def spec(model: ModelConfig, **changes: object) -> EngineSpec:
+    plain = EngineSpec("none", "bfloat16", kv_layout(model, "bfloat16", 64), 0, 0, device="cuda:0")
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def test_a_pool_takes_what_weights_and_steps_leave(model: ModelConfig) -> None:
+    asked = spec(model)
+    sizes = choose_sizes(model, asked, [H100], None)
+    assert sizes.step_tokens == 8192
+    pool = sizes.blocks * asked.layout.block_bytes
+    chosen = replace(asked, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
+    held = device_footprint(model, chosen, weights=H100.weights, pool=pool, ring=0)
+    assert 0.97 * 0.9 * H100.total < held.bound + GIB < 0.92 * H100.total
+    assert pool + held.work + held.graphs < H100.free
+    assert "90% of the device's memory" in sizes.why
+    assert "81920 MiB" in sizes.why
+
+
+def test_engines_on_one_gpu_have_room_for_each_other(model: ModelConfig) -> None:
+    """Both may look before the other has taken anything."""
+    asked = spec(model, memory_share=0.45)
+    sizes = choose_sizes(model, asked, [H100], None)
+    assert sizes.step_tokens == 4096
+    chosen = replace(asked, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
+    pool = sizes.blocks * asked.layout.block_bytes
+    assert 2 * device_footprint(model, chosen, weights=H100.weights, pool=pool, ring=0).bound < 0.9 * H100.total
+
+
+def test_what_others_took_is_not_taken(model: ModelConfig) -> None:
+    asked = spec(model)
+    sizes = choose_sizes(model, asked, [replace(H100, free=20 * GIB)], None)
+    assert sizes.blocks * asked.layout.block_bytes < 19 * GIB
+    with pytest.raises(ConfigError, match="no room for a block") as caught:
+        choose_sizes(model, asked, [replace(H100, free=1 * GIB)], None)
+    assert caught.value.field == "kv_cache_memory_bytes"
+
+
+def test_the_host_bounds_the_pool_too(model: ModelConfig) -> None:
+    asked = spec(model)
+    sizes = choose_sizes(model, asked, [H100], 8 * GIB)
+    assert sizes.blocks == int(0.9 * 8 * GIB) // asked.layout.block_bytes
+    assert "host" in sizes.why
+
+
+def test_stages_on_one_device_divide_the_share_and_the_fullest_stage_decides(model: ModelConfig) -> None:
+    half = replace(H100, weights=8 * GIB, free=60 * GIB)
+    together = choose_sizes(model, spec(model, stages=2, device="cuda:0,cuda:0"), [half, half], None)
+    apart = choose_sizes(model, spec(model, stages=2, device="cuda:0"), [half, half], None)
+    alone = choose_sizes(model, spec(model), [H100], None)
+    assert together.blocks < alone.blocks < 2 * alone.blocks < apart.blocks
+    full = choose_sizes(model, spec(model, stages=2, device="cuda:0"), [half, replace(half, free=10 * GIB)], None)
+    assert full.blocks < apart.blocks / 3
+
+
+def test_smaller_gpus_take_smaller_steps(model: ModelConfig) -> None:
+    asked = spec(model)
+
+    def tokens(room: StageRoom) -> int:
+        return choose_sizes(model, asked, [room], None).step_tokens
+
+    assert tokens(replace(H100, processors=84)) == 4096
+    assert tokens(replace(H100, processors=30)) == 2048
+    assert tokens(StageRoom(24 * GIB, 7 * GIB, 128, 16 * GIB)) == 1024
+
+
+def test_what_is_set_stays(model: ModelConfig) -> None:
+    sizes = choose_sizes(model, spec(model, blocks=7), [H100], None)
+    assert (sizes.blocks, sizes.step_tokens) == (7, 8192)
+    assert choose_sizes(model, spec(model, step_tokens=320), [H100], None).step_tokens == 320
+
+
+def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
+    plain = {"conductor": ("127.0.0.1:1",), "model": str(checkpoint)}
+
+    def setup(config: PrefillConfig | DecodeConfig) -> tuple[int, int, float]:
+        its = engine_setup(config).spec
+        return its.blocks * its.layout.block_bytes >> 20, its.step_tokens, its.memory_share
+
+    assert setup(PrefillConfig(**plain)) == (256, 512, 0.9)  # type: ignore[arg-type]
+    assert setup(PrefillConfig(**plain, device="staged")) == (256, 512, 0.9)  # type: ignore[arg-type]
+    assert setup(PrefillConfig(**plain, device="cuda", gpu_memory_utilization=0.4)) == (0, 0, 0.4)  # type: ignore[arg-type]
+    assert setup(DecodeConfig(**plain, device="cuda")) == (0, 320, 0.9)  # type: ignore[arg-type]
+    set_ = PrefillConfig(**plain, device="cuda", kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048)  # type: ignore[arg-type]
+    assert setup(set_) == (1024, 2048, 0.9)
