@@ -23,6 +23,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.platforms.base import CapturedGraph
 from moonpool.platforms.staged import StagedDevice
+from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
 from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 from tests.unit.engine.stages import GREEDY, Stages
@@ -30,6 +31,15 @@ from tests.unit.kernels.test_triton.launches import caught, specialised
 
 SIZE = 16
 EAGER_NS, REPLAY_NS = 50_000_000, 1_000_000
+
+
+SPECS = [
+    None,
+    GREEDY,
+    SampleSpec(SamplingParams(temperature=1.0)),
+    SampleSpec(SamplingParams(temperature=1.0, top_p=0.5, logprobs=2)),
+    SampleSpec(SamplingParams(temperature=1.0, top_k=4, min_p=0.1)),
+]
 
 
 def opened(path: Path, device: StagedDevice, blocks: int, kv_dtype: str = "auto") -> Stages:
@@ -136,7 +146,7 @@ def draw_step(draw: random.Random, number: int, tokens: int, blocks: int) -> Ste
         left -= rows
         context = draw.choice([rows, draw.randint(rows, 600), draw.randint(rows, blocks * SIZE)])
         table = tuple(range(-(-context // SIZE)))
-        sequences.append(SequenceStep(bytes(4 * rows), context - rows, table, draw.choice([None, GREEDY])))
+        sequences.append(SequenceStep(bytes(4 * rows), context - rows, table, draw.choice(SPECS)))
     copies = draw.choice([(), ((3, 5),), ((3, 5), (4, 6))])
     return Step(number, tuple(sequences) or (SequenceStep(bytes(4), 0, (0,), GREEDY),), copies=copies)
 
@@ -147,7 +157,8 @@ def test_no_step_launches_what_warm_up_did_not(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, deterministic: bool
 ) -> None:
     """On a device that is said to be an H100: launches are noted, and none runs."""
-    import kernels.triton.ops  # noqa: F401 - before the variable is set that would make Triton interpret
+    import kernels.triton.ops  # before the variable is set that would make Triton interpret
+    import kernels.triton.sampling  # noqa: F401
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or Triton is not available on a CPU
     monkeypatch.setenv(VARIABLE, "triton")
@@ -166,8 +177,17 @@ def test_no_step_launches_what_warm_up_did_not(
         close(stages)
     taken = set(map(specialised, launched))
     assert taken <= known, taken - known
-    assert {name for name, *_ in taken} >= {"attention", "join_parts", "_copy", "_rms_norm", "_rope", "_silu_mul"}
-    assert sum(name == "attention" for name, *_ in taken) >= 4
+    assert {name for name, *_ in taken} >= {
+        "attention",
+        "join_parts",
+        "_copy",
+        "_rms_norm",
+        "_rope",
+        "_silu_mul",
+        "_pick",
+        "_keep_leading",
+    }
+    assert sum(name == "attention" for name, *_ in taken) >= 3
 
 
 def test_a_later_stage_warms_up_alone(checkpoint: Path) -> None:
