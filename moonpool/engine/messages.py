@@ -15,10 +15,8 @@ from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
 from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import SampledCandidates
+from moonpool.scheduling.steps import STEP_TOKENS, SampledCandidates
 
-STEP_TOKENS = 512
-"""Tokens of the largest step, by default."""
 MAX_FETCHES = 64
 """Fetches that are not answered yet, at most."""
 

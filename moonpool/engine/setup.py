@@ -22,7 +22,7 @@ from moonpool.checkpoint import (
 from moonpool.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
-from moonpool.engine.messages import STEP_TOKENS, WRITE_BACK_SHARE, EngineSpec
+from moonpool.engine.messages import WRITE_BACK_SHARE, EngineSpec
 from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
@@ -31,6 +31,7 @@ from moonpool.platforms.registry import DEVICE_USAGE, stage_devices
 from moonpool.runtime.driver import CoreServiceConfig
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import draw_bits
+from moonpool.scheduling.steps import STEP_TOKENS
 from moonpool.transport.config import TransportConfig
 from moonpool.v1 import conductor_pb2, kv_pb2
 

@@ -22,6 +22,8 @@ MAX_WAIT_STEPS = 3.0
 """Longest wait of a patient step, as a multiple of the seconds that the step takes."""
 SAVED, SAVED_S = 16, 1.5
 """Earlier steps whose unused waiting time a patient step may use, and the longest wait by that, seconds."""
+STEP_TOKENS = 512
+"""Tokens of the largest step, by default."""
 MAX_RESULTS_TOGETHER = 16
 """Most results of patient steps that are sent together."""
 REPORT_WITHIN_S = 0.05

@@ -17,12 +17,19 @@ from dataclasses import dataclass, field
 from moonpool import world
 from moonpool.engine.emulated.kv import EmulatedKV, EmulatedSequences, SequenceWork, WrongKV
 from moonpool.engine.emulated.profile import EmulatedCompute, copy_seconds, load_seconds, step_seconds
-from moonpool.engine.messages import STEP_TOKENS
 from moonpool.errors import Internal, Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.scheduling.latency import Speeds
-from moonpool.scheduling.steps import LayerDone, SampledCandidates, Step, StepResult, finished_blocks, stage_ranges
+from moonpool.scheduling.steps import (
+    STEP_TOKENS,
+    LayerDone,
+    SampledCandidates,
+    Step,
+    StepResult,
+    finished_blocks,
+    stage_ranges,
+)
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metric, counter
 
