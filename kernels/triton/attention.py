@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.triton import device as code
-from kernels.triton.tiles import join_shape, limits_of, padded
+from kernels.triton.tiles import JOINED_AHEAD, join_shape, limits_of, padded
 from kernels.triton.variants import MANY, PART, ROW_EACH, SINGLES, AttentionShape
 
 _KINDS = {torch.int8: code.INT8, torch.float8_e4m3fn: code.FLOAT8}
@@ -112,22 +112,22 @@ class _Call:
         kind = code.PLAIN if self.scales is None else _KINDS[self.kv.dtype]
         unit = math.gcd(self.kv.stride(0), _UNIT)
         # No fusion of multiplications into additions but those that are spelt out: equal code must round alike.
+        dim = max(padded(head_dim), 16)
         shape = {
-            "GROUP": group, "HEAD_DIM": head_dim, "PADDED_DIM": max(padded(head_dim), 16), "TOKENS": cut.tokens,
-            "WHICH": which, "enable_fp_fusion": False,
+            "GROUP": group, "HEAD_DIM": head_dim, "TOKENS": cut.tokens, "WHICH": which, "enable_fp_fusion": False,
         }  # fmt: skip
         code.attention[tiles, kv_heads, parts](
             self.q, self.kv.view(torch.uint8) if kind == code.FLOAT8 else self.kv, self.scales,
             self.tables, self.starts, self.lengths, self.out, results, stats,
             self.scale * math.log2(math.e), sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit,
             self.tables.stride(0), 0 if self.scales is None else self.scales.stride(0), cut.keys,
-            **shape, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=kind,
+            **shape, PADDED_DIM=dim, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=kind,
             NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if cut.split == PART:
-            warps, ahead = join_shape(padded(used), shape["PADDED_DIM"])
-            code.join_parts[tiles, kv_heads](
+            warps, width = join_shape(padded(used), dim)
+            code.join_parts[tiles, kv_heads, dim // width](
                 self.starts, self.lengths, self.out, results, stats, sequences, self.out.stride(0), cut.keys, parts,
-                **shape, ROWS=padded(used), AHEAD=ahead, num_warps=warps,
+                **shape, ROWS=padded(used), WIDTH=width, AHEAD=JOINED_AHEAD, num_warps=warps,
             )  # fmt: skip

@@ -198,8 +198,11 @@ def _join(m, l, acc, m_part, l_part, acc_part):  # noqa: E741
     return m_new, tl.fma(l_part, new, l * old), tl.fma(acc_part, new[:, None], acc * old[:, None])
 
 
-# What changes from batch to batch must not compile anew for multiples of 16, as Triton does with integers.
-@triton.jit(do_not_specialize=("num_seqs", "table_stride", "split_keys"))
+# What changes from batch to batch must not compile anew for multiples of 16, as integers and addresses do.
+@triton.jit(
+    do_not_specialize=("num_seqs", "table_stride", "split_keys"),
+    do_not_specialize_on_alignment=("tables", "starts", "lengths"),
+)
 def attention(
     q, kv, scales, tables, starts, lengths, out, parts, stats,
     scale, num_seqs, q_stride, out_stride, block_units, table_stride, scale_stride, split_keys,
@@ -271,13 +274,15 @@ def attention(
         tl.store(out + (at * out_stride + in_row)[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=("num_seqs", "split_keys", "num_parts"))
+@triton.jit(
+    do_not_specialize=("num_seqs", "split_keys", "num_parts"), do_not_specialize_on_alignment=("starts", "lengths")
+)
 def join_parts(
     starts, lengths, out, parts, stats, num_seqs, out_stride, split_keys, num_parts,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, WHICH: tl.constexpr, AHEAD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WHICH: tl.constexpr,
+    WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile's rows from what `attention` left with SPLIT = PART; grid (tiles, kv_heads).
+    """Write WIDTH elements of a tile's rows from what `attention` left with PART; grid (tiles, kv_heads, widths).
 
     Parts are joined in their order, as `attention` does with SPLIT = JOINED; AHEAD of them are loaded together, since
     one at a time would wait out the memory's latency for each.
@@ -289,13 +294,13 @@ def join_parts(
         return
     high = tl.maximum(context - count + tl.minimum(first + TOKENS, count), 0)
     rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, PADDED_DIM)
+    dims = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     token = first + rows // GROUP
     valid = (rows < TOKENS * GROUP) & (token < count)
     mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)  # noqa: E741
-    acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
     used = tl.cdiv(high, split_keys)
     slot = (tile * tl.num_programs(1) + head).to(tl.int64) * num_parts
     for part in range(0, used, AHEAD):

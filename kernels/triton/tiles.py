@@ -32,6 +32,9 @@ EXACT_PART = 1024
 #: A part shorter than this costs more in starting and joining than it gains.
 MIN_PART = 256
 
+#: Parts that a program which joins loads together.
+JOINED_AHEAD = 4
+
 #: Programs per multiprocessor that a split launch aims at: some rounds, so that the last one costs little.
 PROGRAMS_PER_PROCESSOR = 8
 
@@ -62,9 +65,14 @@ class Tile:
 #: instructions on the same tiles give the same bits.
 _TILES = {
     "decode": (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
-    "small": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)),
+    "small": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
     "prefill": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
     "exact": (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2)),
+}
+#: Where a product is a warp's, with both factors in registers too: fewer keys or rows, which would spill.
+_TILES_OF_WARPS = _TILES | {
+    "small": (Tile(64, 64, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
+    "prefill": (Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2)),
 }
 _FLOAT32_TILES = (Tile(16, 32, 8, 2), Tile(16, 32, 8, 2), Tile(16, 16, 8, 2))
 
@@ -84,7 +92,8 @@ def tile_for(mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, 
         limits: Of the device.
     """
     dim = max(padded(head_dim), 16)
-    tiles = _FLOAT32_TILES if dtype == torch.float32 else _TILES[mode]
+    modes = _TILES if limits.warpgroups else _TILES_OF_WARPS
+    tiles = _FLOAT32_TILES if dtype == torch.float32 else modes[mode]
     tile = tiles[0 if dim <= 64 else 1 if dim <= 128 else 2]
     tile = replace(
         tile,
@@ -112,9 +121,12 @@ def part_keys(programs: int, max_context: int, processors: int, step: int) -> in
 
 
 def join_shape(rows: int, dim: int) -> tuple[int, int]:
-    """Return (warps, parts loaded ahead) for joining parts of padded `rows` and `dim`: what fits into registers."""
-    warps = min(max(rows * dim // 512, 1), 16)  # 16 numbers a thread
-    return warps, 4 if rows * dim <= 512 * warps else 1
+    """Return (warps, elements of a head) of a program that joins parts of padded `rows` and `dim`.
+
+    A thread has 16 numbers of the result, and four times as many of the parts that are loaded ahead.
+    """
+    width = min(dim, max(8192 // rows, 16))
+    return min(max(rows * width // 512, 1), 16), width
 
 
 def padded(size: int) -> int:
@@ -130,6 +142,7 @@ class Limits:
     shared_bytes: int = 227 << 10  # of one program
     stages: int = 8
     float8: bool = False  # converts float8_e4m3fn itself; elsewhere bits are moved
+    warpgroups: bool = False  # multiplies by four warps together, from shared memory
 
 
 @cache
@@ -142,4 +155,5 @@ def limits_of(device: torch.device) -> Limits:
     if torch.version.hip is not None:
         return Limits(processors, int(properties.shared_memory_per_block), stages=2)  # its compiler's own depth
     shared = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
-    return Limits(processors, shared, float8=(properties.major, properties.minor) >= (8, 9))
+    capability = properties.major, properties.minor
+    return Limits(processors, shared, float8=capability >= (8, 9), warpgroups=properties.major == 9)

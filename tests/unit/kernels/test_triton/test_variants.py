@@ -8,7 +8,7 @@ import torch
 from kernels.triton.tiles import Limits
 from kernels.triton.variants import JOINED, MANY, PART, SINGLES, WHOLE, AttentionShape, BatchShape
 
-HOPPER, SMALL = Limits(132, 227 << 10, float8=True), Limits(20, 99 << 10)
+HOPPER, SMALL = Limits(132, 227 << 10, float8=True, warpgroups=True), Limits(20, 99 << 10)
 HEADS = [(14, 2, 64), (9, 3, 64), (32, 8, 128), (16, 1, 256), (64, 64, 128)]
 
 
