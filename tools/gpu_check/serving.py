@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -325,8 +324,9 @@ def first_error(error: BaseException) -> BaseException:
 
 def gpu_memory_mib(where: Where) -> int:
     """Return the memory of the GPU in use, by all processes; 0 if that cannot be told."""
-    if not where.on_gpu or shutil.which("nvidia-smi") is None:
+    if not where.on_gpu:
         return 0
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout.partition("\n")[0]
-    return int(told) if told.strip().isdigit() else 0
+    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+        return int(subprocess.check_output(command, text=True, timeout=10).partition("\n")[0])
+    return 0
