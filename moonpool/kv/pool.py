@@ -73,6 +73,8 @@ def iovec_parts(data: BytesLike) -> list[memoryview]:
 
 
 _NUMBER_BYTES = 8
+NO_DEVICE, DEVICE_KNOWS, TELL_DEVICE = range(3)
+"""Whether a device has a copy of a pool, and whether its process waits to be told of slices that land."""
 F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 
@@ -86,7 +88,8 @@ class PoolPart:
 
     Attributes:
         written: how often each slice landed.
-        landed: how many slices landed in each layer, then in all layers, and then whether a device is to be told.
+        landed: how many slices landed in each layer, then in all layers, and then one of `NO_DEVICE`, `DEVICE_KNOWS`
+            and `TELL_DEVICE`. Slices are counted if a device has a copy of the pool.
         on_landed: called in the I/O process, by any thread, if a device is to be told of slices that landed.
     """
 
@@ -141,15 +144,17 @@ class PoolPart:
         self.hashes[(layer - self.layer_begin) * self.blocks + block] = value
 
     def land(self, layer: int, block: int, value: int) -> None:
-        """Counts a slice that has come into the pool, and keeps the hash that came with the slice."""
+        """Keeps the hash of a slice that has come into the pool; counts the slice if a device has a copy."""
         self.set_hash(layer, block, value)
+        if self.landed[-1] == NO_DEVICE:
+            return
         row = layer - self.layer_begin
         with self._landing:  # of several threads of one process; the readers in the other one need none
             self.written[row * self.blocks + block] += 1
             self.landed[row] += 1
             self.landed[-2] += 1
-        if self.landed[-1] and self.on_landed is not None:
-            self.landed[-1] = 0
+        if self.landed[-1] == TELL_DEVICE and self.on_landed is not None:
+            self.landed[-1] = DEVICE_KNOWS
             self.on_landed()
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:

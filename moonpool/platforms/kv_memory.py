@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels import kv_quantization
 from kernels.attention import copy_blocks
 from moonpool.kv.layout import KVLayout
-from moonpool.kv.pool import PoolPart
+from moonpool.kv.pool import NO_DEVICE, TELL_DEVICE, PoolPart
 from moonpool.models.loader import torch_dtype
 from moonpool.platforms.base import Device, DeviceEvent
 from moonpool.scheduling.steps import SequenceStep, Step, finished_blocks
@@ -308,7 +308,7 @@ class KVLoads:
         self._batch_slices, self._ring = staging.slices, staging.ring(device, part)
         self._changing = threading.Lock()
         self._thread = CallbackThread(on_failure, device.enter_thread)
-        part.landed[-1] = 1
+        part.landed[-1] = TELL_DEVICE
 
     @property
     def quiet(self) -> bool:
@@ -318,7 +318,7 @@ class KVLoads:
     def bring(self) -> None:
         """Bring what has landed. Any thread may call it."""
         if self._part.landed[-2] == self._landed:
-            self._part.landed[-1] = 1
+            self._part.landed[-1] = TELL_DEVICE
             return
         with self._changing:
             landed = self._part.landed[-2]  # read before the rows' counts, these before the slices' counts and bytes
@@ -375,8 +375,8 @@ class KVLoads:
 
     def close(self) -> None:
         """Bring nothing any more, and end the thread."""
-        self._part.landed[-1] = 0
         self._thread.close()
+        self._part.landed[-1] = NO_DEVICE
 
     # --- in the loading thread -------------------------------------------------------------------------------------
 
@@ -398,7 +398,7 @@ class KVLoads:
                 self._under_way.popleft()
                 blocks = batch.slices % len(self._blocks)
                 self._blocks.index_add_(0, blocks, torch.full((len(blocks),), -1, dtype=torch.int32))
-        self._part.landed[-1] = 1
+        self._part.landed[-1] = TELL_DEVICE
         self.bring()
 
 
