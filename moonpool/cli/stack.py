@@ -13,17 +13,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Protocol, Self
 
 from moonpool.client import Client
+from moonpool.config import ENV_PREFIX
 from moonpool.errors import ConfigError, Unavailable
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.rpc.tls import Tls
 
 GATEWAY_ID = "gateway-0"
+SHARE_SETTING = "gpu_memory_utilization"
+"""Setting of engines: what each takes of a GPU."""
 KINDS_WITHOUT_JOIN = ("conductor", "gateway")
 """Kinds of services that join no conductor."""
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
@@ -429,9 +434,33 @@ class LocalStack:
             arguments += ["--threads", str(plan.threads), "--engine", plan.engine]
             arguments += ["--set", f"time_scale={plan.time_scale:g}", "--set", "either_role=true"]
             arguments += ["--set", f"core_page={plan.core_page}"] if plan.core_page is not None else []
+            share = memory_share(plan, kind)
+            arguments += [] if share is None else ["--set", f"{SHARE_SETTING}={share:.3g}"]
         if kind == "prefill":
             arguments += ["--pipeline-parallel-size", str(plan.pipeline_parallel_size)]
         return [*arguments, *self._common_arguments(kind, service_id, 0)]
+
+
+def memory_share(plan: StackPlan, kind: str) -> float | None:
+    """The share of a GPU that each engine of this kind takes; None where the user says.
+
+    Engines of the stack that share a device divide `MEMORY_SHARE`.
+    """
+    given = plan.extra.get(kind, ())
+    if any(part.startswith(f"{SHARE_SETTING}=") for part in given) or ENV_PREFIX + SHARE_SETTING.upper() in os.environ:
+        return None
+    own = _engine_devices(plan, kind)
+    counts = {"prefill": plan.prefill, "decode": plan.decode}
+    return MEMORY_SHARE / max(1, sum(count for other, count in counts.items() if own & _engine_devices(plan, other)))
+
+
+def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
+    """The devices of each engine of this kind, as settings, flags or the environment name them."""
+    given = list(pairwise(plan.extra.get(kind, ())))
+    flags = [value for flag, value in given if flag == "--device"]
+    settings = [value.partition("=")[2] for flag, value in given if flag == "--set" and value.startswith("device=")]
+    name = [os.environ.get(f"{ENV_PREFIX}DEVICE", "cpu"), *flags, *settings][-1]
+    return set(stage_devices(name, plan.pipeline_parallel_size if kind == "prefill" else 1))
 
 
 FIRST_RESTART_PAUSE_S = 0.5

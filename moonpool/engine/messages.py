@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
+from moonpool.platforms.registry import MEMORY_SHARE
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import STEP_TOKENS, SampledCandidates
 
@@ -35,7 +36,7 @@ class EngineSpec:
     """Blocks in the KV pool; 0 = as many as the device has room for (`moonpool.engine.sizes`)."""
     step_tokens: int = STEP_TOKENS
     """Tokens of the largest step that is run; the work space is bounded by them. 0 = by the device's memory."""
-    memory_share: float = 0.9
+    memory_share: float = MEMORY_SHARE
     """Share of its devices' memory, and of the host's free memory, that the engine takes where a size is 0."""
     stages: int = 1
     """Engine processes; each runs consecutive layers."""

@@ -27,7 +27,7 @@ from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
-from moonpool.platforms.registry import DEVICE_USAGE, stage_devices
+from moonpool.platforms.registry import DEVICE_USAGE, MEMORY_SHARE, stage_devices
 from moonpool.runtime.driver import CoreServiceConfig
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import draw_bits
@@ -105,7 +105,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "on a CPU 256 MiB, emulated what the profile's hardware holds beside its weights",
     )
     gpu_memory_utilization: float = Field(
-        0.9,
+        MEMORY_SHARE,
         gt=0,
         le=1,
         description="share of a GPU's memory that this engine takes, and of the host's free memory for its KV, where "

@@ -10,6 +10,8 @@ from typing import Self
 
 from moonpool.errors import ConfigError
 
+MEMORY_SHARE = 0.9
+"""Of a GPU's memory, what engines take together, by default."""
 HOST_COLLECTIVES = "gloo"
 """The backend of `torch.distributed` that sends from the host's memory: every platform can use it."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moonpool.cli.stack import ServiceProcess
+from moonpool.cli.stack import ServiceProcess, StackPlan, memory_share
 
 ROOT = Path(__file__).parents[3]
 
@@ -41,7 +41,7 @@ asyncio.run(main())
 """
 _STARTS = """
 import os, pathlib, sys
-from moonpool.cli.stack import ServiceProcess
+from moonpool.cli.stack import ServiceProcess, StackPlan, memory_share
 os.environ["OWN_PARENT"] = str(os.getpid())
 print(ServiceProcess("fake", "fake-0", [], pathlib.Path(sys.argv[1])).pid, flush=True)
 sys.stdin.read()
@@ -69,3 +69,32 @@ def test_a_service_ends_whose_parent_ended_while_it_started(tmp_path: Path, monk
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(service, signal.SIGKILL)
             os.close(service)
+
+
+GPU = ["--device", "cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("counts", "extra", "shares"),
+    [
+        ((1, 1), {"prefill": GPU, "decode": ["--set", "device=cuda"]}, (0.45, 0.45)),
+        ((2, 1), {"prefill": GPU, "decode": GPU}, (0.3, 0.3)),
+        ((1, 1), {"prefill": GPU, "decode": [*GPU, "--set", "device=cuda:1"]}, (0.9, 0.9)),
+        ((1, 1), {"prefill": GPU, "decode": [*GPU, "--set", "gpu_memory_utilization=0.2"]}, (0.45, None)),
+    ],
+)
+def test_engines_on_one_gpu_share_it(
+    tmp_path: Path, counts: tuple[int, int], extra: dict[str, list[str]], shares: tuple[float | None, ...]
+) -> None:
+    plan = StackPlan(model="m", data_dir=tmp_path, prefill=counts[0], decode=counts[1], extra=extra)
+    assert tuple(memory_share(plan, kind) for kind in ("prefill", "decode")) == pytest.approx(shares)
+
+
+def test_stages_of_a_pipeline_count_with_the_devices_that_they_reach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"prefill": GPU, "decode": ["--device", "cuda:1"]}
+    plan = StackPlan(model="m", data_dir=tmp_path, pipeline_parallel_size=2, extra=extra)
+    assert memory_share(plan, "decode") == pytest.approx(0.45)
+    monkeypatch.setenv("MOONPOOL_GPU_MEMORY_UTILIZATION", "0.1")
+    assert memory_share(plan, "decode") is None
