@@ -8,9 +8,12 @@ import itertools
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from moonpool.engine.interface import Engine
+from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError
+from moonpool.platforms.registry import stage_devices
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.latency import Speeds, attention_pairs
 from moonpool.scheduling.steps import SequenceStep, Step
@@ -18,9 +21,35 @@ from moonpool.scheduling.steps import SequenceStep, Step
 _FIRST_STEP_ID = -1000
 LONG_TOKENS = 512
 """Of the longest step that is timed."""
-_LONG_SECONDS = 0.25  # the long prefill is chosen to take about so long at most
-_PREFIX_TOKENS = 1024
-_BATCH = 8
+_LONG_SECONDS = 0.25  # on a CPU, the long prefill is chosen to take about so long at most
+
+
+@dataclass(frozen=True, slots=True)
+class TimedSizes:
+    """The largest of what is timed at start.
+
+    Attributes:
+        long: tokens of the longest prompt.
+        prefix: tokens before it.
+        batch: sequences of the larger decode steps.
+        context: tokens of each in the deepest step.
+        on_device: a few tokens take a device as long as many, and its caches must not hold all contexts: each sequence
+            of a batch has blocks of its own.
+    """
+
+    long: int = LONG_TOKENS
+    prefix: int = 1024
+    batch: int = 8
+    context: int = 1024
+    on_device: bool = False
+
+    @classmethod
+    def of(cls, spec: EngineSpec) -> Self:
+        """Return what is timed of an engine: more on a device, as far as steps are large and have graphs."""
+        if stage_devices(spec.device, spec.stages)[0].platform.in_host_pool:
+            return cls()
+        batch = min(32, spec.graph_rows or 32)
+        return cls(max(LONG_TOKENS, spec.step_tokens), 4096, batch, 4096, on_device=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +125,17 @@ def fit_decode(one: DecodeTime, many: DecodeTime, deep: DecodeTime) -> tuple[flo
     return max(0.0, many_s - per_sequence * many.sequences), per_sequence, per_context
 
 
-class StepTimer:
-    """Times steps on blocks that are not in use yet: the quickest of some tries. One per engine."""
+_ON_A_CPU = TimedSizes()
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+
+class StepTimer:
+    """Times steps on blocks that are not in use yet: the quickest of some tries. One per engine.
+
+    `apart`: sequences of a batch have blocks of their own, as far as there are enough; else they share theirs.
+    """
+
+    def __init__(self, engine: Engine, *, apart: bool = False) -> None:
+        self._engine, self._apart = engine, apart
         self._bt = engine.layout.block_tokens
         self._step_id = _FIRST_STEP_ID
 
@@ -111,12 +146,13 @@ class StepTimer:
 
     async def decode(self, sequences: int, context: int, *, times: int = 2) -> DecodeTime:
         """A batch of so many sequences, each with so much context."""
-        steps = [self._sequence(1, context - 1)] * sequences  # they share their blocks: only the time is of interest
+        steps = [self._sequence(1, context - 1, row if self._apart else 0) for row in range(sequences)]
         return DecodeTime(sequences, sequences * context, await self._best(steps, times))
 
-    def _sequence(self, tokens: int, prefix: int) -> SequenceStep:
-        blocks = -(-(tokens + prefix) // self._bt)
-        return SequenceStep(bytes(4 * tokens), prefix, tuple(range(blocks)), SampleSpec())
+    def _sequence(self, tokens: int, prefix: int, row: int = 0) -> SequenceStep:
+        count, blocks = -(-(tokens + prefix) // self._bt), self._engine.blocks
+        table = tuple((row * count + block) % blocks for block in range(count))
+        return SequenceStep(bytes(4 * tokens), prefix, table, SampleSpec())
 
     async def _best(self, sequences: Sequence[SequenceStep], times: int) -> float:
         best = float("inf")
@@ -127,31 +163,33 @@ class StepTimer:
         return best
 
 
-async def measure(engine: Engine, *, max_tokens: int = 0) -> Speeds:
+async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _ON_A_CPU) -> Speeds:
     """The engine's speeds; takes under two seconds where a step of 16 tokens takes 0.05 s. Leaves garbage in blocks.
 
     Args:
         engine: Idle, its pool unused.
         max_tokens: Longest sequence the model takes; 0 = no limit.
+        sizes: What is timed at most.
 
     Raises:
         Unavailable: The engine failed.
     """
     room = engine.blocks * engine.layout.block_tokens
     room = min(room, max_tokens) if max_tokens else room
-    timer = StepTimer(engine)
+    timer = StepTimer(engine, apart=sizes.on_device)
     await timer.prefill(min(16, room), times=1)  # memory, threads and code are touched for the first time
     half = max(1, room // 2)
     short = await timer.prefill(min(16, half), times=3)
     affordable = int(short.tokens * max(2.0, _LONG_SECONDS / max(short.seconds, 1e-9)))
-    long = await timer.prefill(max(short.tokens, min(half, LONG_TOKENS, affordable)))
-    prefixed = await timer.prefill(long.tokens, min(room - long.tokens, _PREFIX_TOKENS))
+    most = sizes.long if sizes.on_device else min(sizes.long, affordable)
+    long = await timer.prefill(max(short.tokens, min(half, most)))
+    prefixed = await timer.prefill(long.tokens, min(room - long.tokens, sizes.prefix))
     base, per_token, per_pair = fit_prefill(short, long, prefixed)
 
     shallow = min(16, room)
     one = await timer.decode(1, shallow)
-    many = await timer.decode(_BATCH, shallow)
-    deep = await timer.decode(_BATCH, min(room, _PREFIX_TOKENS))
+    many = await timer.decode(sizes.batch, shallow)
+    deep = await timer.decode(sizes.batch, min(room, sizes.context))
     decode_base, per_sequence, per_context = fit_decode(one, many, deep)
     return Speeds(
         prefill_base_s=base,

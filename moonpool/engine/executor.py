@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 
 import moonpool.errors
 from moonpool.checkpoint import load_config
-from moonpool.engine.calibration import measure
+from moonpool.engine.calibration import TimedSizes, measure
 from moonpool.engine.channel import AsyncChannel, ChannelClosed
 from moonpool.engine.emulated.engine import start_emulated
 from moonpool.engine.interface import Engine
@@ -207,6 +207,11 @@ class ProcessEngine:
         self.speeds = Speeds()
         self.footprints: dict[int, Footprint] = {}
         """What each stage's process holds in memory at most."""
+
+    @property
+    def spec(self) -> EngineSpec:
+        """What the engine runs; sizes that the device decides are known once it is ready."""
+        return self._spec
 
     @property
     def layout(self) -> KVLayout:
@@ -623,7 +628,7 @@ async def start_processes(
                     shutil.rmtree(rendezvous, ignore_errors=True)
                 if spec.measure:
                     renewing.starting("measuring the engine's speed")
-                    engine.speeds = await measure(engine, max_tokens=spec.max_tokens)  # this warms it up, too
+                    engine.speeds = await measure(engine, max_tokens=spec.max_tokens, sizes=TimedSizes.of(engine.spec))
                 if spec.speeds is not None:
                     engine.speeds = spec.speeds
         except TimeoutError:

@@ -1,10 +1,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
-from moonpool.engine.calibration import DecodeTime, PrefillTime, fit_decode, fit_prefill, measure
+from moonpool.engine.calibration import DecodeTime, PrefillTime, TimedSizes, fit_decode, fit_prefill, measure
 from moonpool.engine.interface import Engine
+from moonpool.engine.messages import EngineSpec
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
@@ -26,12 +28,14 @@ class ExactEngine:
     def __init__(self, blocks: int) -> None:
         self.blocks = blocks
         self.last = -(1 << 60)
+        self.steps: list[Step] = []
 
     async def run(
         self, step: Step, *, on_layer: Callable[[LayerDone], None] | None = None, on_step: object = None
     ) -> StepResult:
         assert self.last < step.step_id <= 0
         self.last = step.step_id
+        self.steps.append(step)
         new = [len(s.token_ids) // 4 for s in step.sequences]
         for s, n in zip(step.sequences, new, strict=True):
             assert s.start + n <= len(s.block_table) * 16
@@ -62,6 +66,24 @@ async def test_coefficients_are_recovered() -> None:
         assert getattr(got, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
     for name in ("decode_base_s", "decode_per_sequence_s", "decode_per_context_token_s"):
         assert getattr(got, name) == pytest.approx(getattr(TRUE, name), rel=1e-3), name
+
+
+async def test_on_a_device_sequences_have_blocks_of_their_own_and_all_timed_decode_steps_have_graphs() -> None:
+    """Shared contexts would lie in a GPU's cache."""
+    engine = ExactEngine(5000)
+    spec = EngineSpec("none", "float32", engine.layout, 5000, step_tokens=2048, graph_rows=24, device="cuda")
+    sizes = TimedSizes.of(spec)
+    got = await measure(engine, sizes=sizes)
+    assert got.decode_per_context_token_s == pytest.approx(TRUE.decode_per_context_token_s, rel=1e-3)
+    assert got.prefill_per_token_s == pytest.approx(TRUE.prefill_per_token_s, rel=1e-3)
+    deep = [step.sequences for step in engine.steps if len(step.sequences) == 24 and step.sequences[0].start > 1024]
+    assert deep
+    for sequences in deep:
+        tables = [block for sequence in sequences for block in sequence.block_table]
+        assert len(set(tables)) == min(len(tables), 5000)
+    assert max(len(step.sequences) for step in engine.steps) == 24
+    assert max(len(step.sequences[0].token_ids) // 4 for step in engine.steps) == 2048
+    assert TimedSizes.of(replace(spec, device="cpu")) == TimedSizes()
 
 
 @pytest.mark.parametrize(("blocks", "max_tokens"), [(1, 0), (2, 0), (100, 1), (100, 5)])
