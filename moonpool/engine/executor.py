@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -561,13 +562,29 @@ def _worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
     return env
 
 
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU)
+"""In all threads of a worker. Draining is the I/O process's decision: a signal to the whole group must not take the
+engine away. Blocked, not ignored: Triton's compiler installs handlers of its own, which end the process. SIGTTOU: a
+terminal may stop a writer of another process group."""
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """A process that is started within inherits the mask; what comes meanwhile is delivered afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _spawn_worker(
     command: Sequence[str], pool_fd: int, env: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Starts one worker; returns it and our end of its channel."""
     ours, theirs = socket.socketpair()
     try:
-        with theirs:
+        with theirs, _signals_blocked():
             process = subprocess.Popen(  # noqa: S603 - our own program
                 [*command, "--channel", str(theirs.fileno()), "--pool", str(pool_fd)],
                 pass_fds=(theirs.fileno(), pool_fd),

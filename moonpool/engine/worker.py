@@ -11,7 +11,6 @@ import os
 import queue
 import resource
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -372,10 +371,6 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs the worker to its end."""
-    # Draining is the I/O process's decision; a signal to the whole group must not take the engine away from it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a terminal may stop a writer of another process group
     parser = argparse.ArgumentParser(prog="moonpool.engine.worker")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the I/O process")
     parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")

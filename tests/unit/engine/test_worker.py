@@ -87,11 +87,11 @@ async def generate(engine: Engine, first_step: int, tokens: list[int], table: tu
         step_id, sampled = step_id + 1, result.sampled[0]
 
 
-def ignored(pid: int, number: signal.Signals) -> bool:
-    """Whether a process ignores a signal."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    (mask,) = [int(line.split()[1], 16) for line in lines if line.startswith("SigIgn:")]
-    return bool(mask >> number - 1 & 1)
+def blocked(pid: int, number: signal.Signals) -> bool:
+    """Whether all threads of a process block a signal."""
+    statuses = [path.read_text().splitlines() for path in Path(f"/proc/{pid}/task").glob("*/status")]
+    masks = [int(line.split()[1], 16) for lines in statuses for line in lines if line.startswith("SigBlk:")]
+    return len(masks) > 0 and all(mask >> number - 1 & 1 for mask in masks)
 
 
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -120,7 +120,7 @@ async def test_an_engine_of_processes(checkpoint: Path, stages: int, device: str
         assert engine.blocks == BLOCKS
         assert engine.step_tokens == 512 if device == "cpu" else engine.step_tokens >= 2048
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU):
-            assert all(ignored(pid, number) for pid in engine.pids), number
+            assert all(blocked(pid, number) for pid in engine.pids), number
         assert known is None or engine.speeds == known
         assert known is not None or engine.speeds.decode_base_s + engine.speeds.decode_per_sequence_s > 0
         assert engine.speeds.prefill_per_token_s + engine.speeds.prefill_base_s > 0
