@@ -437,7 +437,7 @@ class TieredKVMemory:
         self._tables: Sequence[Sequence[int]] = ()
         self._written: Sequence[int] = ()
         self._finished: list[tuple[int, int]] = []
-        self._leaving: list[tuple[int, int, int]] = []
+        self._leaving: list[int] = []  # layers whose finished blocks are not stored yet
         self._loads = KVLoads(
             part, device, self._device_slices, staging, self._unstored.difference_update, callbacks.on_failure
         )
@@ -453,12 +453,12 @@ class TieredKVMemory:
             self._awaited = self._loads.blocks_of(self._tables)
         self._copy(step.copies)
         self._written = [block for it in step.sequences for block in self._written_by(it)]
-        self._finished = finished_blocks(step, self._size)
+        self._finished = sorted(finished_blocks(step, self._size))
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
         """See `KVMemory.advance`."""
         self._gated, self._awaited = False, None
-        self._written, self._finished = written, [(block, self._size) for block in full]
+        self._written, self._finished = written, [(block, self._size) for block in sorted(full)]
 
     def prepare_layer(self, layer: int) -> None:
         """See `KVMemory.prepare_layer`. The prefix of a gated step may have landed since the step began."""
@@ -470,10 +470,10 @@ class TieredKVMemory:
 
     def finish_layer(self, layer: int, then: OnDone | None) -> None:
         """See `KVMemory.finish_layer`. Without `then` slices leave when there is a batch, or with the step's end."""
-        self._leaving += [(layer, block, valid_tokens) for block, valid_tokens in self._finished]
-        if then is None and len(self._leaving) < self._batch_slices:
+        self._leaving.append(layer)
+        if then is None and len(self._leaving) * len(self._finished) < self._batch_slices:
             return
-        self._store()
+        self._store(self._finished)
         if then is not None:
             self._callbacks.send(self._device.compute.record().wait)  # there may be nothing to store
             self._callbacks.send(then)
@@ -484,17 +484,15 @@ class TieredKVMemory:
         if aborted:
             self._leaving.clear()
         else:
-            self._store()
+            self._store(self._finished)
             self._unstored.difference_update(block for block, _ in self._finished)
         self._callbacks.send(then)
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """See `KVMemory.fetch`. A part-filled block gets no hash: nothing sends it anywhere."""
         self._loads.bring()  # a block in which something landed is another sequence's by now, and newer in the pool
-        wanted = [block for block in dict.fromkeys(blocks) if block in self._unstored]
-        layers = range(self._part.layer_begin, self._part.layer_end)
-        self._leaving = [(layer, block, 0) for layer in layers for block in wanted]
-        self._store()
+        self._leaving = list(range(self._part.layer_begin, self._part.layer_end))
+        self._store([(block, 0) for block in sorted(self._unstored.intersection(blocks))])
         self._unstored.difference_update(blocks)
         self._callbacks.send(then)
 
@@ -532,17 +530,18 @@ class TieredKVMemory:
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
         self._device.compute.run(partial(_copy_blocks, self._device_pool, sources, targets))
 
-    def _store(self) -> None:
-        """Store the slices that leave, with a hash if they have valid tokens, in batches."""
-        if not self._leaving:
+    def _store(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """Store blocks, rising, of the layers that leave, in batches, with a hash if they have valid tokens."""
+        layers, self._leaving = self._leaving, []
+        leaving = [(layer, *block) for layer in layers for block in blocks]
+        if not leaving:
             return
-        leaving, self._leaving = sorted(self._leaving), []
         stream = self._device.store_stream
         stream.wait_event(self._device.compute.record())
+        first, per_layer = self._part.layer_begin, self._part.blocks
         for begin in range(0, len(leaving), self._batch_slices):
             batch = leaving[begin : begin + self._batch_slices]
-            rows = [layer - self._part.layer_begin for layer, _, _ in batch]
-            slices = torch.tensor([row * self._part.blocks + it[1] for row, it in zip(rows, batch, strict=True)])
+            slices = torch.tensor([(layer - first) * per_layer + block for layer, block, _ in batch])
             number, buffer = self._storing.take()
             stream.run(partial(_from_device, buffer[: len(batch)], self._device_slices, slices))
             store = partial(self._store_batch, stream.record(), buffer[: len(batch)], slices, batch)
