@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -147,9 +148,10 @@ def run(stages: Sequence[Stage], options: Options) -> list[Result]:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "logs.txt").write_text("")
     results: list[Result] = []
+    order = {stage.name: number for number, stage in enumerate(stages)}
     with tempfile.TemporaryDirectory(prefix="moonpool-gpu-check-") as scratch:
         for result in _results(stages, options, Path(scratch)):
-            results.append(result)
+            results = sorted([*results, result], key=lambda it: order[it.stage])
             print(result.line(), flush=True)
             with (options.out / "logs.txt").open("a", encoding="utf-8") as logs:
                 logs.write(f"===== {result.stage}\n{result.log}\n")
@@ -167,9 +169,16 @@ def _results(stages: Sequence[Stage], options: Options, scratch: Path) -> Iterat
             continue
         beside.append(_Running(stage, options, scratch, min(stage.limit_s, left)))
         if not stage.beside_next:
-            yield from (running.result() for running in beside)
+            yield from _ended(beside)
             beside = []
-    yield from (running.result() for running in beside)
+    yield from _ended(beside)
+
+
+def _ended(beside: Sequence[_Running]) -> Iterator[Result]:
+    """Results of stages that run at the same time, as they end; each has its own limit."""
+    with ThreadPoolExecutor(max(1, len(beside))) as threads:
+        for waiting in as_completed([threads.submit(running.result) for running in beside]):
+            yield waiting.result()
 
 
 def _write(results: Sequence[Result], stages: Sequence[Stage], options: Options) -> None:

@@ -1,7 +1,8 @@
 """Decode steps of whole models: eager and as graphs, and where the time of the host goes.
 
 Parts of a step on the launching thread, in ms: `need` (KV looked after), `fill` (a graph's inputs), `replay`, `head`,
-`sample` (with tokens to the host), `wait` (for the device), `rest` (all other Python).
+`sample`, `wait` (for what is left), `rest` (all other Python; without graphs it launches the layers). `sample` reads
+the tokens, so it waits for the device's work of the whole step.
 """
 
 import time

@@ -1,7 +1,6 @@
 """The frame of the GPU check: whatever a stage does, its line is told and the next stage goes on."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -81,4 +80,8 @@ def test_a_stage_may_run_beside_the_next(tmp_path: Path) -> None:
     found = results(tmp_path, "waits_for_next", "tells_before")
     assert [it.ok for it in found.values()] == [True, True]
     assert found["waits_for_next"].figures == {"told": "begun"}
-    assert os.path.isdir(tmp_path)
+
+
+def test_a_stage_beside_another_has_its_own_limit(tmp_path: Path) -> None:
+    found = results(tmp_path, "hangs_beside", "outlives")
+    assert (found["hangs_beside"].ok, found["outlives"].ok) == (False, True)

@@ -1,0 +1,18 @@
+"""Ends once the stage before, which began at the same time, was ended."""
+
+import contextlib
+import os
+
+from tools.gpu_check.where import Figures, Where, stage_main
+
+LIMIT_S = 60
+
+
+def check(where: Where, figures: Figures) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkfifo(where.out / "pipe")
+    (where.out / "pipe").read_text()
+
+
+if __name__ == "__main__":
+    stage_main("outlives", check)
