@@ -209,3 +209,13 @@ def test_every_processor_has_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "processor_flags", frozenset)
     with pytest.raises(build.BuildError, match="no kernels for this processor"):
         build.detect()
+
+
+def test_what_runs_compilers_ends_in_order_while_its_parent_lives() -> None:
+    program = build.SOURCES / "compiling.py"
+    command = [sys.executable, "-I", "-S", str(program), "1", '[["true"], ["false"]]']
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said, complained = process.stdout.read(), process.stderr.read()  # standard input stays open
+    assert (process.returncode, said, complained) == (0, b'\n"exit status 1"\n', b"")
