@@ -67,7 +67,9 @@ def pick(
     tokens = torch.empty_like(rows)
     if len(rows):
         sums = torch.empty((count, runs), dtype=torch.float64, device=weights.device)
-        _sum_runs[count, -(-runs // _RUNS)](weights, sums, runs, RUN=RUN, LANES=_LANES, RUNS=_RUNS)
+        _sum_runs[count, -(-runs // _RUNS)](
+            weights, sums, runs, RUN=RUN, LANES=_LANES, RUNS=_RUNS, enable_fp_fusion=False
+        )
         _pick[(len(rows),)](weights, sums, rows, numbers, tokens, runs, RUN=RUN, enable_fp_fusion=False, num_warps=1)
     return tokens
 

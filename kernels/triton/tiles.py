@@ -67,7 +67,7 @@ _TILES = {
     "decode": (Tile(16, 128, 4, 3), Tile(16, 64, 4, 3), Tile(16, 32, 4, 3)),
     "small": (Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 8, 2)),
     "prefill": (Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(128, 32, 8, 2)),
-    "exact": (Tile(64, 32, 4, 3), Tile(64, 32, 4, 3), Tile(64, 32, 8, 2)),
+    "exact": (Tile(64, 32, 4, 3), Tile(64, 32, 8, 3), Tile(64, 32, 8, 2)),
 }
 #: Where a product is a warp's, with both factors in registers too: fewer keys or rows, which would spill.
 _TILES_OF_WARPS = _TILES | {

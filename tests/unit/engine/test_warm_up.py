@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kernels.choice import VARIABLE
-from kernels.triton.tiles import Limits
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine import model_runner
 from moonpool.engine import warm_up as module
@@ -27,7 +26,7 @@ from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds
 from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 from tests.unit.engine.stages import GREEDY, Stages
-from tests.unit.kernels.test_triton.launches import caught, specialised
+from tools.compiled_kernels import HOPPER, caught
 
 SIZE = 16
 EAGER_NS, REPLAY_NS = 50_000_000, 1_000_000
@@ -162,20 +161,20 @@ def test_no_step_launches_what_warm_up_did_not(
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # or Triton is not available on a CPU
     monkeypatch.setenv(VARIABLE, "triton")
-    limits, blocks, tokens = Limits(132, 227 << 10, float8=True), 256, 512
-    monkeypatch.setattr(module, "limits_of", lambda _: limits)
+    blocks, tokens = 256, 512
+    monkeypatch.setattr(module, "limits_of", lambda _: HOPPER.limits)
     draw = random.Random(7)
-    with caught(limits) as launched:
+    with caught(HOPPER.limits) as launched:
         stages = opened(checkpoint, StagedDevice(1), blocks, kv_dtype)
         [runner] = stages.runners
         runner.model.deterministic = deterministic
         warm_up(runner, tokens, blocks * SIZE, lambda what: None)
-        known = set(map(specialised, launched))
+        known = {launch.specialised for launch in launched}
         launched.clear()
         for number in range(1, 80):
             stages.run(draw_step(draw, number, tokens, blocks))
         close(stages)
-    taken = set(map(specialised, launched))
+    taken = {launch.specialised for launch in launched}
     assert taken <= known, taken - known
     assert {name for name, *_ in taken} >= {
         "attention",

@@ -1,79 +1,11 @@
-"""Catches what the launch code hands to Triton, and compiles it for a device that is not there."""
+"""Launches of the operations, of tiny tensors, to be caught and compiled (`tools.compiled_kernels`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
-
-_TYPES = {
-    torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int8: "i8",
-    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
-}  # fmt: skip
-_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-
-
-def compiled(target: tuple[str, Any, int], launch: Callable[[Any], None]) -> list[tuple[str, Any]]:
-    """Call `launch` with the operations, and return (name, compiled kernel) of what it launched.
-
-    Each must fit into the shared memory that the launch code believes the device to have.
-    """
-    from kernels.triton import ops
-    from kernels.triton.tiles import Limits
-
-    limits = {
-        "hip": Limits(304, 64 << 10, stages=2),
-        90: Limits(132, 227 << 10, float8=True),
-        86: Limits(82, 99 << 10),
-    }[target[1] if target[0] == "cuda" else "hip"]
-    with caught(limits) as launched:
-        launch(ops)
-    results = []
-    for fn, args, named in launched:
-        kernel = _compile(target, fn, args, named)
-        assert kernel.metadata.shared <= limits.shared_bytes, fn.__name__
-        results.append((fn.__name__, kernel))
-    return results
-
-
-Launch = tuple[Any, tuple[Any, ...], dict[str, Any]]
-"""A kernel, its arguments, and its constants and options."""
-
-
-@contextmanager
-def caught(limits: Any) -> Iterator[list[Launch]]:
-    """Note launches, and run none, on a device with these `limits`."""
-    from kernels.triton import attention, device, pointwise, pool, sampling
-
-    launched: list[Launch] = []
-    kernels = [(device, "attention"), (device, "join_parts")]
-    kernels += [(pool, name) for name in ("_write", "_write_quantized", "_copy")]
-    kernels += [(pointwise, name) for name in ("_rms_norm", "_rope", "_silu_mul")]
-    kernels += [(sampling, name) for name in ("_weigh", "_sum_runs", "_pick", "_keep_leading")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "limits_of", lambda _: limits)
-        for module, name in kernels:
-            patch.setattr(module, name, _Caught(getattr(module, name), launched))
-        yield launched
-
-
-def specialised(launch: Launch) -> tuple[Any, ...]:
-    """Return what Triton compiles a launch for: two launches with equal results share a compiled kernel."""
-    fn, args, named = launch
-    found: list[Any] = [fn.__name__]
-    for param, value in zip(fn.params, args, strict=False):
-        if isinstance(value, Tensor):
-            found.append((value.dtype, value.data_ptr() % 16 == 0))
-        elif isinstance(value, int) and not param.do_not_specialize:
-            found.append((value == 1, value % 16 == 0, value >= 1 << 31))
-        else:
-            found.append(type(value))
-    return *found, *sorted(named.items())
 
 
 def attend(
@@ -135,43 +67,3 @@ OTHERS: list[Callable[[Any], None]] = [
     _pointwise,
     _sampling,
 ]
-
-
-@dataclass(frozen=True)
-class _Caught:
-    """Stands for a kernel; a launch is noted instead."""
-
-    fn: Any
-    launches: list[Launch]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **named: Any) -> None:
-            self.launches.append((self.fn, args, named))
-            if self.fn.__name__ == "_pick":
-                args[self.fn.arg_names.index("tokens")].zero_()  # what nothing chose is still looked up
-
-        return launch
-
-
-def _compile(target: tuple[str, Any, int], fn: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Compile `fn` as a launch with these arguments would, every pointer being aligned."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    options = {name: named.pop(name) for name in _OPTIONS if name in named}
-    values = dict(zip(fn.arg_names, args, strict=False)) | named
-    signature, constants, attributes = {}, {}, {}
-    for i, name in enumerate(fn.arg_names):
-        value = values[name]
-        if isinstance(value, Tensor):
-            signature[name] = "*" + _TYPES[value.dtype]
-            attributes[i,] = [["tt.divisibility", 16]]
-        elif value is None or name in named:
-            signature[name], constants[i,] = "constexpr", value
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0 and not fn.params[i].do_not_specialize:
-                attributes[i,] = [["tt.divisibility", 16]]
-    source = ASTSource(fn, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget(*target), options=options)
