@@ -3,7 +3,7 @@
 Stages tell what is free once their weights are loaded, so that nothing is guessed of weights. An engine takes a share
 of each of its devices (`EngineSpec.memory_share`), and stages on one device divide the engine's share: other engines
 have theirs. What weights and steps leave of the share holds KV. The host's pool has the same blocks, so that the same
-share of the host's free memory bounds them, too.
+share of the host's free memory bounds them, too, less what other programs need.
 """
 
 from collections import Counter
@@ -23,6 +23,8 @@ _SLOWER = {100: 8192, 60: 4096}
 """Tokens at most by the least number of multiprocessors: a step of an 8B model takes some 0.3 s then."""
 _WORK_SHARE = 8
 """Steps are made smaller until what they need beyond the smallest ones is at most one part in so many."""
+_HOST_SHARE = 0.75
+"""Of the host's free memory, what all engines take together by shares of 1: kvstores and caches of files need some."""
 _PROCESS_BYTES = 768 << 20
 """Of a process on a GPU, beside what it allocates: the driver's context, libraries, code of kernels, and holes."""
 _GROWTH_BYTES = 384 << 20
@@ -51,7 +53,9 @@ def choose_sizes(
     beside = _beside(model, spec, tokens)
     by_stage = [(left - beside) // (spec.layout.slice_bytes * count) for left, count in zip(lefts, layers, strict=True)]
     blocks, bound = min(by_stage), "device's memory"
-    on_host = blocks if host_free is None else int(spec.memory_share * host_free) // spec.layout.block_bytes
+    on_host = (
+        blocks if host_free is None else int(spec.memory_share * _HOST_SHARE * host_free) // spec.layout.block_bytes
+    )
     if on_host < blocks:
         blocks, bound = on_host, "host's free memory, where the same blocks lie"
     room = rooms[by_stage.index(min(by_stage))]

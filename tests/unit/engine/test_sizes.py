@@ -70,7 +70,7 @@ def test_what_others_took_is_not_taken(model: ModelConfig) -> None:
 def test_the_host_bounds_the_pool_too(model: ModelConfig) -> None:
     asked = spec(model)
     sizes = choose_sizes(model, asked, [H100], 8 * GIB)
-    assert sizes.blocks == int(0.9 * 8 * GIB) // asked.layout.block_bytes
+    assert sizes.blocks == int(0.9 * 0.75 * 8 * GIB) // asked.layout.block_bytes
     assert "host" in sizes.why
 
 
