@@ -31,7 +31,7 @@ from services.decode.service import DecodeInstance, contract
 class NoEngine:
     """A pool, and nobody who computes on it."""
 
-    stages = run_steps = 1
+    stages = run_steps = step_tokens = 1
     speeds = Speeds()
 
     def __init__(self, shape: Shape, blocks: int) -> None:
@@ -57,6 +57,9 @@ class NoEngine:
 
     async def fetch(self, blocks: Sequence[int]) -> None:
         """All blocks are here."""
+
+    def load(self) -> None:
+        """All KV is where steps would compute."""
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
         """Nothing to cut."""
