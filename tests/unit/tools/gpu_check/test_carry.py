@@ -34,13 +34,13 @@ def test_wheels_are_those_of_the_machine(tmp_path: Path) -> None:
     assert not any("://" in part for part in call), "the registry is pip's own setting"
 
 
-MACHINE = os.environ.get("MOONPOOL_GPU_PYTHON", "")
+MACHINE = os.environ.get("GPU_CHECK_PYTHON", "")
 """A Python 3.12 with the packages that a machine with a GPU has, and no others (docs/gpu_check.md)."""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not MACHINE, reason="MOONPOOL_GPU_PYTHON names no Python with the packages of a GPU machine")
+@pytest.mark.skipif(not MACHINE, reason="GPU_CHECK_PYTHON names no Python with the packages of a GPU machine")
 def test_the_check_runs_without_a_network_on_what_is_carried(tmp_path: Path) -> None:
     """Wheels are fetched, installed by the lines that the command prints, and imported by every stage."""
     wheels, out = tmp_path / "wheels", tmp_path / "out"
