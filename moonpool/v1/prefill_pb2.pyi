@@ -89,6 +89,7 @@ class PrefillRequest(_message.Message):
     REPLICAS_FIELD_NUMBER: _builtins.int
     OTHER_SOURCES_FIELD_NUMBER: _builtins.int
     MAX_QUEUE_S_FIELD_NUMBER: _builtins.int
+    DELAY_S_FIELD_NUMBER: _builtins.int
     write_back_held: _builtins.int
     """Leading blocks that it is believed to hold: those after them go there, wherever they came from. Unset = not known:
     blocks computed here go there.
@@ -96,6 +97,10 @@ class PrefillRequest(_message.Message):
     max_queue_s: _builtins.float
     """Where everything that is here takes longer, seconds, the prompt is not taken (`PrefillStale`); unset = it is taken all
     the same.
+    """
+    delay_s: _builtins.float
+    """So many seconds behind its arrival the prompt stands in the instance's queue: prompts of the same tenant that come
+    within it, and stand less far behind, go first.
     """
     @_builtins.property
     def sequence(self) -> _kv_pb2.SequenceSpec:
@@ -132,10 +137,11 @@ class PrefillRequest(_message.Message):
         replicas: _abc.Iterable[Global___StoreReplica] | None = ...,
         other_sources: _abc.Iterable[Global___PrefixSource] | None = ...,
         max_queue_s: _builtins.float | None = ...,
+        delay_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_write_back_held", b"_write_back_held", "max_queue_s", b"max_queue_s", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_write_back_held", b"_write_back_held", "max_queue_s", b"max_queue_s", "other_sources", b"other_sources", "replicas", b"replicas", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s", "_write_back_held", b"_write_back_held", "delay_s", b"delay_s", "max_queue_s", b"max_queue_s", "other_sources", b"other_sources", "replicas", b"replicas", "sequence", b"sequence", "source", b"source", "target", b"target", "write_back", b"write_back", "write_back_held", b"write_back_held"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_queue_s: _TypeAlias = _typing.Literal["max_queue_s"]  # noqa: Y015
     _WhichOneofArgType__max_queue_s: _TypeAlias = _typing.Literal["_max_queue_s", b"_max_queue_s"]  # noqa: Y015

@@ -432,7 +432,9 @@ class InstanceCalls:
 
     def _prefill_request(self, order: CallPrefill, session: Session) -> prefill_pb2.PrefillRequest:
         request = prefill_pb2.PrefillRequest(
-            sequence=session.sequence_spec(order.sequence), max_queue_s=order.max_queue_s
+            sequence=session.sequence_spec(order.sequence),
+            max_queue_s=order.max_queue_s,
+            delay_s=order.plan.prefill.delay_s or 0.0,
         )
         if order.target is not None:
             request.target.CopyFrom(reservation_proto(order.target))

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from math import inf
 
 from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance
@@ -102,6 +103,7 @@ class LivePrefill:
             tuple(WriteBackTarget(instance_name(store), blocks) for store, blocks in held),
             reuse=self.incoming.sampling.params.prompt_logprobs is None,
             max_queue_s=asked.max_queue_s if asked.HasField("max_queue_s") else None,
+            delay_s=asked.delay_s,
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
@@ -199,6 +201,8 @@ def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest
         check_instance(request.write_back, "write_back")
     if request.HasField("max_queue_s") and not request.max_queue_s >= 0:
         raise InvalidRequest("max_queue_s", "must not be negative")
+    if not 0 <= request.delay_s < inf:
+        raise InvalidRequest("delay_s", f"must be a number of at least 0, is {request.delay_s}")
     _check_stores("other_sources", request.other_sources)
     for index, source in enumerate(request.other_sources):
         _check_kind(f"other_sources[{index}]", source)

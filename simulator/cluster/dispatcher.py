@@ -392,8 +392,8 @@ class CallDispatcher:
         there = self._members.incarnation
         call.sources = tuple([KVSource(it.id, it.blocks, it.peer) for it in plan.sources if there(it.id)])
         copies = tuple([WriteBackTarget(store.id, store.blocks) for store in plan.write_back if there(store.id)])
-        order = call.order
-        call.job = instance.submit(call.sequence, order.target, call, call.sources, copies, order.max_queue_s)
+        order, delay_s = call.order, plan.prefill.delay_s or 0.0
+        call.job = instance.submit(call.sequence, order.target, call, call.sources, copies, order.max_queue_s, delay_s)
 
     def _tell(self, call: PrefillCall, event: Event) -> None:
         if call.io in self._cancels:

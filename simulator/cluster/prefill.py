@@ -280,6 +280,7 @@ class SimulatedPrefill:
         sources: tuple[events.KVSource, ...] = (),
         copies: tuple[events.WriteBackTarget, ...] = (),
         max_queue_s: float | None = None,
+        delay_s: float = 0.0,
     ) -> int:
         """A prompt is to be computed, and sent to a target if there is one; returns its number."""
         self._came += 1
@@ -287,7 +288,8 @@ class SimulatedPrefill:
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
         held = None if target is None else target.held_blocks
         spec = EngineRequest(keys, sequence.tokens, sequence.tokens, tenant=sequence.request.tenant)
-        self._tell(events.SubmitJob(self._came, spec, held, sources, copies, max_queue_s=max_queue_s))
+        asked = events.SubmitJob(self._came, spec, held, sources, copies, max_queue_s=max_queue_s, delay_s=delay_s)
+        self._tell(asked)
         return self._came
 
     def replicate(self, keys: tuple[BlockKey, ...], source: events.KVSource) -> None:

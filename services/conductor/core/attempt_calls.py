@@ -411,6 +411,7 @@ class AttemptCalls:
         """The prefill instance has given the first token: the prompt counts there no more."""
         attempt.enter_prefill(PrefillPhase.FIRST_TOKEN)
         attempt.first_token_at = now
+        attempt.overtaken = self._cluster.overtaken(attempt.prefill_claim)
         self._cluster.prefills.computed(attempt.prefill_claim)
         self._release_prefill(attempt, now)
 

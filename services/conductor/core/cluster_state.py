@@ -164,18 +164,33 @@ class ClusterView:
         self.index.forget(instance_id, keys, version)
 
     def first_token(
-        self, decision: RoutingDecision, computed: int, there_s: float, overhead_s: float, now: float
+        self,
+        decision: RoutingDecision,
+        computed: int,
+        there_s: float,
+        overhead_s: float,
+        now: float,
+        *,
+        overtaken: bool = False,
     ) -> None:
-        """Learns from a first token, which took `there_s` at its instance and `overhead_s` around it."""
+        """Learns from a first token, which took `there_s` at its instance and `overhead_s` around it.
+
+        What a prompt took there that others have overtaken, nobody has predicted: it teaches the overhead alone.
+        """
         instance = self.prefills.get(decision.prefill.id)
         if instance is None or self.shape is None:
             return
         size, foreseen = self.shape.block_tokens, self.tokens_to_compute(decision)
         instance.learnt.overhead.observe(overhead_s)
-        if abs(computed - foreseen) < size:  # else it was another prompt that was predicted
+        if abs(computed - foreseen) < size and not overtaken:  # else it was another prompt that was predicted
             instance.observe(decision.prefill, there_s)
         instance.computed(now)
         self.prefills.rank(instance)
+
+    def overtaken(self, claim: int) -> bool:
+        """Whether a prompt was placed before the prompt of a claim later, at the same instance."""
+        there = [it for it in self._claims.get(claim, ()) if isinstance(it, PrefillInstanceState)]
+        return any(instance.prompts[claim].overtaken for instance in there)
 
     def tokens_to_compute(self, decision: RoutingDecision) -> int:
         """Prompt tokens that the chosen instance is predicted to compute."""

@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 from moonpool.frozen import frozen
@@ -230,6 +230,8 @@ class PlacedPrompt:
     Attributes:
         busy_s: seconds for which the prompt keeps the instance busy.
         tokens: to compute.
+        overtaken: a prompt was placed before it later.
+        left_s: of `busy_s`, seconds to come, as of the instance's `advanced_at`.
         number: the instance's own number of the prompt; 0 = it gives none, None = not known yet.
         covered: the last report includes the prompt, so it is not counted any more.
         queue_key: its position among other prompts there; None = not known.
@@ -240,6 +242,21 @@ class PlacedPrompt:
     covered: bool = False
     queue_key: QueueKey | None = None
     tokens: int = 0
+    overtaken: bool = False
+    left_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left_s = self.busy_s
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Orders prompts of one tenant; prompts without a key go first."""
+        return self.queue_key.order_in_tenant if self.queue_key is not None else (-inf, 0)
+
+    @property
+    def tenant(self) -> str:
+        """Whose prompt it is."""
+        return self.queue_key.tenant if self.queue_key is not None else ""
 
 
 @dataclass(slots=True)
@@ -256,6 +273,7 @@ class PrefillInstanceState:
         prompts: prompts that this conductor has placed here, by claim.
         link: over which others read its blocks.
         recent: seconds of work that this conductor has placed here.
+        advanced_at: time until which `PlacedPrompt.left_s` is counted.
         full_step: work of a full step.
     """
 
@@ -272,6 +290,7 @@ class PrefillInstanceState:
     health: HealthMonitor = field(default_factory=HealthMonitor)
     link: KVLink = field(default_factory=KVLink)
     recent: RecentRate = field(default_factory=RecentRate)
+    advanced_at: float = 0.0
     full_step: PrefillWork = field(init=False)
 
     def __post_init__(self) -> None:
@@ -289,7 +308,10 @@ class PrefillInstanceState:
 
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
         """Counts a prompt from now on."""
-        self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
+        self._advance(now)
+        new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
+        for other in self.prompts.values():
+            other.overtaken = other.overtaken or (other.tenant == new.tenant and new.order < other.order)
         self.free_at = max(self.free_at, now) + busy_s
         self.recent.add(busy_s, now)
 
@@ -303,6 +325,7 @@ class PrefillInstanceState:
 
     def release(self, number: int, now: float) -> None:
         """Stops counting a prompt."""
+        self._advance(now)
         prompt = self.prompts.pop(number)
         if self.load.drain_s is None:  # it does not tell when it will be free: what is left begins now
             self.free_at = now + self._uncovered_s()
@@ -350,26 +373,42 @@ class PrefillInstanceState:
     def wait(self, key: QueueKey, now: float) -> QueueWait:
         """The place of a prompt with this queue key, where prompts are computed in the order of their keys.
 
-        What is computed of this conductor's prompts counts for the first of them at most. Prompts of other conductors
-        go first. Between tenants, each waits for its turns.
+        Prompts of other conductors go first. Between tenants, each waits for its turns.
         """
         all_s = max(self.free_at - now, 0.0)
         if all_s <= 0.0:
             return QueueWait(0.0, 0)
-        own = [it for it in self.prompts.values() if it.queue_key is not None]
-        mine, last = [it for it in own if it.queue_key and it.queue_key.tenant == key.tenant], key.order_in_tenant
-        before = [it for it in mine if it.queue_key and it.queue_key.order_in_tenant < last]
-        behind = len(mine) - len(before)
-        if not behind:
-            return QueueWait(all_s if len(mine) == len(own) else self.queue_s(key, all_s), 0)
-        step_s = self._step_s(own)
-        if len(mine) < len(own):
+        left, last = self._left(now), key.order_in_tenant
+        mine = [(it.order, left_s) for it, left_s in left if it.tenant == key.tenant]
+        behind = sum([order > last for order, _ in mine])
+        if len(mine) < len(self.prompts):
             return QueueWait(self.queue_s(key, all_s), behind)
-        own_s, before_s = sum([it.busy_s for it in own]), sum([it.busy_s for it in before])
-        first = min(before, key=_order_of, default=None)
-        done_s = min(max(own_s - all_s, 0.0), first.busy_s if first is not None else 0.0)
-        others_s = max(all_s - own_s, 0.0)
-        return QueueWait(min(all_s, before_s - done_s + others_s + step_s / 2), behind)
+        left_s = sum([it for _, it in mine])
+        before_s = sum([it for order, it in mine if order < last])
+        reported = self.load.running + self.load.waiting
+        if reported > sum([it.covered for it in self.prompts.values()]) and left_s < all_s:
+            before_s += all_s - left_s  # of other conductors
+        elif left_s > 0.0:
+            before_s *= all_s / left_s
+        return QueueWait(min(all_s, before_s + (self._step_s(self.prompts.values()) / 2 if behind else 0.0)), behind)
+
+    def _left(self, now: float) -> list[tuple[PlacedPrompt, float]]:
+        """This conductor's prompts in the order of their keys, and the seconds of each that are left to compute.
+
+        The time since `advanced_at` went to the first of them.
+        """
+        elapsed_s, left = now - self.advanced_at, []
+        for it in sorted(self.prompts.values(), key=_order_of):
+            spent_s = min(max(elapsed_s, 0.0), it.left_s)
+            elapsed_s -= spent_s
+            left.append((it, it.left_s - spent_s))
+        return left
+
+    def _advance(self, now: float) -> None:
+        """Counts the time until now as spent on the first prompts."""
+        for it, left_s in self._left(now):
+            it.left_s = left_s
+        self.advanced_at = now
 
     def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
         """Seconds of the step under way at most."""
@@ -399,13 +438,13 @@ class PrefillInstanceState:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        times = self.free_at, self.others_at, self.reported_at, self.overtaken
+        times = self.free_at, self.others_at, self.reported_at, self.overtaken, self.advanced_at
         state = self.learnt.state, times, self.load, self.turn, self.prompts, self.health, self.link, self.recent
         return digest_of(self.facts, self.slot, *state)
 
 
 def _order_of(prompt: PlacedPrompt) -> tuple[float, int]:
-    return prompt.queue_key.order_in_tenant if prompt.queue_key is not None else (0.0, 0)
+    return prompt.order
 
 
 class TtftLimit(NamedTuple):
@@ -563,6 +602,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         optimism = self.optimism_factor(instance)
         if optimism < 1.0:
             load_s, prefill_s, busy_s = [part * optimism for part in (load_s, prefill_s, busy_s)]
+        work_s = max(read_s, busy_s * (growing_s + fixed_s) * optimism / prefill_s) if prefill_s else busy_s
         return PrefillChoice(
             facts.id,
             blocks,
@@ -581,6 +621,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             tail_s,
             cold,
             instance.there(now),
+            work_s,
         )
 
     def _excluded(

@@ -223,6 +223,7 @@ class Attempt:
         queued_s: seconds for which the request had looked for a placement before.
         stale_answers: prefill instances in a row that answered `StalePlacement`.
         max_queue_s: longest queue with which the prefill instance must take the prompt. None: any, or already taken.
+        overtaken: prompts that were placed later went before the prompt.
     """
 
     sequence: str
@@ -249,6 +250,7 @@ class Attempt:
     queued_s: float = 0.0
     stale_answers: int = 0
     max_queue_s: float | None = None
+    overtaken: bool = False
 
     def enter_prefill(self, phase: PrefillPhase) -> None:
         """Changes the prefill phase; `PREFILL_TRANSITIONS` must allow the change."""

@@ -600,7 +600,9 @@ class RequestScheduler:
 
     def _learn(self, now: float, attempt: Attempt, how: PrefillMeasurements) -> None:
         overhead_s = now - attempt.begun - how.there_s
-        self._cluster.first_token(attempt.decision, how.computed_tokens, how.there_s, overhead_s, now)
+        self._cluster.first_token(
+            attempt.decision, how.computed_tokens, how.there_s, overhead_s, now, overtaken=attempt.overtaken
+        )
         for store, key in how.misses:
             self._cluster.forget(store, [key], attempt.decision.index_version)
 

@@ -202,6 +202,8 @@ class PrefillChoice(NamedTuple):
         tail_s: later prompts in the step in which this one ends.
         cold_blocks: blocks to read that are on the source's SSD only.
         there: what else is at the instance.
+        work_s: `busy_s` by the speeds that the instance reports. What the conductor has learnt of identical instances
+            differs by chance; a term that is many times the work must not grow with that.
         delay_s: the prompt stands so many seconds behind its arrival in the queue there, and `queue_s` is the wait for
             that place; None = first come, first served. A policy sets both (`with_place`).
     """
@@ -223,11 +225,12 @@ class PrefillChoice(NamedTuple):
     tail_s: float = 0.0
     cold_blocks: int = 0
     there: InstanceLoad = NOTHING_THERE
+    work_s: float = 0.0
     delay_s: float | None = None
 
     def with_place(self, delay_s: float, wait: QueueWait) -> PrefillChoice:
         """The choice with a place in the instance's queue, as `Candidates.wait` predicts the place."""
-        return self._replace(queue_s=wait.seconds, delay_s=delay_s)
+        return self._replace(queue_s=wait.seconds, rest_s=self.rest_s - self.queue_s + wait.seconds, delay_s=delay_s)
 
     @property
     def alone_s(self) -> float:

@@ -44,6 +44,7 @@ class SubmitJob:
         reuse: cached and stored blocks may be used; False = every token is computed.
         max_queue_s: the job is refused (`RefuseStaleJob`) if computing all queued jobs takes longer, seconds; None = no
             limit.
+        delay_s: seconds by which the job stands behind its arrival in the queue.
     """
 
     job: int
@@ -53,6 +54,7 @@ class SubmitJob:
     copies: tuple[WriteBackTarget, ...] = ()
     reuse: bool = True
     max_queue_s: float | None = None
+    delay_s: float = 0.0
 
 
 @frozen

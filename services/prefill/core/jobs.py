@@ -272,7 +272,7 @@ class PrefillJob:
             outgoing = OutgoingKV.of(settings.layers, settings.blocks_for(spec.tokens), event.held_blocks)
         believed = max((source.blocks for source in event.sources), default=0) if event.reuse else 0
         expected = settings.reused_tokens(spec.tokens, believed)
-        place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.job, spec.weight)
+        place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.job, spec.weight).delayed(event.delay_s)
         return cls(event, outgoing, now, place, expected, KVOwner(spec.tenant, spec.transient))
 
     @property

@@ -1,5 +1,8 @@
 """Whose chunks are computed next, where several tenants wait: by their shares, and by priority among a tenant's own."""
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from services.prefill.core import actions, events
 from services.prefill.core.actions import RefusalReason
 from tests.unit.prefill.world import BT, Client, World, staged
@@ -81,6 +84,50 @@ def test_a_tenants_own_go_by_priority_and_then_as_they_came() -> None:
     for family, priority in enumerate((0, 5, 0, -3), 1):
         world.arrive(STEP, family, priority=priority)
     assert steps(world, 4) == [[1], [4], [3], [2]]
+
+
+def test_a_tenants_own_go_by_arrival_and_delay() -> None:
+    world = wide()
+    for family, delay_s in enumerate((0.0, 9.0, 2.0, 5.0), 1):
+        world.arrive(STEP, family, delay_s=delay_s)
+    world.pass_time(1.0)
+    world.arrive(STEP, 5, delay_s=2.0)
+    assert steps(world, 5) == [[1], [3], [5], [4], [2]], "three seconds after the first came, the third comes before"
+
+
+def test_a_delay_takes_nothing_from_other_tenants() -> None:
+    world = wide()
+    flood(world, 3)
+    world.arrive(2 * STEP, 1, tenant="calm", delay_s=1000.0)
+    assert steps(world, 3) == [[1], [4], [4]], "only the step under way goes before"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40), st.integers(0, 4)), min_size=2, max_size=8))
+def test_nobody_is_overtaken_by_a_prompt_that_came_later_than_its_own_delay(
+    prompts: list[tuple[int, int, int]],
+) -> None:
+    """Blocks to compute, delay in quarters of a second, and seconds until the next prompt comes."""
+    world = wide()
+    came: dict[int, float] = {}
+    delays: dict[int, float] = {}
+    ended: list[int] = []
+
+    def run(count: int) -> None:
+        while world.steps and count:
+            steps(world, 1)
+            ended.extend([job for job, client in world.clients.items() if client.token and job not in ended])
+            count -= 1
+
+    for number, (blocks, delay, pause) in enumerate(prompts, 1):
+        came[number], delays[number] = world.now, delay / 4
+        world.arrive(blocks * BT, number, delay_s=delay / 4)
+        run(1)
+        world.pass_time(float(pause))
+    run(1000)
+    assert sorted(ended) == sorted(came)
+    for at, job in enumerate(ended):
+        assert not [it for it in ended[:at] if came[it] > came[job] + delays[job]]
 
 
 def test_an_urgent_prompt_goes_before_the_rest_of_a_long_one() -> None:

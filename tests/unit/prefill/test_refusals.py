@@ -27,6 +27,10 @@ async def test_a_prompt_that_finds_a_longer_queue_than_it_may_is_told_how_long_i
         with pytest.raises(InvalidRequest) as refused:
             await begin(it, spec("a", prompt(BLOCK)), max_queue_s=-1.0)
         assert refused.value.field == "max_queue_s"
+        for delay_s in (-1.0, float("inf"), float("nan")):
+            with pytest.raises(InvalidRequest) as refused:
+                await begin(it, spec("a", prompt(BLOCK)), delay_s=delay_s)
+            assert refused.value.field == "delay_s"
         reached, go = it.engine.hold()
         story = await begin(it, spec("a", prompt(BLOCK), max_tokens=1), max_queue_s=0.0)
         await reached.wait()

@@ -117,13 +117,14 @@ class World:
         reuse: bool = True,
         transient: bool = False,
         max_queue_s: float | None = None,
+        delay_s: float = 0.0,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
         spec = EngineRequest(
             chain, num_tokens, num_tokens, tenant=tenant, priority=priority, weight=weight, transient=transient
         )
-        client = Client(events.SubmitJob(number, spec, held, sources, copies, reuse, max_queue_s))
+        client = Client(events.SubmitJob(number, spec, held, sources, copies, reuse, max_queue_s, delay_s))
         self.clients[number] = client
         self.post(client.arrive)
         return client

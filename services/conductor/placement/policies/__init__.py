@@ -10,6 +10,7 @@ from services.conductor.placement.policies.lmetric import LMetric
 from services.conductor.placement.policies.mooncake import CacheAware, KVCacheCentric
 from services.conductor.placement.policies.preble import Preble
 from services.conductor.placement.policies.sglang import SglangRouter
+from services.conductor.placement.policies.social import Social
 from services.conductor.placement.policies.vllm import VllmRouter
 
 DEFAULT_POLICY = "kvcache_centric"
@@ -26,6 +27,7 @@ POLICIES: Mapping[str, PlacementPolicy] = {
     "dynamo": DynamoCost(),
     "preble": Preble(),
     "lmetric": LMetric(),
+    "social": Social(),
     DEFAULT_POLICY: KVCacheCentric(),
 }
 """By name, the simplest first."""
