@@ -310,7 +310,7 @@ class PrefillInstanceState:
         """Counts a prompt from now on."""
         self._advance(now)
         new = self.prompts[number] = PlacedPrompt(busy_s, queue_key=queue_key, tokens=tokens)
-        for other in self.prompts.values():
+        for other in self.prompts.values() if queue_key is not None else ():
             other.overtaken = other.overtaken or (other.tenant == new.tenant and new.order < other.order)
         self.free_at = max(self.free_at, now) + busy_s
         self.recent.add(busy_s, now)
@@ -406,9 +406,10 @@ class PrefillInstanceState:
 
     def _advance(self, now: float) -> None:
         """Counts the time until now as spent on the first prompts."""
-        for it, left_s in self._left(now):
-            it.left_s = left_s
-        self.advanced_at = now
+        if now > self.advanced_at:
+            for it, left_s in self._left(now):
+                it.left_s = left_s
+            self.advanced_at = now
 
     def _step_s(self, prompts: Iterable[PlacedPrompt]) -> float:
         """Seconds of the step under way at most."""
