@@ -151,8 +151,8 @@ class MessagesPrompt(Body):
     thinking: MessagesThinking | None = None
 
     def check(self) -> None:
-        if not self.messages or self.messages[-1].role == "system":
-            raise InvalidRequest("messages", "the last message must be a user's, or an assistant's to be continued")
+        if not self.messages:
+            raise InvalidRequest("messages", "must not be empty")
 
     def chat_options(self) -> ChatOptions:
         """How the messages become a prompt. The answer continues a last message of the assistant."""

@@ -59,7 +59,9 @@ from services.gateway.serving.tool_calls import (
     ToolSet,
     WholePart,
 )
+from services.gateway.tool_parsers.base import parse_json
 
+_CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that is honoured."""
 _INCLUDE_IGNORED = (
@@ -72,7 +74,14 @@ _INCLUDE_IGNORED = (
     "web_search_call.results",
 )
 """Values of `include` that ask for parts of an answer that no answer has here."""
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 _TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -86,12 +95,20 @@ class ResponsesContentPart(ContentPart):
 
 
 class ResponsesItem(Body):
-    """A message, a tool call, the result of a tool call, the thinking before an answer, or the id of a stored item."""
+    """A message, a call, the result of a call, the thinking before an answer, or the id of a stored item."""
 
     ignored = ITEM_IGNORED
     unknown_ignored = True
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"] = "message"
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+        "item_reference",
+    ] = "message"
     id: str | None = None
     status: str | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -99,6 +116,7 @@ class ResponsesItem(Body):
     call_id: str | None = None
     name: str | None = None
     arguments: Any = None
+    input: str | None = None
     output: str | FailFastList[ResponsesContentPart] | None = None
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
@@ -122,7 +140,7 @@ class ResponsesItem(Body):
             text = joined_text(self.content or "", f"{field}.content", ("reasoning_text",))
             if text:
                 messages.append({"role": "assistant", "content": "", "reasoning_content": text})
-        elif self.type == "function_call_output":
+        elif self.type in ("function_call_output", "custom_tool_call_output"):
             result: Message = {"role": "tool", "content": self._text("output", field)}
             messages.append({**result, "tool_call_id": self._required("call_id", field)})
         elif self.type == "item_reference":
@@ -133,7 +151,8 @@ class ResponsesItem(Body):
                 messages.append({"role": "assistant", "content": ""})
             calls = messages[-1].setdefault("tool_calls", [])
             assert isinstance(calls, list)  # created above
-            calls.append(sdk_tool_call(call_id, function, self.arguments))
+            given = {"input": self.input or ""} if self.type == "custom_tool_call" else self.arguments
+            calls.append(sdk_tool_call(call_id, function, given))
 
     def stored(self, default_id: str) -> Item:
         """The item as it is stored and listed: with an id, and a message's text as a part."""
@@ -161,13 +180,93 @@ def _thought(message: Message) -> Message:
     return {"role": "assistant", "content": "", "reasoning_content": message.get("reasoning_content", "")}
 
 
-class ResponsesTool(FunctionBody):
-    """A function that the model may call."""
+class ResponsesTool(Body):
+    """A function, a custom tool whose argument is a text, several functions in a namespace, or a tool of OpenAI's.
 
-    ignored = ("cache_control", "output_schema")
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "async": (False,)}
+    The model does not see OpenAI's own tools, which clients offer unasked.
+    """
 
-    type: Literal["function"]
+    ignored = (
+        "cache_control",
+        "external_web_access",
+        "filters",
+        "format",
+        "output_schema",
+        "search_content_types",
+        "search_context_size",
+        "user_location",
+    )
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "async": (False,),
+        "defer_loading": (False,),
+    }
+
+    type: Literal[
+        "function",
+        "custom",
+        "namespace",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    ]
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: FailFastList[ResponsesTool] | None = None
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model sees the tool."""
+        return self.type in ("function", "custom", "namespace")
+
+    def ignored_fields(self, place: str = "") -> Iterator[str]:
+        return super().ignored_fields(place) if self.is_shown else iter((place.removesuffix("."),))
+
+    def definitions(self, field: str) -> Iterator[dict[str, Any]]:
+        """The functions as chat templates take functions. A custom tool is a function of one text.
+
+        Raises:
+            InvalidRequest: a name is missing or wrong; names the field.
+        """
+        if self.type == "namespace":
+            for index, tool in enumerate(self.tools or ()):
+                yield from tool.definitions(f"{field}.tools.{index}")
+        elif self.is_shown:
+            if self.name is None:
+                raise InvalidRequest(f"{field}.name", "is missing")
+            given = _CUSTOM_PARAMETERS if self.type == "custom" else self.parameters
+            function = FunctionBody(name=self.name, description=self.description, parameters=given, strict=self.strict)
+            yield function.definition(field)
+
+    def call_kinds(self) -> Iterator[tuple[str, CallKind]]:
+        """How calls of the functions come back, by name."""
+        for tool in self.tools or ():
+            yield from ((name, replace(kind, namespace=self.name or "")) for name, kind in tool.call_kinds())
+        if self.name is not None and self.type != "namespace":
+            yield self.name, CallKind(custom=self.type == "custom")
+
+    def echoed(self) -> dict[str, Any]:
+        """The tool in the response."""
+        if self.type != "function":
+            return self.model_dump(by_alias=True, exclude_unset=True)
+        given = self.model_dump(include={"type", "name", "description", "parameters"})
+        return {**given, "strict": bool(self.strict)}
+
+
+@dataclass(frozen=True, slots=True)
+class CallKind:
+    """How a call comes back.
+
+    Attributes:
+        custom: as a call of a custom tool, with a text in place of arguments.
+        namespace: the namespace of the function; "" for none.
+    """
+
+    custom: bool = False
+    namespace: str = ""
 
 
 class ResponsesText(Body):
@@ -263,7 +362,8 @@ class ResponsesBody(GenerateBody):
         return messages
 
     def tool_set(self) -> ToolSet | None:
-        definitions = [tool.definition(f"tools.{index}") for index, tool in enumerate(self.tools or ())]
+        tools = enumerate(self.tools or ())
+        definitions = [it for index, tool in tools for it in tool.definitions(f"tools.{index}")]
         return chosen_tools(definitions, self.tool_choice, parallel=self.parallel_tool_calls is not False)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
@@ -295,10 +395,7 @@ class ResponsesBody(GenerateBody):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "metadata": self.metadata or {},
-            "tools": [
-                {**tool.model_dump(include={"type", "name", "description", "parameters"}), "strict": bool(tool.strict)}
-                for tool in self.tools or ()
-            ],
+            "tools": [tool.echoed() for tool in self.tools or ()],
             "tool_choice": _dumped(self.tool_choice) or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": self.previous_response_id,
@@ -410,8 +507,12 @@ async def responses(gateway: GatewayContext, request: Request) -> GenerationResp
     job.prompts = [{"messages": turn.messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
     logprobs = LogprobsFormatter.of(gateway, body, state)
-    echoed = body.echoed_fields(stored=turn.is_stored)
-    return gateway.generate(job, ResponsesFormatter(job.model_name, parser, echoed, logprobs, turn.keep))
+    options = ResponsesOptions(
+        echoed_fields=body.echoed_fields(stored=turn.is_stored),
+        call_kinds=dict(pair for tool in body.tools or () for pair in tool.call_kinds()),
+        keep=turn.keep,
+    )
+    return gateway.generate(job, ResponsesFormatter(job.model_name, parser, logprobs, options))
 
 
 async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
@@ -425,32 +526,40 @@ async def count_input_tokens(gateway: GatewayContext, request: Request) -> Respo
     return json_response(content, checked.warning_headers)
 
 
+@dataclass(frozen=True, slots=True)
+class ResponsesOptions:
+    """What a response has of its request.
+
+    Attributes:
+        echoed_fields: fields of the request that the response repeats.
+        call_kinds: how calls come back, by the name of the function.
+        keep: stores the response that has ended.
+    """
+
+    echoed_fields: Mapping[str, Any]
+    call_kinds: Mapping[str, CallKind]
+    keep: Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
 class ResponsesFormatter(ResponseFormatter):
     """Writes a response, or its events. The output is a list of items: one for each text and one for each tool call."""
 
     def __init__(
-        self,
-        model: str,
-        parser: AnswerParser,
-        echoed_fields: Mapping[str, Any],
-        logprobs: LogprobsFormatter,
-        keep: Callable[[Mapping[str, Any]], Awaitable[None]],
+        self, model: str, parser: AnswerParser, logprobs: LogprobsFormatter, options: ResponsesOptions
     ) -> None:
         """Write answers of `model`.
 
         Args:
             model: name of the model in the response.
             parser: finds the tool calls in the answer.
-            echoed_fields: fields of the request that the response repeats.
             logprobs: writes log probabilities.
-            keep: stores the response that has ended.
+            options: what the response has of its request.
         """
         self._model = model
-        self._keep = keep
-        self._ended: dict[str, Any] = {}  # the response
         self._parser = parser
-        self._echoed_fields = echoed_fields
         self._logprobs_formatter = logprobs
+        self._options = options
+        self._ended: dict[str, Any] = {}  # the response
         self._request_id = ""
         self._head: dict[str, Any] = {}
         self._num_events = 0
@@ -470,7 +579,7 @@ class ResponsesFormatter(ResponseFormatter):
             "object": "response",
             "created_at": int(world.unix_time()),
             "model": self._model,
-            **self._echoed_fields,
+            **self._options.echoed_fields,
             **({"emulated": True} if emulated else {}),
         }
 
@@ -520,7 +629,7 @@ class ResponsesFormatter(ResponseFormatter):
         return self._ended
 
     async def keep(self) -> None:
-        await self._keep(self._ended)
+        await self._options.keep(self._ended)
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         empty = {"error": None, "incomplete_details": None, "usage": None}
@@ -536,8 +645,19 @@ class ResponsesFormatter(ResponseFormatter):
             content = [_reasoning_text(part.text)] if status == "completed" else []
             reasoning_id = f"rs_{self._request_id}_{index}"
             return {"type": "reasoning", "id": reasoning_id, "status": status, "summary": [], "content": content}
+        kind, item_id = self._kind(part), self._call_id(part, index)
+        if kind.custom:
+            call = {"call_id": part.id, "name": part.name, "input": _custom_input(part.arguments)}
+            return {"type": "custom_tool_call", "id": item_id, "status": status, **call}
         call = {"call_id": part.id, "name": part.name, "arguments": part.arguments}
-        return {"type": "function_call", "id": f"fc_{self._request_id}_{index}", "status": status, **call}
+        call |= {"namespace": kind.namespace} if kind.namespace else {}
+        return {"type": "function_call", "id": item_id, "status": status, **call}
+
+    def _kind(self, call: AnswerToolCall) -> CallKind:
+        return self._options.call_kinds.get(call.name, CallKind())
+
+    def _call_id(self, call: AnswerToolCall, index: int) -> str:
+        return f"{'ctc' if self._kind(call).custom else 'fc'}_{self._request_id}_{index}"
 
     def _part_events(self, part: AnswerPart) -> bytes:
         """Events of a part: more text or thinking, a new tool call, or more arguments of the open call."""
@@ -589,6 +709,8 @@ class ResponsesFormatter(ResponseFormatter):
         if self._call is None or not arguments:
             return b""
         self._call = replace(self._call, arguments=self._call.arguments + arguments)
+        if self._kind(self._call).custom:  # its text is known when the arguments are whole
+            return b""
         return self._event("response.function_call_arguments.delta", **self._call_position(), delta=arguments)
 
     def _close_call(self, status: str = "completed") -> bytes:
@@ -598,14 +720,19 @@ class ResponsesFormatter(ResponseFormatter):
         item = self._item(index, call, status)
         self._items.append(item)
         self._call = None
-        name = "response.function_call_arguments.done"
-        done = self._event(name, **position, name=call.name, arguments=call.arguments)
+        if self._kind(call).custom:
+            done = self._event("response.custom_tool_call_input.delta", **position, delta=item["input"])
+            done += self._event("response.custom_tool_call_input.done", **position, input=item["input"])
+        else:
+            name = "response.function_call_arguments.done"
+            done = self._event(name, **position, name=call.name, arguments=call.arguments)
         return done + self._event("response.output_item.done", output_index=index, item=item)
 
     def _call_position(self) -> dict[str, Any]:
         """Id and index of the open call."""
+        assert self._call is not None
         index = len(self._items)
-        return {"item_id": f"fc_{self._request_id}_{index}", "output_index": index}
+        return {"item_id": self._call_id(self._call, index), "output_index": index}
 
     def _open_text(self) -> bytes:
         self._text = []
@@ -652,6 +779,13 @@ def responses_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
+
+
+def _custom_input(arguments: str) -> str:
+    """The text of a call of a custom tool, whose arguments have the text as `input`."""
+    value = parse_json(arguments)
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _reasoning_text(text: str) -> dict[str, str]:

@@ -128,11 +128,18 @@ async def test_which_text_has_stopped_it() -> None:
             assert body["stop_reason"] == ("end_turn" if found is None else "stop_sequence")
 
 
+async def test_the_last_turn_may_be_the_systems(gateway: Answers) -> None:
+    """As Claude Code sends it."""
+    turns = [*TURNS, {"role": "system", "content": "be brief"}]
+    assert (await post(gateway, messages=turns)).status_code == 200
+    assert [turn.role for turn in gateway.asked.chat.messages] == ["user", "system"]
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": []}, "messages: the last message must be a user's"),
+        ({"messages": []}, "messages: must not be empty"),
         ({"messages": [{"role": "developer", "content": "x"}, *TURNS]}, "messages.0.role: Input should be"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0: must be a text"),
         ({"system": [{"type": "image"}]}, "system.0: must be a text"),

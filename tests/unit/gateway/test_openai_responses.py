@@ -1,5 +1,6 @@
 """`/v1/responses`: OpenAI's newer form, read by its own client."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.errors import Internal, Overloaded
+from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 from .fakes import Answers, answering
@@ -148,6 +150,54 @@ async def test_what_a_thinking_models_client_sends_passes_with_a_warning(
     assert contents == (["hi"] if "input" not in body else ["hi", "no", "why?"])
 
 
+async def test_tools_that_codex_offers() -> None:
+    """A custom tool is a function of a text, functions have namespaces, and a search of the web is left out."""
+    call = '<tool_call>{"name": "%s", "arguments": {"input": "a \\"b\\""}}</tool_call>'
+    text = call % "patch" + call % "spawn"
+
+    def script(_: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer(range(len(text)), request_id="r1")
+        for message, char in zip(messages[1:-1], text, strict=True):
+            message.delta.text = char
+        return messages
+
+    tools: Any = [
+        {
+            "type": "custom",
+            "name": "patch",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"},
+        },
+        {"type": "namespace", "name": "agents", "description": "x", "tools": [{"type": "function", "name": "spawn"}]},
+        {"type": "web_search", "external_web_access": True},
+    ]
+    async with answering(FakeConductor(script)) as gateway:
+        client = openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=gateway.http)
+        raw = await client.responses.with_raw_response.create(model="tiny", input="hi", tools=tools)
+        assert raw.headers["warning"] == '299 moonpool "ignored fields: tools.0.format, tools.2"'
+        offered = [tool["function"] for tool in json.loads(gateway.asked.chat.tools)]
+        assert [(tool["name"], list(tool["parameters"]["properties"])) for tool in offered] == [
+            ("patch", ["input"]),
+            ("spawn", []),
+        ]
+        async with client.responses.stream(model="tiny", input="hi", tools=tools) as stream:
+            kinds = [event.type async for event in stream if "custom" in event.type]
+            streamed = await stream.get_final_response()
+        whole: Any = raw.parse().to_dict()["output"]
+        found: Any = streamed.to_dict()["output"]
+        assert [{**item, "parsed_arguments": None} for item in whole] == [
+            {**item, "parsed_arguments": None} for item in found
+        ]
+        custom, function = whole
+        assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", 'a "b"')
+        assert (function["type"], function["name"], function["namespace"]) == ("function_call", "spawn", "agents")
+        assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
+        result = {"type": "custom_tool_call_output", "call_id": custom["call_id"], "output": "r"}
+        await client.responses.create(model="tiny", input=[*whole, result])
+        turns = gateway.fake.requests[-1].chat.messages
+        assert [json.loads(past.arguments) for past in turns[0].tool_calls] == [{"input": 'a "b"'}] * 2
+        assert (turns[1].role, turns[1].tool_call_id) == ("tool", custom["call_id"])
+
+
 async def test_sampling_fields_of_vllm(gateway: Answers) -> None:
     fields = {"top_k": -1, "seed": 7, "stop": ["x"], "logit_bias": {"5": 1}, "repetition_penalty": 1.5}
     structured = {"structured_outputs": {"regex": "a+"}}
@@ -174,7 +224,9 @@ async def test_sampling_fields_of_vllm(gateway: Answers) -> None:
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"input": "x", "tools": [{"type": "file_search"}]}, "tools.0"),
+        ({"input": "x", "tools": [{"type": "function"}]}, "tools.0.name"),
+        ({"input": "x", "tools": [{"type": "namespace", "tools": [{"type": "custom"}]}]}, "tools.0.tools.0.name"),
         ({"input": "x", "tool_choice": "required"}, "tool_choice"),
         ({"input": "x", "max_output_tokens": 1.5}, "max_output_tokens"),
     ],
