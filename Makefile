@@ -12,7 +12,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench load soak clean
+.PHONY: help setup dev run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench clients load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -93,6 +93,9 @@ protos: $(DEV_STAMP)  ## regenerate moonpool/v1 from protos/
 bench: $(DEV_STAMP)  ## measure, for hours, into benchmarks/results/ and its page (docs/measuring.md)
 	$(BIN)/python -m benchmarks
 
+clients: $(DEV_STAMP)  ## run SDKs, agents and harnesses against the gateway (docs/clients.md); installs them below .clients
+	$(BIN)/python -m tests.clients
+
 load: $(DEV_STAMP)  ## load each service alone, for some seconds
 	$(BIN)/python -m tests.load.conductor --requests 200 --max-concurrency 8
 	$(BIN)/python -m tests.load.prefill --requests 100
@@ -103,4 +106,4 @@ soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS
 	$(BIN)/python -m tests.load.soak --seconds $(SOAK_SECONDS) $(if $(MODEL),--model $(MODEL))
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis

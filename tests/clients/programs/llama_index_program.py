@@ -1,0 +1,27 @@
+"""LlamaIndex's OpenAI-like model."""
+
+from cells import MODEL, OPENAI_URL, QUESTION, cell, check, run
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.llms.openai_like import OpenAILike
+
+model = OpenAILike(
+    model=MODEL, api_base=OPENAI_URL, api_key="any", is_chat_model=True, temperature=0, max_tokens=40, timeout=300
+)
+
+
+@cell
+def complete():
+    check("Paris" in model.complete(QUESTION).text)
+
+
+@cell
+def chat():
+    check("Paris" in model.chat([ChatMessage(role="user", content=QUESTION)]).message.content)
+
+
+@cell
+def stream():
+    check("".join(piece.delta for piece in model.stream_chat([ChatMessage(role="user", content=QUESTION)])))
+
+
+run()

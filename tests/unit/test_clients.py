@@ -1,0 +1,49 @@
+"""`make clients`: its table and its scripted model. The programs themselves are not installed here."""
+
+import json
+from typing import Any
+
+import pytest
+
+from moonpool.v1 import conductor_pb2 as pb
+from tests.clients.__main__ import PAGE, listed_cells, programs, with_cells
+from tests.clients.scripted import COMMAND, DONE, FINISH, SEARCH_REPLACE, says
+
+
+def test_the_table_lists_every_program_at_its_version() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    listed = listed_cells(page)
+    assert {name: version for name, (version, _) in listed.items()} == {it.name: it.version for it in programs()}
+    assert all(cells for _, cells in listed.values())
+    assert with_cells(page, {}) == page
+
+
+def test_what_worked_is_written() -> None:
+    page = with_cells(PAGE.read_text(encoding="utf-8"), {"openai_sdk": ["chat", "stream"], "codex_agent": []})
+    assert listed_cells(page)["openai_sdk"][1] == ["chat", "stream"]
+    assert listed_cells(page)["codex_agent"][1] == []
+
+
+def chat(tools: list[str], *turns: dict[str, Any]) -> pb.ChatPrompt:
+    given = [{"type": "function", "function": {"name": name}} for name in tools]
+    return pb.ChatPrompt(tools=json.dumps(given), messages=[pb.ChatMessage(**turn) for turn in turns])
+
+
+def called(name: str) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [pb.ToolCall(id="c", name=name)]}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says_"),
+    [
+        (chat(["exec_command"]), COMMAND),
+        (chat(["exec_command"], called("exec_command")), DONE),
+        (chat(["Edit", "Read"]), '"Read"'),
+        (chat(["Edit", "Read"], called("Read")), '"old_string": "helo"'),
+        (chat(["bash"], {"role": "user", "content": "COMPLETE_TASK"}, called("bash")), FINISH),
+        (chat([], {"role": "system", "content": "SEARCH and REPLACE"}), SEARCH_REPLACE),
+        (chat([]), DONE),
+    ],
+)
+def test_what_the_scripted_model_says(prompt: pb.ChatPrompt, says_: str) -> None:
+    assert says_ in says(prompt, "/folder")
