@@ -46,7 +46,7 @@ def paged_attention(
     context_lens[s] - n + i and sees the keys up to its own position. Token t of a sequence is slot t % block_tokens of
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
 
-    `kind` adds a window, a soft cap or sinks. Native and Triton kernels have none of them: plain torch attends then.
+    `kind` adds a window, a soft cap or sinks. Native kernels have none of them: plain torch attends then.
 
     `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the entry of
     `scales` that its token has for this head and plane (K or V), see `kernels.kv_quantization`.
@@ -69,13 +69,13 @@ def paged_attention(
     name = choose("attention", q.device, q.dtype)
     if name == "native" and native_head(kv) and kind.plain:
         _native(q, kv, scales, block_tables, plan, scale, out)
-    elif name == "triton" and kind.plain and kv.shape[4] <= triton.MAX_HEAD_DIM and scale > 0.0:
+    elif name == "triton" and kv.shape[4] <= triton.MAX_HEAD_DIM and scale > 0.0:
         from kernels.triton import ops
 
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
         ops.prefill_attention(
             q, kv, scales, tables, query_start, context_lens, scale, out,
-            max_context=plan.max_context, singles=plan.decode.shape[0], deterministic=plan.deterministic,
+            kind=kind, max_context=plan.max_context, singles=plan.decode.shape[0], deterministic=plan.deterministic,
         )  # fmt: skip
     elif name in ("native", "torch"):
         torch_ops.paged_attention(q, kv, scales, plan, scale, out, kind=kind)

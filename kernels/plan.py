@@ -259,14 +259,16 @@ def _outside(blocks: int) -> ValueError:
     return ValueError(f"block_tables: an entry is outside the pool's {blocks} blocks")
 
 
-def plan_of_shapes(kv: Tensor, rows: int, most_context: int, *, deterministic: bool = False) -> AttentionPlan:
+def plan_of_shapes(
+    kv: Tensor, rows: int, most_context: int, *, deterministic: bool = False, window: int | None = None
+) -> AttentionPlan:
     """Return a plan of `rows` sequences with one query row and at most `most_context` tokens each, whatever they hold.
 
     Nothing is looked at, so nothing is checked. For implementations that need no tables and lengths on the host.
     """
     rows_of = [(row, 1, row, most_context) for row in range(rows)]
     starts, lengths = list(range(rows + 1)), [most_context] * rows
-    return AttentionPlan(kv.shape, rows, starts, lengths, deterministic, [], None, _items(rows_of), _items([]))
+    return AttentionPlan(kv.shape, rows, starts, lengths, deterministic, [], window, _items(rows_of), _items([]))
 
 
 def _check_lengths(starts: Sequence[int], lengths: Sequence[int]) -> None:

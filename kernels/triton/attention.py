@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.kind import PLAIN, AttentionKind
 from kernels.triton import device as code
 from kernels.triton.tiles import JOINED_AHEAD, join_shape, limits_of, padded
 from kernels.triton.variants import MANY, PART, ROW_EACH, SINGLES, AttentionShape
 
-_KINDS = {torch.int8: code.INT8, torch.float8_e4m3fn: code.FLOAT8}
+_STORED = {torch.int8: code.INT8, torch.float8_e4m3fn: code.FLOAT8}
 _UNIT = 16  # elements: the widest distance between blocks that the compiler can make use of
 
 
@@ -30,6 +31,7 @@ def decode_attention(
     scale: float,
     out: Tensor,  # [S, heads, D], rows dense, stride(0) free
     *,
+    kind: AttentionKind = PLAIN,
     max_context: int | None = None,
     deterministic: bool = False,
 ) -> None:
@@ -39,7 +41,7 @@ def decode_attention(
     replays): parts of a split are shaped by it. `deterministic`: a row's bits depend on nothing but its own
     sequence, and are those of `prefill_attention`.
     """
-    call = _Call(q, kv, scales, block_tables, None, context_lens, scale, out, max_context, deterministic)
+    call = _Call(q, kv, scales, block_tables, None, context_lens, scale, out, kind, max_context, deterministic)
     call.launch(ROW_EACH)
 
 
@@ -53,6 +55,7 @@ def prefill_attention(
     scale: float,
     out: Tensor,  # [T, heads, D], rows dense, stride(0) free
     *,
+    kind: AttentionKind = PLAIN,
     max_context: int | None = None,
     singles: int | None = None,
     deterministic: bool = False,
@@ -63,7 +66,7 @@ def prefill_attention(
     how many there are (also in replays): a launch that would find nothing to do is spared. Otherwise keywords are those
     of `decode_attention`.
     """
-    call = _Call(q, kv, scales, block_tables, query_start, context_lens, scale, out, max_context, deterministic)
+    call = _Call(q, kv, scales, block_tables, query_start, context_lens, scale, out, kind, max_context, deterministic)
     sequences, tokens = context_lens.shape[0], q.shape[0]
     if singles is None:
         singles = int(tokens == 1) if sequences == 1 else -1
@@ -85,6 +88,7 @@ class _Call:
     lengths: Tensor
     scale: float
     out: Tensor
+    kind: AttentionKind
     max_context: int | None
     deterministic: bool
 
@@ -109,7 +113,8 @@ class _Call:
         partial = (tiles, kv_heads, parts, used) if cut.split == PART else (0,)
         results = torch.empty((*partial, head_dim), dtype=torch.float32, device=self.q.device)
         stats = torch.empty((*partial, 2), dtype=torch.float32, device=self.q.device)
-        kind = code.PLAIN if self.scales is None else _KINDS[self.kv.dtype]
+        stored = code.PLAIN if self.scales is None else _STORED[self.kv.dtype]
+        cap, window, sinks = self.kind.soft_cap, self.kind.window, self.kind.sinks
         unit = math.gcd(self.kv.stride(0), _UNIT)
         # No fusion of multiplications into additions but those that are spelt out: equal code must round alike.
         dim = max(padded(head_dim), 16)
@@ -117,17 +122,20 @@ class _Call:
             "GROUP": group, "HEAD_DIM": head_dim, "TOKENS": cut.tokens, "WHICH": which, "enable_fp_fusion": False,
         }  # fmt: skip
         code.attention[tiles, kv_heads, parts](
-            self.q, self.kv.view(torch.uint8) if kind == code.FLOAT8 else self.kv, self.scales,
-            self.tables, self.starts, self.lengths, self.out, results, stats,
-            self.scale * math.log2(math.e), sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit,
-            self.tables.stride(0), 0 if self.scales is None else self.scales.stride(0), cut.keys,
-            **shape, PADDED_DIM=dim, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=kind,
+            self.q, self.kv.view(torch.uint8) if stored == code.FLOAT8 else self.kv, self.scales,
+            self.tables, self.starts, self.lengths, sinks, self.out, results, stats,
+            (self.scale if cap is None else cap) * math.log2(math.e), self.scale / (cap or 1.0), window or 0,
+            sequences, self.q.stride(0), self.out.stride(0), self.kv.stride(0) // unit, self.tables.stride(0),
+            0 if self.scales is None else self.scales.stride(0), cut.keys,
+            **shape, PADDED_DIM=dim, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
             NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
+            CAPPED=cap is not None, WINDOWED=window is not None,
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if cut.split == PART:
             warps, width = join_shape(padded(used), dim)
             code.join_parts[tiles, kv_heads, dim // width](
-                self.starts, self.lengths, self.out, results, stats, sequences, self.out.stride(0), cut.keys, parts,
-                **shape, ROWS=padded(used), WIDTH=width, AHEAD=JOINED_AHEAD, num_warps=warps,
+                self.starts, self.lengths, sinks, self.out, results, stats,
+                sequences, self.out.stride(0), cut.keys, parts, **shape,
+                ROWS=padded(used), WIDTH=width, AHEAD=JOINED_AHEAD, num_warps=warps,
             )  # fmt: skip

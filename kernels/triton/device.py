@@ -91,10 +91,10 @@ def _blocks(table, start, high, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def _step(
-    start, high, q, seen, base, scales, block, block_units, scale_stride, scale, m, l, acc,  # noqa: E741
+    start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window, m, l, acc,  # noqa: E741
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
     UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys [start, start + KEYS) into the running maximum, sum and weighted values of all rows.
 
@@ -127,8 +127,12 @@ def _step(
             scales + block * scale_stride + keys % BLOCK_TOKENS, loaded, KV, NATIVE, BLOCK_TOKENS
         )
         scores *= k_scale
+    if CAPPED:
+        scores = _tanh(scores * squeeze)
     if MASKED:
         scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
+    if WINDOWED:
+        scores = tl.where(keys[None, :] >= seen[:, None] - window, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at l = 0
     p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
@@ -138,6 +142,14 @@ def _step(
         p *= v_scale
     acc = tl.dot(p.to(q.dtype), _widen(v, q.dtype, KV, NATIVE), acc * keep[:, None], input_precision=PRECISION)
     return m_new, l, acc
+
+
+@triton.jit
+def _tanh(x):
+    """Return the hyperbolic tangent: near 0 by its series, where one minus nearly one would have few digits."""
+    square = x * x
+    series = x + x * square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
+    return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
 
 
 @triton.jit
@@ -153,36 +165,41 @@ def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, BLOCK_TOKENS: tl
 
 @triton.jit
 def _attend(
-    begin, end, low, high, q, seen, base, scales, table, block_units, scale_stride, scale,
+    begin, end, low, high, q, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr,
     UNIT: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    MANY_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, MANY_ROWS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return (maximum, sum, weighted values) of the rows over the keys [begin, end), as float32.
 
     Every row sees the keys below `low`, none sees `high` and above. With one token per tile, the two differ by one and
-    the mask costs next to nothing beside the loads, so that one loop with one pipeline does it all.
+    the mask costs next to nothing beside the loads, so that one loop with one pipeline does it all. So with a window,
+    which begins for the first row `window` keys before `low`: steps before that are not taken.
     """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)  # noqa: E741
     acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    if WINDOWED:
+        begin = tl.maximum(begin, tl.maximum(low - window, 0) // KEYS * KEYS)
     border = begin
     # The table is read one step ahead: the addresses of the pipelined loads must not wait for it.
     block = _blocks(table, begin, high, BLOCK_TOKENS, KEYS)
-    if MANY_ROWS:
+    if MANY_ROWS and not WINDOWED:
         border = tl.maximum(tl.minimum(low // KEYS * KEYS, end), begin)
         for start in range(begin, border, KEYS):
             ahead = _blocks(table, start + KEYS, high, BLOCK_TOKENS, KEYS)
             m, l, acc = _step(  # noqa: E741
-                start, high, q, seen, base, scales, block, block_units, scale_stride, scale, m, l, acc,
-                HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, False,
+                start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
+                m, l, acc,
+                HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED, False,
             )  # fmt: skip
             block = ahead
     for start in range(border, end, KEYS):
         ahead = _blocks(table, start + KEYS, high, BLOCK_TOKENS, KEYS)
         m, l, acc = _step(  # noqa: E741
-            start, high, q, seen, base, scales, block, block_units, scale_stride, scale, m, l, acc,
-            HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, True,
+            start, high, q, seen, base, scales, block, block_units, scale_stride, scale, squeeze, window,
+            m, l, acc,
+            HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED, True,
         )  # fmt: skip
         block = ahead
     return m, l, acc
@@ -198,21 +215,32 @@ def _join(m, l, acc, m_part, l_part, acc_part):  # noqa: E741
     return m_new, tl.fma(l_part, new, l * old), tl.fma(acc_part, new[:, None], acc * old[:, None])
 
 
+@triton.jit
+def _sink(at, m, l, acc):  # noqa: E741
+    """Return the sums with a further score of each row, of its head, that has no value."""
+    score = tl.load(at).to(tl.float32) * 1.4426950408889634
+    m_new = tl.maximum(m, score)
+    keep = tl.exp2(m - m_new)
+    return m_new, tl.fma(l, keep, tl.exp2(score - m_new)), acc * keep[:, None]
+
+
 # What changes from batch to batch must not compile anew for multiples of 16, as integers and addresses do.
 @triton.jit(
-    do_not_specialize=("num_seqs", "table_stride", "split_keys"),
+    do_not_specialize=("num_seqs", "table_stride", "split_keys", "window"),
     do_not_specialize_on_alignment=("tables", "starts", "lengths"),
 )
 def attention(
-    q, kv, scales, tables, starts, lengths, out, parts, stats,
-    scale, num_seqs, q_stride, out_stride, block_units, table_stride, scale_stride, split_keys,
+    q, kv, scales, tables, starts, lengths, sinks, out, parts, stats,
+    scale, squeeze, window, num_seqs, q_stride, out_stride, block_units, table_stride, scale_stride, split_keys,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr,
     NATIVE: tl.constexpr, WHICH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Attend with the rows of one tile to the keys of one key/value head; grid (tiles, kv_heads, parts).
 
-    A tile has TOKENS tokens times GROUP query heads, padded to ROWS. `scale` includes log2(e). Blocks are
+    A tile has TOKENS tokens times GROUP query heads, padded to ROWS. `scale` includes log2(e); CAPPED, scores times
+    `squeeze` become their hyperbolic tangent before. WINDOWED: a row sees its last `window` keys. Blocks are
     block_units * UNIT elements apart: a constant factor tells the compiler how wide it may load.
     PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP, HEAD_DIM] and `stats` [..., 2] (maximum, sum).
     """
@@ -254,14 +282,15 @@ def attention(
         for part in range(0, high, split_keys):
             m_part, l_part, acc_part = _attend(
                 part, tl.minimum(part + split_keys, high), low, high,
-                query, seen, base, scales, table, block_units, scale_stride, scale,
-                HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, TOKENS > 1, ROWS,
+                query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
+                HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED,
+                TOKENS > 1, ROWS,
             )  # fmt: skip
             m, l, acc = _join(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
     else:
         m, l, acc = _attend(  # noqa: E741
-            begin, end, low, high, query, seen, base, scales, table, block_units, scale_stride, scale,
-            HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, TOKENS > 1, ROWS,
+            begin, end, low, high, query, seen, base, scales, table, block_units, scale_stride, scale, squeeze, window,
+            HEAD_DIM, PADDED_DIM, BLOCK_TOKENS, KEYS, UNIT, KV, NATIVE, PRECISION, CAPPED, WINDOWED, TOKENS > 1, ROWS,
         )  # fmt: skip
     if SPLIT == _PART:
         slot = (tile * tl.num_programs(1) + head).to(tl.int64) * tl.num_programs(2) + tl.program_id(2)
@@ -270,6 +299,8 @@ def attention(
         tl.store(stats + slots * 2, m, mask=valid)
         tl.store(stats + slots * 2 + 1, l, mask=valid)
     else:
+        if sinks is not None:
+            m, l, acc = _sink(sinks + head * GROUP + rows % GROUP, m, l, acc)  # noqa: E741
         acc = acc / tl.where(l > 0, l, 1.0)[:, None]  # a row that sees no key is zero
         tl.store(out + (at * out_stride + in_row)[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
@@ -278,7 +309,7 @@ def attention(
     do_not_specialize=("num_seqs", "split_keys", "num_parts"), do_not_specialize_on_alignment=("starts", "lengths")
 )
 def join_parts(
-    starts, lengths, out, parts, stats, num_seqs, out_stride, split_keys, num_parts,
+    starts, lengths, sinks, out, parts, stats, num_seqs, out_stride, split_keys, num_parts,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, WHICH: tl.constexpr,
     WIDTH: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -313,6 +344,8 @@ def join_parts(
             wide = there[:, None] & (dims < HEAD_DIM)[None, :]
             acc_part = tl.load(parts + slots[:, None] * HEAD_DIM + dims[None, :], mask=wide, other=0.0)
             m, l, acc = _join(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
+    if sinks is not None:
+        m, l, acc = _sink(sinks + head * GROUP + rows % GROUP, m, l, acc)  # noqa: E741
     acc = acc / tl.where(l > 0, l, 1.0)[:, None]
     at = (q_begin + token).to(tl.int64) * out_stride + (head * GROUP + rows % GROUP) * HEAD_DIM
     tl.store(out + at[:, None] + dims[None, :], acc.to(out.dtype.element_ty), mask=mask)

@@ -397,7 +397,8 @@ class StageModel:
     def _planned(self, batch: PackedBatch, kv: Tensor, window: int | None) -> AttentionPlan:
         # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
-            return plan_of_shapes(kv, batch.num_tokens, batch.most_context, deterministic=self.deterministic)
+            shapes = kv, batch.num_tokens, batch.most_context
+            return plan_of_shapes(*shapes, deterministic=self.deterministic, window=window)
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
         return make_plan(kv, tables, starts, lengths, deterministic=self.deterministic, window=window)
 

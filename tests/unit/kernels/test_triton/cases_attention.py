@@ -1,10 +1,12 @@
 """Attention in Triton against the reference in float64. Run by test_interpreter.py and test_gpu.py."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
+from kernels.kind import AttentionKind
 from kernels.triton import attention as launches
 from kernels.triton import device as code
 from kernels.triton import tiles, variants
@@ -160,6 +162,39 @@ def test_deterministic_rows_do_not_depend_on_the_batch(monkeypatch: pytest.Monke
         for begin, end in ((0, 11), (11, 20), (19, 20), (7, 8)):
             assert torch.equal(alone(begin, end), whole[rows][begin:end])
         assert joined == [4 if processors else 0]
+
+
+KINDS = {
+    "window": AttentionKind(window=24),
+    "one token": AttentionKind(window=1),
+    "cap": AttentionKind(soft_cap=3.0),
+    "sinks": AttentionKind(sinks=torch.tensor([-2.0, 0.5, 3.0, 9.0, 0.0, -9.0, 1.0, 2.0])),
+    "all": AttentionKind(40, 1.5, torch.tensor([4.0, 0.5, 3.0, -1.0, 0.0, 2.0, 1.0, 2.0])),
+}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in KINDS), ("all", torch.bfloat16)])
+def test_kinds(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
+    """Windows that begin within a step of keys, before a part and before a tile's first row; each alone and all."""
+    monkeypatch.setattr(tiles, "MIN_PART", 32)
+    for sequences in ([(1, 90), (1, 7), (1, 24), (1, 25)], [(9, 45), (1, 40), (20, 70)]):
+        case = make(sequences, dtype=dtype, block_tokens=32)
+        sinks = KINDS[name].sinks
+        case.kind = replace(KINDS[name], sinks=None if sinks is None else sinks.to(case.q))
+        for deterministic in (False, True):
+            case.check(case.prefill(deterministic=deterministic))
+            if len(case.q) == len(case.lengths):
+                case.check(case.decode(deterministic=deterministic))
+
+
+def test_a_key_before_the_window_is_out_of_tolerance() -> None:
+    case = make([(1, 90)], block_tokens=32)
+    case.kind = AttentionKind(window=31)
+    wider = case.decode()
+    case.check(wider)
+    case.kind = AttentionKind(window=30)
+    with pytest.raises(AssertionError, match="out of tolerance"):
+        case.check(wider)
 
 
 def test_native_float8_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

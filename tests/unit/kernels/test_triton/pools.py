@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.kind import PLAIN, AttentionKind
 from kernels.triton import ops
 from tests.unit.kernels.cases import LAST_TOKEN, TOLERANCE
 
@@ -38,26 +39,34 @@ class Case:
     lengths: Tensor
     exact: Tensor  # the pool's numbers in float64
     scale: float
+    kind: AttentionKind = PLAIN
 
     def prefill(self, **keywords: Any) -> Tensor:
         out = torch.full_like(self.q, torch.nan)
         ops.prefill_attention(
-            self.q, self.kv, self.scales, self.tables, self.starts, self.lengths, self.scale, out, **keywords
-        )
+            self.q, self.kv, self.scales, self.tables, self.starts, self.lengths, self.scale, out,
+            kind=self.kind, **keywords,
+        )  # fmt: skip
         return out
 
     def decode(self, **keywords: Any) -> Tensor:
         out = torch.full_like(self.q, torch.nan)
-        ops.decode_attention(self.q, self.kv, self.scales, self.tables, self.lengths, self.scale, out, **keywords)
+        ops.decode_attention(
+            self.q, self.kv, self.scales, self.tables, self.lengths, self.scale, out, kind=self.kind, **keywords
+        )
         return out
 
     def expected(self) -> Tensor:
         out = torch.full(self.q.shape, torch.nan, dtype=torch.float64)
         reference.prefill_attention(
             self.q.double().cpu(), self.exact, None, self.tables.cpu(), self.starts.cpu(), self.lengths.cpu(),
-            self.scale, out,
+            self.scale, out, kind=self.on_the_host(),
         )  # fmt: skip
         return out
+
+    def on_the_host(self) -> AttentionKind:
+        sinks = self.kind.sinks
+        return self.kind if sinks is None else replace(self.kind, sinks=sinks.double().cpu())
 
     def check(self, out: Tensor) -> None:
         exact, limit = self.expected(), TOLERANCE[self.q.dtype]
