@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.kind import PLAIN, AttentionKind
 from kernels.triton import device as code
 from kernels.triton.tiles import JOINED_AHEAD, join_shape, limits_of, padded
 from kernels.triton.variants import MANY, PART, ROW_EACH, SINGLES, AttentionShape
 
 _STORED = {torch.int8: code.INT8, torch.float8_e4m3fn: code.FLOAT8}
 _UNIT = 16  # elements: the widest distance between blocks that the compiler can make use of
+
+
+class Kind(Protocol):
+    """What attention has beside softmax(q k^T * scale) v: see `kernels.kind.AttentionKind`."""
+
+    @property
+    def window(self) -> int | None: ...
+    @property
+    def soft_cap(self) -> float | None: ...
+    @property
+    def sinks(self) -> Tensor | None: ...
 
 
 def decode_attention(
@@ -31,7 +42,7 @@ def decode_attention(
     scale: float,
     out: Tensor,  # [S, heads, D], rows dense, stride(0) free
     *,
-    kind: AttentionKind = PLAIN,
+    kind: Kind | None = None,
     max_context: int | None = None,
     deterministic: bool = False,
 ) -> None:
@@ -55,7 +66,7 @@ def prefill_attention(
     scale: float,
     out: Tensor,  # [T, heads, D], rows dense, stride(0) free
     *,
-    kind: AttentionKind = PLAIN,
+    kind: Kind | None = None,
     max_context: int | None = None,
     singles: int | None = None,
     deterministic: bool = False,
@@ -88,7 +99,7 @@ class _Call:
     lengths: Tensor
     scale: float
     out: Tensor
-    kind: AttentionKind
+    kind: Kind | None
     max_context: int | None
     deterministic: bool
 
@@ -114,7 +125,7 @@ class _Call:
         results = torch.empty((*partial, head_dim), dtype=torch.float32, device=self.q.device)
         stats = torch.empty((*partial, 2), dtype=torch.float32, device=self.q.device)
         stored = code.PLAIN if self.scales is None else _STORED[self.kv.dtype]
-        cap, window, sinks = self.kind.soft_cap, self.kind.window, self.kind.sinks
+        cap, window, sinks = (self.kind.soft_cap, self.kind.window, self.kind.sinks) if self.kind else (None,) * 3
         unit = math.gcd(self.kv.stride(0), _UNIT)
         # No fusion of multiplications into additions but those that are spelt out: equal code must round alike.
         dim = max(padded(head_dim), 16)
