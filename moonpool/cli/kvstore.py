@@ -141,36 +141,50 @@ def stat(address: Store, as_json: Json = False) -> None:
 
 @app.command()
 def verify(
-    data_dir: Annotated[Path, typer.Argument(help="Data folder of a kvstore that does not run_kvstore.")],
+    data_dir: Annotated[Path, typer.Argument(help="Data folder of a kvstore that does not run.")],
+    repair: Annotated[bool, typer.Option("--repair", help="Drop what is damaged, and write the index anew.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Check every record of a data folder against its checksums, and the index against the records. Changes nothing.
+    """Check a data folder: each block against its checksums, the index against the blocks, and conductors' records.
 
-    Exits with 1 when a fault is found. A kvstore would answer the faulty blocks with a miss.
+    Changes nothing without --repair. Exits with 1 when a fault is found and not repaired. A kvstore would answer the
+    faulty blocks with a miss, and repair the rest at its start.
     """
-    from services.kvstore.ssd.recovery import verify as check
+    from services.kvstore import repair as folder
 
     with _progress("segments", hidden=as_json) as advance:
-        report = check(data_dir, advance)
+        report = folder.verify(data_dir, advance)
+    repaired = repair and not report.ok
+    if repaired:
+        folder.repair(data_dir, report)
+        with _progress("segments", hidden=as_json) as advance:
+            left = folder.verify(data_dir, advance)
+    ok = left.ok if repaired else report.ok
     if as_json:
         faults = [
             {"segment": f.segment, "offset": f.offset, "key": f.key.hex() if f.key else None, "what": f.what}
             for f in report.faults
         ]
-        counts = {name: getattr(report, name) for name in ("segments", "records", "blocks", "dead", "bytes_read")}
-        typer.echo(
-            json.dumps({**counts, "index_error": report.index_error, "faults": report.fault_count, "first": faults})
-        )
-    else:
-        typer.echo(
-            f"{report.segments} segments, {report.records} records, {report.blocks} intact blocks, "
-            f"{report.dead} dead records, {report.bytes_read / GB:.3f} GB read"
-        )
-        if report.index_error:
-            typer.echo(f"index: {report.index_error}; a start will rebuild it")
-        for fault in report.faults:
-            typer.echo(f"segment {fault.segment}, offset {fault.offset}: {fault.what}")
-    raise typer.Exit(0 if report.ok else EXIT_FAULTY)
+        names = ("segments", "records", "blocks", "dead", "bytes_read", "index_error", "records_error")
+        found = {name: getattr(report, name) for name in names}
+        typer.echo(json.dumps({**found, "faults": report.fault_count, "first": faults, "repaired": repaired and ok}))
+        raise typer.Exit(0 if ok else EXIT_FAULTY)
+    typer.echo(
+        f"{report.segments} segments, {report.records} records, {report.blocks} intact blocks, "
+        f"{report.dead} dead records, {report.bytes_read / GB:.3f} GB read"
+    )
+    if report.index_error:
+        typer.echo(f"index: {report.index_error}")
+    if report.records_error:
+        typer.echo(f"conductors' records: {report.records_error}")
+    for fault in report.faults:
+        typer.echo(f"segment {fault.segment}, offset {fault.offset}: {fault.what}")
+    if repaired:
+        after = f"{left.blocks} intact blocks left" if ok else f"{left.fault_count} faults are left"
+        typer.echo(f"repaired: {len(report.damaged)} damaged blocks dropped, index written anew; {after}")
+    elif not ok:
+        typer.echo(f"a start repairs this; without a start: moonpool kvstore verify --repair {data_dir}")
+    raise typer.Exit(0 if ok else EXIT_FAULTY)
 
 
 @app.command()

@@ -49,6 +49,12 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
     ssd_write_bytes_per_s: ByteSize = Field(
         0, ge=0, description="bytes that may be written to the SSD tier in a second, on average; 0 = no limit"
     )
+    ssd_scrub_bytes_per_s: ByteSize = Field(
+        8 << 20,
+        ge=0,
+        description="bytes of the SSD tier that are read and checked against their checksums in a second, in the "
+        "background; 0 = never",
+    )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )

@@ -169,6 +169,13 @@ SSD_METRICS: tuple[Metric[SsdTier], ...] = (
         "Blocks found damaged when they were to be copied to another segment.",
         lambda ssd: ssd.lost_blocks,
     ),
+    counter("ssd_scrubbed_bytes_total", "Bytes that scrubbing has read and checked.", lambda ssd: ssd.scrubbed_bytes),
+    counter("ssd_scrub_passes_total", "Times that scrubbing has read all blocks.", lambda ssd: ssd.scrub_passes),
+    counter(
+        "ssd_indexes_rebuilt_total",
+        "Times that an index on disk was written anew: damaged, lost, or of an older version.",
+        lambda ssd: ssd.indexes_rebuilt,
+    ),
     counter("ssd_dropped_segments_total", "Segments removed: evicted, or rewritten.", lambda ssd: ssd.dropped_segments),
     counter(
         "ssd_refused_blocks_total", "Blocks that the SSD tier did not admit.", lambda ssd: ssd.admission.refused_blocks

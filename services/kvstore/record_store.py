@@ -2,25 +2,32 @@
 
 Kept in memory, and in a small LMDB database in each data folder; every write there is synced. What is deleted there
 leaves the database; its bytes may stay in free pages of the file until these are used again.
+
+Each value begins with a checksum. A damaged database is written anew from the records that can still be read; what is
+lost, conductors bring again. Databases without checksums, of older versions, get them when they are opened.
 """
 
 import asyncio
+import contextlib
 import struct
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
 import lmdb
+import xxhash
 from google.protobuf.message import DecodeError
 
 from moonpool import world
 from moonpool.cluster.proto_conversion import DELETION, deletion_from_record
-from moonpool.cluster.records import ReplicatedRecords, record_place
-from moonpool.errors import ConfigError, InvalidRequest
+from moonpool.cluster.records import RecordPlace, ReplicatedRecords, record_place
+from moonpool.errors import ConfigError, MoonpoolError, Unavailable
 from moonpool.kv.delete_kv import DeletionIndex
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
+from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database, salvage_database
 from services.kvstore.ssd.files import FileLayer, open_lmdb
 
 log = get_logger(__name__)
@@ -28,6 +35,123 @@ MAP_BYTES = 1 << 30
 KEEP_S = 40 * 86400.0  # it is known that a deletion was carried out; conductors repeat theirs for a shorter time
 _APPLIED = "applied"
 _COUNTS = struct.Struct("<QQ")
+_VERSION_KEY, _VERSION = b"version", b"2"
+_SUM_BYTES = 8
+
+
+class RecordFolder:
+    """The database of records in one data folder. Blocking.
+
+    Attributes:
+        folder: the folder of the database.
+        whole: all records are in the database; if not, it must be written anew.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.whole = False
+        self._env: lmdb.Environment | None = None
+
+    def load(self) -> list[kv_pb2.Record]:
+        """All records; of a damaged database those that are intact, from which it is written anew.
+
+        Raises:
+            OSError: the folder cannot be used.
+            lmdb.Error: as above.
+        """
+        FileLayer().make_folder(self.folder)
+        records, damage, plain = read_records(self.folder)
+        if damage:
+            log.error(
+                "records were damaged; the intact ones are kept, and conductors bring the others again",
+                path=str(self.folder),
+                intact=len(records),
+                error=damage,
+                command=f"moonpool kvstore verify --repair {self.folder.parent}",
+            )
+        if damage or plain:
+            self.write_anew(records)
+        self._env = self._env or open_lmdb(self.folder, map_size=MAP_BYTES)
+        self.whole = True
+        return records
+
+    def commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
+        """Writes records, and deletes those whose time is over; synced on return. Raises OSError or lmdb.Error."""
+        self.whole = False
+        assert self._env is not None
+        _commit(self._env, records, over)
+        self.whole = True
+
+    def write_anew(self, records: Iterable[kv_pb2.Record]) -> None:
+        """Replaces the database by one with these records; raises as `commit` does."""
+        self.close()
+        files, anew = FileLayer(), self.folder / "anew"
+        files.remove_folder(anew)
+        files.make_folder(anew)
+        with open_lmdb(anew, map_size=MAP_BYTES) as env:
+            _commit(env, records, ())
+        files.rename(anew / "data.mdb", self.folder / "data.mdb")
+        files.sync_folder(self.folder)
+        files.remove_folder(anew)
+        self._env = open_lmdb(self.folder, map_size=MAP_BYTES)
+        self.whole = True
+
+    def close(self) -> None:
+        self.whole = False
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+
+def read_records(folder: Path) -> tuple[list[kv_pb2.Record], str, bool]:
+    """Intact records of a folder, what is damaged ("" = nothing), and whether values have no checksums; no change.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    if not (folder / "data.mdb").exists():
+        return [], "", False
+    damage = ""
+    try:
+        check_database(folder)
+        with open_lmdb(folder, readonly=True, create=False) as env, env.begin() as txn:
+            values = [(bytes(key), bytes(value)) for key, value in txn.cursor()]
+    except (DamagedDatabaseError, lmdb.Error) as error:
+        values, damage = list(salvage_database(folder)), str(error)
+    plain = bool(values) and all(key != _VERSION_KEY for key, _ in values)
+    found = [_record_of(key, value, plain=plain) for key, value in values if key != _VERSION_KEY]
+    if None in found and not damage:
+        damage = f"{found.count(None)} damaged values"
+    newest: dict[RecordPlace, kv_pb2.Record] = {}
+    for record in filter(None, found):
+        before = newest.setdefault(record_place(record), record)
+        if record.version > before.version:
+            newest[record_place(record)] = record
+    return list(newest.values()), damage, plain
+
+
+def _commit(env: lmdb.Environment, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
+    with env.begin(write=True) as txn:
+        txn.put(_VERSION_KEY, _VERSION)
+        for record in over:
+            txn.delete(_key(record))
+        for record in records:
+            content = record.SerializeToString()
+            txn.put(_key(record), xxhash.xxh3_64_digest(_key(record) + content) + content)
+
+
+def _record_of(key: bytes, value: bytes, *, plain: bool) -> kv_pb2.Record | None:
+    """The record that was stored under a key; None if the value is damaged. `plain` values may have no checksum."""
+    content = value[_SUM_BYTES:]
+    if xxhash.xxh3_64_digest(key + content) != value[:_SUM_BYTES]:
+        content = value if plain else b""
+    try:
+        record = kv_pb2.Record.FromString(content)
+        if record.kind == DELETION and record.value:
+            deletion_from_record(record)
+    except (DecodeError, MoonpoolError):
+        return None
+    return record if _key(record) == key else None
 
 
 class RecordStore:
@@ -45,7 +169,7 @@ class RecordStore:
         self._applied = ReplicatedRecords()
         self._clock, self._turn = clock, asyncio.Lock()  # of what was taken, in order
         self._thread = world.thread_pool(1, "kvstore-records")
-        self._envs: dict[int, lmdb.Environment] = {}  # by number of the folder
+        self._folders: dict[int, RecordFolder] = {}  # by number
         found = [self._load(number, folder, last=number == len(folders) - 1) for number, folder in enumerate(folders)]
         for records in found:
             self._applied.merge(record for record in records if record.kind == _APPLIED)
@@ -58,22 +182,20 @@ class RecordStore:
 
     def _load(self, number: int, folder: Path, *, last: bool) -> list[kv_pb2.Record]:
         try:
-            FileLayer().make_folder(folder)
-            self._envs[number] = open_lmdb(folder, map_size=MAP_BYTES)
-            with self._envs[number].begin() as txn:
-                records = [kv_pb2.Record.FromString(bytes(value)) for _, value in txn.cursor()]
+            self._folders[number] = RecordFolder(folder)
+            records = self._folders[number].load()
             self._note(records)
             return records
-        except (OSError, lmdb.Error, DecodeError, InvalidRequest) as error:
+        except (OSError, lmdb.Error) as error:
             self.leave_out(number)
-            if last and not self._envs:
+            if last and not self._folders:
                 raise ConfigError("data_dir", f"{folder} cannot be read: {error}") from error
             log.error("no more records are written to a data folder", path=str(folder), error=str(error))
             return []
 
     def leave_out(self, number: int) -> None:
         """Stops writing to a folder, so that the folder does not record later deletions as carried out."""
-        self._envs.pop(number, None)
+        self._folders.pop(number, None)
 
     async def take(self, records: Sequence[kv_pb2.Record]) -> None:
         """Keeps those that are newer than what is here; they are durable on return.
@@ -127,27 +249,49 @@ class RecordStore:
         for record in over:  # of a deletion its own time counts, or, where there is no record of it, its mark's
             if record.kind in (DELETION, _APPLIED) and self.replicated.get(DELETION, "", record.id) is None:
                 self.deletions.remove(record.id)
-        if self._envs and (records or over):
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._commit, records, over)
+        run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
+        if self._folders and (records or over or not self._whole):
+            await run(self._commit, records, over)
+        if not self._whole:  # a device failed now or before, or a database is damaged
+            await run(self._mend, [*_all(self.replicated), *_all(self._applied)])
+
+    @property
+    def _whole(self) -> bool:
+        return all(folder.whole for folder in self._folders.values())
 
     def _commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
-        for number, env in list(self._envs.items()):
+        for folder in self._folders.values():
+            with contextlib.suppress(OSError, lmdb.Error):
+                if folder.whole:
+                    folder.commit(records, over)
+
+    def _mend(self, records: Sequence[kv_pb2.Record]) -> None:
+        """Writes databases anew that could not be written to.
+
+        Raises:
+            Unavailable: the only one cannot be written; with the next records it is tried again.
+        """
+        for number, folder in list(self._folders.items()):
             try:
-                with env.begin(write=True) as txn:
-                    for record in over:
-                        txn.delete(_key(record))
-                    for record in records:
-                        txn.put(_key(record), record.SerializeToString())
-            except lmdb.Error as error:
-                if len(self._envs) == 1:
-                    raise
-                log.error("no more records are written to a data folder", path=env.path(), error=str(error))
+                if not folder.whole:
+                    folder.write_anew(records)
+            except (OSError, lmdb.Error) as error:
+                if len(self._folders) == 1:
+                    raise Unavailable(f"records cannot be written to {folder.folder}: {error}") from error
+                log.error("no more records are written to a data folder", path=str(folder.folder), error=str(error))
                 self.leave_out(number)
 
     def close(self) -> None:
         self._thread.shutdown()
-        for env in self._envs.values():
-            env.close()
+        for folder in self._folders.values():
+            folder.close()
+
+
+def _all(records: ReplicatedRecords) -> Iterator[kv_pb2.Record]:
+    number, more = 0, True
+    while more:
+        some, number, more = records.after(number)
+        yield from some
 
 
 def _key(record: kv_pb2.Record) -> bytes:

@@ -50,6 +50,7 @@ from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue
 from services.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics
 from services.kvstore.operations import StoreOperations
 from services.kvstore.record_store import RecordStore
+from services.kvstore.scrubber import Scrubber
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
@@ -213,6 +214,7 @@ class KVStoreService(StoreListener):
         self.metrics.watch(self.gauges)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
+        self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool, config.ssd_scrub_bytes_per_s)
         self.servicer = self._make_servicer(instance, ahead)
         size = config.capacity_bytes
         self.hello = conductor_pb2.JoinHello(
@@ -275,12 +277,13 @@ class KVStoreService(StoreListener):
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Deletes what was missed, runs the writer, ends pins; at the end saves what is visible, and closes all."""
+        """Deletes what was missed, writes, scrubs, ends pins; at the end saves what is visible, and closes all."""
         loop, arena = asyncio.get_running_loop(), self.store.tiers.dram.arena
         arena.on_excess = lambda: loop.call_soon_threadsafe(arena.collect)
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(each.run()) for each in (self._operations, self.writer) if each is not None]
+                parts = (self._operations, self.writer, self.scrubber)
+                tasks = [group.create_task(each.run()) for each in parts if each is not None]
                 try:
                     await self.servicer.deletions.catch_up()
                     yield

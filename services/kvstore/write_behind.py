@@ -63,6 +63,7 @@ class WriteBehind:
         self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
+        self._failed: set[int] = set()  # disks that may be away: their files are opened anew
         self._executor = world.thread_pool(len(self.ssd.disks), "kvstore-writer")
 
     def wake(self) -> None:
@@ -81,6 +82,8 @@ class WriteBehind:
         while not self.ssd.disks[disk].out:
             await self._wait(self._work[disk])
             self._busy += 1
+            if disk in self._failed:
+                await self._reopen(disk)
             while (plan := self.queue.next_plan(disk)) is not None and await self._do(plan):
                 pass
             self._busy -= 1
@@ -101,6 +104,8 @@ class WriteBehind:
             await self._leave_out(disk, error)
         elif again is not None:
             self.wake()  # others need not wait for this disk
+        elif lasting:
+            self._failed.add(disk)
         self._planned.set()
         self._planned = asyncio.Event()
         await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
@@ -117,6 +122,17 @@ class WriteBehind:
             self.queue.lost(keys)
             await asyncio.sleep(0)
         self.wake()
+
+    async def _reopen(self, disk: int) -> None:
+        """Opens a failed disk's files anew. While the disk is away the next plan fails, and its blocks wait in DRAM."""
+        try:
+            gone = await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.reopen, disk)
+        except OSError:
+            return
+        self._failed.discard(disk)
+        for keys in self.ssd.drop_segments(disk, gone):
+            self.queue.lost(keys)
+            await asyncio.sleep(0)
 
     async def _pause(self, nbytes: int) -> None:
         """Waits until `nbytes` more are within the write rate; does not wait while someone waits for durability."""

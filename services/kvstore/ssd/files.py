@@ -149,6 +149,12 @@ class FileLayer:
             closed = [self._open.pop((path, flags), None) for flags in _ALL_FLAGS]
         del closed  # with the lock released
 
+    def forget_open(self) -> None:
+        """Closes files that have a name: their descriptors may be of a file system that is gone. Readers go on."""
+        with self._lock:
+            closed = [self._open.pop(key) for key in list(self._open) if key[0] not in self._kept]
+        del closed  # with the lock released
+
     def later(self, change: Callable[[Path], None], path: Path) -> "Future[None]":
         """Closes or deletes a file in a thread, which does one after the other."""
         return self._closer.submit(change, path)

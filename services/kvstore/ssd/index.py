@@ -5,12 +5,17 @@ segment's id and its *slot*, the index of its record within that segment. A slot
 location, or none.
 
 The durable index can be rebuilt from the segments, so whatever is wrong with it is answered by making it anew. One
-value holds all records that one commit appended to one segment, so a commit touches a page or two.
+value holds all records that one commit appended to one segment, so a commit touches a page or two. Each value begins
+with a checksum of its table, key and content, and a segment's own value says how many others belong to the segment:
+values of a segment that do not agree are not used, and the segment's records are read instead.
 """
 
 import collections
 import contextlib
 import dataclasses
+import itertools
+import math
+import operator
 import struct
 import sys
 from array import array
@@ -19,18 +24,23 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import lmdb
+import xxhash
 from google.protobuf.message import DecodeError
 
+from moonpool import world
 from moonpool.errors import MoonpoolError
 from moonpool.kv.blocks import BlockFormat, PartTable
 from moonpool.kv.delete_kv import KVSelection, ttl_of
 from moonpool.kv.keys import KEY_BYTES, BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 from services.kvstore.eviction.tenants import TenantAccount, TenantBytes
+from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database
 from services.kvstore.ssd.files import ALIGN, FileLayer, open_lmdb
 
 T = TypeVar("T")
+log = get_logger(__name__)
 
 
 class RecordKind(NamedTuple):
@@ -53,6 +63,18 @@ _SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 def _column() -> "array[int]":
     return array("I")
+
+
+def unpack_columns(packed: bytes) -> "tuple[list[BlockKey], array[int], array[int], array[int], array[int]]":
+    """Keys, starts, lengths, numbers of kinds and `written_at` of packed entries."""
+    keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
+    numbers = array("I", packed)
+    if sys.byteorder != "little":
+        numbers.byteswap()
+    starts, lengths, kinds, written = (
+        numbers[word :: ENTRY.size // 4] for word in range(KEY_BYTES // 4, ENTRY.size // 4)
+    )
+    return keys, starts, lengths, kinds, written
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -215,13 +237,11 @@ class Catalogue(PartTable[int]):
         """
         self.segments[segment.id] = segment
         first = len(segment.keys)
-        keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
-        numbers = array("I", packed)
-        if sys.byteorder != "little":
-            numbers.byteswap()
-        columns = (segment.starts, segment.lengths, segment.kinds, segment.written)
-        for word, column in enumerate(columns, KEY_BYTES // 4):
-            column.extend(numbers[word :: ENTRY.size // 4])
+        keys, *columns = unpack_columns(packed)
+        for column, more in zip(
+            (segment.starts, segment.lengths, segment.kinds, segment.written), columns, strict=True
+        ):
+            column.extend(more)
         segment.keys += keys
         segment.used += bytes(len(keys))
         assert len(segment.keys) <= _SLOT_MASK
@@ -267,22 +287,20 @@ class Catalogue(PartTable[int]):
         self.segments.pop(segment.id, None)
 
 
-_VERSION = b"4"
+_VERSION = b"5"
+_PLAIN_VERSION = b"4"  # values without checksums, and segments without counts
 _VERSION_KEY = b"version"
 _TABLES = (b"meta", b"segments", b"entries", b"dropped", b"kinds")
 _SEGMENT_KEY = struct.Struct(">Q")
 _SLOT_KEY = struct.Struct(">QI")
-_SEGMENT_SIZE = struct.Struct("<Q")
+_SEGMENT_ROW = struct.Struct("<QII")  # committed bytes, records, kinds
+_PLAIN_SEGMENT_ROW = struct.Struct("<Q")
+_SUM_BYTES = 8
 _MAX_MAP_BYTES = 1 << 44
 MAP_BYTES = 64 << 20
-_DAMAGE = (
-    lmdb.NotFoundError,
-    lmdb.InvalidError,
-    lmdb.CorruptedError,
-    lmdb.PageNotFoundError,
-    lmdb.IncompatibleError,
-    lmdb.VersionMismatchError,
-)
+_RETRY_S = 60.0
+_FAILURES = (lmdb.MapFullError, lmdb.DiskError, lmdb.MemoryError, lmdb.ReadonlyError)
+_BAD_VALUE = (struct.error, DecodeError, UnicodeDecodeError, IndexError, MoonpoolError)
 
 
 class IndexLostError(MoonpoolError):
@@ -291,12 +309,34 @@ class IndexLostError(MoonpoolError):
 
 @dataclasses.dataclass(slots=True)
 class IndexImage:
-    """Everything the index holds."""
+    """Everything the index holds of segments whose values agree.
 
-    segments: dict[int, int] = dataclasses.field(default_factory=dict)  # number -> committed bytes
-    entries: dict[int, bytes] = dataclasses.field(default_factory=dict)  # number -> packed entries of all its slots
-    dropped: dict[int, set[int]] = dataclasses.field(default_factory=dict)  # slots by segment
-    kinds: dict[int, list[RecordKind]] = dataclasses.field(default_factory=dict)  # by segment
+    Attributes:
+        segments: committed bytes by number.
+        entries: packed entries of all slots by number.
+        dropped: dead slots by number.
+        kinds: kinds by number.
+        damage: what is wrong with the index; "" if nothing is.
+        plain: the values have no checksums, as in an older version.
+    """
+
+    segments: dict[int, int] = dataclasses.field(default_factory=dict)
+    entries: dict[int, bytes] = dataclasses.field(default_factory=dict)
+    dropped: dict[int, set[int]] = dataclasses.field(default_factory=dict)
+    kinds: dict[int, list[RecordKind]] = dataclasses.field(default_factory=dict)
+    damage: str = ""
+    plain: bool = False
+
+    @property
+    def stale(self) -> bool:
+        """Whether the index must be written anew."""
+        return self.plain or bool(self.damage)
+
+    def drop(self, number: int, why: str) -> None:
+        """Leaves out a segment; its records have to be read."""
+        self.damage = self.damage or f"segment {number}: {why}"
+        for table in (self.segments, self.entries, self.dropped, self.kinds):
+            table.pop(number, None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -326,67 +366,49 @@ class Index:
 
     def __init__(self, files: FileLayer | None, path: Path, map_bytes: int = MAP_BYTES, *, sync: bool = True) -> None:
         self._files = files
+        self._path = path
         with _lost_if_damaged(), contextlib.ExitStack() as on_error:
+            self.check()
             if files is None:
                 self._env = open_lmdb(path, map_size=map_bytes, readonly=True, create=False)
             else:
                 self._env = files.open_index(path, map_bytes, sync=sync)
             on_error.callback(self._env.close)
-            needed = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
-            present = (path / "data.mdb").stat().st_size
-            if present < needed:  # touching pages behind its end would kill the process (SIGBUS)
-                raise IndexLostError(f"the index has {present} bytes instead of {needed}")
             changing = contextlib.nullcontext() if files is None else files.transaction(self._env)
             with changing as txn:  # one commit makes them all
-                self._meta, self._segments, self._entries, self._dropped, self._kinds = (
-                    self._env.open_db(name, txn, create=files is not None) for name in _TABLES
-                )
+                self._tables = {name: self._env.open_db(name, txn, create=files is not None) for name in _TABLES}
             on_error.pop_all()
 
+    def check(self) -> None:
+        """Checks the structure of the file. Raises IndexLostError if LMDB must not read the file."""
+        try:
+            check_database(self._path)
+        except (DamagedDatabaseError, OSError) as error:
+            raise IndexLostError(f"the index is damaged: {error}") from error
+
     def load(self) -> IndexImage:
-        """Reads everything.
+        """Reads everything. Segments whose values are damaged or do not agree are left out.
 
         Raises:
-            IndexLostError: nothing was ever committed, or the content is not readable.
+            IndexLostError: nothing was ever committed, or the database is not readable.
         """
-        with _lost_if_damaged((lmdb.Error, struct.error, DecodeError, UnicodeDecodeError)), self._env.begin() as txn:
-            version = txn.get(_VERSION_KEY, db=self._meta)
-            if version != _VERSION:
+        with _lost_if_damaged(), self._env.begin() as txn:
+            version = txn.get(_VERSION_KEY, db=self._tables[b"meta"])
+            if version not in (_VERSION, _PLAIN_VERSION):
                 raise IndexLostError(f"the index is new or of another version: {version!r}")
-            return IndexImage(
-                dict(_SEGMENT_KEY.unpack(key) + _SEGMENT_SIZE.unpack(size) for key, size in txn.cursor(self._segments)),
-                self._load_entries(txn),
-                self._load_dropped(txn),
-                self._load_kinds(txn),
-            )
-
-    def _load_kinds(self, txn: lmdb.Transaction) -> dict[int, list[RecordKind]]:
-        kinds = collections.defaultdict[int, list[RecordKind]](list)
-        for key, value in txn.cursor(self._kinds):
-            kinds[_SEGMENT_KEY.unpack_from(key)[0]].append(_unpack_kind(bytes(value)))
-        return kinds
-
-    def _load_dropped(self, txn: lmdb.Transaction) -> dict[int, set[int]]:
-        dropped = collections.defaultdict[int, set[int]](set)
-        for segment, slot in map(_SLOT_KEY.unpack, txn.cursor(self._dropped).iternext(values=False)):
-            dropped[segment].add(slot)
-        return dropped
-
-    def _load_entries(self, txn: lmdb.Transaction) -> dict[int, bytes]:
-        entries = collections.defaultdict[int, bytearray](bytearray)
-        for key, value in txn.cursor(self._entries):
-            segment, first = _SLOT_KEY.unpack(key)
-            if first * ENTRY.size != len(entries[segment]) or len(value) % ENTRY.size:
-                raise IndexLostError("the index has a gap")
-            entries[segment] += value
-        return {segment: bytes(packed) for segment, packed in entries.items()}
+            return _Loading(txn, self._tables, plain=version == _PLAIN_VERSION).image
 
     def commit(self, change: IndexChange) -> None:
-        """Does the change in one transaction, for which the map grows; on an lmdb.Error nothing has changed."""
+        """Does the change in one transaction, for which the map grows; on an error nothing has changed.
+
+        Raises:
+            IndexLostError: the database is damaged, or an earlier error of the device has ended its use.
+            lmdb.Error: the device does not take the change.
+        """
         while True:
             try:
                 assert self._files is not None
-                with self._files.transaction(self._env) as txn:
+                with _lost_if_damaged(), self._files.transaction(self._env) as txn:
                     self._apply(txn, change)
                 return
             except lmdb.MapFullError:
@@ -396,25 +418,33 @@ class Index:
                 self._env.set_mapsize(size * 2)
 
     def _apply(self, txn: lmdb.Transaction, change: IndexChange) -> None:
-        txn.put(_VERSION_KEY, _VERSION, overwrite=False, db=self._meta)
+        txn.put(_VERSION_KEY, _VERSION, overwrite=False, db=self._tables[b"meta"])
         for segment in change.removed_segments:
             key = _SEGMENT_KEY.pack(segment)
-            txn.delete(key, db=self._segments)
-            for table in (self._entries, self._dropped, self._kinds):
-                cursor = txn.cursor(table)
+            txn.delete(key, db=self._tables[b"segments"])
+            for table in (b"entries", b"dropped", b"kinds"):
+                cursor = txn.cursor(self._tables[table])
                 while cursor.set_range(key) and bytes(cursor.key()).startswith(key):
                     cursor.delete()
         for slot in change.dropped:
-            txn.put(_SLOT_KEY.pack(*slot), b"", db=self._dropped)
+            self._put(txn, b"dropped", _SLOT_KEY.pack(*slot), b"")
         for segment, kinds in change.kinds.items():
             for number in reversed(range(len(kinds))):  # those before one that is there are there too
-                key, packed = _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number])
-                if not txn.put(key, packed, overwrite=False, db=self._kinds):
+                if not self._put(txn, b"kinds", _SLOT_KEY.pack(segment, number), _pack_kind(kinds[number])):
                     break
+        counts: dict[int, int] = {}
+        for (segment, first), packed in change.entries.items():
+            counts[segment] = first + len(packed) // ENTRY.size
+            self._put(txn, b"entries", _SLOT_KEY.pack(segment, first), packed, overwrite=True)
         for segment, size in change.segments.items():
-            txn.put(_SEGMENT_KEY.pack(segment), _SEGMENT_SIZE.pack(size), db=self._segments)
-        for slot, packed in change.entries.items():
-            txn.put(_SLOT_KEY.pack(*slot), packed, db=self._entries)
+            key = _SEGMENT_KEY.pack(segment)
+            before = txn.get(key, db=self._tables[b"segments"])
+            records, kinds_before = (0, 0) if before is None else _SEGMENT_ROW.unpack_from(before, _SUM_BYTES)[1:]
+            row = size, counts.get(segment, records), len(change.kinds.get(segment, ())) or kinds_before
+            self._put(txn, b"segments", key, _SEGMENT_ROW.pack(*row), overwrite=True)
+
+    def _put(self, txn: lmdb.Transaction, table: bytes, key: bytes, content: bytes, *, overwrite: bool = False) -> bool:
+        return bool(txn.put(key, _sum(table, key, content) + content, overwrite=overwrite, db=self._tables[table]))
 
     def sync(self) -> None:
         assert self._files is not None
@@ -424,12 +454,233 @@ class Index:
         self._env.close()
 
 
+@dataclasses.dataclass(eq=False)
+class DiskIndex:
+    """The durable index of one disk, which is written anew from the catalogue when it is lost. Blocking.
+
+    Used by one thread at a time: at the start, and then by the disk's writer between the begin and end of a plan.
+
+    Attributes:
+        folder: the data folder, which messages name.
+        path: the folder of the LMDB database.
+        disk: the number of the disk.
+    """
+
+    files: FileLayer
+    folder: Path
+    catalogue: "Catalogue"
+    disk: int
+    sync: bool
+    map_bytes: int = MAP_BYTES
+    clock: Callable[[], float] = world.monotonic
+    rebuilt: int = 0  # times since the start
+    _index: Index | None = None
+    _tried_at: float = -math.inf
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "index"
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is an index on disk. Without it blocks are durable too, and a start reads all segments."""
+        return self._index is not None
+
+    def open(self) -> None:
+        """Opens the index, made if need be; as of `Index`."""
+        self._index = Index(self.files, self.path, self.map_bytes, sync=self.sync)
+
+    def load(self) -> IndexImage:
+        assert self._index is not None
+        return self._index.load()
+
+    def commit(self, change: IndexChange, earlier: Sequence[IndexChange] = ()) -> None:
+        """Does a change. A damaged index is written anew first; a missing one is, once a minute, if the device lets us.
+
+        `earlier`: changes that were done and that the catalogue does not know yet, for an index that is written anew.
+
+        Raises:
+            OSError: the device does not take the change to an index that is whole.
+            lmdb.Error: as above.
+        """
+        if self._index is None and self.clock() < self._tried_at + _RETRY_S:
+            return
+        try:
+            if self._index is not None:
+                self._index.commit(change)
+                return
+        except IndexLostError as error:
+            self._report(error)
+        self._renew((*earlier, change))
+
+    def _renew(self, changes: Iterable[IndexChange]) -> None:
+        try:
+            self.write_anew()
+            assert self._index is not None
+            for change in changes:
+                self._index.commit(change)
+        except (OSError, lmdb.Error, IndexLostError) as error:
+            self.discard()
+            log.error("no index can be written; blocks are durable all the same", path=str(self.path), error=str(error))
+
+    def check(self) -> None:
+        """Reads the index and checks it; writes a damaged one anew."""
+        try:
+            if self._index is not None:
+                self._index.check()
+                if damage := self._index.load().damage:
+                    raise IndexLostError(damage)
+                return
+        except IndexLostError as error:
+            self._report(error)
+            self._renew(())
+
+    def _report(self, error: Exception) -> None:
+        log.error(
+            "the index is damaged; it is written anew while the store serves",
+            error=str(error),
+            command=f"moonpool kvstore verify --repair {self.folder}",
+        )
+        self.close()
+
+    def write_anew(self) -> None:
+        """Deletes the index, and writes all that the catalogue has of this disk; raises as `commit` does."""
+        self._tried_at = self.clock()
+        self.discard()
+        self.open()
+        assert self._index is not None
+        everything = self._everything()
+        self._index.commit(everything)
+        self.rebuilt += bool(everything.segments)
+
+    def _everything(self) -> IndexChange:
+        segments = [one for one in list(self.catalogue.segments.values()) if one.disk == self.disk and one.size]
+        entries, dropped = dict[Slot, bytes](), list[Slot]()
+        for segment in segments:
+            columns = segment.keys, segment.starts, segment.lengths, segment.kinds, segment.written
+            entries[segment.number, 0] = b"".join(itertools.starmap(ENTRY.pack, zip(*columns, strict=True)))
+            live = set(self.catalogue.live_slots(segment))
+            dropped += [(segment.number, slot) for slot in range(len(segment.keys)) if slot not in live]
+        sizes = {segment.number: segment.size for segment in segments}
+        return IndexChange((), dropped, entries, sizes, {segment.number: segment.named for segment in segments})
+
+    def lose(self) -> None:
+        """The disk was away: with the next change the index is written anew."""
+        self.close()
+        self._tried_at = -math.inf
+
+    def discard(self) -> None:
+        """Closes and deletes the index, as far as the device lets us."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.files.remove_folder(self.path)
+
+    def synced(self) -> None:
+        """Returns once the index is on the device."""
+        if self._index is not None:
+            self._index.sync()
+
+    def close(self) -> None:
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+
+
 @contextlib.contextmanager
-def _lost_if_damaged(errors: tuple[type[Exception], ...] = _DAMAGE) -> Iterator[None]:
+def _lost_if_damaged() -> Iterator[None]:
+    """Turns errors of LMDB that say that its file is damaged into IndexLostError; errors of the device stay."""
     try:
         yield
-    except errors as error:
+    except _FAILURES:
+        raise
+    except (lmdb.Error, struct.error) as error:
+        if type(error) is lmdb.Error:  # an error of the operating system
+            raise
         raise IndexLostError(f"the index is damaged: {error}") from error
+
+
+def _sum(table: bytes, key: bytes, content: bytes) -> bytes:
+    return xxhash.xxh3_64_digest(content, xxhash.xxh3_64_intdigest(table + key))
+
+
+class _Loading:
+    """Reads an image. Damaged values, and values that do not agree, cost their segment's place in the image."""
+
+    def __init__(self, txn: lmdb.Transaction, tables: "Mapping[bytes, lmdb._Database]", *, plain: bool) -> None:
+        self._txn, self._tables, self._plain = txn, tables, plain
+        self.image = image = IndexImage(plain=plain)
+        self._bad: dict[int, str] = {}
+        rows = {number: self._unpack_row(row) for (number,), row in self._values(b"segments", _SEGMENT_KEY)}
+        image.segments = {number: row[0] for number, row in rows.items()}
+        entries = collections.defaultdict[int, bytearray](bytearray)
+        for (number, first), packed in self._values(b"entries", _SLOT_KEY):
+            if first * ENTRY.size != len(entries[number]) or len(packed) % ENTRY.size:
+                self._bad[number] = "the index has a gap"
+            entries[number] += packed
+        image.entries = {number: bytes(packed) for number, packed in entries.items()}
+        for (number, slot), _ in self._values(b"dropped", _SLOT_KEY):
+            image.dropped.setdefault(number, set()).add(slot)
+        for (number, _), packed in self._values(b"kinds", _SLOT_KEY):
+            try:
+                image.kinds.setdefault(number, []).append(_unpack_kind(packed))
+            except _BAD_VALUE as error:
+                self._bad[number] = f"the index holds an impossible format: {error}"
+        for number in {*image.entries, *image.kinds} - image.segments.keys():
+            self._bad[number] = "the index does not know the segment's size"
+        image.dropped = {number: slots for number, slots in image.dropped.items() if number in image.segments}
+        for number, (size, records, kinds) in rows.items():
+            counts = len(image.entries.get(number, b"")) // ENTRY.size, len(image.kinds.get(number, ()))
+            if not plain and counts != (records, kinds):
+                self._bad.setdefault(number, "the index has other values than it should")
+            elif number >= 1 << _NUMBER_BITS or not _fit(image, number, size):
+                self._bad.setdefault(number, "the index names impossible records")
+        for number, why in self._bad.items():
+            image.drop(number, why)
+
+    def _unpack_row(self, packed: bytes) -> tuple[int, int, int]:
+        if self._plain:
+            return _PLAIN_SEGMENT_ROW.unpack(packed)[0], 0, 0
+        size, records, kinds = _SEGMENT_ROW.unpack(packed)
+        return size, records, kinds
+
+    def _values(self, table: bytes, key_form: struct.Struct) -> Iterator[tuple[tuple[int, ...], bytes]]:
+        """Keys and contents of a table; damaged ones mark the segment that their key names."""
+        for packed_key, value in self._txn.cursor(self._tables[table]):
+            key, content = bytes(packed_key), bytes(value)
+            if len(key) != key_form.size:
+                self.image.damage = self.image.damage or f"a key of table {table.decode()} is damaged"
+                continue
+            numbers = key_form.unpack(key)
+            if not self._plain:
+                content = content[_SUM_BYTES:]
+                if value[:_SUM_BYTES] != _sum(table, key, content):
+                    self._bad[numbers[0]] = f"a value of table {table.decode()} is damaged"
+                    continue
+            elif table == b"segments" and len(content) != _PLAIN_SEGMENT_ROW.size:
+                self._bad[numbers[0]] = f"a value of table {table.decode()} is damaged"
+                continue
+            yield numbers, content
+
+
+def _fit(image: IndexImage, number: int, size: int) -> bool:
+    """Whether a segment's records lie one behind the other within its committed bytes, and are of its kinds."""
+    packed, kinds = image.entries.get(number, b""), image.kinds.get(number, [])
+    _, starts, lengths, numbers, _ = unpack_columns(packed)
+    dropped = image.dropped.get(number, set())
+    if not starts:
+        return size == 0 and not dropped
+    ends = list(map(operator.add, starts, lengths))
+    cut_off = itertools.takewhile(lambda slot: ends[slot] * ALIGN > size, reversed(range(len(ends))))
+    smallest = [ALIGN + -(-kind.format.layout.block_bytes // ALIGN) * ALIGN for kind in kinds]
+    return (
+        len(starts) <= _SLOT_MASK
+        and size <= MAX_SEGMENT_BYTES
+        and all(map(operator.le, ends, starts[1:]))
+        and dropped.issuperset(cut_off)  # the file lost its end, and an earlier start saw that
+        and max(numbers) < len(kinds)
+        and all(length * ALIGN >= smallest[kind] for kind, length in set(zip(numbers, lengths, strict=True)))
+        and max(dropped, default=0) < len(starts)
+    )
 
 
 def _pack_kind(kind: RecordKind) -> bytes:
@@ -439,8 +690,5 @@ def _pack_kind(kind: RecordKind) -> bytes:
 
 def _unpack_kind(data: bytes) -> RecordKind:
     end = KEY_BYTES + 1 + data[KEY_BYTES]
-    try:
-        layout = KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[KEY_BYTES + 1 : end]))
-        return RecordKind(BlockFormat(data[:KEY_BYTES], layout), data[end:].decode())
-    except MoonpoolError as error:
-        raise IndexLostError(f"the index holds an impossible format: {error}") from error
+    layout = KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[KEY_BYTES + 1 : end]))
+    return RecordKind(BlockFormat(data[:KEY_BYTES], layout), data[end:].decode())

@@ -1,17 +1,15 @@
-"""Recovery of a data folder from its index and segments, and the check of a folder that no kvstore uses.
+"""Recovery of a data folder from its index and segments, and the check of a folder's blocks.
 
 Records that the index does not name are read and adopted: all of them where the index is lost, else those of segments
-and ends of segments that are newer than it. `verify` changes nothing. All functions block.
+and ends of segments that are newer than it, and of segments whose values in the index are damaged. All functions block.
 """
 
 import collections
 import contextlib
 import dataclasses
 import fcntl
-import functools
 import itertools
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -28,6 +26,7 @@ from services.kvstore.ssd.index import (
     ENTRY,
     MAP_BYTES,
     Catalogue,
+    DiskIndex,
     Index,
     IndexChange,
     IndexImage,
@@ -93,7 +92,8 @@ class DataFolder:
 
         After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
         """
-        boot, now = self._note.read_text().strip() if self._note.exists() else None, self.files.boot_id()
+        noted = self._note.read_bytes() if self._note.exists() else None
+        boot, now = None if noted is None else noted.decode(errors="replace").strip(), self.files.boot_id()
         is_same_boot = bool(boot) and boot == now  # "" is a boot that is not known
         if boot is not None and not is_same_boot:
             log.warning("the machine restarted before everything was synced; rebuilding the index")
@@ -111,6 +111,25 @@ class DataFolder:
                 log.warning("the device is too full to do without syncs; durability is power", error=str(error))
         self.all_synced()  # half a note would say that something is not synced
         return "power"
+
+    def relock(self) -> bool:
+        """Locks the folder that is at the path now; returns whether its file system is another one than before.
+
+        Raises:
+            OSError: there is no folder of a store, or another process has it.
+        """
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        if os.path.samestat(os.fstat(fd), os.fstat(self._lock_fd)):
+            os.close(fd)
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(self._lock_fd)
+        self._lock_fd = fd
+        return True
 
     def all_synced(self) -> None:
         self.files.unlink(self._note)
@@ -132,47 +151,50 @@ class Recovery:
         self.folder = folder
         self.catalogue = catalogue
         self._lost: list[Slot] = []  # of records that are cut off
-        self.index: Index | None = None  # it stays None when there is no room to rebuild a lost one
         self._sync = folder.durability == "power"
-        self._open_index = functools.partial(Index, folder.files, folder.index, map_bytes, sync=self._sync)
+        self.index = DiskIndex(folder.files, folder.path, catalogue, folder.disk, self._sync, map_bytes)
         try:
             sizes = list_segments(folder.segments)
             image = self._load(is_first_start=not sizes)
             self.next_segment = max([0, *sizes, *image.segments]) + 1  # was never used
-            self.rebuilt = bool(sizes) and self.index is None  # from the segments
+            self.rebuilt = bool(sizes) and not self.index.usable  # from the segments
             adopted = self._fill(sizes, image)
-            self._tell(self._difference(image, adopted))
+            self._tell(self._difference(image, adopted), is_stale=image.stale)
         except BaseException as error:
             for segment in [one for one in catalogue.segments.values() if one.disk == folder.disk]:
                 catalogue.remove(segment)
-            self.close()
+            self.index.close()
             folder.close()
             folder.files.close_all()
             if not isinstance(error, OSError | lmdb.Error):
                 raise
-            raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}") from error
-
-    def close(self) -> None:
-        if self.index is not None:
-            self.index.close()
+            advice = f"; try moonpool kvstore verify --repair {folder.path}" if isinstance(error, lmdb.Error) else ""
+            raise ConfigError("data_dir", f"{folder.path} cannot be used: {error}{advice}") from error
 
     def _load(self, *, is_first_start: bool) -> IndexImage:
         """The content of the index. An index that cannot be used is deleted and counts as empty."""
         try:
-            self.index = self._open_index()
-            return self.index.load()
+            self.index.open()
+            image = self.index.load()
         except (OSError, lmdb.Error, IndexLostError) as error:
             if not isinstance(error, IndexLostError) and not is_full(error):  # opening what is whole needs no room
                 raise
             if not is_first_start:
-                log.warning("rebuilding the index from the segments", reason=str(error))
-        self._discard()
-        return IndexImage()
-
-    def _discard(self) -> None:
-        self.close()
-        self.index = None
-        self.folder.files.remove_folder(self.folder.index)
+                log.warning(
+                    "rebuilding the index from the segments",
+                    reason=str(error),
+                    command=f"moonpool kvstore verify --repair {self.folder.path}",
+                )
+            self.index.close()
+            self.folder.files.remove_folder(self.index.path)
+            return IndexImage()
+        if image.damage:
+            log.warning(
+                "writing the index anew; segments whose values are damaged are read",
+                reason=image.damage,
+                command=f"moonpool kvstore verify --repair {self.folder.path}",
+            )
+        return image
 
     def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
         """Fills the catalogue, and makes the files agree with it; entries of what the index does not name."""
@@ -230,7 +252,7 @@ class Recovery:
         files = self.folder.files
         try:
             found = scan_segment(files, path, end, start)
-            records = [one for one in found if self.index is None or _is_whole(files, path, one)]
+            records = [one for one in found if not self.index.usable or _is_whole(files, path, one)]
             if records and self._sync:
                 files.sync(path)
             return records
@@ -251,26 +273,27 @@ class Recovery:
         sizes = {segment.number: segment.size for segment in changed}
         return IndexChange(gone, self._lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
-    def _tell(self, change: IndexChange) -> None:
-        """Tells the index what it must learn, in one transaction; makes a lost one anew.
+    def _tell(self, change: IndexChange, *, is_stale: bool) -> None:
+        """Tells the index what it must learn, in one transaction; writes a lost or stale one anew.
 
         A full device is no reason not to start: a new index is given up with its room, an old one stays as it is.
         """
-        is_new = self.index is None
+        is_new = not self.index.usable or is_stale
         try:
-            if self.index is None:
-                self.index = self._open_index()
-            if is_new or change.segments or change.removed_segments:
+            if is_new:
+                self.index.write_anew()
+            elif change.segments or change.removed_segments:
                 self.index.commit(change)
         except (OSError, lmdb.Error) as error:
-            if not is_full(error) or (is_new and not self.rebuilt):
+            if not is_full(error) or (is_new and not self.rebuilt and not is_stale):
                 raise
             if is_new:
-                self._discard()
+                self.index.close()
+                self.folder.files.remove_folder(self.index.path)
                 log.error(
                     "the device is too full for an index: all that the segments hold is served, but every start reads "
                     "them anew; free some room and start again",
-                    path=str(self.folder.index),
+                    path=str(self.index.path),
                     needed_bytes=len(self.catalogue) * ENTRY.size + _SPARE_BYTES,
                     error=str(error),
                 )
@@ -328,11 +351,13 @@ class VerifyReport:
         default_factory=list
     )  # the first thousand: a store would answer a miss
     fault_count: int = 0
-    index_error: str | None = None  # why the index cannot be used; a store would rebuild it from the segments
+    index_error: str | None = None  # what is wrong with the index; a store would rebuild it from the segments
+    records_error: str = ""  # what is wrong with the records of conductors; a store would keep the intact ones
+    damaged: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # segments and offsets of bad records
 
     @property
     def ok(self) -> bool:
-        return not self.fault_count and self.index_error is None
+        return not (self.fault_count or self.index_error or self.records_error)
 
     def add(self, fault: FolderFault) -> None:
         self.fault_count += 1
@@ -340,33 +365,18 @@ class VerifyReport:
             self.faults.append(fault)
 
 
-def verify(path: pathlib.Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
-    """Checks a data folder; `on_segment` is called with the number of segments done, and of all.
+def check_blocks(path: Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
+    """Checks segments and index of a data folder that nobody uses; changes nothing.
 
-    Raises:
-        ConfigError: `path` holds no store, cannot be read, or is used by a kvstore.
+    `on_segment` is called with the number of segments done, and of all. Raises OSError if the folder cannot be read.
     """
-    try:
-        lock = (path / "lock").open("rb")
-    except OSError as error:
-        raise ConfigError("data_dir", f"{path} holds no store: {error.strerror or error}") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return _verify(path, on_segment)
-        except BlockingIOError as error:
-            raise ConfigError("data_dir", f"{path} is used by another process") from error
-        except (OSError, lmdb.Error) as error:
-            raise ConfigError("data_dir", f"{path} cannot be read: {error}") from error
-
-
-def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
     folder, reading, catalogue = path / "segments", FileLayer(direct=True), None
     files = list_segments(folder)
     report = VerifyReport()
     try:
         with contextlib.closing(Index(None, path / "index")) as index:
             image = index.load()
+        report.index_error = image.damage or None
         catalogue = _catalogue(folder, files, image)
         newer = len(files.keys() - image.segments.keys())  # may have the files of as many that it does name
         for number in sorted(image.segments.keys() - files.keys())[newer:]:
@@ -381,7 +391,7 @@ def _verify(path: pathlib.Path, on_segment: Callable[[int, int], None]) -> Verif
     return report
 
 
-def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -> Catalogue:
+def _catalogue(folder: Path, files: dict[int, int], image: IndexImage) -> Catalogue:
     catalogue = Catalogue()
     for number in files:
         path, kinds = segment_path(folder, number), image.kinds.get(number, [])
@@ -391,7 +401,7 @@ def _catalogue(folder: pathlib.Path, files: dict[int, int], image: IndexImage) -
 
 
 def _check_segment(
-    report: VerifyReport, files: FileLayer, path: pathlib.Path, number: int, size: int, catalogue: Catalogue | None
+    report: VerifyReport, files: FileLayer, path: Path, number: int, size: int, catalogue: Catalogue | None
 ) -> None:
     report.segments += 1
     named: dict[int, int] = {}
@@ -417,6 +427,7 @@ def _check_segment(
             report.blocks += 1
         except (BadRecordError, OSError) as error:
             report.add(FolderFault(number, found.offset, found.info.key, str(error)))
+            report.damaged.append((number, found.offset))
     for offset, slot in named.items():
         assert segment is not None
         report.add(FolderFault(number, offset, segment.keys[slot], "the index names a record that is not there"))

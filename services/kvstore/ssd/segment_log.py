@@ -28,7 +28,7 @@ from services.kvstore.ssd.index import (
     ENTRY,
     MAX_SEGMENT_BYTES,
     Catalogue,
-    Index,
+    DiskIndex,
     IndexChange,
     RecordLocation,
     Segment,
@@ -141,6 +141,7 @@ class WritePlan:
     deleting: dict[Segment, Future[None]]  # files, in another thread: of earlier plans, and then of this one
     erase: list[RecordLocation]  # records to be overwritten
     tails: dict[Segment, int]  # files to be cut off at these ends of the segments
+    check_index: bool = False
     cut: list[Segment] = dataclasses.field(default_factory=list)  # of these, what the device took
     unerased: list[RecordLocation] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # why the device did not take something of both, the last reason
@@ -148,6 +149,7 @@ class WritePlan:
     unreadable: Segment | None = None  # the plan failed for it
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
     written_bytes: int = 0  # of records that count, once the plan has ended
+    indexed: list[IndexChange] = dataclasses.field(default_factory=list)  # what the index was told
 
     def move(self, state: PlanState) -> None:
         """Changes the state, along `TRANSITIONS` only."""
@@ -183,13 +185,15 @@ class Committer:
     """Does plans, one at a time. Changes nothing of the event loop's but the plan."""
 
     files: FileLayer
-    index: Index | None  # None when there was no room for one
+    index: DiskIndex
     folder: Path
     sync: bool  # a commit survives a loss of power
 
     def run(self, plan: WritePlan) -> None:
         """Does a plan. On an error `plan.state` tells how far it came."""
         try:
+            if plan.check_index:
+                self.index.check()
             self._erase(plan)
             if plan.full:
                 self._free(plan)
@@ -275,14 +279,16 @@ class Committer:
                 self.files.sync_folder(self.folder)
         going = set() if plan.cleared else {segment.number for segment in plan.removed_segments}
         dropped = [] if plan.cleared else [slot for slot in plan.dead if slot[0] not in going]
-        if self.index is not None and (appends or going or dropped):
+        if appends or going or dropped:
             before = collections.Counter(append.segment for append in (plan.carried if plan.cleared else ()))
             entries = {
                 (one.number, len(one.keys) + before[one]): packed for one, packed in pack_entries(appends).items()
             }
             committed = {segment.number: size for segment, size in sizes.items()}
             kinds = {segment.number: segment.named for segment in sizes}
-            self.index.commit(IndexChange(going, dropped, entries, committed, kinds))
+            change = IndexChange(going, dropped, entries, committed, kinds)
+            self.index.commit(change, plan.indexed)
+            plan.indexed.append(change)
         if not plan.cleared:
             plan.move(PlanState.CLEARED)
             self._delete(plan)

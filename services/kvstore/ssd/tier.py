@@ -20,7 +20,7 @@ from moonpool.telemetry.logs import get_logger
 from services.kvstore.eviction.tenants import TenantAccount
 from services.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, Segment, Slot
-from services.kvstore.ssd.records import SsdReader, record_size, resembles_records
+from services.kvstore.ssd.records import SsdReader, list_segments, record_size, resembles_records
 from services.kvstore.ssd.recovery import DataFolder, Durability, Recovery
 from services.kvstore.ssd.segment_log import (
     Append,
@@ -78,6 +78,7 @@ class Disk:
     committer: Committer
     out: bool = False  # it failed: nothing of it is found, and nothing is written to it
     full: bool = False  # the last plan found it so
+    unchecked: bool = False  # the next plan checks the index
     dead: list[Slot] = dataclasses.field(default_factory=list)  # the index does not know it
     doomed: list[RecordLocation] = dataclasses.field(default_factory=list)  # to be overwritten
     dooming: bool = False  # a plan does so, or deletes the files of the next two
@@ -94,7 +95,7 @@ class Disk:
 
     @property
     def has_housekeeping(self) -> bool:
-        return self.erasing or bool(self.dead) or self.space.has_work
+        return self.erasing or self.unchecked or bool(self.dead) or self.space.has_work
 
     def hear(self) -> None:
         """Of deletions that are over: those that failed are to be tried again."""
@@ -122,6 +123,7 @@ class SsdTier:
         self.user_bytes = 0  # of new blocks in them
         self.carried_bytes = self.dropped_segments = 0
         self.lost_blocks = 0  # found bad when they were to be carried over
+        self.scrubbed_bytes = self.scrub_passes = 0
         self._note_doubles()
 
     @property
@@ -135,7 +137,16 @@ class SsdTier:
     @property
     def indexed(self) -> bool:
         """Whether all disks have an index; the next start reads all segments of one that has none."""
-        return all(disk.committer.index is not None for disk in self.disks)
+        return all(disk.committer.index.usable for disk in self.disks)
+
+    @property
+    def indexes_rebuilt(self) -> int:
+        return sum(disk.committer.index.rebuilt for disk in self.disks)
+
+    def check_indexes(self) -> None:
+        """Has the next plans check the indexes; damaged ones are written anew."""
+        for disk in self.working:
+            disk.unchecked = True
 
     @property
     def used_bytes(self) -> int:
@@ -232,7 +243,8 @@ class SsdTier:
         erase = [place for place in disk.doomed if place[0].id in self.catalogue.segments]
         work = disk.forgotten, disk.nameless, disk.dead, full, carry, store, reuse, dict(disk.deleting), erase, tails
         disk.forgotten, disk.nameless, disk.dead, disk.doomed = [], [], [], []
-        return WritePlan(number, taken, rejected, given_up, victims, *work)
+        unchecked, disk.unchecked = disk.unchecked, False
+        return WritePlan(number, taken, rejected, given_up, victims, *work, check_index=unchecked)
 
     def committed(self, plan: WritePlan) -> None:
         plan.move(PlanState.COMMITTED)
@@ -348,6 +360,33 @@ class SsdTier:
             yield keys
         disk.dead, disk.doomed, disk.nameless, disk.forgotten, disk.deleting = [], [], [], [], {}
 
+    def reopen(self, number: int) -> list[Segment]:
+        """Blocking, between two plans. After a disk failed: opens its files anew, as it may have been away.
+
+        Returns segments that the disk has no more. Raises OSError while the disk is away.
+        """
+        disk = self.disks[number]
+        disk.folder.files.forget_open()
+        if not disk.folder.relock():
+            return []
+        sizes = list_segments(disk.folder.segments)
+        disk.committer.index.lose()
+        own = [segment for segment in list(self.catalogue.segments.values()) if segment.disk == number]
+        return [segment for segment in own if segment.size > sizes.get(segment.number, 0)]
+
+    def drop_segments(self, number: int, segments: Iterable[Segment]) -> Iterator[list[BlockKey]]:
+        """Segments of a disk are not there any more, between two plans; keys of their blocks, by segment."""
+        disk = self.disks[number]
+        for segment in segments:
+            keys = [segment.keys[slot] for slot in self.catalogue.live_slots(segment)]
+            self.catalogue.remove(segment)
+            disk.dead = [slot for slot in disk.dead if slot[0] != segment.number]
+            disk.doomed = [place for place in disk.doomed if place[0] is not segment]
+            disk.space.active = None
+            self._gone(disk, [segment])
+            yield keys
+        disk.space.recount()
+
     def close(self) -> None:
         """Blocking. Closes all files and unlocks the folders; what was not synced on the way is synced now."""
         for disk in self.working:
@@ -359,8 +398,7 @@ class SsdTier:
                     for segment in disk.space.segments:
                         disk.folder.files.sync(segment.path)
                     disk.folder.files.sync_folder(disk.folder.segments)
-                    if disk.committer.index is not None:
-                        disk.committer.index.sync()
+                    disk.committer.index.synced()
                     disk.folder.all_synced()
             except (OSError, lmdb.Error) as error:
                 log.error("what was written may not survive a loss of power", error=str(error))
@@ -370,8 +408,7 @@ class SsdTier:
         """Blocking. Closes all files and unlocks the folders without bringing anything to the devices."""
         for disk in self.disks:
             disk.folder.files.close_all()
-            if disk.committer.index is not None:
-                disk.committer.index.close()
+            disk.committer.index.close()
             disk.folder.close()
 
 

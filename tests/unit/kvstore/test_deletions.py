@@ -334,7 +334,7 @@ async def test_a_deletion_was_carried_out_if_all_folders_say_so(tmp_path: Path) 
     with_new.close()
 
 
-async def test_records_of_a_folder_that_cannot_be_read_are_left_out_of_several(tmp_path: Path) -> None:
+async def test_a_folder_whose_records_are_damaged_learns_them_from_the_others(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     record_store = RecordStore(folders, lambda: 100.0)
     await record_store.take([record("r", 1)])
@@ -346,8 +346,18 @@ async def test_records_of_a_folder_that_cannot_be_read_are_left_out_of_several(t
     await some.applied({"one": (0, 0)})
     assert some.counts("one") == (3, 300)
     some.close()
+    alone = RecordStore(folders[1:], lambda: 100.0)
+    assert (alone.counts("one"), [it.version for it in alone.replicated.of("k", "t")]) == ((3, 300), [1])
+    alone.close()
+
+
+async def test_records_of_a_folder_that_cannot_be_read_are_left_out_of_several(tmp_path: Path) -> None:
+    (tmp_path / "b").write_bytes(b"no folder")
+    some = RecordStore([tmp_path / "a", tmp_path / "b"], lambda: 100.0)
+    await some.take([record("r", 1)])
+    some.close()
     with pytest.raises(ConfigError, match=r"data_dir: .*b cannot be read"):
-        RecordStore(folders[1:])
+        RecordStore([tmp_path / "b"])
 
 
 async def test_what_was_deleted_while_a_disk_was_away_does_not_come_back_with_it(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """The writer thread: what is visible becomes durable, and what failed is tried again."""
 
 import asyncio
+import errno
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.faulty_files import FaultyFiles
-from tests.unit.kvstore.helpers import Driven, data_of, keys_of, open_ssd, spec_of, writing
+from tests.unit.kvstore.helpers import RECORD, Driven, data_of, keys_of, open_ssd, spec_of, writing
 
 KEYS = keys_of(6)
 A, B, C = KEYS[:3]
@@ -131,3 +135,41 @@ async def test_a_block_put_again_after_an_error_becomes_durable(tmp_path: Path) 
         assert await writer.drain(10)
         assert set(driven.durable) == {(A,)}
         assert driven.store.tiers.durable(A)
+
+
+async def test_a_disk_that_was_away_is_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its file system comes back as another one, and has lost a segment meanwhile."""
+    disk, back = tmp_path / "disk", tmp_path / "back"
+    files = FaultyFiles()
+    ssd = open_ssd(disk, 1 << 20, 2 * RECORD, files=files)
+    driven = Driven(ssd)
+    async with writing(driven, unsaved_after_s=[0.001], retry_after_s=[]) as writer:
+        for key in KEYS[:4]:
+            driven.store.writes.close(driven.put([key]))
+            assert await writer.drain(10)
+        for key in KEYS[:3]:
+            driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
+        shutil.copytree(disk, back)
+        sorted((back / "segments").iterdir())[1].unlink()  # two blocks, of which DRAM has one
+        files.fail("write", OSError(errno.EIO, "Input/output error"), 1)
+        driven.put(KEYS[4:])
+        assert await writer.drain(10)
+        shutil.rmtree(disk)
+        disk.mkdir()  # the mount point
+        driven.store.writes.queue.retry()
+        assert await writer.drain(10)
+        assert set(ssd.catalogue) == set(KEYS[:4])
+        assert driven.read(KEYS[4:]) == [data_of(key) for key in KEYS[4:]]
+        disk.rmdir()
+        back.rename(disk)
+        async with asyncio.timeout(60):
+            while set(ssd.catalogue) != {*KEYS} - {KEYS[2]}:
+                assert await writer.drain(10)
+        assert await writer.drain(10)
+        assert (driven.removed, ssd.indexes_rebuilt) == ([KEYS[2]], 1)
+        assert driven.read(KEYS[:2]) == [data_of(key) for key in KEYS[:2]]
+    assert caplog.text.count("could not be made durable") <= 2  # an error of the device, and no folder
+    ssd.close()
+    ssd = open_ssd(disk, 1 << 20, 2 * RECORD)
+    assert set(ssd.catalogue) == {*KEYS} - {KEYS[2]}
+    ssd.close()

@@ -25,6 +25,12 @@ def entries(*numbers: int) -> bytes:
     return b"".join(ENTRY.pack(KEYS[n], 2 * n, 2, 0, 0) for n in numbers)
 
 
+def segment_of(number: int, records: int) -> IndexChange:
+    """A segment with so many records."""
+    packed = b"".join(ENTRY.pack(KEYS[n % len(KEYS)], 2 * n, 2, 0, 0) for n in range(records))
+    return IndexChange(entries={(number, 0): packed}, segments={number: 8192 * records}, kinds={number: KINDS})
+
+
 def test_what_was_committed_is_there_again(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
     index.commit(
@@ -52,7 +58,7 @@ class Kinds(Sequence[RecordKind]):
     """So many kinds, and how many of them were looked at."""
 
     def __init__(self, count: int) -> None:
-        self.kinds = [RecordKind(FORMAT, str(number)) for number in range(count)]
+        self.kinds = [*KINDS, *(RecordKind(FORMAT, str(number)) for number in range(2, count))]
         self.looks = 0
 
     def __len__(self) -> int:
@@ -65,8 +71,9 @@ class Kinds(Sequence[RecordKind]):
 
 def test_kinds_that_are_there_are_not_brought_again(tmp_path: Path) -> None:
     index, before, after = made(tmp_path / "i"), Kinds(50), Kinds(52)
+    index.commit(segment_of(1, 1))
     for kinds in (before, after):
-        index.commit(IndexChange(kinds={1: kinds}))
+        index.commit(IndexChange(segments={1: 8192}, kinds={1: kinds}))
     assert after.looks <= 3  # the new ones, and one that is there
     assert index.load().kinds == {1: after.kinds}
     index.close()
@@ -81,7 +88,7 @@ def test_no_file_is_mapped_for_writing(tmp_path: Path) -> None:
 def test_the_map_grows(tmp_path: Path) -> None:
     index = made(tmp_path / "i")
     for n in range(40):
-        index.commit(IndexChange(entries={(n, 0): entries(*range(100))}))
+        index.commit(segment_of(n, 100))
     assert sum(len(packed) for packed in index.load().entries.values()) == 4000 * ENTRY.size
     index.close()
 
@@ -90,17 +97,33 @@ def test_the_map_grows(tmp_path: Path) -> None:
 def test_the_map_grows_for_what_is_written_last(tmp_path: Path, count: int) -> None:
     """Some of these leave so few pages of the map that the commit itself needs a larger one."""
     index = Index(FileLayer(), tmp_path / "i", 1 << 16)
-    index.commit(IndexChange(entries={(1, 0): entries(0) * count}))
+    index.commit(segment_of(1, count))
     assert len(index.load().entries[1]) == count * ENTRY.size
     index.close()
 
 
-def test_a_gap_in_the_slots_is_a_lost_index(tmp_path: Path) -> None:
-    index = made(tmp_path / "i")
-    index.commit(IndexChange(entries={(1, 0): entries(0), (1, 2): entries(2)}))
-    with pytest.raises(IndexLostError, match="gap"):
-        index.load()
-    index.close()
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        IndexChange(entries={(1, 4): entries(4)}),  # a gap
+        IndexChange(entries={(1, 3): entries(3)}),  # more records than the segment says
+        IndexChange(entries={(1, 3): entries(3)}, segments={1: 3 * 8192}),  # beyond the committed bytes
+        IndexChange(entries={(1, 3): entries(2)}, segments={1: 4 * 8192}),  # one over another
+        IndexChange(entries={(1, 3): ENTRY.pack(KEYS[3], 6, 2, 2, 0)}, segments={1: 4 * 8192}),  # of no kind
+        IndexChange(entries={(1, 3): ENTRY.pack(KEYS[3], 6, 1, 0, 0)}, segments={1: 4 * 8192}),  # too short
+        IndexChange(dropped=[(1, 3)]),
+        IndexChange(removed_segments=[1], kinds={1: KINDS}),
+    ],
+)
+def test_a_segment_whose_values_do_not_agree_is_left_out(tmp_path: Path, wrong: IndexChange) -> None:
+    with contextlib.closing(made(tmp_path / "i")) as index:
+        index.commit(segment_of(1, 3))
+        index.commit(segment_of(2, 3))
+        assert index.load().damage == ""
+        index.commit(wrong)
+        image = index.load()
+        assert "segment 1: " in image.damage
+        assert (image.segments, list(image.entries), list(image.kinds), image.dropped) == ({2: 24576}, [2], [2], {})
 
 
 def test_an_index_whose_first_commit_failed_is_lost(tmp_path: Path) -> None:
@@ -108,11 +131,11 @@ def test_an_index_whose_first_commit_failed_is_lost(tmp_path: Path) -> None:
     files.fail("transaction", lmdb.DiskError("No space left on device"), 1, after=1)
     index = Index(files, tmp_path / "i")
     with pytest.raises(lmdb.DiskError):
-        index.commit(IndexChange(segments={1: 1}))
+        index.commit(segment_of(1, 1))
     with pytest.raises(IndexLostError, match="new"):
         index.load()
-    index.commit(IndexChange(segments={1: 2}))
-    assert index.load().segments == {1: 2}
+    index.commit(segment_of(1, 2))
+    assert index.load().segments == {1: 2 * 8192}
     index.close()
 
 
@@ -135,7 +158,7 @@ def test_a_look_changes_nothing(tmp_path: Path) -> None:
 def test_a_damaged_file_is_lost_and_never_touched_further(tmp_path: Path, damage: str) -> None:
     index = made(tmp_path / "i")
     for n in range(40):
-        index.commit(IndexChange(entries={(n, 0): entries(*range(100))}))
+        index.commit(segment_of(n, 100))
     index.close()
     data = tmp_path / "i" / "data.mdb"
     whole = data.read_bytes()

@@ -11,9 +11,9 @@ from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from services.kvstore.repair import verify
 from services.kvstore.ssd.files import ALIGN
 from services.kvstore.ssd.records import list_segments, pack_header
-from services.kvstore.ssd.recovery import verify
 from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.faulty_files import FaultyFiles

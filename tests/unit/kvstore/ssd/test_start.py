@@ -9,7 +9,8 @@ import lmdb
 import pytest
 
 from moonpool.errors import ConfigError
-from services.kvstore.ssd.files import FileLayer
+from services.kvstore.repair import verify
+from services.kvstore.ssd.files import FileLayer, open_lmdb
 from services.kvstore.ssd.tier import SsdTier, open_tier
 from tests.unit.kvstore.faulty_files import FaultyFiles, counting
 from tests.unit.kvstore.helpers import RECORD, Driven, data_of, held, keys_of, open_ssd, owner_of, store
@@ -287,3 +288,24 @@ def test_an_index_of_another_boot_is_rebuilt(tmp_path: Path, caplog: pytest.LogC
     assert "segments read" in caplog.text
     assert {key: owner_of(ssd, key) for key in ssd.catalogue} == dict.fromkeys(KEYS[:3], "t")
     ssd.close()
+
+
+def test_an_index_without_checksums_gets_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As version 4 wrote it."""
+    with store(tmp_path, 4 * RECORD) as driven:
+        driven.flush(KEYS[:7], "t")
+        driven.store.delete_keys(KEYS[:1])
+        driven.flush()
+    with open_lmdb(tmp_path / "index") as env, env.begin(write=True) as txn:
+        for name in (b"segments", b"entries", b"dropped", b"kinds"):
+            table = env.open_db(name, txn)
+            for key, value in list(txn.cursor(table)):
+                txn.put(key, value[8:16] if name == b"segments" else value[8:], db=table)
+        txn.put(b"version", b"4", db=env.open_db(b"meta", txn))
+    assert verify(tmp_path).ok
+    for rebuilt in (1, 0):
+        with store(tmp_path, 4 * RECORD) as driven:
+            assert {key: owner_of(ssd_of(driven), key) for key in held(driven.store)} == dict.fromkeys(KEYS[1:7], "t")
+            assert driven.read(KEYS[1:7]) == [data_of(key) for key in KEYS[1:7]]
+            assert ssd_of(driven).indexes_rebuilt == rebuilt
+    assert "segments read" not in caplog.text

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from moonpool.errors import ConfigError
-from services.kvstore.ssd.recovery import FolderFault, verify
-from tests.unit.kvstore.helpers import LAYOUT, RECORD, keys_of, store
+from services.kvstore.repair import repair, verify
+from services.kvstore.ssd.recovery import FolderFault
+from tests.unit.kvstore.helpers import LAYOUT, RECORD, data_of, keys_of, store
 
 KEYS = keys_of(12)
 
@@ -50,3 +51,29 @@ def test_a_check_does_without_an_index(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert (report.ok, report.fault_count, report.blocks) == (False, 0, 2)
     assert report.index_error is not None
+
+
+def test_a_repair_drops_what_is_damaged_and_keeps_the_rest(tmp_path: Path) -> None:
+    with store(tmp_path, segment=4 * RECORD) as driven:
+        driven.flush(KEYS[:8])
+    first = sorted((tmp_path / "segments").iterdir())[0]
+    data = bytearray(first.read_bytes())
+    data[RECORD + 4096] ^= 1  # the second block's data
+    first.write_bytes(data)
+    index = tmp_path / "index" / "data.mdb"
+    index.write_bytes(index.read_bytes()[:9000])
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "data.mdb").write_bytes(b"\xa5" * 20_000)
+    report = verify(tmp_path)
+    assert (report.ok, report.damaged, bool(report.index_error), bool(report.records_error)) == (
+        False,
+        [(1, RECORD)],
+        True,
+        True,
+    )
+    repair(tmp_path, report)
+    report = verify(tmp_path)
+    assert (report.ok, report.blocks) == (True, 7)
+    with store(tmp_path, segment=4 * RECORD) as driven:
+        assert driven.read(KEYS[:1]) == [data_of(KEYS[0])]
+        assert driven.read(KEYS[2:8]) == [data_of(key) for key in KEYS[2:8]]

@@ -1,0 +1,18 @@
+"""Random damages to data folders at rest; `python -m tests.unit.kvstore.damages --count 10000` does many more."""
+
+import pytest
+
+from tests.unit.kvstore.damages import Folders
+
+FIRST, COUNT = 100_000, 100
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("damages"))
+
+
+@pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, 10))
+def test_each_start_on_a_damaged_folder_serves_and_new_blocks_become_durable(folders: Folders, first: int) -> None:
+    for seed in range(first, first + 10):
+        print("seed", seed, *folders.run(seed))
