@@ -65,7 +65,7 @@ def test_what_passes_is_read_and_written_whatever_was_changed(tmp_path: Path) ->
                 assert sum(len(value) for _, value in txn.cursor(table)) > 0
                 txn.put(b"new %d" % number, bytes(20_000), db=table)
     print(f"{found} of 120 were found")
-    assert found > 50
+    assert found > 10
 
 
 @pytest.mark.parametrize("size", [1, 100, PAGE, 2 * PAGE, 5 * PAGE + 1])
