@@ -14,9 +14,10 @@ models.mkdir(exist_ok=True)
 
 @cell
 def prompt():
-    check(
-        "Paris" in command("llm", "-m", "served", QUESTION, LLM_USER_PATH=os.path.abspath("llm"), OPENAI_API_KEY="any")
-    )
+    environment = {"LLM_USER_PATH": os.path.abspath("llm"), "OPENAI_API_KEY": "any"}
+    bounded = ("-o", "max_tokens", "12", "-o", "temperature", "0")
+    told = command("llm", "-m", "served", *bounded, QUESTION, **environment)
+    check("Paris" in told, told)
 
 
 run()
