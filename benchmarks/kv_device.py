@@ -57,9 +57,11 @@ class UnpaidDevice:
         """See `Device.memory`."""
         return torch.empty(shape, dtype=torch.uint8)
 
-    def buffers(self, count: int, nbytes: int) -> torch.Tensor:
-        """See `Device.buffers`."""
-        return torch.zeros((count, nbytes), dtype=torch.uint8)
+    def register(self, memory: torch.Tensor) -> None:
+        """All memory is the host's."""
+
+    def copy_slices(self, target: torch.Tensor, source: torch.Tensor, slices: torch.Tensor) -> None:
+        """Never called: streams leave work out."""
 
     def capture(self, work: Callable[[], torch.Tensor]) -> CapturedGraph:
         """See `Device.capture`."""

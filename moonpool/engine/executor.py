@@ -358,6 +358,9 @@ class ProcessEngine:
             for worker in self._workers:
                 worker.channel.send(sizes)
         ready = await self._of_all(WorkerReady, listener)
+        if not self._one_pool:  # stages have taken the memory; here each page is mapped, before KV comes
+            for part in self.pool.parts:
+                await asyncio.to_thread(part.populate)
         for worker, message in zip(self._workers, ready, strict=True):
             self._note(worker, message)
         by = " / ".join(dict.fromkeys(message.computing for message in ready))  # one line: stages hardly ever differ

@@ -65,10 +65,10 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _SLACK_BYTES
 
 
-def device_footprint(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int, ring: int) -> DeviceFootprint:
-    """What one stage holds in the memory of its device. `weights`, `pool`, `ring`: bytes, as they are held."""
+def device_footprint(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int) -> DeviceFootprint:
+    """What one stage holds in the memory of its device. `weights`, `pool`: bytes, as they are held."""
     graphs = MAX_GRAPH_BYTES if engine.graph_rows else 0
-    return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs, ring)
+    return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs)
 
 
 def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:

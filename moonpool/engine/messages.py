@@ -231,15 +231,12 @@ class DeviceFootprint:
         pool: of KV, as large as its part of the host's.
         work: everything that steps need.
         graphs: of decode steps; 0 where there are none.
-        ring: of buffers of the host, pinned on a GPU, through which KV comes and leaves. Not the device's memory: it is
-            in `Footprint.pool`.
     """
 
     weights: int
     pool: int
     work: int
     graphs: int
-    ring: int
 
     @property
     def bound(self) -> int:

@@ -95,5 +95,5 @@ def _beside(model: ModelConfig, spec: EngineSpec, tokens: int) -> int:
     """Bytes that steps and graphs need beside the pool, which may hold sequences of any length."""
     longest = spec.max_tokens or model.max_position_embeddings
     sized = replace(spec, step_tokens=tokens, blocks=-(-longest // spec.layout.block_tokens))
-    held = device_footprint(model, sized, weights=0, pool=0, ring=0)
+    held = device_footprint(model, sized, weights=0, pool=0)
     return held.work + held.graphs

@@ -213,12 +213,10 @@ class StageLoader:
         import torch
 
         from moonpool.engine.footprint import device_footprint, grammar_bytes, work_bytes
-        from moonpool.platforms.kv_memory import Staging
         from moonpool.platforms.stage_platform import stage_platform
 
         config, engine, model = self.config, self.engine, self.model
-        ring = Staging.of(self.part).nbytes(self.part)
-        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes, ring=ring)
+        sizes = device_footprint(config, engine, weights=model.weight_bytes, pool=self.part.nbytes)
         on_failure = partial(_end_process, self.channel)
         platform = stage_platform(self.device, self.part, on_failure, sizes.work + sizes.graphs)
         work = work_bytes(config, engine, native=model.native, threads=torch.get_num_threads())

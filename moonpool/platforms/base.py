@@ -87,8 +87,20 @@ class Device(Protocol):
             ConfigError: there is not enough memory.
         """
 
-    def buffers(self, count: int, nbytes: int) -> Tensor:
-        """Return host memory for copies, [count, nbytes] of uint8; pinned on a GPU."""
+    def register(self, memory: Tensor) -> None:
+        """Make host memory ready for `copy_slices`, until the device is closed: a GPU pins it.
+
+        If the memory cannot be pinned, copies are slower, and a warning says why.
+        """
+
+    def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
+        """Copy slices between host and device, within work of a stream, in any order among each other.
+
+        Args:
+            target: uint8 [slices, bytes of a slice]; the device's memory, or registered.
+            source: alike, the other of both.
+            slices: int64 on the host, rising: numbers of the slices in both.
+        """
 
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
         """Capture `work`, within work of the compute stream; nothing is done before a replay.

@@ -1,5 +1,6 @@
-"""A GPU over CUDA streams and events. Experimental: never run on a GPU; tests cover what it shares with `staged`."""
+"""A GPU over CUDA streams and events."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -8,6 +9,9 @@ from torch import Tensor
 
 from moonpool.errors import ConfigError
 from moonpool.platforms.base import CapturedGraph, DeviceCapacity, DeviceEvent
+from moonpool.platforms.cuda_calls import CallRefused, CudaRuntime, runs_of
+
+log = logging.getLogger(__name__)
 
 
 def check_free_memory(needed: int, beside: int, free: int) -> None:
@@ -109,6 +113,8 @@ class CudaDevice:
         self.compute = CudaStream(compute, sleeps=False)
         self.load_stream, self.store_stream = (CudaStream(stream, sleeps=True) for stream in (load, store))
         self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share
+        self._registered: list[tuple[CudaRuntime, Tensor]] = []
+        self._batching: CudaRuntime | None = None
 
     @property
     def torch_device(self) -> torch.device:
@@ -140,9 +146,30 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
         return found
 
-    def buffers(self, count: int, nbytes: int) -> Tensor:
-        """See `Device.buffers`."""
-        return torch.empty((count, nbytes), dtype=torch.uint8, pin_memory=True)
+    def register(self, memory: Tensor) -> None:
+        """See `Device.register`."""
+        try:
+            runtime = CudaRuntime.load()
+            runtime.register(memory)
+        except CallRefused as refused:
+            log.warning("the KV pool is not registered, so KV comes and leaves several times slower: %s", refused)
+            return
+        self._registered.append((runtime, memory))
+        self._batching = runtime if runtime.batches else None
+
+    def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
+        """See `Device.copy_slices`. Without registered memory the calling thread waits for copies to the host."""
+        runs = runs_of(slices)
+        if self._batching is not None:
+            try:
+                self._batching.copy_rows(target, source, runs, torch.cuda.current_stream().cuda_stream)
+            except CallRefused as refused:
+                log.warning("KV is copied slice by slice: %s", refused)
+                self._batching = None
+            else:
+                return
+        for first, count in runs.tolist():
+            target[first : first + count].copy_(source[first : first + count], non_blocking=True)
 
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
         """See `Device.capture`."""
@@ -154,3 +181,7 @@ class CudaDevice:
     def close(self) -> None:
         """See `Device.close`."""
         torch.cuda.synchronize(self._device)
+        self._batching = None
+        while self._registered:
+            runtime, memory = self._registered.pop()
+            runtime.unregister(memory)

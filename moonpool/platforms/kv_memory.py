@@ -2,13 +2,13 @@
 
 The I/O process sees the host's pool. Both tiers have the same blocks. The host's pool counts how often each slice
 landed. The loading thread brings slices to the device as they land, in batches; a step waits for batches of its own
-blocks only. What a step finishes is copied back in batches, and hashed, by the callback thread.
+blocks only. What a step finishes is copied back in batches; the callback thread waits for them, and hashes.
 
 A slice on its way to the device:
 
     LANDED      the I/O process counted it in the pool
        | KVLoads.bring
-    UNDER WAY   a batch has it; the loading thread copies batches in order, to a buffer and on to the device
+    UNDER WAY   a batch has it; the loading thread gives batches to the device, in order
        | the event behind the batch is reached
     LOADED      steps may read it; if it lands again, it is brought again
 """
@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, Self
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,32 +31,6 @@ from moonpool.kv.pool import NO_DEVICE, TELL_DEVICE, PoolPart
 from moonpool.models.loader import torch_dtype
 from moonpool.platforms.base import Device, DeviceEvent
 from moonpool.scheduling.steps import SequenceStep, Step, finished_blocks
-
-
-class BufferRing:
-    """A ring of buffers, each reused after its last use is done. For one thread.
-
-    Args:
-        buffers: [count, slices, words of a slice].
-    """
-
-    def __init__(self, buffers: Tensor) -> None:
-        self._buffers = buffers
-        self._free = deque(range(len(buffers)))
-        self._busy: deque[tuple[int, DeviceEvent]] = deque()
-
-    def take(self) -> tuple[int, Tensor]:
-        """Return an unused buffer and its number; if all are in use, wait for the one taken first."""
-        if not self._free:
-            number, event = self._busy.popleft()
-            event.wait()
-            self._free.append(number)
-        number = self._free.popleft()
-        return number, self._buffers[number]
-
-    def until(self, number: int, event: DeviceEvent) -> None:
-        """Keep a buffer in use until an event."""
-        self._busy.append((number, event))
 
 
 @dataclass(slots=True, eq=False)
@@ -185,79 +158,8 @@ def typed_kv(slices: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
     return kv_quantization.views(slices, kv_quantization.DTYPES[layout.dtype], **sizes)
 
 
-STAGING_BUFFERS = 4
-"""Batches of slices under way in each direction."""
-_BATCH_BYTES = 8 << 20
+_BATCH_BYTES = 16 << 20
 """Of a batch: copying it takes longer than to order the copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class Staging:
-    """Buffers of the host for slices under way, in each direction."""
-
-    buffers: int
-    slices: int
-    """Of a buffer."""
-
-    @classmethod
-    def of(cls, part: PoolPart) -> Self:
-        """Return the buffers for a part of a pool."""
-        slices = part.blocks * (part.layer_end - part.layer_begin)
-        return cls(STAGING_BUFFERS, max(1, min(_BATCH_BYTES // part.slice_bytes, slices)))
-
-    def nbytes(self, part: PoolPart) -> int:
-        """Memory of both directions."""
-        return 2 * self.buffers * self.slices * part.slice_bytes
-
-    def ring(self, device: Device, part: PoolPart) -> BufferRing:
-        """Return the buffers of one direction."""
-        buffers = device.buffers(self.buffers, self.slices * part.slice_bytes)
-        return BufferRing(_words(buffers.view(self.buffers, self.slices, part.slice_bytes)))
-
-
-def _words(slices: Tensor) -> Tensor:
-    """Bytes, uint8 [..., slice_bytes], as words if slices are made of words: kernels copy element by element."""
-    return slices if slices.shape[-1] % 8 else slices.view(torch.int64)
-
-
-def _run_of(slices: Tensor) -> slice | None:
-    """Return rising numbers as a slice; None if there are gaps between them."""
-    first, last = int(slices[0]), int(slices[-1])
-    return slice(first, last + 1) if last - first == len(slices) - 1 else None
-
-
-def _from_device(buffer: Tensor, pool: Tensor, slices: Tensor) -> None:
-    """Copy slices of the device's pool, rising numbers, to a buffer of the host."""
-    run = _run_of(slices)
-    found = pool.index_select(0, slices.to(pool.device, non_blocking=True)) if run is None else pool[run]
-    buffer.copy_(found, non_blocking=True)
-
-
-def _to_device(pool: Tensor, slices: Tensor, buffer: Tensor) -> None:
-    """Copy a buffer of the host to slices of the device's pool, rising numbers."""
-    run = _run_of(slices)
-    if run is None:
-        brought = buffer.to(pool.device, non_blocking=True)
-        pool.index_copy_(0, slices.to(pool.device, non_blocking=True), brought)
-    else:
-        pool[run].copy_(buffer, non_blocking=True)
-
-
-# On the host numpy copies, in the calling thread: torch wakes OpenMP's threads for 32 KiB and more.
-
-
-def _from_host(buffer: Tensor, pool: Tensor, slices: Tensor) -> None:
-    """Copy slices of the host's pool, rising numbers, to a buffer."""
-    run = _run_of(slices)
-    if run is None:
-        np.take(pool.numpy(), slices.numpy(), axis=0, out=buffer.numpy(), mode="clip")  # others copy twice
-    else:
-        np.copyto(buffer.numpy(), pool[run].numpy())
-
-
-def _to_host(pool: Tensor, slices: Tensor, buffer: Tensor) -> None:
-    """Copy a buffer to slices of the host's pool, rising numbers."""
-    pool.numpy()[_run_of(slices) or slices.numpy()] = buffer.numpy()
 
 
 @dataclass(slots=True, eq=False)
@@ -266,7 +168,7 @@ class _Batch:
 
     Attributes:
         rows: first and last layer in the pool's part.
-        given: call that copies the slices to a buffer and gives the device the rest of the way.
+        given: call that gives the copy to the device.
         event: the slices are on the device. Set by `given`.
     """
 
@@ -282,8 +184,9 @@ class KVLoads:
     Args:
         part: the host's pool.
         device: copies with its `load_stream`.
-        slices: the device's pool, [layers * blocks, words of a slice].
-        staging: buffers on the way.
+        source: the host's slices, registered, uint8 [layers * blocks, slice_bytes].
+        target: the device's, alike.
+        batch_slices: most slices of a batch.
         on_landed: is told of blocks that landed before they are brought; called under a lock.
         on_failure: called once, from the loading thread, with an error.
     """
@@ -292,20 +195,20 @@ class KVLoads:
         self,
         part: PoolPart,
         device: Device,
-        slices: Tensor,
-        staging: Staging,
+        source: Tensor,
+        target: Tensor,
+        batch_slices: int,
         on_landed: Callable[[Iterable[int]], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         layers = part.layer_end - part.layer_begin
         self._part, self._stream, self._on_landed = part, device.load_stream, on_landed
-        self._source, self._target = _words(pool_slices(part).flatten(0, 1)), slices
+        self._copy, self._batch_slices = partial(device.copy_slices, target, source), batch_slices
         self._written = torch.frombuffer(part.written, dtype=torch.int64).view(layers, part.blocks)
         self._brought = torch.zeros_like(self._written)
         self._landed, self._by_row = 0, [0] * layers
         self._under_way: deque[_Batch] = deque()
         self._blocks = torch.zeros(part.blocks, dtype=torch.int32)  # slices of each block that are under way
-        self._batch_slices, self._ring = staging.slices, staging.ring(device, part)
         self._changing = threading.Lock()
         self._thread = CallbackThread(on_failure, device.enter_thread)
         part.landed[-1] = TELL_DEVICE
@@ -381,12 +284,8 @@ class KVLoads:
     # --- in the loading thread -------------------------------------------------------------------------------------
 
     def _give(self, batch: _Batch) -> None:
-        number, buffer = self._ring.take()
-        buffer = buffer[: len(batch.slices)]
-        _from_host(buffer, self._source, batch.slices)
-        self._stream.run(partial(_to_device, self._target, batch.slices, buffer))
+        self._stream.run(partial(self._copy, batch.slices))
         batch.event = self._stream.record()
-        self._ring.until(number, batch.event)
 
     def _settle(self) -> None:
         """Wait until the batches that were given are on the device; then look for more."""
@@ -408,8 +307,8 @@ class TieredKVMemory:
     Args:
         part: the host's pool.
         device: holds the other pool.
-        callbacks: stores slices in the host's pool; closed by its owner.
-        staging: buffers for slices under way; as `Staging.of` unless given.
+        callbacks: hashes slices that have come to the host's pool; closed by its owner.
+        batch_slices: most slices brought as one batch; 16 MiB unless given.
         beside: bytes that stay free on the device, for steps.
     """
 
@@ -418,18 +317,21 @@ class TieredKVMemory:
         part: PoolPart,
         device: Device,
         callbacks: CallbackThread,
-        staging: Staging | None = None,
+        batch_slices: int = 0,
         beside: int = 0,
     ) -> None:
-        host_pool, staging = pool_slices(part), staging or Staging.of(part)
+        host_pool = pool_slices(part)
+        self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.slice_bytes)
         device_pool = device.memory(tuple(host_pool.shape), beside)  # [layers, blocks, slice_bytes]
         self.kv, self.scales = typed_kv(device_pool, part.layout)
-        self._host_slices, self._device_slices = (_words(it.flatten(0, 1)) for it in (host_pool, device_pool))
+        part.populate()
+        device.register(host_pool)
+        host_slices, device_slices = host_pool.flatten(0, 1), device_pool.flatten(0, 1)
+        self._copy_home = partial(device.copy_slices, host_slices, device_slices)
         self._device_pool = device_pool
         self._part, self._device, self._size = part, device, part.layout.block_tokens
-        self._batch_slices, self._storing = staging.slices, staging.ring(device, part)
         own = device_pool.nbytes if device_pool.device.type == "cpu" else 0
-        self.host_bytes = part.nbytes + own + staging.nbytes(part)
+        self.host_bytes = part.nbytes + own
         self._callbacks = callbacks
         self._unstored: set[int] = set()
         self._awaited: Tensor | None = None
@@ -438,9 +340,8 @@ class TieredKVMemory:
         self._written: Sequence[int] = ()
         self._finished: list[tuple[int, int]] = []
         self._leaving: list[int] = []  # layers whose finished blocks are not stored yet
-        self._loads = KVLoads(
-            part, device, self._device_slices, staging, self._unstored.difference_update, callbacks.on_failure
-        )
+        newer, on_failure = self._unstored.difference_update, callbacks.on_failure
+        self._loads = KVLoads(part, device, host_slices, device_slices, self._batch_slices, newer, on_failure)
 
     def begin(self, step: Step) -> None:
         """See `KVMemory.begin`."""
@@ -531,28 +432,20 @@ class TieredKVMemory:
         self._device.compute.run(partial(_copy_blocks, self._device_pool, sources, targets))
 
     def _store(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Store blocks, rising, of the layers that leave, in batches, with a hash if they have valid tokens."""
+        """Store blocks, rising, of the layers that leave, as one batch, with a hash if they have valid tokens."""
         layers, self._leaving = self._leaving, []
         leaving = [(layer, *block) for layer in layers for block in blocks]
         if not leaving:
             return
-        stream = self._device.store_stream
+        stream, first, per_layer = self._device.store_stream, self._part.layer_begin, self._part.blocks
+        slices = torch.tensor([(layer - first) * per_layer + block for layer, block, _ in leaving])
         stream.wait_event(self._device.compute.record())
-        first, per_layer = self._part.layer_begin, self._part.blocks
-        for begin in range(0, len(leaving), self._batch_slices):
-            batch = leaving[begin : begin + self._batch_slices]
-            slices = torch.tensor([(layer - first) * per_layer + block for layer, block, _ in batch])
-            number, buffer = self._storing.take()
-            stream.run(partial(_from_device, buffer[: len(batch)], self._device_slices, slices))
-            store = partial(self._store_batch, stream.record(), buffer[: len(batch)], slices, batch)
-            self._storing.until(number, self._callbacks.send(store))
+        stream.run(partial(self._copy_home, slices))
+        self._callbacks.send(partial(self._seal, stream.record(), leaving))
 
-    def _store_batch(
-        self, event: DeviceEvent, buffer: Tensor, slices: Tensor, batch: Sequence[tuple[int, int, int]]
-    ) -> None:
-        """Store slices that have come to their buffer."""
+    def _seal(self, event: DeviceEvent, batch: Sequence[tuple[int, int, int]]) -> None:
+        """Hash slices of a batch that is in the host's pool behind an event."""
         event.wait()
-        _to_host(self._host_slices, slices, buffer)
         for layer, block, valid_tokens in batch:
             if valid_tokens:
                 self._part.seal(layer, block, valid_tokens)

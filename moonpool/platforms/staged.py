@@ -4,8 +4,8 @@ A GPU does its work at some later time, and its streams overtake each other. A p
 stream is lazy or eager, by the seed. Lazy work is done only when a thread waits for an event, and then only the work
 that the event stands behind, and what that work was told to wait for. So anything nobody waits for has not happened.
 Eager work is done as soon as possible, ahead of what other streams were given before. With each wait, further work is
-done or not, as drawn. Memory and buffers begin with bytes that are not a number in any type of KV. A thread that has
-not entered the device is refused.
+done or not, as drawn. Memory begins with bytes that are not a number in any type of KV. A thread that has not entered
+the device is refused, and so are copies from or to host memory that is not registered.
 """
 
 import random
@@ -99,6 +99,7 @@ class StagedDevice:
         self._eager: StagedStream | None = None
         self._failed: BaseException | None = None
         self._closed = False
+        self._registered = set[int]()
         self._in_thread = threading.local()
         self.enter_thread()
         self.compute, self.load_stream, self.store_stream = (
@@ -125,9 +126,15 @@ class StagedDevice:
         """See `Device.memory`."""
         return torch.full(shape, _POISON, dtype=torch.uint8)
 
-    def buffers(self, count: int, nbytes: int) -> Tensor:
-        """See `Device.buffers`."""
-        return torch.full((count, nbytes), _POISON, dtype=torch.uint8)
+    def register(self, memory: Tensor) -> None:
+        """See `Device.register`."""
+        self._registered.add(memory.data_ptr())
+
+    def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
+        """See `Device.copy_slices`. The last slice comes first."""
+        assert not self._registered.isdisjoint((target.data_ptr(), source.data_ptr())), "memory is not registered"
+        for number in reversed(slices.tolist()):
+            target[number].copy_(source[number])
 
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
         """See `Device.capture`."""

@@ -22,7 +22,6 @@ from moonpool.engine.messages import EngineSpec, Footprint
 from moonpool.errors import ConfigError
 from moonpool.kv.pool import KVPool
 from moonpool.platforms.cuda import check_free_memory
-from moonpool.platforms.kv_memory import Staging
 from moonpool.platforms.stage_platform import stage_platform
 from moonpool.platforms.staged import StagedDevice
 from moonpool.sampling_params import SampleSpec, SamplingParams
@@ -108,9 +107,8 @@ def test_a_device_keeps_room_for_steps_beside_its_pool(checkpoint: Path) -> None
     pool = KVPool.create(engine.layout, engine.blocks, [(0, config.num_layers)])
     [part] = pool.parts
     errors: list[BaseException] = []
-    held = device_footprint(config, engine, weights=5 << 20, pool=part.nbytes, ring=Staging.of(part).nbytes(part))
+    held = device_footprint(config, engine, weights=5 << 20, pool=part.nbytes)
     assert held.pool == 40 * engine.layout.block_bytes
-    assert held.ring == 2 * 4 * min(part.nbytes, (8 << 20) // part.slice_bytes * part.slice_bytes)
     assert held.bound == (5 << 20) + held.pool + held.work + held.graphs
     for missing in (0, 1):
         device = FakeDevice(held.pool + held.work + held.graphs - missing)
@@ -132,15 +130,15 @@ def test_work_on_a_device_grows_with_what_it_is_for(checkpoint: Path) -> None:
     assert device_work_bytes(config, spec(checkpoint, deterministic=True, blocks=4000, max_tokens=1 << 17)) > least
     wide = replace(config, vocab_size=config.vocab_size + 100_000)
     assert device_work_bytes(wide, spec(checkpoint)) - least >= 64 * 100_000 * 4 * 16
-    assert device_footprint(config, spec(checkpoint, graph_rows=0), weights=0, pool=0, ring=0).graphs == 0
+    assert device_footprint(config, spec(checkpoint, graph_rows=0), weights=0, pool=0).graphs == 0
 
 
 def test_a_devices_memory_is_told_beside_the_hosts(checkpoint: Path) -> None:
     config, engine = load_config(checkpoint), spec(checkpoint)
-    held = device_footprint(config, engine, weights=5 << 20, pool=3 << 20, ring=1 << 20)
+    held = device_footprint(config, engine, weights=5 << 20, pool=3 << 20)
     told = Footprint(200 << 20, 5 << 20, 4 << 20, 50 << 20, 0, held).mebibytes()
     assert (told["bound_mib"], told["device_weights_mib"], told["device_pool_mib"]) == (259, 5, 3)
-    assert (told["device_ring_mib"], told["device_graphs_mib"]) == (1, 512)
+    assert told["device_graphs_mib"] == 512
     assert told["device_bound_mib"] == held.bound >> 20
     assert "device_bound_mib" not in Footprint(1, 1, 1, 1, 1).mebibytes()
 

@@ -41,7 +41,7 @@ def test_a_pool_takes_what_weights_and_steps_leave(model: ModelConfig) -> None:
     assert sizes.step_tokens == 8192
     pool = sizes.blocks * asked.layout.block_bytes
     chosen = replace(asked, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
-    held = device_footprint(model, chosen, weights=H100.weights, pool=pool, ring=0)
+    held = device_footprint(model, chosen, weights=H100.weights, pool=pool)
     assert 0.97 * 0.9 * H100.total < held.bound + GIB < 0.92 * H100.total
     assert pool + held.work + held.graphs < H100.free
     assert "90% of the device's memory" in sizes.why
@@ -55,7 +55,7 @@ def test_engines_on_one_gpu_have_room_for_each_other(model: ModelConfig) -> None
     assert sizes.step_tokens == 4096
     chosen = replace(asked, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
     pool = sizes.blocks * asked.layout.block_bytes
-    assert 2 * device_footprint(model, chosen, weights=H100.weights, pool=pool, ring=0).bound < 0.9 * H100.total
+    assert 2 * device_footprint(model, chosen, weights=H100.weights, pool=pool).bound < 0.9 * H100.total
 
 
 def test_what_others_took_is_not_taken(model: ModelConfig) -> None:

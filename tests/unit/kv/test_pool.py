@@ -64,6 +64,17 @@ def test_slices_are_taken_where_they_landed_or_from_other_memory() -> None:
     pool.close()
 
 
+def test_a_populated_pool_has_all_its_memory_and_what_was_in_it() -> None:
+    layout = KVLayout(layers=2, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
+    with contextlib.closing(KVPool.create(layout, 64, [(0, 2)])) as pool:
+        [part] = pool.parts
+        pool.slice(1, 5)[:3] = b"abc"
+        taken = os.fstat(part.fd).st_blocks
+        part.populate()
+        assert os.fstat(part.fd).st_blocks * 512 >= part.nbytes > taken * 512
+        assert bytes(pool.slice(1, 5)[:4]) == b"abc\0"
+
+
 def test_attach_refuses_other_geometry() -> None:
     pool = KVPool.create(LAYOUT, 2, [(0, 3)])
     fd = os.dup(pool.parts[0].fd)

@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import torch
 
 from moonpool.errors import ConfigError
 from moonpool.platforms.kv_memory import CallbackThread
@@ -73,6 +74,15 @@ def test_a_thread_that_has_not_entered_a_device_is_refused() -> None:
         callbacks.close()
         assert bool(said) == refused
     assert str(said[0]) == "callbacks has not entered the device"
+    device.close()
+
+
+def test_memory_that_is_not_registered_is_refused() -> None:
+    device, host = StagedDevice(1), torch.zeros(2, 3, dtype=torch.uint8)
+    there = device.memory((2, 3), 0)
+    device.load_stream.run(partial(device.copy_slices, there, host, torch.tensor([1])))
+    with pytest.raises(AssertionError, match="memory is not registered"):
+        device.load_stream.record().wait()
     device.close()
 
 

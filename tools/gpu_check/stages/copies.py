@@ -1,7 +1,8 @@
-"""KV between host and device, both ways: as services copy today, and by each faster way that the hardware offers.
+"""KV between host and device, both ways: as services copy, and as fast as the hardware copies.
 
 Figures are GB/s. "launching" counts the seconds of the thread that gives the work, which a step waits for. Services
-bring KV beside steps: of theirs, the milliseconds of the first step that has the KV are told.
+bring KV beside steps: of theirs, the milliseconds of the first step that has the KV are told. What they bring to the
+host is hashed there: the seconds count.
 """
 
 import time
@@ -16,12 +17,11 @@ from torch import Tensor
 
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.platforms.base import Device
+from moonpool.platforms.base import Device, DeviceStream
 from moonpool.platforms.kv_memory import pool_slices
 from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
 from moonpool.scheduling.steps import SequenceStep, Step
-from tools.gpu_check.memory_calls import BatchedCopies, CallRefused, registered
 from tools.gpu_check.where import Figures, Where, expect, stage_main
 
 LIMIT_S = 45
@@ -46,17 +46,20 @@ LARGE, TINY = Size(16, 64, 256 << 20), Size(2, 4, 1 << 16)
 def check(where: Where, figures: Figures) -> None:
     """Measure every way for the slices of each shape."""
     size = TINY if where.tiny else LARGE
-    device = open_device(DeviceName.parse(where.device))
-    assert device is not None
-    try:
+    with closing(_opened(where)) as device:
         _peak(device, size.peak_bytes, figures)
-        for shape in list(KV_HEADS)[: 1 if where.tiny else None]:
+    for shape in list(KV_HEADS)[: 1 if where.tiny else None]:
+        with closing(_opened(where)) as device:  # of its own: a pool is registered until the device is closed
             layout = KVLayout(size.layers, KV_HEADS[shape], HEAD_DIM[shape], 64, "bfloat16")
             with closing(KVPool.create(layout, size.blocks, [(0, size.layers)])) as pool:
                 _as_today(device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
-                _otherwise(where, device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
-    finally:
-        device.close()
+                _straight(device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
+
+
+def _opened(where: Where) -> Device:
+    device = open_device(DeviceName.parse(where.device))
+    assert device is not None
+    return device
 
 
 def _gb_per_s(nbytes: int, seconds: float) -> float:
@@ -83,8 +86,8 @@ def _give(target: Tensor, source: Tensor) -> None:
 
 
 def _peak(device: Device, nbytes: int, figures: Figures) -> None:
-    there, pinned = device.memory((nbytes,), 0), device.buffers(1, nbytes)[0]
-    pageable = torch.zeros(nbytes, dtype=torch.uint8)
+    there, pageable = device.memory((nbytes,), 0), torch.zeros(nbytes, dtype=torch.uint8)
+    pinned = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=there.is_cuda)
     for name, host in (("pinned", pinned), ("pageable", pageable)):
         figures[f"one copy, {name}, to the device"] = _gb_per_s(nbytes, _best(partial(_copy, device, there, host)))
         figures[f"one copy, {name}, to the host"] = _gb_per_s(nbytes, _best(partial(_copy, device, host, there)))
@@ -146,50 +149,28 @@ def _store(place: StagePlatform, pool: KVPool, step: Step) -> float:
     return over[0] - began
 
 
-def _otherwise(where: Where, device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
-    """Straight between the pool and the device, without a ring, once the pool is registered."""
-    names = (f"{shape}, registered pool, slice by slice", f"{shape}, registered pool, one call")
-    if not where.on_gpu:
-        for name in names:
-            figures[name] = "skipped: only CUDA registers host memory"
-        return
+def _straight(device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
+    """Slices in a drawn order, by one call of the device, without what services do beside that."""
     host = pool_slices(pool.parts[0]).flatten(0, 1)
     there = device.memory(tuple(host.shape), 0)
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    order = torch.randperm(len(host)).tolist()
-    try:
-        with registered(host):
-            for way, pairs in (
-                ("to the device", [(there[at], host[at]) for at in order]),
-                ("to the host", [(host[at], there[at]) for at in order]),
-            ):
-                calls: list[Callable[[torch.cuda.Stream], None]] = [partial(_singly, pairs), BatchedCopies(pairs)]
-                for name, call in zip(names, calls, strict=True):
-                    _measure(f"{name}, {way}", pool.nbytes, partial(call, stream), stream, figures)
-    except CallRefused as refused:
-        figures[names[0]] = f"skipped: {refused}"
+    slices = torch.randperm(len(host))[: len(host) // 2].sort().values
+    for way, target, source, stream in (
+        ("to the device", there, host, device.load_stream),
+        ("to the host", host, there, device.store_stream),
+    ):
+        launching: list[float] = []
+        give = partial(device.copy_slices, target, source, slices)
+        seconds = _best(partial(_give_and_wait, stream, give, launching))
+        nbytes = len(slices) * pool.layout.slice_bytes
+        figures[f"{shape}, one call, {way}"] = _gb_per_s(nbytes, seconds)
+        figures[f"{shape}, one call, {way}, launching"] = _gb_per_s(nbytes, min(launching))
 
 
-def _singly(pairs: list[tuple[Tensor, Tensor]], stream: torch.cuda.Stream) -> None:
-    with torch.cuda.stream(stream):
-        for target, source in pairs:
-            target.copy_(source, non_blocking=True)
-
-
-def _measure(name: str, nbytes: int, give: Callable[[], None], stream: torch.cuda.Stream, figures: Figures) -> None:
-    launching: list[float] = []
-
-    def work() -> None:
-        began = time.perf_counter()
-        give()
-        launching.append(time.perf_counter() - began)
-        stream.synchronize()
-
-    try:
-        figures[name] = _gb_per_s(nbytes, _best(work))
-        figures[f"{name}, launching"] = _gb_per_s(nbytes, min(launching))
-    except (CallRefused, OSError, AttributeError) as refused:
-        figures[name] = f"skipped: {refused}"
+def _give_and_wait(stream: DeviceStream, give: Callable[[], None], launching: list[float]) -> None:
+    began = time.perf_counter()
+    stream.run(give)
+    launching.append(time.perf_counter() - began)
+    stream.record().wait()
 
 
 if __name__ == "__main__":
