@@ -220,6 +220,28 @@ async def test_a_folder_that_becomes_read_only(disk: Disk, tmp_path: Path) -> No
         assert set(OLD + NEW) <= set(await store.present(KEYS))
 
 
+async def test_a_disk_that_vanishes_and_comes_back(disk: Disk, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    async with running(disk.path, tmp_path / "log") as store:
+        await put(store.address, OLD)
+        await durable(store.address, len(OLD))
+        shutil.copytree(disk.path, copy)
+        disk.unmount()
+        await goes_on(store)
+        assert len(store.said(NOT_DURABLE)) == 1
+        disk.mount(disk.path, "-t", "tmpfs", "-o", f"size={2 * DISK_BYTES}", "tmpfs")
+        shutil.copytree(copy, disk.path, ignore=shutil.ignore_patterns("lock"), dirs_exist_ok=True)
+        shutil.copy(copy / "lock", disk.path)  # by which the store knows its folder
+        await put(store.address, NEW)
+        await store.until("ssd_blocks", lambda value: value >= len(OLD) + len(NEW))
+        assert len(store.said(AGAIN)) == 1
+        await store.check_up()
+        store.child.kill()
+        await store.child.wait()
+    async with running(disk.path, tmp_path / "log2") as store:
+        assert set(OLD + NEW) <= set(await store.present(KEYS))
+
+
 async def test_a_file_system_that_the_kernel_makes_read_only(ext4: Disk, tmp_path: Path) -> None:
     """What ext4 does when it finds the device broken: all writing ends, through open files too, until a repair."""
     async with running(ext4.path, tmp_path / "log") as store:
