@@ -1,4 +1,4 @@
-"""The operations of `kernels.reference` in Triton, for GPUs: experimental, untested on a GPU.
+"""The operations of `kernels.reference` in Triton, for GPUs; docs/gpu_check.md tells what an H100 showed.
 
 `kernels.triton.ops` has the operations under the same names.
 

@@ -1,4 +1,4 @@
-"""Decode steps of a stage as CUDA graphs (experimental, untested on a GPU).
+"""Decode steps of a stage as CUDA graphs.
 
 A graph is captured for a shape: a number of rows, and contexts up to a length, which the kernels' launches depend on.
 Steps are padded to the next shape. Padding rows write no KV (block -1).
@@ -10,6 +10,7 @@ everything that streams for tenths of a second. A shape without a graph takes th
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -110,8 +111,48 @@ class GraphCache:
 
 
 log = logging.getLogger(__name__)
-_PADDING = {"token_ids": 0, "positions": 0, "context_lens": 1, "block_ids": -1, "offsets": 0}
+_PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
 """What rows without a sequence have: they read one slot of the pool and write none."""
+_INT32 = ("context_lens", "block_tables")
+"""The other inputs are int64."""
+_ALIGNED = 128
+"""Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
+
+
+class _Inputs:
+    """A graph's inputs in one run of bytes: one copy brings them to the device.
+
+    Args:
+        shape: of the graph.
+        blocks: that a row's table has.
+    """
+
+    def __init__(self, shape: GraphShape, blocks: int) -> None:
+        self._parts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
+        self.nbytes = 0
+        for name in _PADDING:
+            size = (shape.rows, blocks) if name == "block_tables" else (shape.rows,)
+            length = math.prod(size) * (4 if name in _INT32 else 8)
+            self._parts[name] = self.nbytes, self.nbytes + length, size
+            self.nbytes += -(-length // _ALIGNED) * _ALIGNED
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """Return the inputs in `memory`, uint8 [at least `nbytes`]."""
+        return {
+            name: memory[begin:end].view(torch.int32 if name in _INT32 else torch.int64).view(size)
+            for name, (begin, end, size) in self._parts.items()
+        }
+
+    def packed(self, batch: PackedBatch | None) -> Tensor:
+        """Return what is to be copied: a batch, padded; None: nothing but padding."""
+        memory = torch.empty(self.nbytes, dtype=torch.uint8)
+        for name, view in self.views(memory).items():
+            array = view.numpy()
+            array.fill(_PADDING[name])
+            if batch is not None:
+                given = getattr(batch, name).numpy()[..., : array.shape[-1]] if array.ndim > 1 else getattr(batch, name)
+                array[tuple(map(slice, given.shape))] = given
+        return memory
 
 
 class DecodeGraphs:
@@ -128,21 +169,14 @@ class DecodeGraphs:
     def __init__(self, device: Device, model: StageModel, memory: KVMemory, captures: GraphCache, longest: int) -> None:
         self._device, self._model, self._memory, self._captures = device, model, memory, captures
         self._graphs: dict[GraphShape, CapturedGraph] = {}
-        size = memory.kv.shape[4]
+        self._inputs_of: dict[GraphShape, _Inputs] = {}
+        self._block_tokens = memory.kv.shape[4]
         where = device.torch_device
         self._hidden = torch.zeros(MAX_GRAPH_ROWS, model.config.hidden_size, dtype=model.dtype, device=where)
-        numbers = torch.zeros(MAX_GRAPH_ROWS, dtype=torch.int64, device=where)
-        self._static = PackedBatch(
-            token_ids=numbers.clone(),
-            positions=numbers.clone(),
-            query_start=torch.arange(MAX_GRAPH_ROWS + 1, dtype=torch.int32, device=where),
-            context_lens=numbers.int(),
-            block_tables=torch.zeros(MAX_GRAPH_ROWS, -(-longest // size), dtype=torch.int32, device=where),
-            block_ids=numbers.clone(),
-            offsets=numbers.clone(),
-            last_rows=torch.arange(MAX_GRAPH_ROWS, device=where),
-            block_tokens=size,
-        )
+        most = self._inputs(GraphShape(MAX_GRAPH_ROWS, longest)).nbytes
+        self._memory_of_inputs = torch.empty(most, dtype=torch.uint8, device=where)
+        self._query_start = torch.arange(MAX_GRAPH_ROWS + 1, dtype=torch.int32, device=where)
+        self._last_rows = torch.arange(MAX_GRAPH_ROWS, device=where)
 
     def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
         """The shape of the graph of a step, or of a further one of its run; None where it runs layer by layer.
@@ -179,33 +213,40 @@ class DecodeGraphs:
             batch: the step's, on the host.
             hidden: states [T, hidden] of the stage before; not looked at on the first stage.
         """
-        self._fill(shape, batch, hidden)
+        self._fill(shape, batch)
+        if not self._model.is_first:
+            self._hidden[: batch.num_tokens].copy_(hidden)
         graph = self._graphs[shape]
         graph.replay()
         return graph.result[: batch.num_tokens].clone()
 
-    def _fill(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> None:
-        rows, width = batch.num_tokens, min(batch.block_tables.shape[1], self._static.block_tables.shape[1])
-        for name, padding in _PADDING.items():
-            given: Tensor = getattr(batch, name)
-            padded = given.new_full((shape.rows,), padding)
-            padded[:rows] = given
-            getattr(self._static, name)[: shape.rows].copy_(padded)
-        tables = batch.block_tables.new_zeros((shape.rows, width))
-        tables[:rows] = batch.block_tables[:, :width]
-        self._static.block_tables[: shape.rows, :width].copy_(tables)
-        if not self._model.is_first:
-            self._hidden[:rows].copy_(hidden)
+    def _inputs(self, shape: GraphShape) -> _Inputs:
+        if shape not in self._inputs_of:
+            self._inputs_of[shape] = _Inputs(shape, -(-shape.context // self._block_tokens))
+        return self._inputs_of[shape]
+
+    def _fill(self, shape: GraphShape, batch: PackedBatch | None) -> None:
+        """Copy a batch to where the graph reads its inputs; None: rows without a sequence.
+
+        From pinned memory, so that the host waits for nothing.
+        """
+        packed = self._inputs(shape).packed(batch)
+        pinned = packed.pin_memory() if self._device.torch_device.type == "cuda" else packed
+        self._memory_of_inputs[: len(packed)].copy_(pinned, non_blocking=True)
 
     def _layers(self, shape: GraphShape) -> Tensor:
         """What is captured: nothing here depends on what the buffers hold."""
-        static, blocks = self._static, -(-shape.context // self._static.block_tokens)
-        part = {name: getattr(static, name)[: shape.rows] for name in (*_PADDING, "last_rows")}
+        its = self._inputs(shape).views(self._memory_of_inputs)
         batch = PackedBatch(
-            **part,
-            query_start=static.query_start[: shape.rows + 1],
-            block_tables=static.block_tables[: shape.rows, :blocks],
-            block_tokens=static.block_tokens,
+            token_ids=its["token_ids"],
+            positions=its["positions"],
+            context_lens=its["context_lens"],
+            block_tables=its["block_tables"],
+            block_ids=its["block_ids"],
+            offsets=its["offsets"],
+            query_start=self._query_start[: shape.rows + 1],
+            last_rows=self._last_rows[: shape.rows],
+            block_tokens=self._block_tokens,
             most_context=shape.context,
         )
         model, memory = self._model, self._memory
@@ -214,8 +255,7 @@ class DecodeGraphs:
         return model.run(hidden, batch, memory.kv, begin, end, scales=memory.scales)[1]
 
     def _capture(self, shape: GraphShape) -> None:
-        for name, padding in _PADDING.items():
-            getattr(self._static, name)[: shape.rows].fill_(padding)
+        self._fill(shape, None)
         work = partial(self._layers, shape)
         try:
             work()

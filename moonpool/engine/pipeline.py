@@ -3,7 +3,7 @@
 The status word makes an aborted step coherent: whatever happens to a step on one stage, the next one receives exactly
 one status word for it, and a tensor only when the word says so. So no stage ever waits for a tensor that will not come.
 Status words go over gloo, as the host looks at them. Tensors go over NCCL if each stage has a GPU of its own, else over
-gloo, from the host. NCCL never ran.
+gloo, from the host. NCCL, between two GPUs, never ran.
 
 A lost neighbour is noticed by the next status word. Between the word and its tensor NCCL notices nothing, and the
 compute stream stands still: then the I/O process, whose channel to the lost stage has closed, ends this one.

@@ -139,8 +139,8 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed (experimental, untested "
-        "on a GPU); off = kernels are launched one by one",
+        description="auto = decode steps on a GPU are captured as CUDA graphs and replayed; off = kernels are "
+        "launched one by one",
     )
     int8_head: Literal["auto", "off"] = Field(
         "auto",

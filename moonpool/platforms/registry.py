@@ -51,7 +51,7 @@ PLATFORMS: Mapping[str, Platform] = {
         ),
         Platform(
             "cuda",
-            "cuda or cuda:NUMBER (a GPU; experimental, untested on a GPU)",
+            "cuda or cuda:NUMBER (a GPU)",
             "moonpool.platforms.cuda:CudaDevice",
             collectives="nccl",
             uses_host_cores=False,
