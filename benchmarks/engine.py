@@ -12,7 +12,7 @@ by the memory's speed just before each run. Greedy steps of few sequences read t
 so there is a second limit, of what they read. Beside these limits count the tokens behind the first ones, in the time
 that whole answers take longer than answers of one token.
 
-`--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits; not run there so far.
+`--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. Never run there.
 
 Answers are greedy, and a row per peer says which share of its tokens is ours too, up to an answer's first other token:
 behind it the two answer different texts. Sums that round differently change the choice where two tokens are nearly as
