@@ -97,7 +97,9 @@ def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> Non
     """What services do: through the KV memory of a stage."""
     tokens, size = pool.blocks * pool.layout.block_tokens, pool.layout.block_tokens
     errors: list[BaseException] = []
+    began = time.perf_counter()
     place = stage_platform(device, pool.parts[0], errors.append)
+    figures[f"{shape}, populated and registered"] = _gb_per_s(pool.nbytes, time.perf_counter() - began)
     try:
         for block in range(pool.blocks):
             for layer in range(pool.layout.layers):
@@ -114,10 +116,17 @@ def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> Non
         figures[f"{shape}, as today, to the host"] = _gb_per_s(pool.nbytes, stored)
         expect(torch.equal(pool_slices(pool.parts[0]), expected), f"{shape}: what came back is not what went there")
         expect(not errors, f"{shape}: {errors}")
+        figures[f"{shape}, hashed by one thread"] = _gb_per_s(pool.nbytes, _best(partial(_hash, pool)))
         figures[f"{shape}, tokens of a block"] = size
     finally:
         place.memory.close()
         place.callbacks.close()
+
+
+def _hash(pool: KVPool) -> None:
+    for layer in range(pool.layout.layers):
+        for block in range(pool.blocks):
+            pool.seal(layer, block, pool.layout.block_tokens)
 
 
 def _load(place: StagePlatform, pool: KVPool, step: Step) -> tuple[float, float]:
