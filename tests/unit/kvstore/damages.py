@@ -23,6 +23,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.store import LeasedBlock
 from services.kvstore.record_store import RecordStore
+from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import BadRecordError
 from tests.unit.kvstore.helpers import BLOCK, RECORD, Driven, data_of, keys_of, open_ssd
@@ -76,6 +77,7 @@ def change_value(chance: random.Random, file: Path, older: Path) -> str:
     """Changes what LMDB has under a key, or another file's bytes."""
     if file.name != "data.mdb":
         return change_page(chance, file, older)
+    check_database(file.parent)  # LMDB ends the process where the first damage is in its way
     with lmdb.open(str(file.parent), max_dbs=8, lock=False) as env, env.begin(write=True) as txn:
         names = [name for name, _ in txn.cursor()] if file.parent.name == "index" else [None]
         if not names:
@@ -167,7 +169,11 @@ def damage(folder: Path, older: Path, seed: int) -> str:
         place = file.relative_to(folder)
         try:
             done.append(f"{place}: {DAMAGES[name](chance, file, older / place)}")
-        except (lmdb.Error, FileNotFoundError) as error:  # the first damage left nothing to change
+        except (
+            lmdb.Error,
+            DamagedDatabaseError,
+            FileNotFoundError,
+        ) as error:  # the first damage left nothing to change
             done.append(f"{place}: {error}")
     return "; ".join(done)
 
@@ -249,6 +255,7 @@ def _in_child(folders: Folders, seeds: Sequence[int]) -> tuple[int, str]:
         with os.fdopen(write, "w", buffering=1) as out:
             for seed in seeds:
                 out.write(f"{seed} ")
+                out.flush()
                 try:
                     folders.run(seed)
                 except BaseException as error:
@@ -261,8 +268,8 @@ def _in_child(folders: Folders, seeds: Sequence[int]) -> tuple[int, str]:
         told, _, failure = answers.read().partition("\n")
     _, status = os.waitpid(child, 0)
     if status and not failure:
-        failure = f"the process ended with status {status}, seed {told.split()[-1]}"
-    return len(told.split()), failure
+        failure = f"the process ended with status {status}, seeds {told}"
+    return max(1, len(told.split())), failure
 
 
 def main(argv: Sequence[str] | None = None) -> int:
