@@ -49,6 +49,7 @@ MAY_TAKE_FROM_OUTSIDE = {
     "moonpool/client/background.py": "the thread of the synchronous client",
     "moonpool/client/kv/client.py": "KVClient waits for its sockets itself",
     "moonpool/client/kv/connection.py": "KVClient waits for its sockets itself",
+    "moonpool/kv/pool.py": "threads that only map memory, at a start",
     "moonpool/transport/blocking.py": "KVClient waits for its sockets itself",
     "moonpool/transport/regions.py": "unmaps memory; nobody waits for that",
     "moonpool/transport/shared_memory.py": "the age of a file",

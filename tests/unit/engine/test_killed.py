@@ -106,7 +106,7 @@ async def hearing(path: Path) -> AsyncIterator[asyncio.Event]:
 async def test_killed_in_a_copy(
     checkpoint: Path, told: Path, monkeypatch: pytest.MonkeyPatch, stream: str, seed: int
 ) -> None:
-    """Out of the device in a swap, or into it in the step after one; an eager one holds the computing thread, too."""
+    """Out of the device in a swap, or into it before the sequence goes on, which holds no step and no other copy."""
     monkeypatch.setenv("HELD_STREAM", stream)
     monkeypatch.setenv("HELD_TOLD", str(told))
     swapping = {"preemption": "swap", "preempt_every": 1, "device": f"staged:{seed}"}
@@ -120,8 +120,9 @@ async def test_killed_in_a_copy(
         async with asyncio.timeout(WAIT_S):
             await held.wait()
         core = service.core
-        assert core.count(RequestStatus.SWAPPING_OUT) == (stream == "down")
-        assert service.executor.step_in_flight == (stream == "up")
+        copying = RequestStatus.SWAPPING_OUT if stream == "down" else RequestStatus.SWAPPING_IN
+        assert core.count(copying) == 1
+        assert not service.executor.step_in_flight
         assert core.blocks.num_used == 1, "what is being copied is nobody else's"
         copies = [asyncio.ensure_future(engine.fetch((block,))) for block in range(MAX_FETCHES + 2)]
         await asyncio.sleep(0)
@@ -131,7 +132,8 @@ async def test_killed_in_a_copy(
             with pytest.raises(Unavailable, match="was killed by signal 9"):
                 await life.task
             ends = await asyncio.gather(*copies, return_exceptions=True)
-        assert [type(end) for end in ends] == [Unavailable] * len(copies)
+        over = {Unavailable} if stream == "down" else {Unavailable, type(None)}
+        assert {type(end) for end in ends} <= over
         with pytest.raises(ProcessLookupError):
             os.kill(engine.pids[0], 0)
         core.check_invariants()

@@ -191,7 +191,7 @@ async def test_tools_that_codex_offers() -> None:
         assert (custom["type"], custom["name"], custom["input"]) == ("custom_tool_call", "patch", 'a "b"')
         assert (function["type"], function["name"], function["namespace"]) == ("function_call", "spawn", "agents")
         assert kinds == ["response.custom_tool_call_input.delta", "response.custom_tool_call_input.done"]
-        result = {"type": "custom_tool_call_output", "call_id": custom["call_id"], "output": "r"}
+        result: Any = {"type": "custom_tool_call_output", "call_id": custom["call_id"], "output": "r"}
         await client.responses.create(model="tiny", input=[*whole, result])
         turns = gateway.fake.requests[-1].chat.messages
         assert [json.loads(past.arguments) for past in turns[0].tool_calls] == [{"input": 'a "b"'}] * 2

@@ -202,6 +202,7 @@ TINY = (
     ("cache", "--requests", "200", "--capacities", "inf,100"),
     ("scale", "--requests", "30", "--prefill", "3", "--decode", "2", "--kvstore", "2", "--rate", "2"),
     ("scheduling", "--requests", "12", *SMALL_CLUSTER),
+    ("race", "--requests", "8", "--policy", "kvcache_centric,social", *SMALL_CLUSTER),
     ("ratio", "--requests", "12", "--instances", "4", "--kvstore", "1"),
     ("overload", "--requests", "20", *SMALL_CLUSTER),
     ("pipeline", "--requests", "2"),
