@@ -21,7 +21,7 @@ FIRST_S = 10.0
 
 @dataclass(slots=True)
 class _AdmittedAnswer:
-    """One that was let in. `begins_at` is when its prompt is thought to be computed, or was when it has begun."""
+    """A request that was let in. `begins_at` is when the prompt is expected to be computed, or was computed."""
 
     tokens: int
     begins_at: float
@@ -29,7 +29,7 @@ class _AdmittedAnswer:
 
 
 class PoolLoad:
-    """The decode pool's load, as it is and as it is expected.
+    """The decode pool's present and expected load.
 
     Args:
         config: of the cluster.
@@ -50,12 +50,12 @@ class PoolLoad:
         self._answers[request] = _AdmittedAnswer(tokens, begins_at)
 
     def began(self, request: int, now: float) -> None:
-        """Its first token has come."""
+        """The first token of a request has come."""
         answer = self._answers[request]
         answer.begins_at, answer.begun = now, True
 
     def ended(self, request: int, now: float) -> None:
-        """It is over, in any way; one that was not placed is fine."""
+        """A request is over, in any way; ignored if it was not placed."""
         answer = self._answers.pop(request, None)
         if answer is not None and answer.begun:
             self._ended += 1
@@ -123,7 +123,7 @@ def slo_of(config: ClusterConfig) -> SloLimits:
 
 
 def keeps_tbt(config: ClusterConfig) -> bool:
-    """Whether decode is asked to keep the limit when it promises room."""
+    """Whether decode is asked to keep the limit when promising room."""
     return config.admission not in PAPER
 
 

@@ -1,7 +1,7 @@
 """Clients in virtual time: each asks a conductor, and resumes at another one what was lost with the first.
 
-As the SDK does: a client stays with its conductor; when that is lost it notices soon, and goes to the next one. When
-its connection alone is lost it comes again.
+As the SDK does: a client stays with a conductor. A client soon notices that the conductor is lost, and goes to the
+next one. A client that loses only the connection comes again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ from simulator.cluster.requests import DONE, Request
 from simulator.cluster.requests import PlacedSequence as Placed
 
 RETRY_S = 1.0
-"""Until a client notices that its conductor is lost; and the pause after which it tries again when nobody can take its
-request."""
+"""Until a client notices that a conductor is lost; and the pause after which a client tries again when no conductor can
+take the request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,13 +34,13 @@ class Serving:
     target: DecodeReservation | None = None
     """The promise of the last placement."""
     fence: int = 0
-    """How often its client had resumed it when it came here."""
+    """How often the client had resumed the request before."""
     rejoined: int = 0
-    """How often it has come again since then, as its connection alone was lost, and has found it here."""
+    """How often the client has lost only the connection since then, come again, and found the request here."""
     away: bool = False
-    """Its client has lost its connection, and that is known here."""
+    """The client has lost the connection, and that is known here."""
     announced: str = ""
-    """The id of the last placement: the prompt may change its instance under it."""
+    """The id of the last placement: the prompt may change instances under the same id."""
 
 
 class Frontend(Protocol):
@@ -48,7 +48,7 @@ class Frontend(Protocol):
 
     @property
     def up(self) -> bool:
-        """Whether it answers."""
+        """Whether the conductor answers."""
         ...
 
     def ask(self, request: Request) -> None:
@@ -56,15 +56,15 @@ class Frontend(Protocol):
         ...
 
     def resume(self, before: Serving) -> None:
-        """Takes a request that was another conductor's, or that it has dropped."""
+        """Takes a request that was another conductor's, or that this conductor has dropped."""
         ...
 
     def rejoin(self, before: Serving) -> bool:
-        """Lets a client that has lost its connection hear its request again; returns whether it is here still."""
+        """Lets a client that has lost the connection hear a request again; returns whether the request is here."""
         ...
 
     def leave(self, before: Serving) -> None:
-        """A client has lost its connection: its request is dropped, if it is here."""
+        """A client has lost the connection: the request is dropped, if it is here."""
         ...
 
 
@@ -89,7 +89,7 @@ class Clients:
         return len(self._open)
 
     def arrive(self, request: Request) -> None:
-        """A request has come; the conductor's core hears of it when it is tokenised and hashed."""
+        """A request has come; the conductor's core hears of the request after tokenising and hashing."""
         self._open[request] = None
         self._world.after(ps(self._prompt_s), self._ask, request)
 
@@ -108,12 +108,12 @@ class Clients:
             self._world.after(ps(RETRY_S), self._resume, request)
 
     def disconnect(self, request: Request, *, seen: bool) -> Serving | None:
-        """A client's connection alone is lost, and it comes again; its conductor has `seen` that, or does not before.
+        """A client loses only the connection, and comes again; `seen` = the conductor has noticed the loss before.
 
-        A request without a placement is seen to be lost: without one nothing is resumed.
+        A request without a placement counts as lost: only a placed request is resumed.
 
         Returns:
-            The request as its conductor has it; None when it has not come there or has ended.
+            The request as the conductor has it; None if the request has not come there or has ended.
         """
         serving = self._open.get(request)
         if serving is not None and not serving.away:
@@ -137,7 +137,7 @@ class Clients:
             conductor.ask(request)
 
     def _resume(self, request: Request) -> None:
-        """Comes with what there is of an answer, and with where it was placed."""
+        """Comes with the tokens so far, and with the placement."""
         if request not in self._open:
             return  # it has ended, while its client was not heard
         before, conductor = self._open[request], self._answering(request)
@@ -153,7 +153,7 @@ class Clients:
             conductor.resume(before)
 
     def _answering(self, request: Request) -> Frontend | None:
-        """The conductor that a request goes to: its own if that answers, else the next one that does."""
+        """The conductor that a request goes to: the request's own if that answers, else the next that answers."""
         count = len(self.conductors)
         in_turn = (self.conductors[(request.number + turn) % count] for turn in range(count))
         return next((conductor for conductor in in_turn if conductor.up), None)

@@ -1,4 +1,4 @@
-"""A whole cluster in virtual time: wires its parts, feeds it with a trace, crashes parts of it."""
+"""A whole cluster in virtual time: wires the parts, feeds them with a trace, crashes some of them."""
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -135,7 +135,7 @@ class Cluster:
         return self.conductors[owner_of(stream, len(self.conductors))]
 
     def _at(self, target: DecodeReservation) -> SimulatedDecode | None:
-        """The instance of a promise, if it is there still."""
+        """The instance of a promise, if the instance is still there."""
         decode = self._engines.decodes[target.decode]
         return decode if decode.up and decode.incarnation == target.incarnation else None
 
@@ -181,7 +181,7 @@ class Cluster:
             conductor.lost(name)
 
     def _gone(self, instance: EngineInstance) -> None:
-        """It has left, with nothing of its own under way."""
+        """The instance has left, with no work under way."""
         self._lose_source(instance.name)
         for conductor in self.conductors:
             conductor.members.silence(instance.name)

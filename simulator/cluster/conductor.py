@@ -1,6 +1,6 @@
 """The conductor in virtual time: the service's own core decides, this does what it says and keeps the requests.
 
-When it is lost, another one takes its place, who knows nothing. Instances join it, and clients resume their requests.
+When a conductor is lost, another takes the place and knows nothing. Instances join, and clients resume their requests.
 Several side by side know nothing of each other; all instances join all of them.
 """
 
@@ -98,7 +98,7 @@ class Conductor:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """A conductor that knows nothing; all instances that are there join it."""
+        """Starts a conductor that knows nothing; all present instances join."""
         config, calls = self._config, self._calls
         self._lives += 1
         name = f"conductor-{self._number}/{self._lives}"
@@ -127,7 +127,7 @@ class Conductor:
         self._serving = {}
 
     def _stream_number(self) -> int:
-        """No other conductor has it, and it tells whose it is (`owner_of`)."""
+        """Unique among conductors; names the owner (`owner_of`)."""
         self._streams += 1
         return self._streams * self._config.conductors + self._number
 
@@ -175,7 +175,7 @@ class Conductor:
         self.host.post(RequestArrived(serving.ask, keys))
 
     def _asks(self, request: Request, resumed: ResumeState | None = None) -> RequestSpec:
-        """As it comes here now: of one that was elsewhere, or comes again, it is not known when it came first."""
+        """The arrival is now: if the request was elsewhere, or comes again, the first arrival is not known here."""
         self._asked += 1
         return RequestSpec(
             number=self._asked,
@@ -311,7 +311,7 @@ class Conductor:
 
 
 def owner_of(stream: int, conductors: int) -> int:
-    """Number of the conductor whose stream it is."""
+    """Number of the stream's conductor."""
     return stream % conductors
 
 

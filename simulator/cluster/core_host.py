@@ -18,8 +18,8 @@ class CoreHost(Generic[E, A]):
     Args:
         world: the time.
         core: decides.
-        perform: does one action; it may post.
-        before_tick: called before the core is told the time; it may post.
+        perform: does one action; may post.
+        before_tick: called before the core is told the time; may post.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CoreHost(Generic[E, A]):
         self.closed = False
 
     def post(self, event: E | Tick) -> None:
-        """Hands an event to the core, after those posted before. After `close` it does nothing."""
+        """Hands an event to the core, after those posted before. Does nothing after `close`."""
         if self.closed:
             return
         events = self._events

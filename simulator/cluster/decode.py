@@ -45,7 +45,7 @@ from simulator.network import Link, SimulatedNetwork
 
 
 class Copies:
-    """Copies of one instance, until it is lost. Each is answered by one `Ended`.
+    """Copies of one instance, until the instance is lost. Each is answered by one `Ended`.
 
     Args:
         name: of the instance.
@@ -70,7 +70,7 @@ class Copies:
         self._copied_at = 0
 
     def close(self) -> None:
-        """The instance is lost: nobody hears of its copies."""
+        """The instance is lost: copies end unheard."""
         for give_back in self._open.values():
             give_back()
         self._open.clear()
@@ -129,17 +129,17 @@ HEARD_PER_LEASE = 8
 _TELL = ps(1.0)
 """The conductor is told of tokens with an answer's first and last one, and so often at least while things happen.
 
-The service tells it with each step. What the conductor makes of them, it makes of their times, which are told."""
+The service reports tokens with each step. The conductor uses only the tokens' times, which are reported here too."""
 RETRY_S = 1.0
 """After which a refused request may try again, as the service says."""
 
 
 @frozen
 class DecodeListener:
-    """Who hears of an instance.
+    """Listeners to an instance.
 
     Attributes:
-        tokens: a conductor's stream, and news of its sequences.
+        tokens: a conductor's stream, and news of the stream's sequences.
         failed: a conductor's stream, a transfer on it that cannot go on, and why.
         keys: keys that came into the pool, and those that left it.
         changed: load or keys are others now.
@@ -159,7 +159,7 @@ class SimulatedDecode:
         ears: are told what happens.
         runs: of steps.
         machine: engines that share cores; None = the instance has cores of its own.
-        up: it is there at the beginning.
+        up: whether the instance is there at the beginning.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class SimulatedDecode:
         return self._answers.pop(number)
 
     def open(self, transfer: int) -> bool:
-        """The prompt's KV begins to come; returns whether it is wanted."""
+        """The prompt's KV begins to come; returns whether the KV is wanted."""
         if self._wanted(transfer) is None:
             return False
         self._tell(TransferOpened(transfer))
@@ -254,7 +254,7 @@ class SimulatedDecode:
             self._tell(TransferProgress(transfer))
 
     def kv_whole(self, transfer: int) -> bool:
-        """All of the prompt's KV has come; returns whether it is wanted."""
+        """All of the prompt's KV has come; returns whether the KV is wanted."""
         member = self._wanted(transfer)
         if member is None:
             return False
@@ -330,7 +330,7 @@ class SimulatedDecode:
         return self._preempted + self.core.preempted.preemptions
 
     def drain(self) -> None:
-        """Takes nothing new; what runs goes on until it ends or is moved."""
+        """Takes nothing new; running sequences go on until they end or are moved."""
         self.draining = True
         self._ears.changed()
 

@@ -1,8 +1,8 @@
-"""Calls that a simulated conductor makes to instances, and its token streams from decode.
+"""Calls that a simulated conductor makes to instances, and the conductor's token streams from decode.
 
 Does what the conductor's core orders, as `services/conductor` does for real. Each call that is started posts exactly
-one `Ended`. All sequences of an instance share one stream; if it breaks all of them fail, and the next order opens a
-new one.
+one `Ended`. All sequences of an instance share one stream; if the stream breaks all of them fail, and the next order
+opens a new stream.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ from simulator.network import NOTICED_S, Calls, SimulatedLink
 
 @dataclass(slots=True, eq=False)
 class RequestSubscription:
-    """Follows what runs together of a request at decode: tokens go to its answers, their number to the core."""
+    """Follows the sequences of a request at decode: tokens go to the request's answers, their number to the core."""
 
     io: int
     request: Request
@@ -64,7 +64,7 @@ class RequestSubscription:
         return [AnswerSubscription(self, choice, position) for choice, position in enumerate(positions)]
 
     def tokens(self, count: int, *, over: bool) -> None:
-        """One of the answers has so many more tokens; with `over` decode has ended it."""
+        """An answer has so many more tokens; with `over` decode has ended the answer."""
         self.going -= over
         finish = CompletionReason.STOP if self.request.whole else None
         if count or finish or not self.spoken:
@@ -108,7 +108,7 @@ class DecodeStream:
     """The stream to one life of a decode instance; opened on first use, and again after a break.
 
     Args:
-        calls: carry its messages.
+        calls: carry messages.
         decode: the instance.
         conductor: whose it is.
         number: names an opening; never used twice.
@@ -126,7 +126,7 @@ class DecodeStream:
         return len(self._followers)
 
     def open(self) -> SimulatedLink:
-        """Lets the stream be there: while it is, decode keeps what it has promised."""
+        """Opens the stream if there is none: while the stream is open, decode keeps what decode has promised."""
         if self._wire is None or self._wire.closed:
             number = self._number = self._new_number()
             self._wire = SimulatedLink(self._calls, self._broken)
@@ -142,7 +142,7 @@ class DecodeStream:
         wire.send(partial(self._there, lambda: self._decode.start(number, transfer, known, compute=compute)))
 
     def resume(self, order: Resume, followers: Sequence[AnswerSubscription]) -> None:
-        """Asks for what was another conductor's, and follows it."""
+        """Asks for a sequence that was another conductor's, and follows the sequence."""
         wire, number = self.open(), self._number
         self._followers.update(enumerate(followers, order.transfer))
         wire.send(partial(self._there, lambda: self._decode.resume(number, order)))
@@ -196,7 +196,7 @@ class DecodeStream:
             mine[0].fail(failure)
 
     def _there(self, deliver: Callable[[], None]) -> None:
-        """At the instance, if it is there still."""
+        """At the instance, if the instance is still there."""
         if self._decode.up and self._decode.incarnation == self._incarnation:
             deliver()
 
@@ -231,7 +231,7 @@ class DecodeStreams:
         return self._streams[decode]
 
     def lost(self, decode: str) -> None:
-        """The instance is lost: its sequences fail."""
+        """The instance is lost: all sequences there fail."""
         stream = self._streams.pop(decode, None)
         if stream is not None:
             stream.lost("its instance is lost")
@@ -243,14 +243,14 @@ class DecodeStreams:
 
 
 RESERVE_LIMIT = 2.0
-"""A `Reserve` call ends after so many times the seconds that the core waits for it, as in the service."""
+"""A `Reserve` call ends after so many times the seconds that the core waits for the answer, as in the service."""
 Token = Callable[[int, ReportFirstToken], bool]
 """Takes the first token of a request; returns whether the request goes on."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefillCall:
-    """One call of a prefill instance. What comes after its end at the conductor is not heard."""
+    """A call of a prefill instance. What comes after the call has ended at the conductor is ignored."""
 
     order: CallPrefill
     sequence: PlacedSequence
@@ -326,7 +326,7 @@ class CallDispatcher:
         return len(self._cancels)
 
     def cancel(self, io: int) -> None:
-        """Gives up a call; its `Ended` follows, unless it has ended."""
+        """Gives up a call; an `Ended` follows, unless the call has ended."""
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
@@ -427,7 +427,7 @@ class CallDispatcher:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start(self, order: StartDecode, sequence: PlacedSequence) -> None:
-        """Starts a sequence at decode, and follows it."""
+        """Starts a sequence at decode, and follows the sequence."""
         stream, transfer = self.streams.get(order.target.decode), order.target.transfer_id
 
         following = self._follow(order.io, sequence, stream, transfer)
@@ -440,7 +440,7 @@ class CallDispatcher:
         stream.start(transfer, following.members(positions), known, compute=order.compute)
 
     def adopt(self, order: TakeOverSequence, sequence: PlacedSequence) -> None:
-        """Takes a sequence over where it runs, and follows it."""
+        """Takes over a sequence where the sequence runs, and follows the sequence."""
         target = order.target
         if not self._is_there(target.decode, target.incarnation):
             self._post(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{target.decode} has left")))

@@ -34,7 +34,7 @@ class SharedMachine:
         self._computing: set[int] = set()
 
     def joins(self, changed: Callable[[], None]) -> "MachineEngine":
-        """One more engine; `changed` is called when it is to look at its slowdown again."""
+        """Adds an engine; `changed` is called when the engine's slowdown may have changed."""
         self._changed.append(changed)
         return MachineEngine(self, len(self._changed) - 1)
 
@@ -63,11 +63,11 @@ class MachineEngine:
 
     @property
     def slowdown(self) -> float:
-        """Times as long as alone that its work takes now."""
+        """How many times as long as alone the work takes now."""
         return self._machine.slowdown(self._number)
 
     def computes(self, computing: bool) -> None:
-        """It computes, or does not any more."""
+        """The engine computes, or does not any more."""
         self._machine.note(self._number, computing=computing)
 
 
@@ -130,11 +130,11 @@ STOPPED = 1
 
 @dataclass(frozen=True, slots=True)
 class RunListener:
-    """Who hears of the runs of a `DecodeEngine`.
+    """Listener to the runs of a `DecodeEngine`.
 
     Attributes:
         post: tells the core.
-        ended: called when a run is over, with the sequences that ended or made their first tokens in it, and whether
+        ended: called when a run is over, with the sequences that ended or made their first tokens then, and whether
             the instance's load or keys have changed.
         begun: called when sequences have made their first tokens in a run that goes on.
     """
@@ -145,7 +145,7 @@ class RunListener:
 
 
 class DecodeEngine:
-    """Takes the steps of one core, until it is lost.
+    """Takes the steps of one core, until the instance is lost.
 
     Args:
         core: orders the steps.
@@ -153,7 +153,7 @@ class DecodeEngine:
         use: counts what is done.
         listener: hears of the runs.
         machine: engines that share cores.
-        number: of the instance; each draws for itself how long the way to it takes.
+        number: of the instance; each instance has delays of its own.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class DecodeEngine:
         self._shorten()
 
     def _go_on(self, first: int, steps: int) -> None:
-        """Leaps over steps of the run at the slowdown of now, the first of which takes `first` where it is alone."""
+        """Leaps over steps of the run at the present slowdown; the first takes `first` if the engine is alone."""
         assert self._run is not None
         if self._ahead:
             size = self._config.block_tokens
@@ -329,7 +329,7 @@ class PipelineStep:
     done: int = 0
     """Layers that are computed."""
     late: int = 0
-    """So much longer it has taken beside other engines."""
+    """How much longer the step has taken beside other engines."""
     computing: bool = False
     aborted: bool = False
 
@@ -375,7 +375,7 @@ class Pipeline:
                 return
 
     def abort(self, io: int) -> None:
-        """Gives a step up before its next layer; steps that are over are fine."""
+        """Gives a step up before the next layer; ignored if the step is over."""
         for step in self._steps:
             if step.io == io:
                 step.aborted = True

@@ -1,7 +1,7 @@
-"""Instances by name, and machines that change their role when ordered to.
+"""Instances by name, and machines that change their role when ordered.
 
-As in the service: an instance drains, which lets the conductor move its requests; when it is empty it leaves, and
-after a while the same machine joins again with an empty pool as an instance of the other role.
+As in the service: an instance drains, so the conductor can move the requests. The empty instance leaves. After a
+while the same machine joins again with an empty pool as an instance of the other role.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ EngineInstance = SimulatedPrefill | SimulatedDecode
 
 @frozen
 class Draining:
-    """An instance on its way out, and which life of it."""
+    """An instance that is leaving, and the instance's incarnation."""
 
     instance: EngineInstance
     incarnation: int
@@ -46,11 +46,11 @@ class Machines:
     """All machines: the n-th is either the n-th prefill or the n-th decode instance.
 
     Args:
-        change_s: from an engine's leaving to its being there again.
-        left, back: called with an instance that has left, and with one that is there.
+        change_s: seconds from an engine's leaving until the engine is back.
+        left, back: called with an instance that has left, and with an instance that is there.
 
     Attributes:
-        changed: changes that are over, as (picoseconds, who is there now).
+        changed: changes that are over, as (picoseconds, the instance that is there now).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Machines:
         self.changed: list[tuple[int, str]] = []
 
     def change(self, order: ChangeRole) -> None:
-        """An instance is to change its role; one that is lost, or drains already, is fine."""
+        """Orders an instance to change role; ignored if the instance is lost or drains already."""
         instance = self._engines[order.instance]
         if instance.up and instance.incarnation == order.incarnation and not instance.draining:
             instance.drain()

@@ -1,7 +1,7 @@
-"""Who has joined the conductor, and what each tells of itself: its keys and its load, soon after they change.
+"""The instances that have joined the conductor. Each reports keys and load soon after they change.
 
 As the services' agents do (`moonpool.cluster.join`), an instance waits a little after a change, and between reports.
-One without news says nothing: that it is alive is known here.
+An instance without news reports nothing: the simulator knows that the instance is alive.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _KINDS = {"p": InstanceKind.PREFILL, "d": InstanceKind.DECODE, "s": InstanceKind
 
 
 class MemberInstance:
-    """One instance, from its joining to its loss.
+    """An instance, from joining to loss.
 
     Args:
         calls: carry its messages.
@@ -61,7 +61,7 @@ class MemberInstance:
             self._world.at(max(self._world.now + _FLUSH, self._next_at), self._tell)
 
     def lose(self) -> None:
-        """Nothing is heard of it any more."""
+        """Stops all reports of the instance."""
         self._wire.close()
 
     def _tell(self, _: None) -> None:
@@ -100,7 +100,7 @@ class Members:
         self._members: dict[str, MemberInstance] = {}
 
     def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, incarnation: int) -> None:
-        """An instance joins with what it holds; who had its name before is lost."""
+        """An instance joins with its keys; an earlier instance of the name is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = MemberInstance(self._calls, self._post, name, incarnation, load, gap)
@@ -122,7 +122,7 @@ class Members:
         self._members.clear()
 
     def leave(self, name: str, why: str) -> int:
-        """An instance is lost; returns which life of it was here, 0 for none."""
+        """An instance is lost; returns the instance's incarnation, 0 if the instance was not here."""
         member = self._members.pop(name, None)
         if member is None:
             return 0
@@ -131,7 +131,7 @@ class Members:
         return member.incarnation
 
     def incarnation(self, name: str) -> int:
-        """Which life of an instance is here; 0 = it is not here."""
+        """Incarnation of an instance; 0 = the instance is not here."""
         member = self._members.get(name)
         return member.incarnation if member is not None else 0
 
@@ -148,7 +148,7 @@ class Members:
             member.changed()
 
     def facts(self, name: str, incarnation: int) -> InstanceFacts:
-        """What an instance says of itself as it joins."""
+        """What an instance reports when joining."""
         config, kind = self._config, _KINDS[name[0]]
         store = kind is InstanceKind.KVSTORE
         stages = config.stages_of(name) if kind is InstanceKind.PREFILL else 1

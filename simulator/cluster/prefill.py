@@ -36,10 +36,10 @@ class PromptClient(Protocol):
         """The prompt is in the queue, as the instance's so many-th."""
 
     def token(self, told: actions.ReportFirstToken) -> None:
-        """Its first token is there."""
+        """The first token is there."""
 
     def delivered(self) -> None:
-        """Decode has all of its KV."""
+        """Decode has all KV of the prompt."""
 
     def over(self, result: Failure | StalePlacement | None) -> None:
         """Nothing more comes."""
@@ -47,7 +47,7 @@ class PromptClient(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class Peers:
-    """Whom an instance tells what.
+    """What an instance reports.
 
     Attributes:
         keys: keys came into the pool, and left it.
@@ -77,7 +77,7 @@ class Prompt:
     copies: tuple[events.WriteBackTarget, ...]
     client: PromptClient
     begun: bool = False
-    """Some of it is computed, or is being."""
+    """Some of the prompt is computed, or is being computed."""
     to: Link | None = None
 
 
@@ -89,7 +89,7 @@ class SimulatedPrefixLoad:
     source: str
     loan: Loan
     missing: int | None
-    """The first block that it has not."""
+    """The first block that the instance does not have."""
     begun: int
     by_layer: bool
     """Each layer is told."""
@@ -126,7 +126,7 @@ class PrefixLoader:
     def begin(
         self, io: int, name: str, keys: Sequence[BlockKey], first: int, timeout_s: float, *, by_layer: bool
     ) -> None:
-        """Loads the blocks of a chain from `first` on, as far as the source holds it."""
+        """Loads the blocks of a chain from `first` on, as far as the source has them."""
         source, wanted = self._find(name), len(keys) - first
         loan = source.lend(keys, first)
         blocks = loan.blocks
@@ -150,7 +150,7 @@ class PrefixLoader:
             self._end(load, failed=True)
 
     def stop(self) -> None:
-        """The instance is gone: nobody hears of its loads."""
+        """The instance is gone: loads end unheard."""
         for load in self._loads.values():
             self._drop(load)
         self._loads.clear()
@@ -210,7 +210,7 @@ class SimulatedPrefill:
         calls: to decode.
         peers: are told what happens.
         machine: engines that share cores; None = the instance has cores of its own.
-        up: it is there at the beginning.
+        up: whether the instance is there at the beginning.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class SimulatedPrefill:
         max_queue_s: float | None = None,
         delay_s: float = 0.0,
     ) -> int:
-        """A prompt is to be computed, and sent to a target if there is one; returns its number."""
+        """Queues a prompt, to be computed and sent to the target if there is one; returns the prompt's number."""
         self._came += 1
         keys = sequence.keys(self._config.block_tokens)
         self._prompts[self._came] = Prompt(sequence, keys, target, sources, copies, client)
@@ -309,7 +309,7 @@ class SimulatedPrefill:
 
     @property
     def draining(self) -> bool:
-        """Whether it takes nothing new."""
+        """Whether the instance takes nothing new."""
         return self.core.draining
 
     @property
@@ -337,7 +337,7 @@ class SimulatedPrefill:
         )
 
     def lose_source(self, source: str) -> None:
-        """A store or another instance is gone, and what is being loaded from it."""
+        """A store or another instance is gone: loads from there fail."""
         self._loading.lose(source)
 
     def check_at_rest(self) -> None:
@@ -498,7 +498,7 @@ class SimulatedPrefill:
         self._calls.send(lambda: self._moved(moving, order.io, result), reliable=True)
 
     def _moved(self, moving: dict[int, Flow | None], io: int, result: events.IoResult) -> None:
-        """I/O of a transfer is over, unless it was given up before, or the instance was lost."""
+        """I/O of a transfer is over; ignored if the transfer was given up before, or the instance was lost."""
         if moving is self._moving and io in moving:
             flow = moving.pop(io)
             if flow is not None:

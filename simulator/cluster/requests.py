@@ -11,10 +11,10 @@ from simulator.traces.mooncake import TraceRequest
 
 DONE = "done"
 REFUSED = "refused"
-"""Early, for a limit, or because it found no room in time."""
+"""Early, for a limit, or because there was no room in time."""
 TOO_LARGE = "too_large"
 GIVEN_UP = "given_up"
-"""After too many failures, or after its deadline."""
+"""After too many failures, or after the deadline."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """What a client wants, and what it got. Times are picoseconds."""
+    """What a client wants, and what the client got. Times are picoseconds."""
 
     number: int
     arrived: int
@@ -90,7 +90,7 @@ class Request:
     attempts: int = 0
     """Placements."""
     resumed: int = 0
-    """Conductors that it was resumed at."""
+    """Conductors at which the request was resumed."""
     reused: int = 0
     """Prompt tokens that the last attempt did not compute."""
     prefill: str = ""
@@ -99,7 +99,7 @@ class Request:
     predicted_ttft_s: float = 0.0
     ended_at: int = 0
     outcome: str = ""
-    """How it ended; empty before."""
+    """How the request ended; empty before."""
     answers: tuple[Answer, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,17 +112,17 @@ class Request:
 
     @property
     def whole(self) -> bool:
-        """Whether it has all of them."""
+        """Whether the answer has all tokens."""
         return self.made == self.choices * self.answer
 
     @property
     def kept(self) -> int:
-        """Tokens that prefill computes where it is placed anew: of several answers decode does that."""
+        """Tokens that prefill computes if the request is placed anew: for several answers decode does that."""
         return self.made if self.choices == 1 else 0
 
     @property
     def first_at(self) -> int:
-        """Of its first token; 0 = there is none."""
+        """Time of the first token; 0 = there is none."""
         return min([answer.first_at for answer in self.answers if answer.made], default=0)
 
     @property
@@ -142,21 +142,21 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class PlacedSequence:
-    """A request as engines see it when it is placed: the prompt and what the client has of the answer."""
+    """A request as engines see it when placed: the prompt and the client's part of the answer."""
 
     request: Request
     id: str
     tokens: int
     left: int
-    """Tokens of the answer that were still to be made when it was placed."""
+    """Tokens of the answer that were still to be made at placement."""
     fence: int = 0
-    """How often its client had resumed it."""
+    """How often the client had resumed the request."""
     width: int = 1
     """Answers that begin with the same prompt and run together."""
 
     @property
     def continued(self) -> int:
-        """Tokens of the answer that were there when it was placed."""
+        """Tokens of the answer that were there at placement."""
         return self.request.answer - self.left
 
     def keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
@@ -171,7 +171,7 @@ def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
 
 
 def prompt_key_of(request: TraceRequest, block_tokens: int) -> bytes:
-    """The key of a prompt without a full block, by the id of the block that it begins; empty where it needs none."""
+    """The key of a prompt without a full block, by the id of the prompt's first block; empty where no key is needed."""
     if request.input_length >= block_tokens or not request.hash_ids:
         return b""
     return _key_of(request.hash_ids[0], request.tenant)
@@ -182,7 +182,7 @@ def _key_of(hash_id: int, tenant: str) -> BlockKey:
 
 
 def answer_key(request: Request, index: int, choice: int = 0) -> BlockKey:
-    """Of a full block with tokens of an answer: a trace does not name it, and nobody else has it."""
+    """The key of a full block with tokens of an answer: no trace names the block, and no other request has it."""
     whose = b"answer".ljust(12, b"\0") + choice.to_bytes(4, "little")
     return BlockKey(whose + (request.number << 32 | index).to_bytes(16, "little"))
 
@@ -223,32 +223,32 @@ class DecodeSequence:
 
     sequence: PlacedSequence
     number: int
-    """Its name in the core, and its transfer's."""
+    """Name of the sequence in the core, and of its transfer."""
     stores: tuple[str, ...]
     """That the answer's blocks are written to."""
     tokens: int
     """Of prompt and answer, the latest one included."""
     left: int
-    """Tokens that it still makes."""
+    """Tokens that the sequence still makes."""
     keys: int
     """Full blocks whose keys the core knows."""
     heard_at: int
-    """When the core was last told that its transfer lives."""
+    """When the core was last told that the transfer lives."""
     choice: int = 0
-    """Which of its request's answers it is."""
+    """Number of the answer within the request."""
     blocks: int = 0
     stream: int = 0
-    """The conductor's stream that it was started on; 0 = nobody wants its tokens (any more)."""
+    """The conductor's stream that the sequence was started on; 0 = no conductor wants the tokens (any more)."""
     why: str = ""
-    """The core has ended it early."""
+    """The core has ended the sequence early."""
     started: bool = False
-    """Its conductor has told it to begin."""
+    """The conductor has told the sequence to begin."""
     whole: bool = False
-    """All of its prompt's KV has come; the first one of several knows."""
+    """All KV of the prompt has come; set at the first of several sequences."""
     made: TokenTimes | None = None
     """Tokens that the conductor was not told of yet."""
     told: bool = False
-    """It was told of some."""
+    """The conductor was told of some tokens."""
 
     def advance(self, first: int, gaps: Listed[int], last: int) -> None:
         """More tokens are made: at `first`, and after the `gaps` behind it, until `last`."""
@@ -261,7 +261,7 @@ class DecodeSequence:
             self.made.add(first, gaps, last)
 
     def begin_with_prompt(self, block_tokens: int) -> None:
-        """The first token is not known: it is made here. A last block that is full has its key with it."""
+        """The first token is not known, and made here. A last block that is full has a key."""
         self.tokens -= 1
         self.left += 1
         self.keys = min(self.keys, (self.tokens - 1) // block_tokens)
@@ -291,7 +291,7 @@ class DecodeSequence:
         return self.chain(index)[-1]
 
     def chain(self, blocks: int) -> tuple[BlockKey, ...]:
-        """Keys of its leading blocks."""
+        """Keys of the leading blocks."""
         return keys_of_chain(self.sequence.request, blocks, self.choice)
 
 
@@ -307,7 +307,7 @@ class Resume:
 
 @frozen
 class SequenceReport:
-    """What the conductor is told of a sequence: tokens, and whether it has ended with them."""
+    """What the conductor is told of a sequence: tokens, and whether the sequence has ended with them."""
 
     number: int
     made: TokenTimes | None

@@ -36,7 +36,7 @@ class SimulatedDisk:
         self.carried = 0
 
     def request(self, nbytes: int, done: Callable[[], None]) -> None:
-        """Queues a request; `done` is called when it has been served."""
+        """Queues a request; `done` is called when the request has been served."""
         self._free_at = max(self._free_at, self._world.now) + ps(self._access_s + nbytes / self._bytes_per_s)
         self._world.at(self._free_at, self._served, (nbytes, done))
 
@@ -75,7 +75,7 @@ class SimulatedPoolReads:
 
     Args:
         sends: the instance's way out.
-        post: hands an event to its core.
+        post: hands an event to the instance's core.
     """
 
     def __init__(self, sends: Link, post: Callable[[LendBlocks | ReturnBlocks], None]) -> None:
@@ -104,7 +104,7 @@ class SimulatedPoolReads:
 
 
 WRITES_AT_ONCE = 16
-"""Puts that a store takes at once; further ones wait in their order, as for credits. Two fill its link."""
+"""Puts that a store takes at once; further ones wait in their order, as for credits. Two fill the link."""
 
 
 @frozen
@@ -121,7 +121,7 @@ class Store:
 
     Args:
         on_keys: called with the keys that came, left, or are on SSD only now.
-        changed: called when its load is another one.
+        changed: called when the load changes.
 
     Attributes:
         read_blocks, disk_blocks: blocks read in all, and from SSD.
@@ -147,7 +147,7 @@ class Store:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """An empty store, as a lost machine is replaced by; what was under way to it is lost."""
+        """Empties the store, as a lost machine's replacement is; what was under way is lost."""
         config = self._config
         self._dram = Pool(
             POLICIES[config.eviction](), max(1, config.store_bytes // config.block_bytes), self._left_dram
