@@ -1,1 +1,1 @@
-"""The `moonpool` command. It may import everything; nothing imports it."""
+"""The `moonpool` command. May import every package; no package imports this one."""

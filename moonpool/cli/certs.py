@@ -1,7 +1,7 @@
 """`moonpool certs`: a local certificate authority, for clusters that have no other.
 
-Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check, its hosts for
-others' programs, its role as a URI, and its instance's or tenant's name as common name.
+Keys are on the curve P-256. A service's certificate carries the DNS name that Moonpool's channels check, and hosts for
+others' programs. The role is a URI, and the common name is the instance's or tenant's name.
 """
 
 import datetime
@@ -48,7 +48,7 @@ def create(
     ] = [],  # noqa: B006
     days: Annotated[int, typer.Option(min=1, max=AUTHORITY_DAYS, help="How long they are valid.")] = 365,
 ) -> None:
-    """Make certificates: NAME.pem and NAME.key in the folder, and the authority when it is not there yet."""
+    """Make certificates: NAME.pem and NAME.key in the folder, and the authority if there is none yet."""
     roles = role or list(ROLES)
     for one in roles:
         if one not in ROLES:
@@ -71,10 +71,10 @@ class Authority:
 
     @classmethod
     def at(cls, folder: Path) -> "Authority":
-        """The authority in `folder`, made when it is not there.
+        """The authority in `folder`, made if there is none.
 
         Raises:
-            ConfigError: its files cannot be used.
+            ConfigError: the authority's files cannot be used.
         """
         certificate, key = folder / "ca.pem", folder / "ca.key"
         if not certificate.exists() and not key.exists():
@@ -165,7 +165,7 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes, mode: int) -> None:
-    """In the place of an earlier file at once, so that whoever reads it meanwhile reads one of the two."""
+    """Replaces an earlier file at once, so that a reader meanwhile gets one of the two whole."""
     beside = path.with_name(path.name + ".new")
     beside.unlink(missing_ok=True)
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

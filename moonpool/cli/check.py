@@ -59,7 +59,7 @@ _ASK_BY_KIND: dict[int, Ask] = {
 
 @dataclass(frozen=True, slots=True)
 class GaugeReading:
-    """One gauge of one instance; `at_rest` is None where it may rest anywhere."""
+    """One gauge of one instance; `at_rest` is None if the gauge may rest at any value."""
 
     instance: str
     name: str
@@ -68,7 +68,7 @@ class GaugeReading:
 
     @property
     def resting(self) -> bool:
-        """Whether the value is the one it must have when no request runs."""
+        """Whether the value is the one that the gauge must have when no request runs."""
         return self.at_rest is None or self.value == self.at_rest
 
 
@@ -146,10 +146,10 @@ class GaugeReader:
         return GaugeSurvey(tuple(readings), tuple(silent))
 
     def _ask_conductor(self, address: str, members: dict[str, kv_pb2.Instance]) -> list[GaugeReading]:
-        """A conductor's own gauges; adds the members that it knows.
+        """A conductor's own gauges; adds the members that the conductor knows.
 
         Raises:
-            Unavailable: it does not answer.
+            Unavailable: the conductor does not answer.
         """
         stub = conductor_pb2_grpc.ConductorServiceStub(self._channel(address))
         try:

@@ -1,4 +1,4 @@
-"""`moonpool state`, `top` and `explain`: the cluster as its conductor sees it, and why a request was placed."""
+"""`moonpool state`, `top` and `explain`: the cluster as the conductor sees it, and why a request was placed."""
 
 import dataclasses
 import json
@@ -136,7 +136,7 @@ def _ttft_s(candidate: Candidate) -> float:
 
 
 def _attempt_text(attempt: Attempt) -> str:
-    """Where a request was placed, what of it was computed there, and how the prediction fits."""
+    """Where a request was placed, what was computed there, and how the prediction fits."""
     placement = attempt.placement
     waited = f", after {attempt.waited_s:.4f} s without a place" if attempt.waited_s else ""
     over = f", KV over {attempt.transport}" if attempt.transport else ""
@@ -174,7 +174,7 @@ SHOWN_REQUESTS = 8
 
 
 def state_figures(state: ClusterState) -> dict[str, object]:
-    """The cluster's state with what follows from it, as JSON is made of it.
+    """The cluster's state and the figures that follow, ready for JSON.
 
     `hit_rate` is the cached share of prompt tokens of the last minute, None without any.
     """
@@ -270,7 +270,7 @@ def _quantiles_text(found: Quantiles) -> str:
 
 
 def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
-    """A row for each tier of an instance: its pool, or a store's."""
+    """A row for each tier of an instance: the pool of an engine, or the tiers of a store."""
     tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in each.tiers]
     if each.total_blocks:
         tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks} blocks"))

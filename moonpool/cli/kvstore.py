@@ -26,7 +26,7 @@ from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 696, 48, 316
-"""Size of the picture, and the edges of the curve in it."""
+"""Size of the picture, and the edges of the curve."""
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 HitCurve = Sequence[tuple[int, float]]
 """(bytes, share of block uses that would be hits), ascending in both."""
@@ -108,7 +108,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 @contextmanager
 def _store_stub(address: str) -> Iterator[KVStoreServiceStub]:
-    """A stub; a gRPC error is raised as the `MoonpoolError` of its status."""
+    """A stub; a gRPC error is raised as the status's `MoonpoolError`."""
     try:
         with open_blocking_channel(address) as channel:
             yield KVStoreServiceStub(channel)
@@ -148,7 +148,7 @@ def verify(
     """Check a data folder: each block against its checksums, the index against the blocks, and conductors' records.
 
     Changes nothing without --repair. Exits with 1 when a fault is found and not repaired. A kvstore would answer the
-    faulty blocks with a miss, and repair the rest at its start.
+    faulty blocks with a miss, and repair the rest at startup.
     """
     from services.kvstore import repair as folder
 
@@ -223,7 +223,7 @@ def warm(
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds it may take.")] = 600.0,
     as_json: Json = False,
 ) -> None:
-    """Fill a kvstore's free DRAM from its SSD tier, the most recently written blocks first."""
+    """Fill a kvstore's free DRAM from the SSD tier, the most recently written blocks first."""
     with _store_stub(address) as stub:
         warmed = stub.Warm(kvstore_pb2.WarmRequest(max_bytes=max_bytes), timeout=timeout_s)
     if as_json:
@@ -268,7 +268,7 @@ def _progress(what: str, *, hidden: bool) -> Iterator[Callable[[int, int], None]
 
 
 def _wait_until(done: Callable[[], bool], wait_s: float, what: str) -> None:
-    """Waits until something holds; raises DeadlineExceeded when it does not in time."""
+    """Waits until a condition holds; raises DeadlineExceeded if the time is over before."""
     deadline, pause = time.monotonic() + wait_s, threading.Event()
     while not done():
         if time.monotonic() >= deadline:

@@ -1,6 +1,6 @@
-"""The `moonpool` command: its verbs and their flags.
+"""The `moonpool` command: verbs and their flags.
 
-Each verb imports what it needs when it runs, so that `moonpool generate` needs no torch and `--help` is quick.
+Each verb imports its modules when it runs, so that `moonpool generate` needs no torch and `--help` is quick.
 """
 
 import functools
@@ -184,7 +184,7 @@ def inspect(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show a checkpoint's parameters, its KV, how its layers compute, and what fits a given memory."""
+    """Show a checkpoint's parameters, KV, how the layers compute, and what fits a given memory."""
     from moonpool.cli.models import chosen_model, run_inspect
 
     run_inspect(chosen_model(model), dtype, block_size, memory_bytes, max_model_len=max_model_len, as_json=as_json)
@@ -214,7 +214,7 @@ class PlanOptions:
 
 @verb
 def plan(options: PlanOptions) -> None:
-    """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within its limits."""
+    """Find the least-cost mix of prefill, decode and kvstore instances that serves a trace within the limits."""
     from moonpool.cli.simulate import PlanRequest, run_plan
 
     wanted = PlanRequest(
@@ -435,7 +435,7 @@ def chat(
 def pull(
     model: Annotated[str, typer.Argument(help="A model's name, for example smollm2, or a hub id, owner/name.")],
 ) -> None:
-    """Fetch a model for later, and print where it is."""
+    """Fetch a model for later, and print the folder."""
     from moonpool.checkpoint import resolve
 
     typer.echo(resolve(model))
@@ -461,7 +461,7 @@ def ps(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list."
 def stop(
     data_dir: Annotated[Path | None, typer.Option(help="The --data-dir of the stack; default: the only stack.")] = None,
 ) -> None:
-    """Stop the stack that `moonpool serve` started on this machine, and wait for its end."""
+    """Stop the stack that `moonpool serve` started on this machine, and wait until all processes have ended."""
     from moonpool.cli.running_stacks import run_stop
 
     raise typer.Exit(run_stop(data_dir))
@@ -555,7 +555,7 @@ def state(
     address: Address = LOCAL_CONDUCTOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show the cluster as its conductor sees it: the model, every instance, its load and its blocks."""
+    """Show the cluster as the conductor sees it: the model, and every instance with load and blocks."""
     from moonpool.cli.cluster import run_state
     from moonpool.client import Client
 
@@ -608,7 +608,7 @@ def role(
     kind: Annotated[str, typer.Argument(help="prefill or decode.")],
     address: Address = LOCAL_CONDUCTOR,
 ) -> None:
-    """Let an engine instance change its role: it drains, and comes back as an instance of the other kind."""
+    """Change the role of an engine instance: it drains, and comes back as an instance of the other kind."""
     from moonpool.client import Client
 
     with Client(addresses(address)) as client:
@@ -626,7 +626,7 @@ def rerun_(
 ) -> None:
     """Run a service's recorded decisions again and stop at the first that differs.
 
-    Exit status: 0 when all are equal, 1 when one differs, 2 when there is no journal or it is damaged.
+    Exit status: 0 when all are equal, 1 when one differs, 2 when the journal is missing or damaged.
     """
     from moonpool.cli.rerun import run_rerun
 
@@ -646,7 +646,7 @@ def health(
     wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until it serves.")] = 0.0,
     joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined (conductor only).")] = 0,
 ) -> None:
-    """Ask a service whether it serves (grpc.health.v1, or /health). Exit status: 0 when it does, 1 when not."""
+    """Ask a service whether it serves (grpc.health.v1, or /health). Exit status: 0 if the service serves, else 1."""
     from moonpool.cli.health import run_health
 
     raise typer.Exit(run_health(address, timeout_s=timeout_s, wait_s=wait_s, joined=joined))
@@ -710,7 +710,7 @@ _add_lazy_group(
 
 
 def _add_service_verb(kind: str, summary: str) -> None:
-    """Adds a verb that runs one service; its flags are the service's own."""
+    """Adds a verb that runs one service, with the service's own flags."""
 
     @app.command(kind, help=summary, context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
     def run(context: typer.Context) -> None:
@@ -744,7 +744,7 @@ def kvstore_(context: typer.Context) -> None:
 
 
 def main() -> None:
-    """Entry point: prints an error and what to do about it, and exits with 2; a signal ends children first."""
+    """Entry point: prints an error with a remedy, and exits with 2; a signal ends children first."""
     quiet_grpc()
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:

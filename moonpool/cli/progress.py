@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 class StartProgress(Protocol):
-    """Shows what the parts of a start do; any thread may call it."""
+    """Shows what the parts of a start do. Any thread may call this."""
 
     def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
         """A part does something, of which `done` parts of `of` are done; `of` 0 = unknown."""
@@ -57,7 +57,7 @@ class PlainProgress:
 
 
 class TerminalProgress:
-    """A bar with its text for each part."""
+    """A bar with text for each part."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

@@ -95,7 +95,7 @@ class FittedSimulation:
 
 
 async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[Request]:
-    """Sends each request when it is due, whatever the others do; returns them in order of their coming."""
+    """Sends each request when due, whatever the others do; returns them in order of arrival."""
     loop = asyncio.get_running_loop()
     begin, slo = loop.time(), replay.told()
 
@@ -154,9 +154,9 @@ def fit_and_compare(
     first: int,
     simulations: int = SIMULATIONS,
 ) -> FittedSimulation:
-    """Fits the cluster to the first of some measured requests, and simulates all: the others tell how good it is.
+    """Fits the cluster to the first of some measured requests, and simulates all: the others tell how good the fit is.
 
-    It simulates them `DRAWS` times, with what chance adds drawn anew.
+    Simulates them `DRAWS` times, with what chance adds drawn anew.
     """
     extras, near = fit(config, requests[:first], Times.of(measured[:first]), simulations=simulations)
     fitted = extras.applied(config)
@@ -208,7 +208,7 @@ class ReplayPlan:
     """A replay as the command line asks for it.
 
     Attributes:
-        trace: file of the trace; its first `requests` are sent, 0 = all.
+        trace: file of the trace; the first `requests` are sent, 0 = all.
         addresses: of the conductors.
         model: folder or file of the checkpoint that is served.
         time_scale: seconds of the trace, and of the report, that pass in one second.

@@ -1,4 +1,4 @@
-"""`moonpool rerun`: feed a journal's events to its core again and compare the actions."""
+"""`moonpool rerun`: feed a journal's events to the core again and compare the actions."""
 
 import json
 import re
@@ -15,10 +15,10 @@ def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: s
         events: print each with its actions.
         check: look at invariants.
         as_json: print JSON.
-        policy: a module whose classes the journal may name besides those of cores; its code runs.
+        policy: a module whose classes the journal may name besides those of cores; the module's code runs.
 
     Raises:
-        JournalError: there is no journal, or it is damaged.
+        JournalError: the journal is missing or damaged.
     """
     say = _print_result_json if as_json else _print_result
     results = []

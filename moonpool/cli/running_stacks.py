@@ -1,6 +1,6 @@
 """Records of the stacks that `moonpool serve` runs on this machine: one file per data folder.
 
-A record names a process by its number and its start, because numbers are given again. The records lie in a folder
+A record names a process by number and start time, because the kernel reuses numbers. The records lie in a folder
 that only this user can write, so no other user can make `moonpool stop` end a process.
 """
 
@@ -31,13 +31,13 @@ class RunningStack:
     """A `moonpool serve` that runs.
 
     Attributes:
-        pid: its process.
+        pid: of the process.
         epoch: `process_epoch` of that process.
         boot_id: of the machine, new at each start of the machine.
-        data_dir: its data folder, an absolute path without links.
-        model: what it serves, as its services are told.
-        address: its conductors, with commas between them; "" until the stack is ready.
-        http_address: its gateway's, likewise.
+        data_dir: data folder, an absolute path without links.
+        model: the model, as the services are told.
+        address: of the conductors, with commas between them; "" until the stack is ready.
+        http_address: of the gateway, likewise.
     """
 
     pid: int
@@ -61,7 +61,7 @@ def state_folder() -> Path:
     """The folder of this user's records, made if need be.
 
     Raises:
-        ConfigError: another user owns the folder or can write in it, or it cannot be made.
+        ConfigError: another user owns the folder or can write there, or the folder cannot be made.
     """
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     folder = Path(base) / f"moonpool-stacks-{os.getuid()}"
@@ -132,13 +132,13 @@ def run_ps(*, as_json: bool) -> None:
 
 
 def run_stop(data_dir: Path | None) -> int:
-    """Stops a stack that `moonpool serve` runs, and waits for its end.
+    """Stops a stack that `moonpool serve` runs, and waits until all processes have ended.
 
     Args:
         data_dir: of the stack; None = the only stack of this user.
 
     Returns:
-        0 when the stack has ended or none ran; 1 when it did not end, or `data_dir` does not name a stack.
+        0 if the stack has ended or none ran; 1 if the stack did not end, or `data_dir` does not name a stack.
     """
     running = _running(state_folder())
     if not running:

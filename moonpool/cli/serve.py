@@ -33,7 +33,7 @@ from moonpool.sampling_params import SamplingParams
 
 SUPERVISE_INTERVAL_S = 0.1
 ReportStatus = Callable[[dict[str, object], str], None]
-"""Prints an event: its JSON form or its text."""
+"""Prints an event: the JSON form or the text."""
 
 
 @contextlib.contextmanager
@@ -46,12 +46,12 @@ def _data_dir(data_dir: Path | None) -> Iterator[Path]:
 
 
 def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json: bool) -> int:
-    """Starts a stack, reports its addresses, runs it until SIGINT or SIGTERM, drains it.
+    """Starts a stack, reports the addresses, runs until SIGINT or SIGTERM, and drains.
 
     Args:
         plan: what the stack consists of.
         data_dir: data folder; None = a temporary one.
-        restart: start a service again that ends by itself; otherwise its end stops the stack.
+        restart: start a service again that ends by itself; otherwise the end of a service stops the stack.
         as_json: print JSON lines.
 
     Returns:
@@ -185,7 +185,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 def _wait_for_end(stack: LocalStack, stopping: threading.Event) -> str:
     """Waits for a signal or the end of a service; returns which one ended, empty when none did.
 
-    One that ended to change its role is started anew.
+    A service that ended to change roles is started anew.
     """
     while not stopping.wait(SUPERVISE_INTERVAL_S):
         for service in list(stack.services.values()):
@@ -215,7 +215,7 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
     Args:
         model: folder or file to serve.
         max_tokens: of each answer at most.
-        instead: why it is not the model that was meant to be served; "" when it is.
+        instead: why another model is served than was meant; "" if the meant one is.
 
     Returns:
         0 when everything was served and everything reserved came back.

@@ -19,7 +19,7 @@ OWN_NAMES = ("id", "listen", "advertise", "conductor", "model")
 
 
 class ServeCommand(TyperCommand):
-    """`moonpool serve`, which says how to set what has no flag of its own."""
+    """`moonpool serve`, which says how to set a setting without a flag."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {flag for parameter in self.params for flag in (*parameter.opts, *parameter.secondary_opts)}

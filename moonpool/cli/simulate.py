@@ -53,7 +53,7 @@ requests and events leave none behind, and what lives is looked at again and aga
 
 
 def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
-    """Runs an experiment and prints its result; the wall-clock goes to standard error."""
+    """Runs an experiment and prints the result; the wall-clock goes to standard error."""
     begun, cpu = time.perf_counter(), time.process_time()
     with _less_garbage_collection():
         result = run(lambda line: print(line, file=sys.stderr))
@@ -83,7 +83,7 @@ def _less_garbage_collection() -> Iterator[None]:
 
 
 def _result_table(result: Result) -> str:
-    """Rows as lines; a single row as a list of its figures."""
+    """Rows as lines; a single row as a list of figures."""
     if len(result.rows) == 1:
         lines: list[tuple[str, ...]] = [(name, _cell_text(value)) for name, value in result.rows[0].items()]
     else:
@@ -108,7 +108,7 @@ class Printed:
     picture: Picture = None
 
     def print(self, run: Callable[[Progress], Result]) -> None:
-        """Run an experiment and print its result."""
+        """Run an experiment and print the result."""
         _run_and_print(run, as_json=self.as_json, picture=self.picture)
 
 
@@ -338,7 +338,7 @@ def conductors(options: ConductorsOptions) -> None:
 
 @app.command()
 def transfer(profile: Profile = DEFAULT_PROFILE, as_json: Json = False, picture: Picture = None) -> None:
-    """The bandwidth above which loading a prefix beats computing it: the paper's line and the simulated truth."""
+    """The bandwidth above which loading a prefix beats computing: the paper's line and the simulated truth."""
     chosen = load_profile(profile)
     _run_and_print(lambda say: cache_experiment.transfer(chosen, say), as_json=as_json, picture=picture)
 
@@ -428,7 +428,7 @@ class PlanRequest:
     """What `moonpool plan` searches for.
 
     Attributes:
-        trace: file of the trace; its first `requests` count, 0 = all. They come `rate` times as fast.
+        trace: file of the trace; the first `requests` count, 0 = all. They come `rate` times as fast.
         model: a model that the hardware's file names.
         hardware: bundled name, or path of a YAML file.
         slo: limits as text, `ttft=SECONDS,tbt=SECONDS`.

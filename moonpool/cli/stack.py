@@ -41,7 +41,7 @@ WAIT_S = 0.1
 ABORT_S = 4.0
 """Seconds that services have to end when their start is given up; then they are killed."""
 DRAIN_S = 8.0
-"""Seconds that a service has to finish its requests."""
+"""Seconds that a service has to finish running requests."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class StackPlan:
 
     Attributes:
         model: folder of a checkpoint, or a hub id.
-        data_dir: kvstore data and logs live below it.
+        data_dir: folder of kvstore data and logs.
         dtype: "auto", "float32", "bfloat16" or "float16".
         kv_cache_dtype: "auto", "int8" or "fp8".
         prefill, decode, kvstore: number of instances of each.
@@ -62,14 +62,14 @@ class StackPlan:
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
         time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
-        core_page: file by which its engines lend each other cores, and to nobody else; None = this user's.
+        core_page: file by which the stack's engines lend each other cores, and to no other engine; None = this user's.
         block_size: tokens per KV block.
         kv_cache_memory_bytes: bytes of KV pool of each engine instance; 0 = the default of `EngineConfig`.
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
         swap_roles: instances change between prefill and decode by the conductor's order, not only by command.
-        tls: with which the stack asks its conductors; None = as the environment says. Services take theirs by `extra`.
+        tls: with which the stack asks the conductors; None = as the environment says. Services take theirs by `extra`.
         extra: further flags by kind of service, for example {"prefill": ["--set", "max_queue=9"]}.
     """
 
@@ -101,11 +101,11 @@ class StackPlan:
 
 
 OnStart = Callable[["ServiceProcess", str, int, int], None]
-"""Called with a service, what its start does, and how many parts of how many are done; 0 = unknown."""
+"""Called with a service, what the start does, and how many parts of how many are done; 0 = unknown."""
 
 
 class ServiceProcess:
-    """One service as a child process. It dies with this process, so that a killed parent leaves no child."""
+    """One service as a child process. The child dies with this process, so that a killed parent leaves no child."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class ServiceProcess:
         on_start: OnStart = lambda service, what, done, of: None,
         launcher: Sequence[str] = PYTHON,
     ) -> None:
-        """Starts it by a `launcher`; `on_start` is called on a thread of its own."""
+        """Starts the service by a `launcher`; `on_start` is called on a thread of its own."""
         self._loaded: dict[int, tuple[int, int]] = {}
         self._on_start = on_start
         self._heard = time.monotonic()
@@ -156,7 +156,7 @@ class ServiceProcess:
         self._ready.set()
 
     def _take(self, text: str) -> None:
-        """A line of its standard output."""
+        """A line of standard output."""
         self._heard = time.monotonic()
         if text.startswith("ready: ") and not self.address:
             self.address = text.removeprefix("ready: ")
@@ -173,7 +173,7 @@ class ServiceProcess:
         """Whether the service is ready; waits for that for a moment.
 
         Raises:
-            Unavailable: it ended, or its start has not gone on for `silence_s`; the message has the end of its log.
+            Unavailable: the service ended, or the start stood still for `silence_s`; the message ends with the log.
         """
         if self._ready.wait(wait_s) and self.address:
             return True
@@ -184,10 +184,10 @@ class ServiceProcess:
         return False
 
     def wait_ready(self, silence_s: float) -> str:
-        """Waits for the service's ready line, for as long as its start goes on.
+        """Waits for the service's ready line, for as long as the start goes on.
 
         Returns:
-            Its address, "host:port".
+            The service's address, "host:port".
 
         Raises:
             Unavailable: see `is_ready`.
@@ -202,12 +202,12 @@ class ServiceProcess:
         return "\n".join(f"  {self.id}| {line}" for line in lines)
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal, if it still runs."""
+        """Sends a signal, if the process still runs."""
         if self.returncode is None:
             self._process.send_signal(number)
 
     def wait(self, timeout_s: float) -> int:
-        """Waits for its end; kills the process when the time is over. Returns the exit status."""
+        """Waits for the end; kills the process when the time is over. Returns the exit status."""
         try:
             status = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -218,7 +218,7 @@ class ServiceProcess:
 
 
 def _open_log(log_path: Path) -> BinaryIO:
-    """The log, to be written at its end.
+    """The log, open for appending.
 
     Raises:
         ConfigError: naming `data_dir`.
@@ -247,7 +247,7 @@ class LocalStack:
         """Makes a stack that is not started yet.
 
         Args:
-            plan: what it consists of.
+            plan: what the stack consists of.
             on_ready: is told of each service that has become ready, one after the other.
             on_start: is told what the start of each service does, on threads.
         """
@@ -282,7 +282,7 @@ class LocalStack:
             The first conductor's address.
 
         Raises:
-            Unavailable: a service did not start; the message has the end of its log.
+            Unavailable: a service did not start; the message ends with the log.
         """
         names = [CONDUCTOR, *(f"{CONDUCTOR}-{number}" for number in range(1, self.plan.conductors))]
         conductors = [
@@ -354,7 +354,7 @@ class LocalStack:
         return PYTHON
 
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
-        """Stops one member (by SIGTERM or SIGKILL), starts it again under its id, and waits until it has joined."""
+        """Stops one member (by SIGTERM or SIGKILL), starts the same id again, and waits until the member has joined."""
         old = self.services[service_id]
         old.signal(signal.SIGKILL if kill else signal.SIGTERM)
         old.wait(timeout_s)
@@ -362,7 +362,7 @@ class LocalStack:
         self.wait_joined(timeout_s)
 
     def spawn_again(self, service_id: str) -> ServiceProcess:
-        """Starts a service that has ended, without waiting for it: with the same arguments, or in its other role."""
+        """Starts a service that has ended, without waiting: with the same arguments, or in the other role."""
         old = self.services[service_id]
         if old.returncode == EXIT_ROLE:
             kind = OTHER_ROLE[old.kind]
@@ -481,7 +481,7 @@ class SupervisedProcess(Protocol):
 
     @property
     def address(self) -> str:
-        """Its address, "" until it is ready."""
+        """The process's address, "" until ready."""
         ...
 
     def log_tail(self) -> str:
@@ -491,7 +491,7 @@ class SupervisedProcess(Protocol):
 
 @dataclass(slots=True)
 class _RestartHistory:
-    """Attributes: ends in a row; when it was last started; when it is due to be started, None while it runs."""
+    """Attributes: ends in a row; time of the last start; time of the next start, None while the process runs."""
 
     failures: int = 0
     started_at: float = 0.0
@@ -504,8 +504,8 @@ class Supervisor:
 
     Args:
         services: the stack's services by id, as they are now.
-        restart: starts a service anew, without waiting for it; in its other role if it ended for that.
-        on_end: told of a service's id, its exit status and the seconds until its restart.
+        restart: starts a service anew, without waiting; in the other role if the service ended for that.
+        on_end: told of a service's id, exit status and the seconds until the restart.
         on_ready: told of a service that is ready again.
         clock: seconds.
     """
@@ -529,7 +529,7 @@ class Supervisor:
         """Note which services have ended, and start those whose pause is over.
 
         Raises:
-            Unavailable: a service ended `MAX_FAILURES` times in a row; the message has the end of its log.
+            Unavailable: a service ended `MAX_FAILURES` times in a row; the message ends with the log.
         """
         for name, history in self._histories.items():
             service = self._services[name]

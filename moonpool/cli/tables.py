@@ -15,14 +15,14 @@ PIPE_WIDTH = 1 << 14
 
 
 def stdout_console() -> Console:
-    """A console for standard output; in a pipe its lines are not wrapped, so that a row stays a line."""
+    """A console for standard output; lines in a pipe are not wrapped, so that a row stays a line."""
     return Console(width=None if sys.stdout.isatty() else PIPE_WIDTH, highlight=False, markup=False)
 
 
 class RecordTable:
     """A row per record; the first cell names the record.
 
-    If the rows are wider than the terminal, each record is printed as its name and, below, lines of `heading value`.
+    If the rows are wider than the terminal, each record is printed as a name and, below, lines of `heading value`.
     No cell is ever shortened.
 
     Args:

@@ -1,1 +1,1 @@
-"""gRPC as all services use it: serving, channels, errors, processes."""
+"""gRPC for all services: serving, channels, errors, processes."""

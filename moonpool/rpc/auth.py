@@ -1,7 +1,7 @@
 """Who calls, and what each caller may call: roles of certificates, API keys with tenants and budgets.
 
-A certificate names its owner's role as a URI among its alternative names, `moonpool:role:prefill`; its common name
-says who the owner is. A method that is not in the table is refused; a test compares the table with the contracts.
+A certificate names the owner's role as a URI among the alternative names, `moonpool:role:prefill`; the common name
+names the owner. A method that is not in the table is refused; a test compares the table with the contracts.
 
 Each line of a key file is `sha256:HEX [rpm=N] [tpm=N] TENANT`, where HEX is the SHA-256 of a key, or `tenant [rpm=N]
 [tpm=N] TENANT` for the requests and tokens per minute that all keys of a tenant have together. `#` begins a comment.
@@ -54,7 +54,7 @@ class WatchedFiles:
 
 
 def _signature(path: Path) -> Signature | None:
-    """What differs when a file has changed; None when it is not there."""
+    """What differs when a file has changed; None if there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -73,7 +73,7 @@ log = get_logger(__name__)
 
 
 def hash_key(key: str) -> str:
-    """A key as the file has it, without "sha256:"."""
+    """A key as written in the file, without "sha256:"."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -87,7 +87,7 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True)
 class BudgetOwner:
-    """Whose budget it is: `name` is unique, `told` is what a refusal calls it."""
+    """The owner of a budget: `name` is unique, `told` is the owner's name in a refusal."""
 
     name: str
     told: str
@@ -101,7 +101,7 @@ class KeyFile:
     Attributes:
         tenants: by hash of the key.
         limits: by hash of the key, where the key has some.
-        shared: by tenant, where its keys have some together.
+        shared: by tenant, where the tenant's keys have some together.
     """
 
     tenants: dict[str, str]
@@ -120,7 +120,7 @@ def parse_keys(text: str) -> KeyFile:
     """Read what a file of keys has.
 
     Raises:
-        ValueError: names the line that is wrong, never its content.
+        ValueError: names the number of the wrong line, never the content.
     """
     file = KeyFile({}, {}, {})
     for number, line in enumerate(text.splitlines(), 1):
@@ -161,10 +161,10 @@ class ApiKeys:
     """The keys of a file."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = world.monotonic) -> None:
-        """Read the file; it is looked at again by `clock`.
+        """Read the file, and again when changed; `clock` says when to look.
 
         Raises:
-            ConfigError: naming `api_keys`: it cannot be read or is wrong.
+            ConfigError: naming `api_keys`: the file cannot be read or is wrong.
         """
         self._path = path
         try:
@@ -188,7 +188,7 @@ class ApiKeys:
         return tenant
 
     def owners(self, key: str) -> list[BudgetOwner]:
-        """Whose budgets a request with this key is on: the key's, its tenant's, where they have some.
+        """The budgets that a request with this key is on: the key's and the tenant's, where they have some.
 
         Raises:
             Unauthenticated: as of `tenant`.
@@ -197,7 +197,7 @@ class ApiKeys:
         return self._file.owners(hash_key(key))
 
     def _renew(self) -> None:
-        """Read the file again when it has changed; one that is wrong or gone leaves the keys as they were."""
+        """Read the file again if changed; a wrong or missing file leaves the keys as they were."""
         if not self._watched.changed():
             return
         try:
@@ -216,7 +216,7 @@ INSTANCES = ENGINES | {"kvstore"}
 CLIENTS = frozenset({"client", "gateway", "operator"})
 OPERATORS = frozenset({"operator"})
 KEEPERS = ENGINES | {"client"}
-"""Who keeps KV in kvstores; a client under keys of its tenant only (`moonpool.kv.values.check_owned`)."""
+"""Roles that keep KV in kvstores; a client under keys of one tenant only (`moonpool.kv.values.check_owned`)."""
 READERS = OPERATORS | {"conductor"}
 ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator")
 _CONDUCTOR = {
@@ -294,13 +294,13 @@ def current_caller() -> RpcCaller | None:
 
 
 def tenant_of(asked: str) -> str:
-    """The tenant of the call that is being answered, whatever a client says of itself.
+    """The tenant of the call that is being answered, whatever a client claims.
 
     Args:
         asked: the tenant that the request names. Gateways and operators speak for others; a client does not.
 
     Raises:
-        PermissionDenied: a client names a tenant that is not its own.
+        PermissionDenied: a client names another client's tenant.
     """
     return check_tenant(asked, own_tenant())
 
@@ -319,7 +319,7 @@ def check_tenant(asked: str, own: str | None) -> str:
 
 
 def is_client() -> bool:
-    """Whether a client made the call that is being answered, which speaks for its own tenant only."""
+    """Whether a client made the call that is being answered. A client speaks for one tenant only."""
     return own_tenant() is not None
 
 
@@ -327,7 +327,7 @@ def require_role(role: str) -> None:
     """Checks that the caller has this role, where connections are secured.
 
     Raises:
-        Mismatch: it has another one.
+        Mismatch: the caller has another role.
     """
     who = current_caller()
     if who is not None and who.role != role:
@@ -348,7 +348,7 @@ class RoleGate:
             clock: by which the file is looked at again.
 
         Raises:
-            ConfigError: naming `tls_revoked`: it cannot be read, or a line is wrong.
+            ConfigError: naming `tls_revoked`: the file cannot be read, or a line is wrong.
         """
         self._keys = keys
         self._path = revoked
@@ -356,7 +356,7 @@ class RoleGate:
         self._revoked: frozenset[str] = frozenset() if revoked is None else self._read(revoked)
 
     def admit(self, method: str, context: Any) -> None:
-        """Checks a call, and notes its caller for `caller`.
+        """Checks a call, and notes the caller for `caller`.
 
         Args:
             method: full name, "/package.Service/Method".
@@ -364,7 +364,7 @@ class RoleGate:
 
         Raises:
             Unauthenticated: the peer shows neither a certificate nor a key that is accepted.
-            PermissionDenied: its role may not call this.
+            PermissionDenied: the peer's role may not call this.
         """
         found = context.auth_context()
         pem = found.get("x509_pem_cert")
@@ -389,7 +389,7 @@ class RoleGate:
         return RpcCaller(_role(found), name[0].decode(errors="replace"))
 
     def _renew(self) -> None:
-        """Reads the file again when it has changed. One that is wrong or gone leaves what was revoked as it was."""
+        """Reads the file again if changed. A wrong or missing file leaves what was revoked as it was."""
         if self._path is None or not self._watched.changed():
             return
         try:
@@ -424,7 +424,7 @@ def parse_revoked(text: str) -> frozenset[str]:
 
 
 def fingerprint(pem: bytes) -> str:
-    """SHA-256 of a certificate's DER in hexadecimal: `openssl x509 -fingerprint -sha256` without its colons."""
+    """SHA-256 of a certificate's DER in hexadecimal: `openssl x509 -fingerprint -sha256` without the colons."""
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem.decode())).hexdigest()
 
 

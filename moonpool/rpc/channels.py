@@ -225,7 +225,7 @@ class Channels:
         await probe(address, timeout_s, self._tls)
 
     async def drop(self, address: str) -> None:
-        """Close the channel to `address`, if there is one; its calls are cancelled."""
+        """Close the channel to `address`, if there is one; open calls are cancelled."""
         channel = self._channels.pop(address, None)
         if channel is not None:
             await channel.close()
@@ -271,17 +271,17 @@ PROBES = 2
 
 @dataclass(slots=True, eq=False)
 class MonitoredCall:
-    """A call that waits for the peer. `lost`: it was given up because the peer does not answer."""
+    """A call that waits for the peer. `lost`: the call was given up because the peer does not answer."""
 
     give_up: Callable[[], object]
     lost: bool = False
 
 
 class ConnectionMonitor:
-    """One peer's, for all calls to it over one connection.
+    """Monitor of one peer, for all calls over one connection.
 
-    While calls wait and nothing comes, the peer is asked whether it is there. When it does not say so, they are given
-    up. Who asks may be late himself, so one answer that does not come is not enough.
+    While calls wait and nothing comes, the peer is asked for a sign of life. If none comes, the calls are given up.
+    This process may be late itself, so one missing answer is not enough.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class ConnectionMonitor:
             ask: asks, for an answer within so many seconds; raises TimeoutError when none comes.
             silence_s: seconds after which calls are given up; 0 = never. Seconds in which this process did not run, or
                 the peer had no processor, do not count.
-            waited_s: seconds for which the peer has had no processor, since its start.
+            waited_s: seconds for which the peer has had no processor, since the peer's start.
         """
         self._ask = ask
         self._silence_s = silence_s
@@ -322,7 +322,7 @@ class ConnectionMonitor:
 
     @contextmanager
     def waiting(self, give_up: Callable[[], object]) -> Iterator[MonitoredCall]:
-        """While the body runs a call waits; the peer was heard when it is left without an error."""
+        """While the body runs, a call waits; a body that ends without an error counts as news from the peer."""
         one = self.begin(give_up)
         try:
             yield one
@@ -378,10 +378,10 @@ class ConnectionMonitor:
 
 
 async def check_health(channel: grpc.aio.Channel, timeout_s: float) -> None:
-    """Asks the service behind a channel whether it is there, for `ConnectionMonitor`.
+    """Asks the service behind a channel for a sign of life, for `ConnectionMonitor`.
 
     Raises:
-        TimeoutError: no answer came. Any other is one; and of a broken connection its calls hear themselves.
+        TimeoutError: no answer came. Any other error is an answer; calls notice a broken connection themselves.
     """
     check = channel.unary_unary(
         "/grpc.health.v1.Health/Check",

@@ -1,7 +1,7 @@
 """Our errors as gRPC status codes, and back.
 
 The detail travels in trailing metadata. RESOURCE_EXHAUSTED alone is also gRPC's word for an oversize message:
-`Overloaded` exists only with its detail.
+`Overloaded` exists only with a detail.
 """
 
 import re
@@ -59,8 +59,8 @@ _TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueT
 def to_status(exc: BaseException) -> tuple[grpc.StatusCode, str, kv_pb2.ErrorDetail]:
     """Status code, text and detail with which an exception leaves a servicer.
 
-    A group of exceptions counts as its first leaf if all leaves are ours. What is not in the table (foreign exceptions,
-    and errors that have no business on the wire such as ConfigError) becomes INTERNAL without its text.
+    A group of exceptions counts as the first leaf if all leaves are ours. What is not in the table (foreign exceptions,
+    and errors that have no business on the wire such as ConfigError) becomes INTERNAL without text.
     """
     error = _first_leaf(exc)
     if isinstance(error, TimeoutError):
@@ -156,7 +156,7 @@ def _detail(metadata: Iterable[Any]) -> kv_pb2.ErrorDetail | None:
 
 
 def _first_leaf(exc: BaseException) -> BaseException:
-    """The exception that a group stands for: its first leaf if all leaves are ours, else the first that is not."""
+    """The exception that a group stands for: the first leaf if all leaves are ours, else the first that is not."""
     if not isinstance(exc, BaseExceptionGroup):
         return exc
     leaves = [_first_leaf(inner) for inner in exc.exceptions]

@@ -85,8 +85,8 @@ def check_message(cls: type[Message], data: bytes) -> None:
     """Refuses an encoded message that would cost too much to parse and to read.
 
     Raises:
-        InvalidRequest: It has too many fields, numbers or characters, or a group.
-        DecodeError: It is malformed.
+        InvalidRequest: The message has too many fields, numbers or characters, or a group.
+        DecodeError: The message is malformed.
     """
     if len(data) <= UNCHECKED_BYTES:
         return
@@ -213,7 +213,7 @@ def serialize_payload(value: PayloadMessage[M] | bytes) -> bytes:
 
 
 def payload_deserializer(cls: type[M]) -> Callable[[bytes], PayloadMessage[M]]:
-    """A function that decodes messages of class `cls`; the payload is a view of the bytes it was given.
+    """A function that decodes messages of class `cls`; the payload is a view of the given bytes.
 
     The function raises FrameError on malformed input, and on what would cost too much to parse.
     """
@@ -247,7 +247,7 @@ def _by_protobuf(cls: type[M], data: bytes) -> PayloadMessage[M]:
 
 
 def _find_payload(data: bytes) -> tuple[int, int, int] | None:
-    """Where the only payload lies: (its tag, its first byte, one past its last); None where protobuf must decide."""
+    """Where the only payload lies: (tag, first byte, one past the last byte); None where protobuf must decide."""
     position, size, found = 0, len(data), None
     if not size:
         return None

@@ -1,8 +1,8 @@
-"""A service process from its first line to its exit code.
+"""A service process from the first line to the exit code.
 
 Event loop, memory settings, signals, logs, standard output.
 
-The service's own work is `main`, which runs until `ProcessContext.stopping` is set and it has drained.
+The service's own work is `main`, which drains after `ProcessContext.stopping` is set, and then returns.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ ConfigT = TypeVar("ConfigT", bound=ServiceConfig)
 
 
 class ProcessContext:
-    """What a service's `main` gets from its process.
+    """What a service's `main` gets from the process.
 
     Attributes:
         stopping: set by the first SIGTERM or SIGINT; `main` then takes no new work, finishes, and returns.
@@ -158,7 +158,7 @@ def run_main(
 
 
 def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: float = AFTER_DRAIN_S) -> int:
-    """Run a service in this process until it ends; call it once, from the main thread.
+    """Run a service in this process until the service ends; call this once, from the main thread.
 
     The first SIGTERM (or SIGINT) sets `ctx.stopping`; the same signal again ends the process at once. A `main` that is
     not done `config.drain_s + after_drain_s` after the first is cancelled; one that is not ready yet is cancelled at
@@ -195,7 +195,7 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
 
 
 async def _supervise(main: Main, ctx: ProcessContext, drain_s: float, after_drain_s: float) -> int:
-    """Run `main` under the signals, and cancel it when it drains for too long; returns the exit code."""
+    """Run `main` under the signals, and cancel `main` if draining takes too long; returns the exit code."""
     with _signals(ctx), parent_watch(ctx.stopping, os.environ.get(DIE_WITH_PARENT, "")):
         running = asyncio.ensure_future(main(ctx))
         stopping = asyncio.ensure_future(ctx.stopping.wait())

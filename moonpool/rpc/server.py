@@ -71,7 +71,7 @@ class PeerCalls:
         """Counts a call of `peer` ("ipv4:host:port", as gRPC names it) while the body runs.
 
         Raises:
-            Overloaded: The peer has too many open already.
+            Overloaded: The peer has too many open calls already.
         """
         host = peer.rpartition(":")[0]
         counted = [(self._calls, self._limits.calls, "calls")]
@@ -107,7 +107,7 @@ class RunningServer:
     """A server that is listening.
 
     Attributes:
-        port: the port it really listens at.
+        port: the actual port.
         address: "host:port" of the listen address with that port.
         client_address: the same of where clients connect that have no certificate; "" for nowhere.
     """
@@ -320,7 +320,7 @@ class _StreamContext:
 
     @property
     def bare_write(self) -> Callable[[Any], Awaitable[None]]:
-        """The write of gRPC itself, which takes less time; for those who see to it that it is never cancelled."""
+        """The write of gRPC itself, which takes less time; for callers that never cancel a write."""
         write: Callable[[Any], Awaitable[None]] = self._context.write
         return write
 
@@ -338,10 +338,10 @@ def _not_built(name: str) -> Any:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Maps what a servicer raises to status codes, for all four kinds of call, and logs what is not ours.
 
-    Counts the calls of each peer, and refuses those beyond the limits and of those who may not call.
+    Counts the calls of each peer, and refuses those beyond the limits and from peers that may not call.
 
     Cancellation passes through. A method that answers with a stream may be an async generator or use `context.write`; a
-    generator is closed in the call's own task, so that its `finally` runs at once when the client has left.
+    generator is closed in the call's own task, so that `finally` runs at once when the client has left.
     """
 
     def __init__(self, peers: PeerCalls, gate: RoleGate | None = None) -> None:

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 async def write_whole(write: Callable[[Any], Awaitable[None]], message: Any, stall_s: float | None = None) -> None:
-    """Writes a message; when its task is cancelled, the write is finished first if the peer takes it soon.
+    """Writes a message; if the task is cancelled, the write is finished first if the peer takes the message soon.
 
     Raises:
         TimeoutError: The write took longer than `stall_s`.
@@ -39,7 +39,7 @@ async def write_whole(write: Callable[[Any], Awaitable[None]], message: Any, sta
 
 
 def _retrieve_failure(writing: asyncio.Future[None]) -> None:
-    """Retrieves its failure, which asyncio would report as never retrieved."""
+    """Retrieves a task's failure, which asyncio would report as never retrieved."""
     if not writing.cancelled():
         writing.exception()
 
@@ -88,7 +88,7 @@ async def _write_each(
 
 
 class _WriteWatch:
-    """Notices a write that takes too long. One timer for many writes: it looks when the first of them would be due."""
+    """Notices a write that takes too long. One timer for many writes: the timer looks when the first would be due."""
 
     def __init__(self, stall_s: float | None) -> None:
         self.stalled: asyncio.Future[None] = asyncio.get_running_loop().create_future()

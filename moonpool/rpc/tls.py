@@ -1,4 +1,4 @@
-"""TLS between processes: this process's certificate, the authority of its peers, and a service's security settings.
+"""TLS between processes: this process's certificate, the authority of the peers, and a service's security settings.
 
 Files are read again when they change: new connections use the new contents, open ones stay.
 """
@@ -43,12 +43,12 @@ class Tls:
 
         Args:
             ca: certificates of the authorities that peers' certificates must come from.
-            cert: own certificate, those between it and the authority behind it; None for a client that shows none.
-            key: its private key.
+            cert: own certificate, followed by those between it and the authority; None for a client that shows none.
+            key: private key of the certificate.
             clock: by which the files are looked at again.
 
         Raises:
-            ConfigError: naming the file's setting: it cannot be read, or only one of certificate and key is given.
+            ConfigError: naming the setting: the file cannot be read, or only one of certificate and key is given.
         """
         if (cert is None) != (key is None):
             raise ConfigError("tls_key" if key is None else "tls_cert", "certificate and key go together")

@@ -60,7 +60,7 @@ def tune_grpc() -> None:
 def quiet_grpc() -> None:
     """Has gRPC log errors alone, unless the environment wants more. To be called before gRPC is first used.
 
-    Else each server that ends writes a line at its clients.
+    Else each server that ends causes a line at every client.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -76,9 +76,9 @@ def tune_gc() -> None:
 
 
 def tune_malloc() -> bool:
-    """Keep glibc from returning every freed large buffer to the kernel; whether it was done (glibc only).
+    """Keep glibc from returning every freed large buffer to the kernel; returns whether that was done (glibc only).
 
-    Without it each frame of about 1 MiB pays its page faults again (0.57 against 1.7-3.1 GB/s through gRPC).
+    Without this setting each frame of about 1 MiB causes page faults again (0.57 against 1.7-3.1 GB/s through gRPC).
     """
     trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
     try:
