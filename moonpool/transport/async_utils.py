@@ -20,7 +20,7 @@ async def wait_within(seconds: float, event: asyncio.Event) -> bool:
 
 
 class Deadline:
-    """One wait; a context manager that raises TimeoutError for what is cancelled in it because of the deadline."""
+    """One wait; a context manager that raises TimeoutError for a body that is cancelled because of the deadline."""
 
     __slots__ = ("_cancelling", "_deadlines", "_expired", "_task", "at")
 
@@ -98,7 +98,7 @@ class OneTimeEvent:
     """Set by `done`, with or without an error; only the first time counts. An error is dropped if no task waits.
 
     Attributes:
-        is_done: it has happened, or failed.
+        is_done: the event has happened, or failed.
     """
 
     __slots__ = ("_error", "_waiter", "is_done")
@@ -147,8 +147,8 @@ class WaiterQueue(Generic[Wanted, Result]):
     """Serves waiting tasks in the order of their priority (lowest number first), then of their arrival.
 
     Args:
-        attempt: Takes what a task wants and returns it; None while the task has to wait. What it raises, the task
-            raises. It must not call the queue.
+        attempt: Takes what a task wants and returns it; None while the task has to wait. What `attempt` raises, the
+            task raises. `attempt` must not call the queue.
         undo: Takes a result back whose task was cancelled before it could use it.
     """
 

@@ -1,4 +1,4 @@
-"""The contract of a KV transport, and of its connections: buffers, messages, regions.
+"""The contract of a KV transport and of connections: buffers, messages, regions.
 
 `Transport` finds a peer; `Connection` carries the messages of one stream. Credits, sessions, reconnection and the
 choice of a transport stand above both, once for all transports.
@@ -31,13 +31,13 @@ from moonpool.v1 import kv_pb2
 
 
 class PendingPayload:
-    """A message whose payload stays in its sender's memory until it is finished or has failed.
+    """A message whose payload stays in the sender's memory until the message is finished or has failed.
 
     Attributes:
         parts: the payload.
-        unsent: called when it is cancelled.
-        started: the writer has it.
-        cancelled: it is not to be written any more.
+        unsent: called on cancellation.
+        started: the writer has the message.
+        cancelled: the message is not to be written any more.
         done: set when the memory is the sender's again.
     """
 
@@ -97,7 +97,7 @@ class ReceiveBuffer:
         return sum([target.nbytes for target in self.targets])
 
     def take(self, data: BytesLike | None, done: Callable[[FilledBuffer], None]) -> bool:
-        """Copies a payload to its targets and verifies the copies; None: the targets hold the payload already.
+        """Copies a payload to the targets and verifies the copies; None: the targets hold the payload already.
 
         Returns:
             Whether `done` was called, with the result. If not, the event loop calls `done` later.
@@ -135,7 +135,7 @@ class ReceiveBuffer:
 
 
 class FilledBuffer(NamedTuple):
-    """A buffer that has received its payload: how many leading targets have their hash, and the defect, if any."""
+    """A buffer that has received the payload: how many leading targets have their hash, and the defect, if any."""
 
     buffer: ReceiveBuffer
     intact: int
@@ -152,7 +152,7 @@ class FilledBuffer(NamedTuple):
 
 
 class BorrowedBuffer(NamedTuple):
-    """A payload in memory that its sender can still write, until `return_buffer`.
+    """A payload in memory that the sender can still write, until `return_buffer`.
 
     The user copies the payload to memory of its own first, and then verifies the copy.
     """
@@ -173,11 +173,11 @@ class ReceiveCallbacks(NamedTuple):
     """Functions that take what a connection receives.
 
     Attributes:
-        take: gets each message with its payload: memory of its own, a filled buffer or a borrowed one. Must not wait.
+        take: gets each message with the payload: separate memory, a filled buffer or a borrowed one. Must not wait.
             An error ends the reading.
-        receive_into: gives the buffer for the payload of a message, of so many bytes; None for memory of its own.
+        receive_into: gives the buffer for the payload of a message, of so many bytes; None for separate memory.
         borrow: whether payloads that lie in regions are borrowed if `receive_into` gives no buffer.
-        on_one_shot: gets one-shot messages, each with its payload, borrowed until the call returns; returns the bytes
+        on_one_shot: gets one-shot messages, each with the payload, borrowed until the call returns; returns the bytes
             of the answers. None if the stream takes no one-shot messages.
     """
 
@@ -205,7 +205,7 @@ class UnsentRest(NamedTuple):
     error: Exception | None = None
 
     def kept(self) -> UnsentRest:
-        """The same with bytes of its own, for who does not wait until they have gone."""
+        """The same with a copy of the bytes, for callers that do not wait until they have gone."""
         return self._replace(parts=[memoryview(b"".join(self.parts))])
 
 
@@ -228,7 +228,7 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     async def run(self, callbacks: ReceiveCallbacks) -> Exception:
-        """Hands over what comes, in order, until the connection ends; returns why it ended.
+        """Hands over what comes, in order, until the connection ends; returns the cause.
 
         To be called once at a time.
 
@@ -260,12 +260,12 @@ class Connection(ABC, Generic[M]):
 class ZeroCopyConnection(Connection[M]):
     """A connection that sends payloads from where they lie.
 
-    A payload (`PendingPayload`) stays in the sender's memory until the connection calls its `finish` or `fail`.
+    A payload (`PendingPayload`) stays in the sender's memory until the connection calls `finish` or `fail`.
     """
 
     @abstractmethod
     def start(self, item: OutgoingItem) -> UnsentRest | None:
-        """Sends an item of the send queue as far as the system takes it at once, without waiting.
+        """Sends an item of the send queue as far as the system takes bytes at once, without waiting.
 
         Returns None if all is sent, else the rest, which must be given to `write` before anything else.
         """
@@ -280,7 +280,7 @@ class ListenOptions:
     """Where and how a transport listens.
 
     Attributes:
-        config: Of the service; says at which host it listens, and which address it advertises.
+        config: Of the service; says at which host to listen, and which address to advertise.
         incarnation: Of this process.
         backlog: Connections that may wait to be accepted.
     """
@@ -292,7 +292,7 @@ class ListenOptions:
 
 @dataclass(frozen=True, slots=True)
 class OfferedRegions:
-    """Memory that a client shows to its peer when a connection opens.
+    """Memory that a client shows to the peer when a connection opens.
 
     Attributes:
         shared: The peer may read these regions.
@@ -380,7 +380,7 @@ class Transport(ABC):
 
     @abstractmethod
     def check_peer(self, sock: socket.socket) -> None:
-        """Looks at a new connection, on both sides, and sets its socket up.
+        """Looks at a new connection, on both sides, and sets the socket up.
 
         Raises:
             PermissionDenied: This peer must not use the transport.
@@ -391,7 +391,7 @@ class Transport(ABC):
         return not self.scope or hello.lane_place == self.scope
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
-        """What a client shows to its peer; nothing unless a subclass does.
+        """What a client shows to the peer; nothing unless a subclass does.
 
         Args:
             share: Memory of this process that the peer may read, where payloads go to the peer.
@@ -402,7 +402,7 @@ class Transport(ABC):
     def map_regions(
         self, fds: Sequence[int], regions: Sequence[kv_pb2.Region]
     ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-        """What a server maps of the regions that a client shows: `readable` and `borrowed` of its `ConnectionEnd`.
+        """What a server maps of the regions that a client shows: `readable` and `borrowed` of the `ConnectionEnd`.
 
         Raises:
             FrameError: The regions are not what the client says, or the transport has none.
@@ -420,5 +420,5 @@ class Transport(ABC):
         Args:
             end: What the handshake agreed on.
             cls: Class of the messages that come.
-            acknowledge: Sends a message to the peer, in its turn.
+            acknowledge: Sends a message to the peer, in turn.
         """

@@ -55,7 +55,7 @@ class BlockingConnection:
     Attributes:
         name: "local" or "tcp".
         own: regions of ours that the store may read.
-        error: why it has ended.
+        error: why the connection has ended.
     """
 
     def __init__(self, end: ConnectionEnd, *, spin_s: float | None = None) -> None:
@@ -85,7 +85,7 @@ class BlockingConnection:
         return True
 
     def __enter__(self) -> None:
-        """An exchange that was begun. An exception inside ends the connection, as its place in a message is unknown."""
+        """An exchange that was begun. An exception inside ends the connection: the place in a message is unknown."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -97,14 +97,14 @@ class BlockingConnection:
             self._release()
 
     def retire(self) -> bool:
-        """Ends it unless it is in use; whether it has ended."""
+        """Ends the connection unless in use; returns whether the connection has ended."""
         if self.begin(0.0):
             with self:
                 self.error = StreamBroken("it was needed no longer")
         return self.error is not None
 
     def close(self, error: Exception) -> None:
-        """Ends it, from any thread: an exchange that is under way fails. Idempotent."""
+        """Ends the connection, from any thread: an exchange that is under way fails. Idempotent."""
         if self.error is None:
             self.error = error
         with contextlib.suppress(OSError):  # it is closed, or the peer is gone
@@ -112,7 +112,7 @@ class BlockingConnection:
         self._release()
 
     def _release(self) -> None:
-        """Closes what it has, unless an exchange is under way, whose end does it then."""
+        """Closes everything, unless an exchange is under way: the end of the exchange closes then."""
         if not self._used.acquire(blocking=False):
             return
         self._sock.close()
@@ -131,9 +131,9 @@ class BlockingConnection:
         payload: Iterable[Sequence[memoryview]] = (),
         follow: int = 0,
     ) -> int:
-        """Sends a message, with a number of its own, which is returned; `follow` bytes of payload follow it.
+        """Sends a message with a new number, which is returned; `follow` bytes of payload follow.
 
-        They are sent piece by piece, each as soon as it is given.
+        Each piece of the payload is sent as soon as given.
         """
         self._numbers = number = self._numbers + 1
         message = OneShotMessage(kind, number, blocks, keys, numbers, extents, 0, self._pulled, rest)
@@ -167,12 +167,12 @@ class BlockingConnection:
                 left = remaining_parts(left, sent)
 
     def answer(self, number: int) -> tuple[OneShotMessage, int]:
-        """The next message, and the bytes of payload that follow it.
+        """The next message, and the number of payload bytes that follow.
 
         Raises:
-            FrameError: It is no brief message, or does not answer this number.
+            FrameError: The message is no one-shot message, or does not answer this number.
             StreamBroken: The connection has ended.
-            TransferFailed: It did not come in time.
+            TransferFailed: No message came in time.
         """
         self._await(LENGTH_PREFIX.size)
         size, follow = LENGTH_PREFIX.unpack_from(self._buffer, self._begin)
@@ -188,7 +188,7 @@ class BlockingConnection:
         return message, follow
 
     def shown(self, message: OneShotMessage) -> BytesLike:
-        """A payload where it lies in a region; to be copied, verified, and told of by `pulled`.
+        """A payload in place in a region; to be copied, verified, and reported by `pulled`.
 
         Raises:
             FrameError: There are no such bytes.
@@ -206,7 +206,7 @@ class BlockingConnection:
         self._pulled += 1
 
     def fill(self, target: memoryview) -> None:
-        """Receives the next bytes of a payload that follows its message. Raises as `answer`."""
+        """Receives the next bytes of a payload that follows the message. Raises as `answer`."""
         count = min(self._end - self._begin, target.nbytes)
         target[:count] = self._buffer[self._begin : self._begin + count]
         self._begin += count
@@ -284,11 +284,11 @@ class BlockingStream(ClientStream[Req, Res]):
         """Starts nothing yet.
 
         Args:
-            name: Who is at the other end and what for.
+            name: The peer and the purpose.
             connect: Starts the call.
             hello: First message sent; says which transports this side can use.
             dialer: Opens the connection.
-            mailbox_bytes: Of memory to which the store may write what it sends; 0 on a stream of puts.
+            mailbox_bytes: Size of the memory where the store may write payloads; 0 on a stream of puts.
             share: Memory besides that of `dialer` that the store may read.
         """
         super().__init__(name, connect, hello)
@@ -339,6 +339,6 @@ class BlockingStream(ClientStream[Req, Res]):
         self.ready()
 
     def on_broken(self, error: Exception) -> None:
-        """The connection ends with its call."""
+        """The connection ends with the call."""
         if self.direct is not None:
             self.direct.close(error)

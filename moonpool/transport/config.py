@@ -17,7 +17,7 @@ TRANSPORTS = {
     "local": "moonpool.transport.shared_memory:SharedMemoryTransport",
     "tcp": "moonpool.transport.tcp:TcpTransport",
 }
-"""Where the class of each transport stands, by the name that flags use. A class is imported when it is first used.
+"""Where the class of each transport stands, by the name that flags use. A class is imported on first use.
 gRPC is not in the table: every stream begins on gRPC, and stays there if no transport of the table can be used."""
 GRPC_NAME = "grpc"
 

@@ -1,8 +1,8 @@
 """An open connection of a transport: messages of one stream with payloads, over a socket and shared regions.
 
 Payloads are sent from where they lie (`MessageSender`). The receiver copies a payload into memory of its own before
-anything looks at it (`MessageReceiver`): in one pass with the hash at its destination, or, if it is borrowed, the
-stream copies it. So what is verified is what is used, whatever the peer writes meanwhile.
+anything looks at it (`MessageReceiver`): in one pass with the hash at the destination, or, if the payload is
+borrowed, the stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class MessageSender:
         self._unsent: list[PendingPayload] = []  # their sending failed; they fail when the connection is closed
 
     def start(self, item: OutgoingItem) -> UnsentRest | None:
-        """Sends what the system takes at once; what it does not take must be given to `finish` before anything else."""
+        """Sends what the system takes at once; the rest must be given to `finish` before anything else."""
         held = item if isinstance(item, PendingPayload) else None
         try:
             if isinstance(item, OneShotAnswer):
@@ -169,7 +169,7 @@ class MessageSender:
         return True
 
     def _copy_to_mailbox(self, parts: Sequence[memoryview], nbytes: int) -> PayloadExtent | None:
-        """Where in the region that the peer lends a payload was copied to; None where it has no room."""
+        """Where a payload was copied to in the region that the peer lends; None if there is no room."""
         offset = self._ring.take(nbytes) if self._ring is not None and nbytes else None
         if offset is None or self._borrowed is None:
             return None
@@ -182,7 +182,7 @@ class MessageSender:
         return PayloadExtent(number, nbytes, offset)
 
     def _in_own_regions(self, item: PendingPayload, frame: kv_pb2.LaneFrame) -> list[memoryview] | None:
-        """If some of the payload lies in our regions: says in `frame` where all of it is; parts that must follow."""
+        """If some of the payload lies in our regions: says in `frame` where the parts are; parts that must follow."""
         found = [self._own.find(part) for part in item.parts]
         if not any(region for region, _ in found):
             return None
@@ -203,7 +203,7 @@ READS_PER_REPORT = 2
 RECEIVE_TURN_BYTES = 1 << 20
 """After so many bytes that were there at once, others get a turn of the event loop."""
 MESSAGE_COST = 4 << 10
-"""What a message counts for in a turn besides its bytes: small ones take their time too."""
+"""What a message counts for in a turn besides the bytes: small messages take time too."""
 _NO_PAYLOAD = memoryview(b"")
 
 
@@ -212,7 +212,7 @@ class _Incoming(NamedTuple):
 
     Attributes:
         left: where the next bytes go, one after the other.
-        then: called when all of it is there, with whether all of it is where it was to go.
+        then: called when everything is there, with whether everything is in the intended place.
         is_live: called before each write: whether the memory may still be written. Later bytes are dropped.
     """
 
@@ -242,7 +242,7 @@ class MessageReceiver(Generic[M]):
             mailbox: Number of the region among them that this side lends; None for none. The peer does not wait
                 until a payload there was read: the next message reports that, with the credits at the latest.
             on_reads: Called with the number of payloads that the peer has read.
-            report: Sends the peer, which waits for it, the number of its payloads that were read.
+            report: Sends the waiting peer the number of the peer's payloads that were read.
         """
         self._sock = sock
         self._parse = plain_deserializer(cls)
@@ -261,7 +261,7 @@ class MessageReceiver(Generic[M]):
         self._incoming: _Incoming | None = None
 
     async def run(self, callbacks: ReceiveCallbacks) -> Exception:
-        """Hands over what comes, in order, until the connection ends; returns why it has.
+        """Hands over what comes, in order, until the connection ends; returns the cause.
 
         Raises:
             Exception: What a callback raised.
@@ -344,7 +344,7 @@ class MessageReceiver(Generic[M]):
         return self._sock.received_bytes + self._work
 
     def _next(self) -> bool:
-        """Takes the next message; False when not all of it is there."""
+        """Takes the next message; False if the message is not complete yet."""
         sock = self._sock
         lengths = sock.peek(LENGTH_PREFIX.size)
         if lengths is None:
@@ -390,7 +390,7 @@ class MessageReceiver(Generic[M]):
             then(True)
 
     def _message(self, text: bytes, follow: int) -> None:
-        """A message is there; its payload follows, or lies somewhere."""
+        """A message is there; the payload follows, or lies somewhere."""
         self._work += MESSAGE_COST
         frame = _parse_frame(text)
         if frame.pulled:
@@ -413,7 +413,7 @@ class MessageReceiver(Generic[M]):
             self._deliver(message, _NO_PAYLOAD)
 
     def _one_shot(self, text: bytes, follow: int) -> None:
-        """A one-shot message is there; its payload follows, or lies somewhere."""
+        """A one-shot message is there; the payload follows, or lies somewhere."""
         self._work += MESSAGE_COST
         message = decode_one_shot(text)
         if message.pulled:
@@ -454,7 +454,7 @@ class MessageReceiver(Generic[M]):
         self._expect(buffer.targets, received, buffer.is_live)
 
     def _read_payload(self, frame: kv_pb2.LaneFrame, message: M, follow: memoryview) -> None:
-        """Copies a payload from where it lies, or hands it over as borrowed."""
+        """Copies a payload from its place, or hands the payload over as borrowed."""
         parts = self._parts(frame.extents, follow)
         awaited = self._mailbox is None or any(extent.region != self._mailbox for extent in frame.extents)
         nbytes = sum([part.nbytes for part in parts])
@@ -505,12 +505,12 @@ class MessageReceiver(Generic[M]):
         self._report_reads()
 
     def _report_reads(self) -> None:
-        """Reports to the peer what it waits for, several at once while more is there: each report may wake the peer."""
+        """Reports reads that the peer waits for, several at once while more come: each report may wake the peer."""
         if self._awaited and (self._awaited >= READS_PER_REPORT or not self._sock.has_more):
             self._report(self.take_reads())
 
     def _parts(self, extents: Iterable[kv_pb2.Extent | PayloadExtent], follow: memoryview) -> list[memoryview]:
-        """Where the extents of a payload say that it lies."""
+        """The place of a payload by the extents."""
         lengths = [extent.length for extent in extents]
         if len(lengths) > MAX_FRAME_SLICES or sum(lengths) > MESSAGE_BYTES:
             raise FrameError("the payload of a message is too large")

@@ -34,7 +34,7 @@ class ConnectionBreaker:
         self._random = random.Random(seed)
 
     def __call__(self) -> bool:
-        """Whether it breaks before the next payload."""
+        """Whether to break the connection before the next payload."""
         if self._random.random() >= self._share:
             return False
         log.warning(CONNECTION_BROKEN, because=BREAK_CONNECTIONS)
@@ -42,10 +42,10 @@ class ConnectionBreaker:
 
 
 def fault_share_from(environment: Mapping[str, str], name: str) -> float:
-    """A share that the environment asks for; 0 unless it does.
+    """A share that the environment asks for; 0 by default.
 
     Raises:
-        ConfigError: it cannot be understood.
+        ConfigError: the share cannot be understood.
     """
     share = _number(environment, name, float)
     if not 0.0 <= share <= 1.0:
@@ -95,7 +95,7 @@ class FrameCorruptor:
         self.damaged = 0
 
     def __call__(self, frame: Frame) -> Frame:
-        """The frame, or a damaged copy; the memory that its pieces refer to stays as it is."""
+        """The frame, or a damaged copy; the memory that the pieces refer to does not change."""
         if self._random.random() >= self._share:
             return frame
         self.damaged += 1
@@ -151,5 +151,5 @@ def frames_to_send(
 
 
 def frame_to_send(frame: Frame) -> Frame:
-    """A frame that is made already, or a damaged one when the environment asks for it."""
+    """A frame that is made already, or a damaged one if the environment asks for that."""
     return frame if corruptor is None else corruptor(frame)

@@ -12,7 +12,7 @@ from moonpool.transport.async_utils import WaiterQueue
 
 @dataclass(frozen=True, slots=True)
 class StreamTraffic:
-    """What is under way on streams; nothing of it is left once no session is open.
+    """What is under way on streams; all zero once no session is open.
 
     Attributes:
         credits_out: bytes sent which the peers have not handed back.
@@ -33,11 +33,11 @@ class StreamTraffic:
 
 
 class ByteCredits:
-    """The sender's side: bytes it may still send. First come, first served.
+    """The sender's side: bytes that may still be sent. First come, first served.
 
     The window is the most that was ever available. A receiver returns credits in batches and may hold back less than a
-    quarter of the window. So a call waits for at most three quarters of it, and a message larger than the window goes
-    when that much is available (`available` is negative after that).
+    quarter of the window. So a call waits for at most three quarters of the window. A message larger than the
+    window goes when that much is available (`available` is negative after that).
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -109,7 +109,7 @@ class ByteCredits:
 
 
 class CreditReturn:
-    """The receiver's side: collects what was dealt with, and hands it back in batches of a quarter window or more.
+    """The receiver's side: collects credits for handled bytes, and returns them in batches of a quarter window or more.
 
     When nothing more is expected everything is handed back at once, so that at rest no credit is out.
     """
@@ -149,8 +149,8 @@ def _loop_time() -> float:
 class EgressLink:
     """One per I/O process. Waiting traffic to decode goes before waiting traffic to the store.
 
-    With a rate, slots are given one after the other, each lasting as long as its bytes take at that rate, so that what
-    is sent after its slot arrives as over a link of that speed. Without one, `slot` lets everything pass, except that
+    With a rate, slots are given one after the other, each lasting as long as the bytes take at that rate. What is sent
+    after the slot then arrives as over a link of that speed. Without a rate, `slot` lets everything pass, except that
     traffic to the store lets traffic to decode that is ready in the same moment go first.
     """
 

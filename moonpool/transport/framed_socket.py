@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 MAX_DESCRIPTORS = 64
 MAX_OPEN_BYTES = 4096
 BUFFER_BYTES = 64 << 10
-"""What is shorter is received together with what comes behind it."""
+"""Shorter messages are received together with what comes next."""
 MAX_PARTS = 512
 
 
@@ -29,13 +29,13 @@ class PeerLeftSilently(StreamBroken):
 
 
 class FramedSocket:
-    """A connected stream socket with one reader and one writer. Owns it.
+    """A connected stream socket with one reader and one writer. Owns the socket.
 
-    Until `watch` it is read by the coroutines that shake hands; from then on by `peek`, `skip` and `fill`, which take
-    what is there and never wait.
+    Until `watch` the coroutines that shake hands read; from then on `peek`, `skip` and `fill`, which take what is there
+    and never wait.
 
     Attributes:
-        error: what it was closed with.
+        error: given to `close`.
         received_bytes: so far.
     """
 
@@ -74,7 +74,7 @@ class FramedSocket:
         """The next bytes, at most `BUFFER_BYTES`, which stay the next ones until `skip`; None: they are not there yet.
 
         Raises:
-            StreamBroken: The peer has closed its end, or the connection broke.
+            StreamBroken: The peer has closed the other end, or the connection broke.
             Exception: The error given to `close`.
         """
         while self._end - self._begin < nbytes:
@@ -99,7 +99,7 @@ class FramedSocket:
         return remaining_parts(targets, count) if count else None
 
     def send_now(self, parts: Sequence[memoryview | bytes]) -> list[memoryview]:
-        """Sends what the system takes at once; returns what it did not. Raises as `send`."""
+        """Sends what the system takes at once; returns the rest. Raises as `send`."""
         if self.error is not None:
             raise self.error
         if len(parts) == 1 and (whole := self._sent_whole(parts[0])) is not None:
@@ -118,7 +118,7 @@ class FramedSocket:
         return left
 
     def _sent_whole(self, data: memoryview | bytes) -> list[memoryview] | None:
-        """Sends one part, the usual case; what the system did not take of it, None where it took nothing."""
+        """Sends one part, the usual case; returns the rest, or None if the system took nothing."""
         try:
             sent = self._sock.send(data)
         except OSError:  # whoever tries again hears what it is
@@ -141,7 +141,7 @@ class FramedSocket:
         """The next message, of at most so many bytes, without a payload.
 
         Raises:
-            FrameError: It is not one.
+            FrameError: The bytes are no message.
             StreamBroken: As `peek`.
         """
         return _parse_message(cls, await self._after(await self._receive(LENGTH_PREFIX.size), most))
@@ -179,7 +179,7 @@ class FramedSocket:
         return bytes(data)
 
     def send_message(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Sends a first, short message with descriptors; raises StreamBroken if it is not taken at once."""
+        """Sends a first, short message with descriptors; raises StreamBroken if the system does not take it at once."""
         text = message.SerializeToString()
         data = LENGTH_PREFIX.pack(len(text), 0) + text
         try:
@@ -190,10 +190,10 @@ class FramedSocket:
             raise StreamBroken("a short message was not taken at once")
 
     def taken_over(self) -> socket.socket:
-        """Hands the socket to who uses it from now on, and closes it in the end; this must not be used any more.
+        """Hands the socket over to a new owner, who closes the socket in the end; this must not be used any more.
 
         Raises:
-            FrameError: something has come that nobody asked for; this closes it then.
+            FrameError: unrequested bytes have come; the socket is closed then.
         """
         if self.has_more:
             error = FrameError("the peer speaks without being asked")
@@ -202,7 +202,7 @@ class FramedSocket:
         return self._sock
 
     def close(self, error: Exception) -> None:
-        """Closes it; who waits gets `error`. Idempotent."""
+        """Closes the socket; waiting callers get `error`. Idempotent."""
         if self.error is not None:
             return
         self.error = error

@@ -36,7 +36,7 @@ from moonpool.v1 import kvstore_pb2
 ONE_SHOT_FLAG = 1 << 31
 """In the first length: a one-shot message."""
 ONE_SHOT_BYTES = 4 << 20
-"""Payload of one exchange at most; its copies hold the store's event loop for a millisecond or two."""
+"""Payload of one exchange at most; copying so much holds the store's event loop for a millisecond or two."""
 PUT_OPEN_BYTES = 16 << 10
 """Of what a put says of its blocks, at most: then all of it fits into the buffer that receives messages."""
 PART_BYTES = 512 << 10
@@ -58,15 +58,15 @@ class PayloadExtent(NamedTuple):
 
 
 class OneShotMessage(NamedTuple):
-    """One message without its payload.
+    """One message without the payload.
 
     Attributes:
-        kind: what it says.
+        kind: of the message.
         number: of the exchange; chosen by who asks.
         blocks: blocks that are wanted, brought, or found.
         keys: concatenated keys.
         numbers: see above.
-        extents: where the payload lies; none: all of it follows the message.
+        extents: where the payload lies; none: the payload follows the message.
         first: number of the first slice of a part.
         pulled: so many payloads that lay in regions have been read since the last message.
         rest: see above.
@@ -83,7 +83,7 @@ class OneShotMessage(NamedTuple):
     rest: bytes = b""
 
     def encoded(self, follow: int = 0, place: PayloadExtent | None = None) -> bytes:
-        """As it is sent, with its lengths; so many bytes of payload follow, or all of it lies at a place."""
+        """The message as sent, with the lengths; so many bytes of payload follow, or the payload lies at a place."""
         kind, number, blocks, keys, numbers, extents, first, pulled, rest = self
         extents, count = extents if place is None else (place,), len(numbers)
         data = _HEAD.pack(kind, len(extents), blocks, len(keys) // KEY_BYTES, count, first, pulled, number) + keys
@@ -100,10 +100,10 @@ class OneShotMessage(NamedTuple):
 
 
 def decode_one_shot(data: bytes) -> OneShotMessage:
-    """A message as it came, without its lengths.
+    """A message as received, without the lengths.
 
     Raises:
-        FrameError: it is not one, or was damaged on its way.
+        FrameError: the bytes are no message, or were damaged on the way.
     """
     end = len(data) - _SUM.size
     if end < _HEAD.size or _SUM.unpack_from(data, end)[0] != xxh3_64_intdigest(data[:end]):
@@ -122,12 +122,12 @@ def decode_one_shot(data: bytes) -> OneShotMessage:
 
 
 def trailing_hashes(hashes: Sequence[int]) -> memoryview:
-    """Hashes of a put as they follow its payload, so that who sends it hashes while the other side receives."""
+    """Hashes of a put, which follow the payload: the sender hashes while the other side receives."""
     return memoryview(_numbers(len(hashes)).pack(*hashes))
 
 
 def split_trailing_hashes(message: OneShotMessage, payload: BytesLike, slices: int) -> tuple[BytesLike, Sequence[int]]:
-    """A put's payload and the hashes of its slices, wherever they came; nothing is known of either yet."""
+    """A put's payload and the hashes of the slices, wherever they came; neither is verified yet."""
     end = payload.nbytes - slices * _SUM.size
     if message.numbers or end <= 0 or not isinstance(payload, memoryview):
         return payload, message.numbers
@@ -141,10 +141,10 @@ def _numbers(count: int) -> struct.Struct:
 
 @functools.lru_cache(16)
 def parse_put_open(rest: bytes) -> kvstore_pb2.PutOpen:
-    """What a put says of its blocks; nearly always the same, and not to be changed.
+    """What a put says of the blocks; nearly always the same, and not to be changed.
 
     Raises:
-        FrameError: it is no such message.
+        FrameError: the bytes are no such message.
     """
     try:
         return kvstore_pb2.PutOpen.FromString(rest)
@@ -153,7 +153,7 @@ def parse_put_open(rest: bytes) -> kvstore_pb2.PutOpen:
 
 
 class OneShotAnswer(NamedTuple):
-    """A one-shot message on its way out, and its payload where it lies: memory that stays as it is while it is seen."""
+    """A one-shot message on the way out, and the payload in place: memory that does not change while it is read."""
 
     message: OneShotMessage
     pieces: Sequence[memoryview]
@@ -178,4 +178,4 @@ def open_session_answer(number: int) -> OneShotAnswer:
 
 
 LENGTH_PREFIX = struct.Struct("<II")
-"""Before each message: its bytes, and those of the payload that follow it."""
+"""Before each message: the number of bytes, and of payload bytes that follow the message."""

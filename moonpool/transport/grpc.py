@@ -58,7 +58,7 @@ class GrpcConnection(Connection[M]):
                 callbacks.take(received, _NO_PAYLOAD)
 
     async def _deliver(self, received: PayloadMessage[Any], callbacks: ReceiveCallbacks) -> None:
-        """A call of its own: what it holds of the reader's memory must not stay until the next message."""
+        """A separate function: references to the reader's memory must not stay until the next message."""
         message, payload = received.message, received.payload
         assert isinstance(payload, memoryview), "received payloads are views"
         buffer = callbacks.receive_into(message, payload.nbytes)

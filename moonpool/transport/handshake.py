@@ -1,6 +1,6 @@
 """Opens connections of a transport that a server offers and a client takes.
 
-The server accepts a connection that shows the token of its offer. If dialing fails, the client stays on gRPC for a
+The server accepts a connection that shows the token of the offer. If dialing fails, the client stays on gRPC for a
 while.
 """
 
@@ -84,7 +84,7 @@ class TransportListener:
         """Listens while the body runs.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: listening failed.
         """
         try:
             with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ class TransportListener:
                 self._spawn(self._handshake(sock, transport))
 
     async def _handshake(self, raw: socket.socket, transport: Transport) -> None:
-        """Hands a connection to the stream whose token it shows, or closes it."""
+        """Hands a connection to the stream of the shown token, or closes the connection."""
         sock = FramedSocket(raw)
         error: Exception = StreamBroken("refused")
         taken = False
@@ -278,11 +278,11 @@ class TransportDialer:
             incarnation: Of the peer.
             cls: Messages that come.
             mailbox_bytes: Payload bytes that the peer may be ahead in sending; 0 if this side sends payloads.
-            acknowledge: Sends a message to the peer, in its turn.
+            acknowledge: Sends a message to the peer, in turn.
 
         Raises:
-            MoonpoolError: The peer refuses, or its answer is malformed.
-            OSError: Nobody listens there.
+            MoonpoolError: The peer refuses, or the answer is malformed.
+            OSError: No process listens there.
             TimeoutError: Opening took too long.
         """
         connection = (await self.join(offer, incarnation, mailbox_bytes)).open(cls, acknowledge)
@@ -293,7 +293,7 @@ class TransportDialer:
     async def join(
         self, offer: kv_pb2.Lane, incarnation: int, mailbox_bytes: int, share: Sequence[SharedRegion] = ()
     ) -> ConnectionEnd:
-        """As `dial`, without a `Connection`; `share` is more memory that the peer may read, if it may read any."""
+        """As `dial`, without a `Connection`; `share` is more memory for the peer to read, if the peer may read any."""
         transport = self._transports.get(offer.kind)
         if transport is None:
             raise FrameError(f"{transport_name(offer.kind)} was not asked for")

@@ -27,7 +27,7 @@ def address_of(data: memoryview) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SharedRegion:
-    """Memory of this process that a peer may read: a descriptor, which its owner closes, and the mapped bytes."""
+    """Memory of this process that a peer may read: a descriptor, which the owner closes, and the mapped bytes."""
 
     fd: int
     data: memoryview
@@ -94,7 +94,7 @@ class MappedRegion:
         """Maps the whole region; the descriptor can be closed afterwards.
 
         Raises:
-            FrameError: the region has another size, or may change its size.
+            FrameError: the region has another size, or a size that may change.
             OSError: the region cannot be mapped.
         """
         if not 0 < nbytes <= MAX_REGION_BYTES or os.fstat(fd).st_size != nbytes:
@@ -121,7 +121,7 @@ class MappedRegion:
         return self._data[offset : offset + length]
 
     def close(self) -> None:
-        """Unmaps it. Idempotent."""
+        """Unmaps the region. Idempotent."""
         with contextlib.suppress(BufferError):  # something still refers to it: it goes with that
             self._data.release()
             self._map.close()
@@ -130,8 +130,8 @@ class MappedRegion:
 def unmap_regions(regions: Sequence[MappedRegion]) -> None:
     """Unmaps regions, on a thread of its own; returns at once.
 
-    Who unmaps a region whose other owners have gone gives its memory back to the system: 0.3 s of each GB of a killed
-    instance's pool, for which an event loop would stand still.
+    Unmapping a region whose other owners have gone gives the memory back to the system. That takes 0.3 s for each GB of
+    a killed instance's pool, for which an event loop would stand still.
     """
 
     def close() -> None:

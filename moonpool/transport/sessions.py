@@ -105,7 +105,7 @@ class SessionHandler(Protocol[ResIn]):
 
 
 class MuxSession(Generic[Req, Res]):
-    """One session on a stream; ended by `close`, by its handler's failure, or with the stream."""
+    """One session on a stream; ended by `close`, by a failure of the handler, or with the stream."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class MuxSession(Generic[Req, Res]):
         self._connection.give_up_if_silent(since)
 
     def close(self) -> None:
-        """Forget the session: later messages for it are dropped. The peer is not told. Idempotent."""
+        """Forget the session: later messages for the session are dropped. The peer is not told. Idempotent."""
         self._connection.forget(self)
         if self.error is None:
             self.error = StreamBroken("the session is closed")
@@ -237,10 +237,10 @@ class MuxSession(Generic[Req, Res]):
 
 
 class MuxConnection(ClientStream[Req, Res]):
-    """One call with its sessions. If the call breaks, every session fails."""
+    """One call with all sessions. If the call breaks, every session fails."""
 
     def __init__(self, spec: StreamSpec[Req, Res], spawn: Spawn) -> None:
-        """Starts nothing yet. `spawn` starts tasks, and its owner waits for their end."""
+        """Starts nothing yet. `spawn` starts tasks; the owner of `spawn` waits for their end."""
         super().__init__(
             spec.name,
             spec.connect,
@@ -340,7 +340,7 @@ class MuxConnection(ClientStream[Req, Res]):
         return session.receive_into(message, nbytes) if session is not None else None
 
     def on_message(self, message: Res, payload: ReceivedPayload) -> None:
-        """Hand a message to its session, and credits back to the peer."""
+        """Hand a message to the session, and credits back to the peer."""
         assert not isinstance(payload, BorrowedBuffer), "nothing is lent to a client"
         received = cast("Any", message)
         kind = received.WhichOneof("message")
@@ -476,7 +476,7 @@ class MuxStream(Generic[Req, Res]):
     def suspect(self, since: float) -> None:
         """Call this after a wait for the peer timed out. If the peer was silent for too long, the stream breaks.
 
-        Later sessions get a new stream then, even if the peer hangs or has lost its end of the stream.
+        Later sessions get a new stream then, even if the peer hangs or has lost the other end of the stream.
 
         Args:
             since: begin of the wait, on the event loop's clock.
@@ -485,7 +485,7 @@ class MuxStream(Generic[Req, Res]):
             self._connection.give_up_if_silent(since)
 
     async def aclose(self) -> None:
-        """Ends the stream and all its sessions. Idempotent."""
+        """Ends the stream and all sessions. Idempotent."""
         self._closed = True
         if self._connection is not None:
             self._connection.break_(StreamBroken(f"{self.spec.name}: closed"))
@@ -598,8 +598,8 @@ class _PeerEntry(Generic[C]):
 class PeerClients(Generic[C]):
     """The clients of one process for one kind of stream.
 
-    A peer is an id at an address. Its incarnation does not matter here: clients connect again after a restart, and
-    sessions check whom they speak to.
+    A peer is an id at an address. The incarnation does not matter here: clients connect again after a restart, and
+    sessions check which incarnation they speak to.
     """
 
     def __init__(self, open_client: Callable[[str], C], *, max_peers: int = 64) -> None:
@@ -622,7 +622,7 @@ class PeerClients(Generic[C]):
         return sum((peer.client.traffic for peer in self._peers.values()), StreamTraffic())
 
     async def get(self, instance: kv_pb2.Instance) -> C:
-        """The client for a peer. Open a session on it before anything else is awaited."""
+        """The client for a peer. Open a session before anything else is awaited."""
         key = (instance.id, instance.address)
         while (peer := self._peers.get(key)) is None:
             removed = self._take_idle(instance.id)

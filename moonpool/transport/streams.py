@@ -50,12 +50,12 @@ _NO_PAYLOAD = memoryview(b"")
 
 
 class ClientStream(Generic[Req, Res]):
-    """One call. Subclasses say what messages mean. However it ends, it is broken then, and everything on it has failed.
+    """One call. Subclasses say what messages mean. Any end breaks the stream, and everything on the stream has failed.
 
     After `use_connection` messages go over another connection and come from there; the call stays open beside it.
 
     Attributes:
-        name: Who is at the other end and what for; begins error messages.
+        name: The peer and the purpose; begins error messages.
         send_queue: Messages on their way to the peer.
         error: the error that broke the stream.
         heard_at: time of the last message, on the event loop's clock.
@@ -83,7 +83,7 @@ class ClientStream(Generic[Req, Res]):
             connect_timeout_s: longest time from the start of the call to the peer's welcome.
             stall_s: longest time of one write, before the stream counts as broken.
             max_messages: most messages that wait to be written.
-            spawn: starts tasks, and its owner waits for their end.
+            spawn: starts tasks; the owner of `spawn` waits for their end.
         """
         self.name = name
         self.send_queue = SendQueue(max_messages=max_messages)
@@ -123,7 +123,7 @@ class ClientStream(Generic[Req, Res]):
         return StreamBroken(f"{self.name}: {error}")
 
     def begin(self) -> None:
-        """Starts the call, its reader and its writer; the hello goes first."""
+        """Starts the call, the reader and the writer; the hello goes first."""
         call = self._call = self.connection = GrpcConnection(self._connect())
         self.send_queue.post(self._hello)
         self._tasks = [
@@ -201,7 +201,7 @@ class ClientStream(Generic[Req, Res]):
                 task.cancel()
 
     async def aclose(self) -> None:
-        """Breaks the stream and waits for its tasks. Idempotent."""
+        """Breaks the stream and waits for all tasks. Idempotent."""
         self.break_(StreamBroken(f"{self.name}: closed"))
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -262,7 +262,7 @@ class ServerStream(Generic[Req]):
     Attributes:
         send_queue: answers on their way to the peer.
         silent: whether the stream ended because nothing came for `silence_s`.
-        borrows: payloads in a region of the peer are borrowed: `on_message` copies the bytes that it needs, verifies
+        borrows: payloads in a region of the peer are borrowed: `on_message` copies the wanted bytes, verifies
             the copy, and keeps nothing else (`borrowed`, `return_buffer`).
         one_shot_kind: kind of the one-shot messages that the stream takes; another kind ends the stream. None: the
             stream takes no one-shot messages.
@@ -327,7 +327,7 @@ class ServerStream(Generic[Req]):
 
         Args:
             message: the peer's message.
-            payload: its bytes: a memoryview, or a borrowed buffer if the stream borrows.
+            payload: the bytes beside the message: a memoryview, or a borrowed buffer if the stream borrows.
         """
         raise NotImplementedError
 
@@ -350,7 +350,7 @@ class ServerStream(Generic[Req]):
         """Releases everything: the stream is over. Called once or more, if the hello was accepted."""
 
     def on_closing(self) -> None:
-        """The service ends its streams: this one at once, unless a subclass calls `finish` instead."""
+        """The service ends all streams: this stream at once, unless a subclass calls `finish` instead."""
         raise Unavailable("the service is shutting down")
 
     async def room(self) -> None:
@@ -391,7 +391,7 @@ class ServerStream(Generic[Req]):
         return task
 
     def post(self, message: Message) -> None:
-        """Sends a small message; a peer that reads none of them ends its stream."""
+        """Sends a small message; the stream of a peer that reads no messages ends."""
         try:
             self.send_queue.post(message)
         except StreamBroken as error:
