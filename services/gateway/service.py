@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
+from starlette.applications import Starlette
+
 from moonpool import world
 from moonpool.checkpoint import Tokenizer, model_name, resolve
 from moonpool.client import AsyncClient
@@ -40,8 +42,12 @@ log = get_logger(__name__)
 
 
 @asynccontextmanager
-async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> AsyncIterator[str]:
-    """Run a gateway while the body of the `async with` runs. Yields the address that the gateway advertises.
+async def application(
+    config: GatewayConfig, checkpoint_tokenizer: Tokenizer, metrics: PrometheusMetrics
+) -> AsyncIterator[tuple[Starlette, MetricSet]]:
+    """Run a gateway without an HTTP server while the body of the `async with` runs.
+
+    Yields the ASGI application, and the metrics of the stored responses and of the process.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -56,16 +62,28 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
                 tls=Security.tls_of(Security.of(config)),
             )
         )
-        metrics = PrometheusMetrics(config.service())
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
         responses = stack.enter_context(response_store(config))
         app = make_app(gateway_context(config, client, tokenizer, metrics, responses), config.allowed_origins)
-        server, port = await stack.enter_async_context(http_serving(app, config))
-        watched = MetricSet().add(SERVER_METRICS, server).add(RESPONSE_METRICS, responses).add(PROCESS_METRICS, None)
-        metrics.watch(watched)
-        await stack.enter_async_context(metrics.served(config.metrics_listen))
-        yield config.advertised(port)
+        yield app, MetricSet().add(RESPONSE_METRICS, responses).add(PROCESS_METRICS, None)
+
+
+@asynccontextmanager
+async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> AsyncIterator[str]:
+    """Run a gateway while the body of the `async with` runs. Yields the address that the gateway advertises.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+    metrics = PrometheusMetrics(config.service())
+    async with (
+        application(config, checkpoint_tokenizer, metrics) as (app, watched),
+        http_serving(app, config) as (server, port),
+    ):
+        metrics.watch(watched.add(SERVER_METRICS, server))
+        async with metrics.served(config.metrics_listen):
+            yield config.advertised(port)
 
 
 @contextmanager
