@@ -26,7 +26,7 @@ from services.prefill.live_requests import LivePrefill
 
 log = get_logger(__name__)
 IoWork = Callable[[], Coroutine[Any, Any, events.IoResult]]
-"""Begins I/O. Not the coroutine itself: a task that is cancelled before its first step would never await it."""
+"""Begins I/O. Takes no coroutine: a task that is cancelled before the first step would never await a coroutine."""
 _ABORTED_STEP = events.StepEnded(aborted=True, seconds=0.0)
 
 
@@ -71,7 +71,7 @@ class PrefillExecutor:
         self.empty.set()
 
     def submit(self, request: LivePrefill) -> None:
-        """Hands a request to the scheduler, which accepts or refuses it."""
+        """Hands a request to the scheduler, which accepts or refuses the request."""
         if self._group is None:
             raise Unavailable(self._dead)
         self._requests[request.number] = request
@@ -159,7 +159,7 @@ class PrefillExecutor:
                 self._answer(action, self._requests[action.job])
 
     def _steer(self, action: actions.OpenKVGate | actions.DropSequenceSlice | actions.GiveUpStep) -> None:
-        """Opens a gate of a step in flight, drops a slice of it, or gives it up."""
+        """Opens a gate of a step in flight, drops a slice, or gives the step up."""
         match action:
             case actions.OpenKVGate():
                 self._engine.open_gate(action.step, action.layer)
@@ -259,7 +259,7 @@ class PrefillExecutor:
     # --- I/O -------------------------------------------------------------------------------------------------------
 
     def _begin(self, io: int, work: IoWork, lost: events.IoResult) -> None:
-        """Starts I/O; `lost` is its result if it is cancelled."""
+        """Starts I/O; `lost` is the result if the I/O is cancelled."""
         if self._group is None:
             self.post(IoEnded(io, lost))
             return
@@ -276,7 +276,7 @@ class PrefillExecutor:
         self._driver.tell(events.LayerLoaded(io, layer))
 
     def _put(self, order: actions.WriteBackBlocks) -> None:
-        """Hands blocks to the write-back, as many as its queue takes."""
+        """Hands blocks to the write-back, as many as the queue takes."""
         incoming = self._requests[order.job].incoming
         store = self._requests[order.job].copies[order.copy]
         end = order.first + self._write_back.room(store, len(order.blocks))
@@ -291,7 +291,7 @@ class PrefillExecutor:
     # --- steps -----------------------------------------------------------------------------------------------------
 
     def _start_step(self, order: actions.RunStep) -> None:
-        """Begins a step. If the step cannot be made into a message, only its requests end."""
+        """Begins a step. If the step cannot be made into a message, only the step's requests end."""
         try:
             step = self._step(order)
         except Exception as error:
@@ -361,7 +361,7 @@ class PrefillExecutor:
 
 
 async def _result_of(request: LivePrefill, work: IoWork, failed: events.IoResult) -> events.IoResult:
-    """The result of I/O; notes its error with the request. A defect costs this request, not the instance."""
+    """The result of I/O; notes an error with the request. A defect costs this request, not the instance."""
     try:
         return await work()
     except DamagedInTransfer as error:

@@ -122,7 +122,7 @@ class BlockLoader:
     """Reads KV from kvstores and other instances into the pool.
 
     Args:
-        engine: the KV is written to its pool.
+        engine: owner of the pool that KV is written to.
         open_reader: makes the client of an instance at an address, to be read by a method.
         spans: where loading is recorded.
         emulated_s: seconds that emulated hardware takes to load a number of bytes; None = not emulated.
@@ -157,7 +157,7 @@ class BlockLoader:
             await peers.aclose()
 
     async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
-        """Reads blocks. Nothing is written after it has returned.
+        """Reads blocks. Nothing is written after the return.
 
         Args:
             read: what to read, and where to.
@@ -190,7 +190,7 @@ class BlockLoader:
         return self._emulated_s(blocks * self._layout.block_bytes) if self._emulated_s is not None else 0.0
 
     async def _read(self, reader: BlockReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
-        """Reads from one source; returns how many leading blocks it had. Raises as `BlockReader.read`."""
+        """Reads from one source; returns how many leading blocks the source had. Raises as `BlockReader.read`."""
         wanted, layers = len(read.blocks), range(self._layout.layers)
         counts, last_ns = [0] * len(layers), world.monotonic_ns()
         target = PoolTarget(self._pool, read.blocks)
@@ -227,7 +227,7 @@ class KVSender:
     """Sends KV to decode instances: opens, fills and closes transfers.
 
     Args:
-        engine: the KV is read from its pool.
+        engine: owner of the pool that KV is read from.
         open_sender: makes the client of the decode instance at an address.
         spans: where sending is recorded.
     """
@@ -270,7 +270,7 @@ class KVSender:
         return IoDone()
 
     async def send(self, request: LivePrefill, pieces: tuple[LayerBlocks, ...]) -> SlicesSent:
-        """Sends slices. Their memory is not read after it returns or raises.
+        """Sends slices. Their memory is not read after the return.
 
         Raises:
             TransferFailed: decode has given the transfer up, or does not take it in time.

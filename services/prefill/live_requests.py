@@ -1,4 +1,4 @@
-"""Prefill requests in progress: the message, its tokens, and a bounded queue of events for the conductor."""
+"""Prefill requests in progress: the message, the tokens, and a bounded queue of events for the conductor."""
 
 import asyncio
 import dataclasses
@@ -26,7 +26,7 @@ MAX_CHUNKS = 256
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LivePrefill:
-    """One prompt: what was asked for, its results, and a bounded queue of events for the conductor.
+    """One prompt: what was asked for, the results, and a bounded queue of events for the conductor.
 
     Attributes:
         number: of the scheduler's job; an earlier attempt of the same request may still be ending.
@@ -37,10 +37,10 @@ class LivePrefill:
         logprobs: of these tokens, if they are wanted.
         scores: log probabilities of the prompt's tokens except the first, if they are wanted.
         embedding: of the prompt, if wanted.
-        error: why its I/O has failed.
-        forgotten: deletions of its blocks that were carried out here before it arrived.
+        error: why I/O for the prompt has failed.
+        forgotten: deletions of the prompt's blocks that were carried out here before the request arrived.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.
-        transport: transport on which its KV goes to decode.
+        transport: transport on which the KV goes to decode.
     """
 
     number: int
@@ -107,7 +107,7 @@ class LivePrefill:
         )
 
     def computed(self, chunk: ChunkOrder, index: int, result: StepResult) -> None:
-        """Takes the results of a step in which it is the sequence at `index`; chunks come in order."""
+        """Takes the results of a step in which this request is the sequence at `index`; chunks come in order."""
         if len(self.chunks) < MAX_CHUNKS:
             self.chunks.append(self._timed(chunk.end - chunk.start, result.start_ns / 1e9, result.end_ns / 1e9))
         token = result.sampled[index]
@@ -185,7 +185,7 @@ class LivePrefill:
 
 
 def check_prefill(request: prefill_pb2.PrefillRequest, incoming: IncomingRequest) -> None:
-    """Checks all of a request but its sequence, from which `incoming` was read.
+    """Checks all of a request but the sequence, from which `incoming` was read.
 
     Raises:
         InvalidRequest: naming the field at fault.
@@ -227,5 +227,5 @@ def _check_stores(field: str, stores: Sequence[prefill_pb2.PrefixSource | prefil
 
 
 def instance_name(store: kv_pb2.Instance) -> str:
-    """Names a store by id and address, whatever its incarnation."""
+    """Names a store by id and address, whatever the incarnation."""
     return f"{store.id} {store.address}"

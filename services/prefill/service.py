@@ -1,4 +1,4 @@
-"""A prefill instance: its parts and its states open, draining and closing; its gRPC service; and its process."""
+"""A prefill instance: the parts, the states open, draining and closing, the gRPC service, and the process."""
 
 import asyncio
 import itertools
@@ -79,11 +79,11 @@ class PrefillInstance:
 
     @property
     def manager(self) -> BlockManager:
-        """The pool's blocks; its keys and events are reported to the conductor."""
+        """The pool's blocks, whose keys and events are reported to the conductor."""
         return self.core.state.manager
 
     async def submit(self, request: prefill_pb2.PrefillRequest) -> LivePrefill:
-        """Takes a request; its first event says whether it is accepted.
+        """Takes a request; the first event says whether the request is accepted.
 
         Raises:
             Unavailable: the instance does not run, or the request was cancelled meanwhile.
@@ -247,7 +247,7 @@ class PrefillServicer:
     async def Prefill(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
-        """Computes one prompt; leaving the call cancels it."""
+        """Computes one prompt; leaving the call cancels the prompt."""
         taken = await self._instance.submit(request)
         try:
             while (event := await taken.next()) is not None:
@@ -294,7 +294,7 @@ def contract(instance: PrefillInstance) -> Service:
 
 
 async def serve(context: ProcessContext, config: PrefillConfig) -> None:
-    """Runs a prefill instance until it is told to stop; raises as `run_instance`."""
+    """Runs a prefill instance until told to stop; raises as `run_instance`."""
 
     def build(shared: InstanceContext) -> tuple[PrefillInstance, Service]:
         instance = PrefillInstance(shared, config)

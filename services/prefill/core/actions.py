@@ -68,7 +68,7 @@ class ChunkOrder:
     Attributes:
         blocks: the job's blocks up to `end`.
         last: the prompt ends here: a token is sampled.
-        full_hit: the slice is the last token of a prompt that has all its KV: nothing is written.
+        full_hit: the slice is the last token of a prompt that has all KV: nothing is written.
     """
 
     job: int
@@ -103,7 +103,7 @@ class OpenKVGate:
 
 @frozen
 class DropSequenceSlice:
-    """A slice of a step does not count any more; its prefix may be missing. `index`: of the chunk."""
+    """A slice of a step does not count any more; the prefix may be missing. `index`: of the chunk."""
 
     step: int
     index: int
@@ -111,7 +111,7 @@ class DropSequenceSlice:
 
 @frozen
 class GiveUpStep:
-    """Give the step up before its next layer."""
+    """Give the step up before the next layer."""
 
     step: int
 
@@ -136,7 +136,7 @@ class LoadBlocks:
 
 @frozen
 class ReadReplica:
-    """Read blocks of a replication from its source into the pool.
+    """Read blocks of a replication from the source into the pool.
 
     Attributes:
         number: of the replication.
@@ -225,7 +225,7 @@ class WriteBackBlocks:
 
 @frozen
 class PrefixMiss:
-    """A kvstore lacked a block that it was believed to hold.
+    """A kvstore lacked a block that the scheduler believed to be there.
 
     Attributes:
         source: index in the job's sources.
@@ -247,7 +247,7 @@ class PrefixLoaded:
 
 @frozen
 class ReportFirstToken:
-    """The prompt is computed and its next token is known: report it at once."""
+    """The prompt is computed and the next token is known: report the token at once."""
 
     job: int
     cached_tokens: int
@@ -261,7 +261,7 @@ class ReportFirstToken:
 
 @frozen
 class EndJob:
-    """The job has ended; only `CloseTransfer`, `WriteBackBlocks` and `CancelIo` may follow for it.
+    """The job has ended; only `CloseTransfer`, `WriteBackBlocks` and `CancelIo` of the job may follow.
 
     Attributes:
         tail_s: seconds from the first token to the verdict.

@@ -12,8 +12,8 @@ class KVSource:
 
     Attributes:
         name: equal names mean the same instance.
-        blocks: leading blocks that it is believed to hold.
-        peer: it is an engine instance, whose pool is read.
+        blocks: leading blocks that are believed to be there.
+        peer: the source is an engine instance, whose pool is read.
     """
 
     name: str
@@ -23,7 +23,7 @@ class KVSource:
 
 @frozen
 class WriteBackTarget:
-    """A kvstore that blocks are written to. `held`: leading blocks it is believed to hold; None = unknown."""
+    """A kvstore that blocks are written to. `held`: leading blocks that are believed to be there; None = unknown."""
 
     store: str
     held: int | None
@@ -44,7 +44,7 @@ class SubmitJob:
         reuse: cached and stored blocks may be used; False = every token is computed.
         max_queue_s: the job is refused (`RefuseStaleJob`) if computing all queued jobs takes longer, seconds; None = no
             limit.
-        delay_s: seconds by which the job stands behind its arrival in the queue.
+        delay_s: seconds by which the job stands in the queue behind the place of its arrival.
     """
 
     job: int
@@ -123,7 +123,7 @@ Event = (
 
 @frozen
 class StepEnded:
-    """A step has ended; no stage touches its blocks any more.
+    """A step has ended; no stage touches the step's blocks any more.
 
     Attributes:
         aborted: some layer was not computed, and no token was sampled.
@@ -137,12 +137,12 @@ class StepEnded:
 
 @frozen
 class LoadEnded:
-    """A load has ended; nothing writes into its blocks any more.
+    """A load has ended; nothing writes into the blocks any more.
 
     Attributes:
         blocks: leading blocks that are whole in all layers.
         missing: first block that the source has lost or, if it is a peer, does not lend.
-        failed: the source did not answer as it should: it is skipped for a while.
+        failed: the source did not answer properly, and is skipped for a while.
     """
 
     blocks: int

@@ -19,7 +19,7 @@ TIMER_GRAIN_S = 0.0005
 def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
     """Seconds from one layer of a load to the next: measured once two have come, predicted before.
 
-    The first layer is left out: its time includes connecting and looking up.
+    The first layer is left out: that time includes connecting and looking up.
     """
     if load.layers > 1:
         return (load.progressed_at - load.first_at) / (load.layers - 1)
@@ -58,13 +58,13 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
 
 
 OVERDUE_RATIO = 2.0
-"""A step this many times longer than predicted lowers the engine's speed before it ends."""
+"""A step this many times longer than predicted lowers the engine's speed before the end."""
 
 
 def queue_seconds(state: PrefillState, now: float) -> float:
     """Seconds until all queued jobs are computed, with all of the engine's cores.
 
-    Each prompt counts alone: its tokens attend to its own context only. Short prompts share steps. Pipeline stages
+    Each prompt counts alone: tokens attend to the prompt's own context only. Short prompts share steps. Pipeline stages
     compute several steps at once, so the time of all steps is divided among them. The step in front is partly done.
     """
     speeds, settings = state.tracker.speeds, state.settings
@@ -80,7 +80,7 @@ def queue_seconds(state: PrefillState, now: float) -> float:
 
 
 def speeds_now(state: PrefillState, now: float) -> Speeds:
-    """The engine's speeds at `now`: a step that takes too long counts before it ends."""
+    """The engine's speeds at `now`: a step that takes too long counts before the end."""
     speeds, front = state.tracker.speeds, state.front
     if front is None or front.gated:
         return speeds
@@ -90,7 +90,7 @@ def speeds_now(state: PrefillState, now: float) -> Speeds:
 
 
 def _done_seconds(state: PrefillState, now: float) -> float:
-    """Seconds done of the step being computed, at most its prediction; 0 in a pipeline, where steps overlap."""
+    """Seconds done of the step being computed, at most the prediction; 0 in a pipeline, where steps overlap."""
     front = state.front
     if front is None or state.settings.stages > 1:
         return 0.0
@@ -115,7 +115,7 @@ def shared_tokens(state: PrefillState, job: PrefillJob) -> int:
 
 
 def reassign_shared_prefix(state: PrefillState, gone: PrefillJob) -> None:
-    """A job has ended early: the first job that was to find its blocks computes those that are missing."""
+    """A job has ended early: the first job that was to find the blocks computes those that are missing."""
     for job in state.jobs.values():
         if job.number > gone.number and job.shared_tokens and job.spec.keys[:1] == gone.spec.keys[:1]:
             held = len(state.manager.match(job.spec.keys[: state.reusable_blocks(job)]))
@@ -138,13 +138,13 @@ def _done_tokens(job: PrefillJob) -> int:
 
 
 def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
-    """Until when a job without steps waits for another job's load of the blocks that it would compute first.
+    """Until when a job without steps waits for another job's load of the blocks that are to be computed first.
 
-    The job waits only if the whole load is expected before it could compute these blocks, and only until a layer of the
-    load is late.
+    The job waits only if the whole load is expected before these blocks could be computed, and only until a layer of
+    the load is late.
 
     Returns:
-        Seconds; None if it does not wait.
+        Seconds; None if the job does not wait.
     """
     at = job.scheduled // state.settings.block_tokens
     if not job.may_match or not job.prefix.blocks <= at < state.reusable_blocks(job):
@@ -174,7 +174,7 @@ def is_computed_by_other(state: PrefillState, job: PrefillJob) -> bool:
 def _wait_pays_until(
     state: PrefillState, job: PrefillJob, at: int, other: PrefillJob, load: PrefixLoad
 ) -> float | None:
-    """When a load will be late; None if it is late, or computing is faster than waiting."""
+    """When a load will be late; None if the load is late, or computing is faster than waiting."""
     each_s, size = layer_seconds(state, load), state.settings.block_tokens
     late_at = load.progressed_at + each_s + stall_grace(state, load)
     if load.stalled or other.owner.transient or state.now >= late_at:

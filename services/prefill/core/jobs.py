@@ -1,4 +1,4 @@
-"""State of the prefill scheduler: settings, jobs, their outgoing KV, and I/O in flight with the blocks it pins."""
+"""State of the prefill scheduler: settings, jobs, their outgoing KV, and I/O in flight with pinned blocks."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -159,7 +159,7 @@ class PrefixLoad:
         progressed_at: when the last layer arrived, or the load began, seconds.
         first_at: when the first layer arrived, seconds.
         layers: leading layers that have arrived.
-        stalled: a step has waited too long for it: no step follows it layer by layer any more.
+        stalled: a step has waited too long for a layer: no step follows the load layer by layer any more.
     """
 
     io: int
@@ -201,13 +201,13 @@ class JobStatus(Enum):
     WAITING = "waiting"
     """In the queue, without blocks."""
     STARTED = "started"
-    """Has blocks for its whole prompt. No step was planned; its prefix may be loading."""
+    """Has blocks for the whole prompt. No step was planned; the prefix may be loading."""
     COMPUTING = "computing"
-    """Steps compute it; its KV is sent meanwhile."""
+    """Steps compute the prompt; the KV is sent meanwhile."""
     COMPUTED = "computed"
-    """Its first token was reported. Its KV is sent, or decode's verdict is awaited."""
+    """The first token was reported. The KV is sent, or decode's verdict is awaited."""
     ENDED = "ended"
-    """Not one of the scheduler's jobs any more; I/O may still pin its blocks."""
+    """Not one of the scheduler's jobs any more; I/O may still pin the job's blocks."""
 
 
 TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
@@ -230,18 +230,18 @@ class PrefillJob:
         added_at: when the job was queued, seconds.
         queue_key: place in the fair queue.
         expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
-        owner: tenant of its KV, and whether its blocks may be kept.
-        shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until its first step.
+        owner: tenant of the KV, and whether the blocks may be kept.
+        shared_tokens: leading tokens that earlier jobs compute and register; for predictions, until the first step.
         status: set by `set_status` only.
-        first_step_at: when its first step was planned, seconds.
-        token_at: when it was computed, seconds.
-        table: its blocks; bound when it starts, unbound when nothing of it is to be computed or sent.
+        first_step_at: when the first step was planned, seconds.
+        token_at: when the first token was computed, seconds.
+        table: the job's blocks; bound at the start, unbound when nothing is left to be computed or sent.
         prefix: leading blocks that were cached or loaded, and the load in flight.
         computed: leading tokens that are cached, loaded or computed, in all layers. Never shrinks.
         scheduled: leading tokens that have KV, or are in flight.
-        slices_in_flight: its live slices in steps in flight.
-        gated: its slice in flight follows the load: no further slice is planned until that one is done.
-        blocked_by: I/O on blocks that are to be computed again: until it ends, no slice is planned.
+        slices_in_flight: the job's live slices in steps in flight.
+        gated: the slice in flight follows the load: no further slice is planned until that slice is done.
+        blocked_by: I/O on blocks that are to be computed again: until the I/O ends, no slice is planned.
         put_until: for each copy, blocks before this index were written or need not be.
     """
 
@@ -266,7 +266,7 @@ class PrefillJob:
 
     @classmethod
     def of(cls, event: SubmitJob, settings: PrefillSettings, now: float) -> "PrefillJob":
-        """A job as it arrives."""
+        """A job on arrival."""
         spec, outgoing = event.request, None
         if event.held_blocks is not None:
             outgoing = OutgoingKV.of(settings.layers, settings.blocks_for(spec.tokens), event.held_blocks)
@@ -321,11 +321,11 @@ class SequenceSlice:
     """A job's part of a step in flight: tokens [start, end).
 
     Attributes:
-        first: it is the job's first slice.
-        last: the prompt ends with it.
+        first: this is the job's first slice.
+        last: the prompt ends with this slice.
         loading: tokens before `start` arrive through the step's KV gates.
-        full_hit: its tokens have KV, or get it through the gates: the slice writes none.
-        live: it counts; False after it was dropped.
+        full_hit: the tokens have KV, or get KV through the gates: the slice writes none.
+        live: the slice counts; False after it was dropped.
     """
 
     job: int
@@ -343,8 +343,8 @@ class StepFlight:
     """A step in flight.
 
     Attributes:
-        progressed_at: when its last layer was computed, or it came to the front of the engine, seconds.
-        began_at: when it was started, seconds.
+        progressed_at: when the last layer was computed, or the step came to the front of the engine, seconds.
+        began_at: when the step was started, seconds.
         opened: highest layer whose gate is open.
         layers: leading layers that are computed.
     """
@@ -418,7 +418,7 @@ class PrefillState:
         settings: of the instance.
         manager: the pool's block manager.
         lending: blocks that other instances read.
-        tracker: measured speeds of the engine with all its cores; predicts times.
+        tracker: measured speeds of the engine with all cores; predicts times.
         core_share: part of the engine's cores that steps have had lately; other processes of the host had the rest.
         jobs: all jobs that have not ended, by number.
         shares: of the tenants; steps are charged to them, in predicted seconds.
@@ -447,7 +447,7 @@ class PrefillState:
 
     @property
     def front(self) -> StepFlight | None:
-        """The step that the engine computes, or the first in its pipeline."""
+        """The step that the engine computes, or the first in the pipeline."""
         return next(iter(self.steps.values()), None)
 
     def act(self, action: Action) -> None:
@@ -455,13 +455,13 @@ class PrefillState:
         self.out.append(action)
 
     def begin(self, flight: IoInFlight) -> int:
-        """Starts I/O, which pins the flight's tables; returns its number."""
+        """Starts I/O, which pins the flight's tables; returns the I/O's number."""
         for table in flight.tables:
             table.pins += 1
         return self.ios.begin(flight)
 
     def end(self, io: int) -> IoInFlight:
-        """I/O has ended: unpins its tables, and unblocks jobs that waited for it."""
+        """I/O has ended: unpins the tables, and unblocks jobs that waited for the end."""
         flight = self.ios.end(io)
         for table in flight.tables:
             self.unpin(table)
@@ -483,7 +483,7 @@ class PrefillState:
             self.manager.release(table.blocks)
 
     def unbind(self, job: PrefillJob) -> None:
-        """Drops the job's own pin on its blocks."""
+        """Drops the job's own pin on the blocks."""
         if job.table is not None:
             self.unpin(job.table)
             job.table = None
@@ -524,7 +524,7 @@ class OutgoingTransfers:
         self._state = state
 
     def open(self, job: PrefillJob) -> None:
-        """Opens the transfer of a job that starts, so that its first layer need not wait for it."""
+        """Opens the transfer of a job that starts, so that the first layer need not wait for the opening."""
         if job.outgoing is not None:
             job.outgoing.io = self._state.begin(TransferFlight(job.number, opens=True))
             self._state.act(OpenTransfer(job.outgoing.io, job.number))
@@ -561,7 +561,7 @@ class OutgoingTransfers:
         return False
 
     def opened(self, number: int) -> None:
-        """A transfer is open; aborts it if its job has ended meanwhile."""
+        """A transfer is open; aborts the transfer if the job has ended meanwhile."""
         job = self._state.jobs.get(number)
         if job is None or job.outgoing is None:
             self._state.act(CloseTransfer(number, aborted=True))
@@ -578,7 +578,7 @@ class OutgoingTransfers:
         self._pump(job, job.outgoing)
 
     def give_up(self, job: PrefillJob) -> None:
-        """The job ends before its verdict: aborts the transfer."""
+        """The job ends before decode's verdict: aborts the transfer."""
         if job.outgoing is not None:
             self._state.cancel(job.outgoing.io)
             if job.outgoing.open:

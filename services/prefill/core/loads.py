@@ -27,7 +27,7 @@ from services.prefill.core.step_planner import StepPlanner
 
 FAILED_SOURCE_PAUSE_S = 2.0
 LOAD_SLACK = 4.0
-"""A load may take this many times its predicted seconds, plus the configured timeout."""
+"""A load may take this many times the predicted seconds, plus the configured timeout."""
 
 
 class PrefixLoads:
@@ -147,7 +147,7 @@ class PrefixLoads:
         state.act(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, job: PrefillJob) -> int:
-        """Leading blocks that the prompt should have after loading from its next source; 0: computing is cheaper."""
+        """Leading blocks that the prompt should have after loading from the next source; 0: computing is cheaper."""
         source, settings = job.sources[job.prefix.next_source], self._state.settings
         blocks = min(source.blocks, self._state.reusable_blocks(job))
         if self.is_paused(source) or blocks <= job.prefix.blocks:

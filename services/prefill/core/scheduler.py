@@ -1,4 +1,4 @@
-"""The prefill scheduler, a state machine: events in, actions out; and its invariants."""
+"""The prefill scheduler, a state machine: events in, actions out; and the invariants."""
 
 from collections import Counter
 
@@ -55,7 +55,7 @@ from services.prefill.core.step_planner import StepPlanner
 
 
 def check_prefill_state(state: PrefillState, steps: StepPlanner) -> None:
-    """Asserts that blocks are pinned exactly by their users, and that every job is where its status says."""
+    """Asserts that blocks are pinned exactly by their users, and that every job's place agrees with the status."""
     state.manager.check_invariants()
     _check_block_pins(state)
     _check_steps_in_flight(state, steps)
@@ -138,9 +138,9 @@ MIN_RETRY_S = 0.1
 class PrefillScheduler:
     """The decisions of one prefill instance: which prompts start, load, compute and send, and when.
 
-    A job is queued, gets blocks for its whole prompt, may load a prefix, is computed in steps together with others,
-    is sent while it is computed, and ends when decode has confirmed the transfer. `JobStatus` has its states. The users
-    of blocks pin them: a job that ends early drops its own pin; a step, load or send keeps its pin until it has ended.
+    A job is queued, gets blocks for the whole prompt, may load a prefix, is computed in steps together with others,
+    is sent meanwhile, and ends when decode has confirmed the transfer. `JobStatus` has the states. The users of blocks
+    pin them: a job that ends early drops the job's pin; a step, load or send keeps a pin until the end.
 
     Attributes:
         state: jobs, blocks and I/O.
@@ -243,7 +243,7 @@ class PrefillScheduler:
         return queue_seconds(self.state, self.state.now if now is None else now)
 
     def speeds(self, now: float) -> Speeds:
-        """The engine's speeds at `now`: a step that takes too long counts before it ends."""
+        """The engine's speeds at `now`: a step that takes too long counts before the end."""
         return speeds_now(self.state, now)
 
     def started(self, job: int) -> bool:
@@ -312,7 +312,7 @@ class PrefillScheduler:
             going = self.steps.plan()
 
     def _end_early(self, number: int, outcome: JobOutcome) -> None:
-        """Ends a job early: it drops its pin on its blocks; steps and I/O that use them keep theirs."""
+        """Ends a job early: drops the job's pin on the blocks; steps and I/O that use them keep theirs."""
         job = self.state.jobs.get(number)
         if job is None:
             return
@@ -401,7 +401,7 @@ class PrefillScheduler:
         self._end_early(number, JobOutcome.IO_FAILED)
 
     def _computed(self, job: PrefillJob) -> None:
-        """A prompt is computed: reports its first token at once, without waiting for the transfer."""
+        """A prompt is computed: reports the first token at once, without waiting for the transfer."""
         now = self.state.now
         job.set_status(JobStatus.COMPUTED)
         job.token_at = now

@@ -1,8 +1,8 @@
 """Plans prefill steps: which jobs get blocks, which tokens are computed next, and the KV gates of steps.
 
 A step's gate at a layer opens when the layer is loaded for every job of the step. A job whose prefix is still loading
-joins a step only if its layers are predicted to arrive in time. If a layer is late while other jobs wait, the job's
-slice is dropped from the step and the job waits for the rest of its load.
+joins a step only if the layers are predicted to arrive in time. If a layer is late while other jobs wait, the job's
+slice is dropped from the step and the job waits for the rest of the load.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ class StepPlanner:
     # --- starting jobs ---------------------------------------------------------------------------------------------
 
     def start_next(self) -> PrefillJob | None:
-        """Binds the blocks of the first waiting job, if they are available and the engine is short of work before it.
+        """Binds the blocks of the first waiting job, if they are available and the engine lacks work before that job.
 
         Returns:
             The job, for which the caller decides at once whether to load a prefix; None if no job can start now.
@@ -99,7 +99,7 @@ class StepPlanner:
     def _is_short_of_work(self, first: QueueKey) -> bool:
         """Whether the started jobs before this one have less to compute than the steps in flight at most, plus one.
 
-        A job that waits for layers, of its own load or another job's, does not count: a slow store must not keep the
+        A job that waits for layers, of the job's own load or another, does not count: a slow store must not keep the
         engine from work that needs no load.
         """
         state = self._state
@@ -207,7 +207,7 @@ class StepPlanner:
         return () if part.full_hit else job.spec.keys[part.start // size : part.end // size]
 
     def _is_under_way(self, job: PrefillJob, part: SequenceSlice, under_way: set[BlockKey]) -> bool:
-        """Whether a job without steps would compute a block that another job computes now: soon it is cached."""
+        """Whether a job without steps would compute a block that another job computes now, and that is soon cached."""
         at = part.start // self._state.settings.block_tokens
         begins = job.may_match and not part.full_hit
         return begins and at < self._state.reusable_blocks(job) and job.spec.keys[at] in under_way
@@ -233,7 +233,7 @@ class StepPlanner:
         self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
 
     def _next_slice(self, job: PrefillJob, budget: int) -> SequenceSlice | None:
-        """The job's next slice within the budget; it ends at a block border or at the prompt's end."""
+        """The job's next slice within the budget; a slice ends at a block border or at the prompt's end."""
         size = self._state.settings.block_tokens
         if job.may_match:
             self.match_again(job)
@@ -249,7 +249,7 @@ class StepPlanner:
         return SequenceSlice(job.number, start, end, begins, end == job.spec.tokens, loading, full_hit)
 
     def _start(self, job: PrefillJob) -> int:
-        """The next token to compute; while a prefix is loading, the first one behind it."""
+        """The next token to compute; while a prefix is loading, the first token behind the prefix."""
         if job.prefix.load is None:
             return job.scheduled
         return self._state.settings.reused_tokens(job.spec.tokens, job.prefix.load.end)
@@ -288,7 +288,7 @@ class StepPlanner:
     # --- in flight -------------------------------------------------------------------------------------------------
 
     def layer_computed(self, io: int, layer: int) -> None:
-        """A layer of a step is in the pool: its KV may be sent."""
+        """A layer of a step is in the pool: the layer's KV may be sent."""
         flight = self._flights.get(io)
         if flight is None:
             return
@@ -322,7 +322,7 @@ class StepPlanner:
         return news
 
     def _to_the_front(self) -> None:
-        """The next step is in front: from now on its gates may hold others up."""
+        """The next step is in front: from now on the step's gates may hold others up."""
         front = self._state.front
         if front is not None:
             front.progressed_at = max(front.progressed_at, self._state.now)
@@ -341,7 +341,7 @@ class StepPlanner:
         job.gated = False
 
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
-        """Learns the speed of a step. A step alone in the engine counts until its end is reported."""
+        """Learns the speed of a step. A step alone in the engine counts until the report of the end."""
         if flight.gated or result.aborted:
             return
         alone = self._state.settings.stages == 1
@@ -379,7 +379,7 @@ class StepPlanner:
         job.scheduled = job.computed
 
     def drop_job(self, job: PrefillJob) -> None:
-        """The job ends: its slices do not count any more."""
+        """The job ends: the job's slices do not count any more."""
         self._drop(job)
 
     def _drop(self, job: PrefillJob) -> list[int]:
@@ -404,7 +404,7 @@ class StepPlanner:
     # --- stalled loads ---------------------------------------------------------------------------------------------
 
     def stalled_at(self) -> float | None:
-        """When the step in front will have waited too long at a gate while other jobs wait; None = it does not."""
+        """When the step in front will have waited too long at a gate while other jobs wait; None = never."""
         flight = self._state.front
         if flight is None or not flight.gated:
             return None
@@ -415,7 +415,7 @@ class StepPlanner:
         return flight.progressed_at + max(stall_grace(self._state, load) for load in loads)
 
     def _late(self, flight: StepFlight) -> list[PrefillJob]:
-        """The jobs whose layers a step waits for at its next gate."""
+        """The jobs whose layers a step waits for at the next gate."""
         if flight.opened >= flight.layers or flight.layers == self._state.settings.layers:
             return []
         late = [part.job for part in flight.slices if self._layers_of(part) <= flight.layers]
