@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from blake3 import blake3
 
 from moonpool.checkpoint.config import ModelConfig, config_hash, kv_layout, resolve_dtype
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
-from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights
+from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.checkpoint.model_cards import card_sampling
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, InvalidRequest
@@ -60,6 +61,8 @@ def weights_fingerprint(path: Path | str) -> bytes:
         CheckpointError: as `load_config` and `weight_files`; or a file cannot be read.
     """
     digest = blake3(b"moonpool weights 1\0" + config_hash(load_config(path)))
+    if not is_gguf(path) and (settings := quantisation_settings(Path(path))) is not None:
+        digest.update(json.dumps(settings, sort_keys=True).encode())  # by which bytes stand for other weights
     for file in weight_files(path):
         content = blake3(max_threads=blake3.AUTO)
         try:

@@ -19,7 +19,13 @@ from moonpool.checkpoint.config import (
     check_shape,
 )
 from moonpool.checkpoint.folder_tokenizer import folder_end_tokens
-from moonpool.checkpoint.quantised import dense_index, quantised_format
+from moonpool.checkpoint.quantised import (
+    QUANTISATION_KEYS,
+    Formats,
+    dense_index,
+    modelopt_formats,
+    quantised_formats,
+)
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import family_of
@@ -69,9 +75,32 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
             if name in tensors:
                 raise CheckpointError(f"{folder}: tensor {name} is in {tensors[name].file.name} and in {file.name}")
             tensors[name] = info
-    config = folder / "config.json"
-    form = quantised_format(JsonFields(read_json(config), config.name)) if config.exists() else None
-    return tensors if form is None else dense_index(tensors, form)
+    return dense_index(tensors, folder_formats(folder))
+
+
+def folder_formats(folder: Path) -> Formats:
+    """Return how the folder stores quantised weights; none: it has none.
+
+    Raises:
+        UnsupportedModel: a method or a field that cannot be read; names it.
+        CheckpointError: a field is malformed.
+    """
+    found = quantisation_settings(folder)
+    if found is None:
+        return ()
+    file, settings = found
+    fields = JsonFields(settings, file)
+    return quantised_formats(fields) if file == "config.json" else modelopt_formats(fields)
+
+
+def quantisation_settings(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
+    """Return what says how weights are quantised, as it stands in a file of that name; None: they are not."""
+    file = folder / "config.json"
+    config = read_json(file) if file.exists() else {}
+    if settings := {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}:
+        return file.name, settings
+    file = folder / "hf_quant_config.json"
+    return (file.name, read_json(file)) if file.exists() else None
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
@@ -92,7 +121,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             for name, entry in header.items():
                 if entry["data_offsets"][1] > size - 8 - length:
                     raise CheckpointError(f"{file}: cut short: tensor {name} lies past the end of the file")
-                tensors[name] = TensorInfo(file, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]))
+                shape, begin = tuple(int(n) for n in entry["shape"]), 8 + length + entry["data_offsets"][0]
+                tensors[name] = TensorInfo(file, str(entry["dtype"]), shape, begin)
             return tensors
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         raise CheckpointError(f"{file}: not a safetensors file: {error}") from None
@@ -123,7 +153,8 @@ def folder_config(folder: Path) -> ModelConfig:
     inner = data.get(family.inner_config) if family.inner_config else None
     data = dict(inner if isinstance(inner, Mapping) else data)
     fields = family.fields(common_names(data) if family.other else data, "config.json")
-    quantised_format(fields)  # refuses what cannot be read
+    if folder_formats(folder) and family.names.inputs_first:
+        raise UnsupportedModel("quantization_config", f"not supported for {family.architecture}")
     generation = _generation_fields(folder)
     config = ModelConfig(
         architecture=family.architecture,

@@ -8,28 +8,43 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-Method = Literal["fp8", "mxfp4", "gptq", "awq", "packed", "int8"]
+Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", "bnb_4bit"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedFormat:
-    """How the weights of one folder are stored.
+    """How some or all weights of one folder are stored; `moonpool.models.dequantise` knows the methods.
 
-    `suffixes`: ends of the names of tensors that make one weight, the first one of values, by role. `bits`: of a value.
-    `block`: rows and columns that share a scale, where the shapes do not say it. `v1`: GPTQ's first format, whose zero
-    points are stored less one.
+    Attributes:
+        method: how the dense weight is computed.
+        values: ends of the name of the tensor that holds the values.
+        dtypes: types of that tensor; a `.weight` of another type is not quantised.
+        parts: ends of the names of further tensors, by role.
+        optional: roles of tensors that may be absent.
+        bits: of a value; 0: the shapes say it.
+        group: inputs that share a scale; 0: all.
+        block: outputs and inputs that share a scale, where the shapes do not say it.
+        v1: GPTQ's first format, whose zero points are stored less one.
+        divided: the scale of the whole tensor divides the other scales, instead of multiplying them.
+        targets: compressed-tensors' patterns of the modules that are stored so; none: all.
     """
 
     method: Method
-    suffixes: Mapping[str, tuple[str, ...]]
+    values: tuple[str, ...]
+    dtypes: frozenset[str]
+    parts: Mapping[str, tuple[str, ...]]
+    optional: frozenset[str] = frozenset()
     bits: int = 8
+    group: int = 0
     block: tuple[int, int] | None = None
     v1: bool = False
+    divided: bool = False
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTensor:
-    """The tensors that make one weight: name and place of each, by role."""
+    """The tensors that make one weight: name and place of each, by role; the one of values is "values"."""
 
     format: QuantisedFormat
     parts: Mapping[str, tuple[str, TensorInfo]]
@@ -37,10 +52,10 @@ class QuantisedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: the file that holds it, its type there (for example "BF16" or "Q4_0") and its shape.
+    """One tensor: the file that holds it, its type there (for example "BF16" or "Q4_0"), its shape, its first byte.
 
-    Of GGUF files also the byte at which its data begins, and `paired_rows`: rows of a head, where those that RoPE turns
-    together lie beside one another instead of half a head apart; 0 = they do not.
+    Of GGUF files also `paired_rows`: rows of a head, where those that RoPE turns together lie beside one another
+    instead of half a head apart; 0 = they do not.
     """
 
     file: Path

@@ -1,7 +1,11 @@
-"""Folders with quantised weights: what is loaded is what the stored numbers stand for, worked out one by one."""
+"""Folders with quantised weights: what is loaded is what the stored numbers stand for, worked out one by one.
+
+Here are the formats whose tools do not run in tests; `test_quantised_tools.py` has the others.
+"""
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from moonpool.checkpoint import inspect_checkpoint, load_config
-from moonpool.checkpoint.tensor_info import QuantisedFormat
+from moonpool.checkpoint import inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.models.dequantise import dequantise
 from moonpool.models.loader import load_stage
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.test_families import CASES, reference
@@ -23,14 +24,13 @@ Stored = Mapping[str, Tensor]
 GENERATOR = torch.Generator().manual_seed(9)
 
 
-def words(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Pack values [rows, n] into words of 32 bits, value `order[i]` of each word's in place i."""
-    held = 32 // bits
-    grouped = values.to(torch.int64).view(values.shape[0], -1, held)
-    packed = torch.zeros(grouped.shape[:2], dtype=torch.int64)
-    for place in range(held):
-        packed |= grouped[:, :, order[place] if order else place] << (bits * place)
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+def words(values: Tensor, bits: int) -> Tensor:
+    """Pack values [rows, n] into words of 32 bits: each row is one stream of bits, the lowest first."""
+    rows = []
+    for row in values.tolist():
+        stream = sum(value << (bits * place) for place, value in enumerate(row))
+        rows.append(list(stream.to_bytes(len(row) * bits // 8, "little")))
+    return torch.tensor(rows, dtype=torch.uint8).view(torch.int32)
 
 
 def whole_numbers(limit: int, *shape: int) -> Tensor:
@@ -51,24 +51,14 @@ def fp8_blocks(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
     return {".weight": values, ".weight_scale_inv": scales}, dense
 
 
-def fp8_rows(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
-    values, scales = torch.randn(outputs, inputs, generator=GENERATOR).to(torch.float8_e4m3fn), scales_of(outputs, 1)
-    return {".weight": values, ".weight_scale": scales, ".input_scale": torch.ones(1)}, values.float() * scales
-
-
-def int8_rows(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
-    values, scales = whole_numbers(255, outputs, inputs) - 127, scales_of(outputs, 1)
-    return {".weight": values.to(torch.int8), ".weight_scale": scales}, values * scales
-
-
-def gptq(outputs: int, inputs: int, bits: int = 4) -> tuple[Stored, Tensor]:
+def gptq(outputs: int, inputs: int, bits: int = 4, v1: bool = True) -> tuple[Stored, Tensor]:
     values, zeros = whole_numbers(1 << bits, inputs, outputs), whole_numbers((1 << bits) - 1, inputs // 16, outputs) + 1
-    scales, group = scales_of(inputs // 16, outputs), torch.randperm(inputs, generator=GENERATOR) // 16
+    scales, group = scales_of(inputs // 16, outputs).half(), torch.randperm(inputs, generator=GENERATOR) // 16
     dense = torch.zeros(outputs, inputs)
     for row in range(inputs):
-        dense[:, row] = (values[row] - zeros[group[row]]) * scales[group[row]]
+        dense[:, row] = (values[row] - zeros[group[row]]) * scales[group[row]].float()
     packed = words(values.t(), bits).t().contiguous()
-    stored = {".qweight": packed, ".qzeros": words(zeros - 1, bits), ".scales": scales, ".g_idx": group.int()}
+    stored = {".qweight": packed, ".qzeros": words(zeros - int(v1), bits), ".scales": scales, ".g_idx": group.int()}
     return stored, dense
 
 
@@ -81,43 +71,75 @@ def awq(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
     dense = torch.zeros(outputs, inputs)
     for row in range(inputs):
         dense[:, row] = (values[row] - zeros[row // 16]) * scales[row // 16]
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return {".qweight": words(values, 4, order), ".qzeros": words(zeros, 4, order), ".scales": scales}, dense
+
+    def turned(numbers: Tensor) -> Tensor:
+        return numbers.view(len(numbers), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+
+    return {".qweight": words(turned(values), 4), ".qzeros": words(turned(zeros), 4), ".scales": scales}, dense
 
 
-def packed(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+def ordered(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+    """compressed-tensors with `actorder: group`, which its library no longer writes."""
     values, scales = whole_numbers(16, outputs, inputs), scales_of(outputs, inputs // 16)
-    shape = torch.tensor([outputs, inputs])
-    stored = {".weight_packed": words(values, 4), ".weight_scale": scales, ".weight_shape": shape}
-    return stored, (values - 8) * scales.repeat_interleave(16, 1)
+    group = torch.randperm(inputs, generator=GENERATOR) // 16
+    stored = {
+        ".weight_packed": words(values, 4),
+        ".weight_scale": scales,
+        ".weight_shape": torch.tensor([outputs, inputs]),
+        ".weight_g_idx": group.int(),
+    }
+    return stored, (values - 8) * scales[:, group]
 
 
-PACKED = {
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def nvfp4(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+    """ModelOpt's: the scale of the whole tensor multiplies the others."""
+    codes = whole_numbers(16, outputs, inputs)
+    scales = (torch.rand(outputs, inputs // 16, generator=GENERATOR) + 0.5).to(torch.float8_e4m3fn)
+    numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])[codes]
+    dense = numbers * (scales.float() * 0.0125).repeat_interleave(16, 1)
+    packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    beside = {".weight_scale_2": torch.tensor(0.0125), ".input_scale": torch.tensor(1.0)}
+    return {".weight": packed, ".weight_scale": scales, **beside}, dense
+
+
+def fp8_tensor(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+    values = torch.randn(outputs, inputs, generator=GENERATOR).to(torch.float8_e4m3fn)
+    beside = {".input_scale": torch.tensor(1.0), ".k_scale": torch.tensor(1.0)}
+    return {".weight": values, ".weight_scale": torch.tensor(0.015), **beside}, values.float() * torch.tensor(0.015)
+
+
+def fp8_rows(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+    values, scales = torch.randn(outputs, inputs, generator=GENERATOR).to(torch.float8_e4m3fn), scales_of(outputs, 1)
+    return {".weight": values, ".weight_scale": scales, ".input_scale_ub": torch.ones(1)}, values.float() * scales
+
+
+PACKED: Mapping[str, Any] = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "config_groups": {"group_0": {"weights": {"num_bits": 4, "symmetric": True, "group_size": 16}}},
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
 }
-ONE = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "strategy": "channel"}}}}
-BLOCKS = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "block_structure": [16, 32]}}}}
-
-
-def fp8_blocks_of_compressed_tensors(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
-    stored, dense = fp8_blocks(outputs, inputs)
-    return {".weight": stored[".weight"], ".weight_scale": stored[".weight_scale_inv"]}, dense
-
-
 FORMATS: Mapping[str, tuple[Mapping[str, Any], Callable[[int, int], tuple[Stored, Tensor]]]] = {
     "fp8, blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8_blocks),
-    "fp8, rows": ({"quant_method": "compressed-tensors", "format": "float-quantized", **ONE}, fp8_rows),
-    "fp8, blocks of compressed-tensors": (
-        {"quant_method": "compressed-tensors", "format": "float-quantized", **BLOCKS},
-        fp8_blocks_of_compressed_tensors,
+    "fp8, rows": ({"quant_method": "fbgemm_fp8"}, fp8_rows),
+    **{
+        f"gptq, {bits} bits": ({"quant_method": "gptq", "bits": bits, "group_size": 16}, partial(gptq, bits=bits))
+        for bits in (2, 3, 4, 8)
+    },
+    "gptq, second version": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2", "desc_act": True},
+        partial(gptq, v1=False),
     ),
-    "int8, rows": ({"quant_method": "compressed-tensors", "format": "int-quantized", **ONE}, int8_rows),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 16}, gptq),
-    "gptq, 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 16}, lambda o, i: gptq(o, i, 8)),
+    "auto-round": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 16, "packing_format": "auto_round:auto_gptq"},
+        gptq,
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, awq),
-    "packed": (PACKED, packed),
+    "compressed-tensors, ordered": (PACKED, ordered),
+    "modelopt, nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, nvfp4),
+    "modelopt, fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor),
 }
 TOKENS = [3 + 5 * i % 300 for i in range(40)]
 
@@ -134,13 +156,14 @@ def logits(path: Path) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path) -> None:
-    """All projections of a Qwen model with experts; norms, embedding and head stay dense, as in published folders."""
+    """All projections of a Qwen model with experts; what is no projection, and one module, stay dense."""
     settings, quantise = FORMATS[form]
-    reference(*CASES["qwen2_moe"]).save_pretrained(tmp_path / "dense")
+    model_type, changed = CASES["qwen2_moe"]
+    reference(model_type, {**changed, "moe_intermediate_size": 64}).save_pretrained(tmp_path / "dense")
     tensors = load_file(tmp_path / "dense" / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for name, weight in list(tensors.items()):
-        if ".layers." in name and name.endswith("_proj.weight"):
+        if ".layers." in name and name.endswith("_proj.weight") and ".2.self_attn.o_proj" not in name:
             parts, tensors[name] = quantise(*weight.shape)
             stored |= {f"{name.removesuffix('.weight')}{end}": part for end, part in parts.items()}
         else:
@@ -155,42 +178,48 @@ def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path
     assert inspect_checkpoint(folder).parameters == inspect_checkpoint(tmp_path / "dense").parameters
 
 
-def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    model_type, changed = CASES["gpt_oss"]
-    reference(model_type, {**changed, "intermediate_size": 64}).save_pretrained(tmp_path)
+def test_the_file_of_modelopt_counts_where_config_json_says_nothing(tmp_path: Path) -> None:
+    reference("llama", {}).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    expected = {}
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        blocks = whole_numbers(256, experts, outputs, inputs // 32, 16).to(torch.uint8)
-        scales = (whole_numbers(3, experts, outputs, inputs // 32) + 122).to(torch.uint8)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    name = "model.layers.2.mlp.up_proj.weight"
+    parts, dense = fp8_tensor(*tensors.pop(name).shape)
+    tensors |= {f"{name.removesuffix('.weight')}{end}": part for end, part in parts.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    configure(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    layer: Any = load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 4).layers[1]
-    for expert, network in enumerate(layer.feed_forward.experts):
-        dense = expected["model.layers.1.mlp.experts.down_proj"][expert].t()
-        assert torch.equal(network.down.dense(), dense)
-        both = expected["model.layers.1.mlp.experts.gate_up_proj"][expert].t()
-        assert torch.equal(network.gate_up.dense(), torch.cat((both[0::2], both[1::2])))
+    plain = weights_fingerprint(tmp_path)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert weights_fingerprint(tmp_path) != plain
+    layer: Any = load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 4).layers[2]
+    assert torch.equal(layer.feed_forward.gate_up.dense()[-len(dense) :], dense)
 
 
 @pytest.mark.parametrize(
     ("field", "settings"),
     [
-        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        ("quantization_config.bits", {"quant_method": "gptq", "bits": 3}),
+        *[
+            ("quantization_config.quant_method", {"quant_method": method, "bits": 4})
+            for method in ("hqq", "quanto", "torchao", "aqlm", "bitnet", "exl3", None)
+        ],
+        ("quantization_config.bits", {"quant_method": "gptq", "bits": 5}),
+        ("quantization_config.pack_dtype", {"quant_method": "gptq", "bits": 4, "pack_dtype": "int16"}),
         ("quantization_config.checkpoint_format", {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}),
-        (
-            "quantization_config.config_groups",
-            {**PACKED, "config_groups": {"group_0": {"weights": {"num_bits": 4, "actorder": "group"}}}},
-        ),
         ("quantization_config.version", {"quant_method": "awq", "bits": 4, "version": "gemv"}),
-        ("quantization_config.format", {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+        ("quantization_config.packing_format", {"quant_method": "auto-round", "bits": 4}),
+        (
+            "quantization_config.bnb_4bit_quant_storage",
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+        ),
+        ("quantization_config.quant_algo", {"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}),
+        ("quantization_config.format", {**PACKED, "format": "marlin-24"}),
+        ("quantization_config.sparsity_config", {**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}),
+        ("quantization_config.transform_config", {**PACKED, "transform_config": {"config_groups": {"R1": {}}}}),
+        (
+            "quantization_config.config_groups.num_bits",
+            {**PACKED, "config_groups": {"a": {"weights": {"num_bits": 9}}}},
+        ),
         (
             "quantization_config.config_groups",
-            {**PACKED, "config_groups": {"group_0": {"weights": {"num_bits": 4, "symmetric": False}}}},
+            {**PACKED, "config_groups": dict.fromkeys("ab", PACKED["config_groups"]["group_0"])},
         ),
     ],
 )
@@ -209,11 +238,24 @@ def test_a_malformed_block_is_named(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_scales_that_are_not_of_rows_are_named() -> None:
-    """Also where there are as many as rows: 6 rows, and scales of 2 by 3 blocks."""
-    form = QuantisedFormat("fp8", {})
-    with pytest.raises(RuntimeError, match=r"scales \[2, 3\] are not one for each row of \[6, 8\]"):
-        dequantise(form, {"values": torch.ones(6, 8), "scales": torch.ones(2, 3)})
+def test_weights_that_are_stored_inputs_first_are_refused(tmp_path: Path) -> None:
+    """Tools store some of these turned and some not."""
+    reference("gpt2", {}).save_pretrained(tmp_path)
+    configure(tmp_path, {"quant_method": "fp8"})
+    with pytest.raises(UnsupportedModel, match="quantization_config: not supported for GPT2LMHeadModel"):
+        load_config(tmp_path)
+
+
+def test_scales_that_are_not_of_the_weight_are_named(tmp_path: Path) -> None:
+    """Also where there are as many as rows: 96 rows, and scales of 8 by 12."""
+    reference("llama", {}).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(8, 12)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    configure(tmp_path, {"quant_method": "fbgemm_fp8"})
+    with pytest.raises(CheckpointError, match=r"scales \[8, 12\] are not those of .* \[96, 64\]"):
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 4)
 
 
 def test_a_missing_scale_is_named(tmp_path: Path) -> None:
