@@ -24,8 +24,8 @@ STEP_TOKENS, LONGEST = 8192, 131_072
 HEAD = """# What the GPU kernels take
 
 `python -m tools.gen_kernel_resources` writes this page: {version} compiled each kernel as services launch it, for
-{gpus}. No GPU was there, and nothing ran. `make test` compiles the first model's kernels again and compares them
-with this page; `make test-all` compiles all of them.
+{gpus}. No GPU was there, and nothing ran. `make test` compiles the first model's kernels again for {first} and
+compares them with this page; `make test-all` compiles all of them.
 
 - **Registers** are those of a thread, of 255. A kernel that keeps more than two in memory (spills) fails the tests.
 - **KiB** is shared memory of a program. More than {limits} fails the tests.
@@ -167,13 +167,13 @@ def measured(gpu: Gpu, launches: Sequence[Launch]) -> list[Resources]:
 Row = tuple[str, ...]
 
 
-def table(shape: Shape) -> dict[Row, list[tuple[int, Resources] | None]]:
+def table(shape: Shape, gpus: Sequence[Gpu] = GPUS) -> dict[Row, list[tuple[int, Resources] | None]]:
     """Return rows: what was launched -> of each GPU (programs at once, what they take); None: not launched there."""
     rows: dict[Row, list[tuple[int, Resources] | None]] = {}
-    for number, gpu in enumerate(GPUS):
+    for number, gpu in enumerate(gpus):
         launches = shape.launched(gpu)
         for launch, taken in zip(launches, measured(gpu, launches), strict=True):
-            cells = rows.setdefault(title(launch), [None] * len(GPUS))
+            cells = rows.setdefault(title(launch), [None] * len(gpus))
             cells[number] = at_once(gpu, launch.named.get("num_warps", 4), taken), taken
     return rows
 
@@ -183,7 +183,7 @@ def page() -> str:
     gpus = " and ".join(gpu.name for gpu in GPUS)
     limits = " and ".join(f"{gpu.limits.shared_bytes >> 10} ({gpu.name})" for gpu in GPUS)
     version = f"Triton {importlib.metadata.version('triton')}"
-    parts = [HEAD.format(version=version, gpus=gpus, limits=limits)]
+    parts = [HEAD.format(version=version, gpus=gpus, limits=limits, first=GPUS[0].name)]
     for name, shape in SHAPES.items():
         columns = "".join(f" {gpu.name} registers | KiB | at once |" for gpu in GPUS)
         parts.append(

@@ -30,10 +30,12 @@ def scale(config: ClusterConfig, source: RequestSource, progress: Progress) -> R
     return Result("scale", assumptions(config, source), [row], chart)
 
 
-def scheduling(config: ClusterConfig, source: RequestSource, progress: Progress) -> Result:
+def scheduling(
+    config: ClusterConfig, source: RequestSource, progress: Progress, policies: Sequence[str] = tuple(POLICIES)
+) -> Result:
     """A row per policy of choosing prefill instances."""
     rows = []
-    for policy in POLICIES:
+    for policy in policies:
         summary, _ = simulate(replace(config, policy=policy), source.read())
         rows.append({"policy": policy, **serving_row(summary)})
         progress(f"{policy}: mean TTFT {summary.ttft_s.get('mean', 0.0):g} s")
@@ -41,7 +43,7 @@ def scheduling(config: ClusterConfig, source: RequestSource, progress: Progress)
         name: [(place, float(str(row[column]))) for place, row in enumerate(rows)]
         for name, column in (("mean", "ttft_mean_s"), ("p90", "ttft_p90_s"))
     }
-    chart = Chart("Time to first token by policy", "", "seconds", series, names=tuple(POLICIES))
+    chart = Chart("Time to first token by policy", "", "seconds", series, names=tuple(policies))
     facts = {name: value for name, value in assumptions(config, source).items() if name != "policy"}
     return Result("scheduling", facts, rows, chart)
 

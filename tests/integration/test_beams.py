@@ -89,9 +89,7 @@ def compare(reference: Reference, prompt: list[int], how: SamplingParams, result
     return [len(choice.token_ids) for choice in result.choices]
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.slow] if way in ("recompute", "swap") else []) for way in WAYS]
-)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.slow] if way != "store" else []) for way in WAYS])
 def test_as_transformers_does_it(stack: CheckedStack, reference: Reference, way: str) -> None:
     """Widths, penalties and rules of stopping, at the borders of blocks, with and without tokens that end."""
     stack.services["decode-0"].arguments += ["--set", f"preemption={way}"]

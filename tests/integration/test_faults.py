@@ -49,6 +49,7 @@ def test_kvstore_restarted_between_requests(stack: CheckedStack, reference: Refe
     reference.assert_greedy(prompt, second.token_ids)
 
 
+@pytest.mark.slow  # `tests/unit/kvstore/test_damages.py` damages folders in a hundred ways
 def test_every_byte_of_every_segment_flipped_on_disk(stack: CheckedStack, reference: Reference) -> None:
     """The store notices and serves none of it, prefill recomputes, the answer is right."""
     prompt = tokens(6 * BLOCK, "corrupt")
@@ -215,7 +216,7 @@ def wait_gauge(stack: CheckedStack, instance: str, name: str) -> None:
         pause.wait(0.01)
 
 
-@pytest.mark.parametrize("victim", ["decode", "prefill"])
+@pytest.mark.parametrize("victim", [pytest.param("decode", marks=pytest.mark.slow), "prefill"])
 def test_instance_killed_in_the_middle(pair: CheckedStack, reference: Reference, victim: str) -> None:
     """An instance is killed while a request runs: another takes over, no token is lost or doubled."""
     prompt, stack = tokens(70, f"killed {victim}"), pair

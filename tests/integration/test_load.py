@@ -16,7 +16,7 @@ PROMPTS = ["--prompt-tokens", "192", "--shared-tokens", "128", "--output-tokens"
     ("program", "flags"),
     [
         (kvstore.main, ["--blocks", "2", "--slice-bytes", "16384", "--put-share", "0.5"]),
-        (prefill.main, [*PROMPTS, "--request-rate", "50"]),
+        pytest.param(prefill.main, [*PROMPTS, "--request-rate", "50"], marks=pytest.mark.slow),
         (decode.main, PROMPTS),
         (conductor.main, PROMPTS),
     ],

@@ -157,7 +157,7 @@ def test_compose_stack_serves(network: Network, checkpoint: Path, tmp_path: Path
             *("conductor", '"--listen=0.0.0.0:50051", --advertise=conductor', '"--listen=localhost:50051"'),
             marks=pytest.mark.slow,
         ),
-        ("kvstore", '"--listen=0.0.0.0:50052"', '"--listen=127.0.0.1:50052"'),
+        pytest.param(*("kvstore", '"--listen=0.0.0.0:50052"', '"--listen=127.0.0.1:50052"'), marks=pytest.mark.slow),
     ],
 )
 def test_loopback_address_fails(

@@ -23,7 +23,7 @@ from moonpool.models.random_checkpoint import create
 from moonpool.sampling_params import SamplingParams, stream_seed
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
-from tests.integration.topologies import BF16, KINDS, ON_GPU, REST, SELECTED, Topology, missing
+from tests.integration.topologies import BF16, ON_GPU, REST, SELECTED, Topology, missing
 
 SEED = 20_26
 GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
@@ -140,7 +140,6 @@ def tolerance_of(folder: Path, topology: Topology, reference: Reference) -> floa
     scope="module",
     params=[
         *SELECTED,
-        *KINDS,
         *(pytest.param(topology, marks=pytest.mark.slow) for topology in REST),
         *(pytest.param(topology, marks=GPU) for topology in ON_GPU),
     ],
@@ -188,6 +187,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_the_selection_covers_every_pair_of_values() -> None:
     assert missing(SELECTED) == set()
     assert {topology.transport for topology in SELECTED} == {"local", "tcp", "grpc"}
+    assert {"tiny-llama", "tiny-gemma3", "tiny-deepseek-v3"} <= {topology.shape for topology in SELECTED}
     for topology in SELECTED:
         assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 

@@ -97,7 +97,8 @@ WAYS = {
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(way, marks=[pytest.mark.slow] if way == "swap" else []) for way in WAYS]
+    scope="module",
+    params=[pytest.param(way, marks=[pytest.mark.slow] if way in ("cache", "swap") else []) for way in WAYS],
 )
 def served(request: pytest.FixtureRequest, stack: CheckedStack, reference: Reference) -> Served:
     """The stack with a decode instance that preempts this way."""

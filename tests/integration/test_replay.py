@@ -24,6 +24,7 @@ FACTORS = {"TTFT": 3.0, "TPOT": 2.0}
 a p90; on a busy machine the slice that was fitted may have been slower than the other one by a factor of two."""
 
 
+@pytest.mark.slow  # the fit is `tests/unit/simulator/experiments/test_calibration.py`'s
 @pytest.mark.timeout(300)
 def test_measured_beside_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"

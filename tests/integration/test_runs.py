@@ -1,6 +1,7 @@
 """Runs of several steps, with blocks granted ahead, in a pool too small for all: answers do not depend on preemption.
 
-Elsewhere sequences are preempted in every step, so that each step is ordered by itself.
+Elsewhere sequences are preempted in every step, so that each step is ordered by itself. The walks of
+`tests/unit/decode/core` have such runs in every `make test`, and `tests/unit/engine/test_step_run.py` their steps.
 """
 
 import asyncio
@@ -40,6 +41,7 @@ def borders(folder: Path) -> int:
     return sum(len(event.filled) for event in events if isinstance(event, RunProgress))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_runs_go_on_around_preemption(stack: CheckedStack, reference: Reference, way: str) -> None:
     """Eight sequences grow to four times the pool; each greedy answer is that of a plain forward pass."""

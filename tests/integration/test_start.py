@@ -54,7 +54,7 @@ def ends_with_its_children(process: subprocess.Popen[str], number: signal.Signal
 
 
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_start_that_compiles(request: pytest.FixtureRequest, number: signal.Signals) -> None:
     process = request.getfixturevalue("serve")
     line = process.stdout.readline()
@@ -62,7 +62,7 @@ def test_a_signal_ends_a_start_that_compiles(request: pytest.FixtureRequest, num
     ends_with_its_children(process, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_a_start_that_loads(serve: subprocess.Popen[str], number: signal.Signals) -> None:
     assert serve.stdout is not None
     while "reading the checkpoint" not in (line := serve.stdout.readline()):

@@ -49,10 +49,9 @@ SHORT = StormPlan(
 """An engine of decode is killed, one of prefill is stopped, connections are reset."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("plan", "prefill"), [(SHORT, 1), pytest.param(StormPlan(seed=9, seconds=60.0), 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("plan", "prefill"), [(SHORT, 1), (StormPlan(seed=9, seconds=60.0), 2)])
 def test_a_storm_over_engines_in_a_hostile_order(
     plan: StormPlan, prefill: int, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

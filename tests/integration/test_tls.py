@@ -1,4 +1,7 @@
-"""A stack whose connections are all TLS: it serves whom it should, and a plaintext client gets nowhere."""
+"""A stack whose connections are all TLS: it serves whom it should, and a plaintext client gets nowhere.
+
+Compute is emulated: such engines check each block of KV that comes.
+"""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +19,6 @@ from moonpool.rpc.auth import hash_key
 from moonpool.rpc.tls import Tls
 from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, SEED
-from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
 
 KINDS = ("conductor", "kvstore", "prefill", "decode")
@@ -51,8 +53,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Ite
         extra[kind] = [*extra[kind], "--set", "client_listen=127.0.0.1:0", "--set", f"api_keys={keys}"]
     operator = Tls(certificates / "ca.pem", certificates / "operator.pem", certificates / "operator.key")
     plan = StackPlan(
-        model=str(folder / "model"), data_dir=folder, dtype="float32", block_size=BLOCK, threads=1,
-        kv_cache_memory_bytes=16 << 20, dram_bytes=16 << 20, tls=operator, extra=extra,
+        model=str(folder / "model"), data_dir=folder, engine="emulated:llama-70b-a800", time_scale=20, block_size=BLOCK,
+        dram_bytes=16 << 20, tls=operator, extra=extra,
     )  # fmt: skip
     with CheckedStack(plan) as stack:
         yield stack
@@ -65,16 +67,15 @@ def client_address(stack: CheckedStack, service: str = "conductor") -> str:
     return line.rpartition("address=")[2].split()[0]
 
 
-def test_output_is_the_reference_s_and_kv_is_stored(secured: CheckedStack, certificates: Path) -> None:
-    reference = Reference(Path(secured.plan.model))
+def test_requests_are_served_and_kv_is_stored(secured: CheckedStack, certificates: Path) -> None:
     prompt = list(range(20, 20 + 5 * BLOCK + 3))
     ann = Tls(certificates / "ca.pem", certificates / "ann.pem", certificates / "ann.key")
     with Client(secured.address, tls=ann) as client:
         results = [client.generate(token_ids=prompt, sampling=GREEDY, tenant="ann") for _ in range(2)]
     with Client(client_address(secured), tls=Tls(certificates / "ca.pem"), api_key="ann-key") as client:
         results.append(client.generate(token_ids=prompt, sampling=GREEDY))
-    for result in results:
-        reference.assert_greedy(prompt, result.token_ids)
+    assert [result.token_ids for result in results] == [results[0].token_ids] * 3
+    assert len(results[0].token_ids) == 12
     assert [result.usage.cached_tokens >= 5 * BLOCK for result in results] == [False, True, True]
     assert secured.gauge("kvstore", "blocks_put_total") > 0
 

@@ -171,12 +171,13 @@ def _words(path: Path) -> tuple[set[str], list[tuple[int, str]]]:
         for it in ast.walk(ast.parse(text)):
             if isinstance(it, ast.Expr) and isinstance(it.value, ast.Constant) and isinstance(it.value.value, str):
                 documented.update(range(it.lineno, (it.end_lineno or it.lineno) + 1))
-    code, prose = set[str](), list[tuple[int, str]]()
+    code, prose = list[str](), list[tuple[int, str]]()
     for number, line in enumerate(text.splitlines(), 1):
         before, _, comment = ("", "", line) if number in documented else line.partition(sign)
-        code.update(re.findall(r"\w+", before))
-        prose.append((number, comment))
-    return code, prose
+        code.append(before)
+        if "`" in comment or "." in comment:
+            prose.append((number, comment))
+    return set(re.findall(r"\w+", "\n".join(code))), prose
 
 
 def test_docstrings_and_comments_name_what_exists() -> None:

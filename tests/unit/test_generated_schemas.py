@@ -23,7 +23,7 @@ from moonpool.grammar import check_grammar
 from moonpool.sampling_params import SamplingParams
 from tests.unit.test_json_schema import answer
 
-SEEDS = 10
+SEEDS, MORE_SEEDS = 3, 10
 
 
 class Colour(enum.Enum):
@@ -85,17 +85,18 @@ SHAPES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check_followed(schema: dict[str, Any]) -> None:
+def check_followed(schema: dict[str, Any], seeds: int = SEEDS) -> None:
     """Fails when the schema is refused, or an answer violates the schema."""
     check_grammar(SamplingParams(response_format="json_schema", grammar=json.dumps(schema)))
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         jsonschema.validate(json.loads(answer(schema, seed)), schema)
 
 
+@pytest.mark.parametrize("seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_schemas_of_pydantic(shape: str) -> None:
+def test_schemas_of_pydantic(shape: str, seeds: int) -> None:
     for kind in TYPES:
-        check_followed(TypeAdapter(create_model("Answer", field=SHAPES[shape](kind))).json_schema())
+        check_followed(TypeAdapter(create_model("Answer", field=SHAPES[shape](kind))).json_schema(), seeds)
 
 
 def test_a_set_is_refused_with_its_place() -> None:

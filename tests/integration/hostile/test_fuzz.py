@@ -20,7 +20,7 @@ from tests.integration.conftest import BLOCK, tokens
 from tests.integration.hostile.fuzzing import TRUE, WRONG, Facts, conversations, requests
 from tests.integration.hostile.raw import METHODS, SERVICES, Outcome, Stack, request_class
 
-EXAMPLES = int(os.environ.get("MOONPOOL_FUZZ_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("MOONPOOL_FUZZ_EXAMPLES", "30"))
 SEED = os.environ.get("MOONPOOL_FUZZ_SEED")
 DEADLINE_S = 20.0
 """Longer than any call may take: deadlines of the stack itself end each before."""

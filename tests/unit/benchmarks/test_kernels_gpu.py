@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from benchmarks.device import On
-from benchmarks.frame import Row
-from benchmarks.kernels_gpu import Shape, copy_row, decode_row, norm_rows, prefill_rows, write_row
+from benchmarks.frame import Row, run
+from benchmarks.kernels_gpu import Shape, copy_row, decode_row, flags, measure, norm_rows, prefill_rows, write_row
 from benchmarks.kernels_gpu_steps import WAYS, StepCase, sampling_rows, step_rows
 from moonpool.platforms.staged import StagedDevice
 
@@ -40,12 +40,12 @@ def check(row: Row, value: float, limit_name: str, limit: float) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
-    command = [sys.executable, "-m", "benchmarks.kernels_gpu"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "kernels_gpu: not measured, there is no GPU"
-    kept = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    assert (json.loads(kept.stdout)["skipped"], json.loads(kept.stdout)["rows"]) == ("there is no GPU", [])
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("kernels_gpu", measure, [], flags=flags)
+    assert capsys.readouterr().out.strip() == "kernels_gpu: not measured, there is no GPU"
+    assert run("kernels_gpu", measure, ["--json"], flags=flags)
+    kept = json.loads(capsys.readouterr().out)
+    assert (kept["skipped"], kept["rows"]) == ("there is no GPU", [])
 
 
 def test_kernels_are_told_by_what_they_read_and_write() -> None:
@@ -88,6 +88,7 @@ def test_a_decode_step_is_told_eagerly_and_as_a_graph() -> None:
     assert token > 0
 
 
+@pytest.mark.slow  # the kernels' own tests run the interpreter
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_the_rows_of_the_kernels_of_gpus() -> None:

@@ -2,8 +2,6 @@
 
 import importlib.metadata
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ from moonpool.cli.main import app
 from moonpool.cli.options import FORMER_VERBS
 from moonpool.client import GenerateArguments
 from moonpool.errors import ConfigError, InvalidRequest
-
-CLI = [sys.executable, "-m", "moonpool.cli.main"]
 
 
 def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
@@ -28,11 +24,8 @@ def test_what_a_newcomer_needs_comes_first_and_single_services_last() -> None:
 
 @pytest.mark.parametrize("verb", ["", "serve", "bench serve", "delete", "prefill", "kvstore stat"])
 def test_h_explains_every_verb(verb: str) -> None:
-    short, long = (
-        subprocess.run([*CLI, *verb.split(), flag], capture_output=True, text=True, check=True)
-        for flag in ("-h", "--help")
-    )
-    assert short.stdout == long.stdout
+    short, long = (CliRunner().invoke(app, [*verb.split(), flag]) for flag in ("-h", "--help"))
+    assert (short.exit_code, short.stdout) == (0, long.stdout)
     assert "usage" in short.stdout.lower()
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from moonpool.bundled import model_dir
@@ -126,12 +127,18 @@ class Stack:
         self.cluster.registry.check_invariants()
 
 
+@cache
+def tiny() -> Checkpoint:
+    """The bundled model's checkpoint: loading takes longer than most tests."""
+    return Checkpoint.load(str(TINY))
+
+
 @asynccontextmanager
 async def stack(
     *members: FakeMember, suggested: DefaultSampling | None = None, **settings: Any
 ) -> AsyncIterator[Stack]:
     """A conductor that `members` have joined; its checkpoint has `suggested` sampling."""
-    checkpoint = Checkpoint.load(str(TINY))
+    checkpoint = tiny()
     checkpoint = replace(checkpoint, config=replace(checkpoint.config, default_sampling=suggested or DefaultSampling()))
     config = ConductorConfig(
         **{"listen": "127.0.0.1:0", "id": "conductor-0", "model": str(TINY), "heartbeat_s": 1.0, **settings}

@@ -101,8 +101,15 @@ async def hearing(path: Path) -> AsyncIterator[asyncio.Event]:
         os.close(fd)
 
 
-@pytest.mark.parametrize("seed", [2, 10], ids=["lazy", "eager"])
-@pytest.mark.parametrize("stream", ["down", "up"])
+@pytest.mark.parametrize(
+    ("stream", "seed"),
+    [
+        pytest.param("down", 2, id="down-lazy"),
+        pytest.param("up", 10, id="up-eager"),
+        pytest.param("down", 10, id="down-eager", marks=pytest.mark.slow),
+        pytest.param("up", 2, id="up-lazy", marks=pytest.mark.slow),
+    ],
+)
 async def test_killed_in_a_copy(
     checkpoint: Path, told: Path, monkeypatch: pytest.MonkeyPatch, stream: str, seed: int
 ) -> None:

@@ -101,7 +101,8 @@ GPUS = (pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reaso
 @pytest.mark.parametrize(
     ("stages", "device"),
     [
-        *((1, "cpu"), (2, "cpu"), (2, "staged:3"), (2, "staged:2,staged:2")),
+        *((1, "cpu"), (2, "staged:3")),
+        *(pytest.param(2, device, marks=pytest.mark.slow) for device in ("cpu", "staged:2,staged:2")),
         pytest.param(1, "cuda", marks=GPU),
         pytest.param(2, "cuda:0,cuda:0", marks=GPU),
         pytest.param(2, "cuda", marks=GPUS),

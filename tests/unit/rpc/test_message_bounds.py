@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from moonpool.rpc import messages
 from moonpool.rpc.messages import MAX_FIELDS, MAX_NUMBERS, MAX_TEXT_BYTES, MESSAGE_BYTES, UNCHECKED_BYTES
 from moonpool.rpc.server import CallLimits, PeerCalls
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, kvstore_pb2, prefill_pb2
-from tests.unit.rpc.hostile import ATTACKS, field
+from tests.unit.rpc.hostile import ATTACKS, OF_A_TYPE, OF_NO_TYPE, field
 
 FILES = (conductor_pb2, decode_pb2, kvstore_pb2, prefill_pb2)
 METHODS = [m for file in FILES for service in file.DESCRIPTOR.services_by_name.values() for m in service.methods]
 TYPES: dict[str, Descriptor] = {t.full_name: t for m in METHODS for t in (m.input_type, m.output_type)}
+GENERATE, RECEIVE = "moonpool.v1.GenerateRequest", "moonpool.v1.ReceiveKVRequest"
+"""A message type without a payload, and a type with one."""
 
 
 class Counting:
@@ -42,8 +45,13 @@ def refused(cls: type[Message], data: bytes) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("attack", ATTACKS, ids=str)
-@pytest.mark.parametrize("name", [name for name in TYPES if name not in messages.FIELDS_OF])
+@pytest.mark.parametrize(
+    ("name", "attack"),
+    [
+        *itertools.product((name for name in TYPES if name not in messages.FIELDS_OF), OF_A_TYPE),
+        *itertools.product((GENERATE, RECEIVE), OF_NO_TYPE),
+    ],
+)
 def test_no_message_type_lets_a_peer_hold_the_loop_with_tiny_fields(name: str, attack: str) -> None:
     """Every attack on every type is refused after a bounded number of fields, before anything is parsed."""
     cls = message_factory.GetMessageClass(TYPES[name])

@@ -18,13 +18,13 @@ as coarse, so what is added there and taken away here is not the same. Where all
 SEED = 7
 
 
-def test_a_million_claims_and_releases_leave_less_than_a_microsecond() -> None:
+def test_claims_and_releases_leave_less_than_a_microsecond() -> None:
     draw = random.Random(SEED)
     instance = prefill_at(0, facts("prefill-0"), NOW)
     instance.report(LoadFacts(drain_s=3.0), NOW, 6.0)
     before = instance.free_at
     waiting: list[int] = []
-    for number in range(1_000_000):
+    for number in range(200_000):
         instance.claim(number, draw.expovariate(2.0), NOW)
         waiting.append(number)
         while len(waiting) > draw.randrange(64):

@@ -35,7 +35,7 @@ def advance(world: World, rng: random.Random) -> None:
 
 @pytest.mark.parametrize("way", Preemption)
 @pytest.mark.parametrize("every", [0, 1])
-@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("groups", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
     """Answers three times longer than expected, in a pool for a few of them."""
     rng = random.Random(f"{way} {every}")
@@ -129,7 +129,7 @@ def _go(world: World, tokens: list[int], answer: int, stream: int) -> bool:
 
 
 @pytest.mark.parametrize("runs", [0, 2 * BT])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 1 else ()) for seed in range(6)])
 def test_promised_times_hold(seed: int, runs: int) -> None:
     """Requests with promises and without, and prompts that are computed beside them; `PacedWorld` looks at each run."""
     rng = random.Random(f"promises {seed} {runs}")

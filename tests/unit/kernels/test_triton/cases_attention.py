@@ -1,6 +1,7 @@
 """Attention in Triton against the reference in float64. Run by test_interpreter.py and test_gpu.py."""
 
 import itertools
+import os
 from dataclasses import replace
 
 import pytest
@@ -173,7 +174,18 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in KINDS), ("all", torch.bfloat16)])
+SLOWLY = pytest.mark.slow if os.environ.get("TRITON_INTERPRET") == "1" else ()
+"""Of what a GPU does in a moment and the interpreter in many seconds."""
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("all", torch.float32),
+        *(pytest.param(name, torch.float32, marks=SLOWLY) for name in KINDS if name != "all"),
+        pytest.param("all", torch.bfloat16, marks=SLOWLY),
+    ],
+)
 def test_kinds(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> None:
     """Windows that begin within a step of keys, before a part and before a tile's first row; each alone and all."""
     monkeypatch.setattr(tiles, "MIN_PART", 32)

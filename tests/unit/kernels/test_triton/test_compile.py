@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-FIRST, *OTHERS = SHAPES
+FIRST = next(iter(SHAPES))
 GIVEN_UP = 8
 """Bytes of two registers, which the assembler keeps in memory of itself, for another program at once."""
 
@@ -41,25 +41,25 @@ def _fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def test_kernels_of_a_model() -> None:
-    """The ones that are always compiled: all that services launch for a model of 8B."""
-    _check(FIRST)
+    """The ones that are always compiled: all that services launch for a model of 8B on the first GPU."""
+    _check(FIRST, GPUS[:1])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", SHAPES)
 def test_kernels_of_every_model(name: str) -> None:
     _check(name)
 
 
-def _check(name: str) -> None:
+def _check(name: str, gpus: Sequence[Gpu] = GPUS) -> None:
     """Compile a model's kernels, and compare with the page: another compiler's registers may differ by more."""
     text = PAGE.read_text(encoding="utf-8")
-    page = told(text, name)
+    page = {row: cells for row, cells in told(text, name).items() if any(cells[: len(gpus)])}
     same = f"Triton {importlib.metadata.version('triton')} " in text
-    found = table(SHAPES[name])
+    found = table(SHAPES[name], gpus)
     assert list(page) == list(found), "python -m tools.gen_kernel_resources writes the page"
     for row, cells in found.items():
-        for gpu, cell, there in zip(GPUS, cells, page[row], strict=True):
+        for gpu, cell, there in zip(gpus, cells, page[row], strict=False):
             assert (cell is None) == (there is None), row
             if cell is None or there is None:
                 continue

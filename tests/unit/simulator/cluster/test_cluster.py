@@ -180,7 +180,9 @@ def story(ended: list[Request]) -> list[object]:
     return [(one.number, one.outcome, one.first_at, one.ended_at, one.intervals) for one in ended]
 
 
-@pytest.mark.parametrize("way", Preemption)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way is not Preemption.AUTO else ()) for way in Preemption]
+)
 @given(plans=REQUESTS, blocks=st.integers(22, 60), slow=st.sampled_from((1.0, 2.0)))
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None, max_examples=20)
 def test_steps_at_once_are_as_steps_one_by_one(

@@ -19,7 +19,6 @@ from moonpool.cli.simulate import app as experiments
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
-from services.conductor.placement.policies import POLICIES
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.faults import faults
 from simulator.experiments.frame import RequestSource, Result, Row
@@ -71,9 +70,9 @@ def test_four_digits_of_the_published_table() -> None:
 
 
 def test_scheduling_by_all_there_is_known_beats_by_less() -> None:
-    found = by(scheduling(CLUSTER, SMALL, silent), "policy")
-    assert list(found) == list(POLICIES)
-    means = [found[policy]["ttft_mean_s"] for policy in ("kvcache_centric", "cache_aware", "random")]
+    policies = ("kvcache_centric", "cache_aware", "random")
+    found = by(scheduling(CLUSTER, SMALL, silent, policies), "policy")
+    means = [found[policy]["ttft_mean_s"] for policy in policies]
     assert means == sorted(means)
     assert found["kvcache_centric"]["reused_share"] > found["random"]["reused_share"]
 
@@ -162,12 +161,12 @@ def all_ended(row: Row, requests: int) -> None:
     assert row["requests"] == requests == row["ended: done"]
 
 
-def test_faults_of_three_hundred_seeds() -> None:
-    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 300, 1,
+def test_faults_of_a_hundred_seeds() -> None:
+    (row,) = faults(ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=2, kvstore=1), 100, 1,
                     silent, RequestSource(requests=5)).rows  # fmt: skip
-    all_ended(row, 300 * 5)
-    assert all(int(str(row[name])) > 100 for name in ("dropped", "late", "crashes"))
-    assert int(str(row["attempts"])) > 300 * 5
+    all_ended(row, 100 * 5)
+    assert all(int(str(row[name])) > 30 for name in ("dropped", "late", "crashes"))
+    assert int(str(row["attempts"])) > 100 * 5
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ LIGHT = (
     "profile",
 )
 """Stages without services."""
+OF_TESTS = ("kernels", "devices", "parity")
+"""Stages that run tests which `make test` runs too."""
 SKIPPED = PytestRun([f"{CASES}::test_that_is_skipped"])
 
 
@@ -64,7 +66,9 @@ def figures_of(name: str, where: Where) -> dict[str, Figure]:
     return result["figures"]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in OF_TESTS else ()) for name in LIGHT]
+)
 def test_a_stage_passes_on_staged(name: str, staged: Where) -> None:
     assert figures_of(name, staged)
 
