@@ -37,8 +37,8 @@ A field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp or Ollama is one of three:
 - **Refused:** the field would change the answer, and Moonpool has not built it. The response is 400 with its name.
   A value in brackets is accepted, because the value asks for what happens anyway. Null is always accepted.
 
-Bodies and the parts of conversations are marked with \\*: there, an unknown field is ignored with the warning. In every
-other object, an unknown field is refused.
+Bodies are marked with \\*: there, an unknown field is ignored with the warning. In every object within a body, an unknown
+field is refused.
 """
 
 

@@ -27,7 +27,12 @@ from services.gateway.reasoning_parsers.base import ReasoningText
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
 from services.gateway.serving.json_body import Body, FailFastList, GenerateBody, Integer, json_response, to_json_bytes
-from services.gateway.serving.known_fields import ANTHROPIC_IGNORED, ANTHROPIC_REFUSED, BLOCK_IGNORED
+from services.gateway.serving.known_fields import (
+    ANTHROPIC_IGNORED,
+    ANTHROPIC_MESSAGE_IGNORED,
+    ANTHROPIC_REFUSED,
+    BLOCK_IGNORED,
+)
 from services.gateway.serving.structured_outputs import OutputFormatBody
 from services.gateway.serving.tool_calls import (
     AnswerArgumentsDelta,
@@ -60,9 +65,8 @@ class MessagesContentBlock(ContentPart):
 class MessagesMessage(Body):
     """One message."""
 
-    ignored = ("clear_at",)
+    ignored = ANTHROPIC_MESSAGE_IGNORED
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"output_config": ({},)}
-    unknown_ignored = True
 
     role: Literal["system", "user", "assistant"]
     content: str | FailFastList[MessagesContentBlock]

@@ -30,6 +30,7 @@ from services.gateway.serving.json_body import (
     to_json_bytes,
 )
 from services.gateway.serving.known_fields import (
+    CALL_IGNORED,
     COMPLETION_IGNORED,
     COMPLETION_REFUSED,
     MESSAGE_IGNORED,
@@ -55,7 +56,6 @@ class ContentPart(Body):
     """A part of a message's content."""
 
     ignored: ClassVar[Collection[str]] = PART_IGNORED
-    unknown_ignored = True
     kinds: ClassVar[Collection[str]] = (*TEXT_PARTS, *DROPPED_PARTS)
     """Values of `type` that are accepted; others are refused when the text of the part is read."""
 
@@ -66,13 +66,13 @@ class ContentPart(Body):
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         if self.type in DROPPED_PARTS:
             return iter((place.removesuffix("."),))
-        return super().ignored_fields(place)
+        return super().ignored_fields(place) if self.type in self.kinds else iter(())  # others are refused as a whole
 
 
 class FunctionCallBody(Body):
     """A called function. `arguments` is a JSON object as text; models and clients also write something else."""
 
-    unknown_ignored = True
+    ignored = CALL_IGNORED
 
     name: str
     arguments: Any = None
@@ -81,8 +81,7 @@ class FunctionCallBody(Body):
 class ToolCallBody(Body):
     """A tool call in an assistant's message."""
 
-    ignored = ("index",)
-    unknown_ignored = True
+    ignored = CALL_IGNORED
 
     id: str
     type: Literal["function"] = "function"
@@ -98,7 +97,6 @@ class ChatMessageBody(Body):
 
     ignored = MESSAGE_IGNORED
     refused = MESSAGE_REFUSED
-    unknown_ignored = True
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | FailFastList[ContentPart] | None = None

@@ -98,7 +98,6 @@ class ResponsesItem(Body):
     """A message, a call, the result of a call, the thinking before an answer, or the id of a stored item."""
 
     ignored = ITEM_IGNORED
-    unknown_ignored = True
 
     type: Literal[
         "message",

@@ -1,8 +1,7 @@
 """JSON bodies of requests and responses: size limits, reading, validation and writing.
 
 Bodies are pydantic models with strict types. Every known field is honoured, ignored or refused (`FieldContract`). The
-response names ignored fields in a header. An unknown field is ignored in a body and in a conversation, and refused in
-every other object.
+response names ignored fields in a header. An unknown field is ignored in a body, and refused in an object within.
 """
 
 from __future__ import annotations

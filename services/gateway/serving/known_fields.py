@@ -186,27 +186,66 @@ COMPLETION_REFUSED: Refused = {
 }
 """Refused in `/v1/chat/completions` and `/v1/completions`."""
 
-MESSAGE_IGNORED = (
-    "annotations",
+KEPT_BY_CLIENTS = (
     "cache_control",
-    "name",
+    "created_at",
+    "extra_content",
+    "extras",
+    "id",
+    "index",
+    "metadata",
+    "model",
+    "provider_metadata",
     "provider_specific_fields",
+    "thought_signature",
+    "timestamp",
+)
+"""What clients keep beside messages, parts, calls and items, and send back with a history."""
+MESSAGE_IGNORED = (
+    *KEPT_BY_CLIENTS,
+    "annotations",
+    "name",
+    "parsed",
     "reasoning",
     "reasoning_content",
     "reasoning_details",
+    "reasoning_items",
+    "reasoning_opaque",
+    "reasoning_signature",
+    "reasoning_text",
+    "stop_reason",
+    "thinking",
     "thinking_blocks",
+    "thinking_signature",
+    "token_ids",
+    "tool_name",
+    "weight",
 )
-MESSAGE_REFUSED: Refused = {"audio": (), "function_call": (), "partial": (False,), "prefix": (False,), "tools": ([],)}
+MESSAGE_REFUSED: Refused = {
+    "audio": (),
+    "documents": ([],),
+    "files": ([],),
+    "function_call": (),
+    "images": ([],),
+    "partial": (False,),
+    "prefix": (False,),
+    "tools": ([],),
+    "videos": ([],),
+}
 PART_IGNORED = (
+    *KEPT_BY_CLIENTS,
     "annotations",
-    "cache_control",
     "citations",
     "encrypted_content",
     "logprobs",
+    "name",
+    "parsed",
     "prompt_cache_breakpoint",
     "signature",
     "thinking",
 )
+CALL_IGNORED = (*KEPT_BY_CLIENTS, "caller", "parsed_arguments")
+"""In calls of functions, and in the functions that they name."""
 
 RESPONSES_IGNORED = (
     "context_management",
@@ -236,14 +275,19 @@ RESPONSES_REFUSED: Refused = {
     "vllm_xargs": ({},),
 }
 ITEM_IGNORED = (
+    *CALL_IGNORED,
+    "agent",
     "async",
-    "caller",
+    "created_by",
     "encrypted_content",
-    "id",
+    "end_turn",
+    "logprobs",
     "namespace",
     "phase",
+    "provider_data",
     "status",
     "summary",
+    "token_ids",
 )
 
 ANTHROPIC_IGNORED = (
@@ -264,4 +308,16 @@ ANTHROPIC_IGNORED = (
     "workspace_id",
 )
 ANTHROPIC_REFUSED: Refused = {"container": (), "mcp_servers": ([],), "output_format": (), "thread": ()}
+ANTHROPIC_MESSAGE_IGNORED = (
+    *KEPT_BY_CLIENTS,
+    "clear_at",
+    "container",
+    "context_management",
+    "stop_details",
+    "stop_reason",
+    "stop_sequence",
+    "type",
+    "usage",
+)
+"""In messages, which may be the answers of earlier requests as they came."""
 BLOCK_IGNORED = (*PART_IGNORED, "caller", "data", "is_error", "toolset_name")

@@ -26,6 +26,7 @@ from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
 from services.gateway.serving.json_body import Body
+from services.gateway.serving.known_fields import KEPT_BY_CLIENTS
 from services.gateway.serving.structured_outputs import StructuredOutputsBody
 from tools.gen_fields import PAGE, page
 
@@ -262,11 +263,73 @@ async def test_a_value_that_asks_for_what_happens_anyway_is_accepted(gateway: An
     assert "warning" not in answered.headers
 
 
-async def test_members_of_a_conversation_are_warned_of(gateway: Answers) -> None:
-    """Histories have members of other servers; a conversation that began goes on."""
-    turn = {"role": "assistant", "content": [{"type": "text", "text": "a", "novel": 1}], "novel": 1}
-    answered = await gateway.chat(messages=[*TURNS, turn, *TURNS])
-    assert answered.headers["warning"] == '299 moonpool "ignored fields: messages.1.novel, messages.1.content.0.novel"'
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+OBJECTS_OF_HISTORIES: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": [{"role": "assistant", "content": "a"}, *TURNS]}, "messages.0"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages.0.content.0"),
+    (CHAT, {"messages": [*TURNS, {"role": "assistant", "tool_calls": [CALL]}]}, "messages.1.tool_calls.0"),
+    (CHAT, {"messages": [*TURNS, {"role": "assistant", "tool_calls": [CALL]}]}, "messages.1.tool_calls.0.function"),
+    (RESPONSES, {"input": [{"type": "message", "role": "user", "content": "a"}]}, "input.0"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, "input.0.content.0"),
+    (RESPONSES, {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]}, "input.0"),
+    (MESSAGES, {"messages": TURNS}, "messages.0"),
+    (MESSAGES, {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "messages.0.content.0"),
+    (
+        MESSAGES,
+        {
+            "messages": [
+                *TURNS,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "i", "name": "f", "input": {}}]},
+            ]
+        },
+        "messages.1.content.0",
+    ),
+]
+"""Path, body and the place of an object in it."""
+
+
+def with_member(body: dict[str, Any], place: str, member: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a body, whose object at `place` has a member more."""
+    copy = json.loads(json.dumps({"max_tokens": 4, **body}))
+    found = copy
+    for step in place.split("."):
+        found = found[int(step) if step.isdecimal() else step]
+    found |= member
+    return dict(copy)
+
+
+async def posted(gateway: Answers, path: str, body: dict[str, Any]) -> Any:
+    if path == RESPONSES:
+        del body["max_tokens"]
+    return await gateway.http.post(path, json=body)
+
+
+@pytest.mark.parametrize(("path", "body", "place"), OBJECTS_OF_HISTORIES)
+async def test_an_unknown_member_of_a_history_is_refused_with_its_place(
+    gateway: Answers, path: str, body: dict[str, Any], place: str
+) -> None:
+    refused = await posted(gateway, path, with_member(body, place, {"novel": 1}))
+    assert refused.status_code == 400
+    assert f"{place}.novel" in refused.text
+    null = await posted(gateway, path, with_member(body, place, {"novel": None}))
+    assert null.status_code == 200, null.text
+
+
+@pytest.mark.parametrize(("path", "body", "place"), OBJECTS_OF_HISTORIES)
+@pytest.mark.parametrize("name", KEPT_BY_CLIENTS)
+async def test_what_clients_keep_beside_a_history_is_warned_of(
+    gateway: Answers, path: str, body: dict[str, Any], place: str, name: str
+) -> None:
+    answered = await posted(gateway, path, with_member(body, place, {name: "kept"}))
+    assert answered.status_code == 200, answered.text
+
+
+async def test_a_part_that_is_no_text_is_refused_for_its_type(gateway: Answers) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,"}}
+    refused = await gateway.chat(messages=[{"role": "user", "content": [part]}])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages.0.content.0")
+    assert "'image_url'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("strict", [True, False])
