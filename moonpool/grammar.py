@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from moonpool.errors import InvalidRequest
@@ -27,6 +28,7 @@ _MAX_REASON = 400
 MAX_NAMES = 64
 """Names of members that a pattern may stand for, to be listed one by one."""
 _MAX_NAME_STEPS, _MAX_NAME_BYTES = 2048, 64
+_TOKEN_ID = re.compile(r"<\[\d+\]>")
 _MAX_FAULT_PARTS = 32
 """Parts of a schema that are tried alone, to name the place of a fault."""
 LIMITS = LLParserLimits(
@@ -93,10 +95,15 @@ def _json_grammar(text: str) -> str:
     whitespace = schema.pop(WHITESPACE, _WHITESPACE)
     if not isinstance(whitespace, str):
         raise ValueError(f"{WHITESPACE}: must be a regular expression")
-    built = json.dumps(map_schemas(normalise(schema), _name_members))
+    built = json.dumps(_built(schema))
     if not whitespace:
         return LLMatcher.grammar_from_json_schema(built, overrides={"whitespace_flexible": False})
     return LLMatcher.grammar_from_json_schema(built, overrides={"whitespace_pattern": whitespace})
+
+
+def _built(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema in words of llguidance."""
+    return map_schemas(normalise(schema), _name_members)
 
 
 def _name_members(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
@@ -143,37 +150,131 @@ def _names(pattern: str) -> tuple[str, ...] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TaggedSchema:
-    """JSON that stands between two texts.
+class Thinking:
+    """The thinking before an answer.
 
     Attributes:
-        trigger: the text that shows that such a piece begins; `begin` begins with it.
-        begin: text before the JSON.
-        schema: the JSON schema.
-        end: text behind the JSON.
+        begin, end: text before and behind the thinking, each of which may be a special token.
+        is_open: the answer begins within the thinking, because the prompt has begun the thinking.
     """
 
-    trigger: str
     begin: str
-    schema: Mapping[str, Any]
     end: str
+    is_open: bool
 
 
-def tagged_grammar(tagged: Sequence[TaggedSchema], *, special: bool) -> str:
-    """A Lark grammar of free text in which every trigger begins one of `tagged`.
+class AnswerGrammar:
+    """Writes the Lark grammar of answers that are free text, in which some texts begin what has a form.
 
-    `special`: the triggers are special tokens.
+    A form is the right side of a Lark rule, made with `mark`, `text`, `json` and `text_until`.
     """
-    tags = [
-        StructTag(
-            trigger=it.trigger,
-            begin=it.begin,
-            grammar={"x-guidance": {"whitespace_pattern": _WHITESPACE}, **it.schema},
-            end=it.end,
-        )
-        for it in tagged
-    ]
-    return StructTag.to_grammar(tags, assume_special=special)
+
+    def __init__(self, special_id: Callable[[str], int | None], thinking: Thinking | None = None) -> None:
+        """Start without forms: any text is an answer.
+
+        Args:
+            special_id: returns the id of a special token; None if the text is no special token.
+            thinking: the thinking before answers; None for none.
+        """
+        self._special_id = special_id
+        self._thinking = thinking
+        self._rules: list[str] = [r"TEXT: /(.|\n)*/"]
+        self._triggers: list[tuple[str, str]] = []  # what begins a form, and the rule of the form
+        self._opening = ""  # the rule of a whole answer that has a form
+
+    def mark(self, mark: str) -> str:
+        """A text of the model's own, which may be a special token."""
+        token = self._special_id(mark)
+        return self.text(mark) if token is None else f"<[{token}]>"
+
+    def text(self, text: str) -> str:
+        """A text."""
+        return json.dumps(text, ensure_ascii=False)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """JSON of a schema.
+
+        Raises:
+            SchemaWordError: a word is not supported; names the word with its place.
+        """
+        flexible = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+        return f"%json {json.dumps({**flexible, **_built(schema)})}"
+
+    def token(self, expression: str, text: str) -> str:
+        """What matches a regular expression and then is a text, read as one piece."""
+        name = self._name("token").upper()
+        self._rules.append(f"{name}: /{expression}/ {self.text(text)}")
+        return name
+
+    def text_until(self, end: str, expressions: Sequence[str] = ()) -> str:
+        """A text that matches all regular expressions, up to the first `end` and with `end`."""
+        name = self._name("until")
+        matched = " & ".join(f"/{_unslashed(it)}/" for it in (r"(.|\n)*", *expressions))
+        self._rules.append(f"{name}[lazy]: ({matched}) {self.text(end)}")
+        return name
+
+    def form(self, forms: Sequence[str]) -> str:
+        """One of several forms, as one."""
+        name = self._name("form")
+        self._rules.append(f"{name}: {' | '.join(forms)}")
+        return name
+
+    def add(self, trigger: str, forms: Sequence[str]) -> None:
+        """One of `forms` follows wherever the text `trigger` comes, which may be a special token."""
+        self._triggers.append((trigger, self.form(forms)))
+
+    def pass_mark(self, mark: str) -> None:
+        """A special token may stand in the text. Other marks are text anyway."""
+        if self._special_id(mark) is not None:
+            self._triggers.append((mark, ""))
+
+    def open_with(self, forms: Sequence[str], begins: str) -> None:
+        """One of `forms` is the whole answer, behind its thinking, if the answer matches `begins` and anything."""
+        self._opening = self.form(forms)
+        self._rules.append(rf"FIRST: /(.|\n)*/ & ~/({begins})(.|\n)*/" + self._without_thinking())
+
+    def lark(self) -> str:
+        """The grammar."""
+        if self._thinking is not None and not self._opening:
+            self.pass_mark(self._thinking.begin)
+            self.pass_mark(self._thinking.end)
+        pieces = "".join(f" {self._piece('TEXT', *each)} |" for each in self._triggers)
+        more = f"({pieces.removesuffix('|').strip()})* TEXT" if pieces else "TEXT"
+        if not self._opening:
+            start = more
+        else:
+            begun = [f"{self._piece('FIRST', *each)} {more}" for each in self._triggers]
+            start = f"{self._thought()} ({' | '.join([self._opening, 'FIRST', *begun])})"
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def _piece(self, text: str, trigger: str, form: str) -> str:
+        """Free text, `trigger` and the form."""
+        if self._special_id(trigger) is not None:
+            return f"{text} {self.mark(trigger)} {form}".rstrip()
+        name = self._name("trigger")
+        self._rules.append(f"{name}[lazy]: {text} {self.text(trigger)}")
+        return f"{name} {form}".rstrip()
+
+    def _thought(self) -> str:
+        """The thinking, which ends at the first mark of its end."""
+        if self._thinking is None:
+            return ""
+        begin, end = self._thinking.begin, self._thinking.end
+        if self._special_id(end) is not None:
+            return (
+                f"TEXT {self.mark(end)}" if self._thinking.is_open else f"({self.mark(begin)} TEXT {self.mark(end)})?"
+            )
+        thought = self.text_until(end, () if self._thinking.is_open else [rf"[ \n\t]*{re.escape(begin)}(.|\n)*"])
+        return thought if self._thinking.is_open else f"{thought}?"
+
+    def _without_thinking(self) -> str:
+        """What excludes the end of thinking from a text, so that what follows the end begins anew."""
+        if self._thinking is None:
+            return ""
+        return rf" & ~/(.|\n)*{_unslashed(re.escape(self._thinking.end))}(.|\n)*/"
+
+    def _name(self, kind: str) -> str:
+        return f"{kind}_{len(self._rules)}"
 
 
 def _first_fault(compiled: str) -> str:
@@ -181,9 +282,28 @@ def _first_fault(compiled: str) -> str:
     wrong = LLMatcher.validate_grammar(compiled, limits=LIMITS)
     if wrong:
         return str(wrong)
-    parser = LLMatcher(LLTokenizer("byte"), compiled, log_level=0, limits=LIMITS)
+    # Tokens of the model are checked as another token, because a tokenizer of bytes lacks them.
+    parser = LLMatcher(LLTokenizer("byte"), _TOKEN_ID.sub("<[258]>", compiled), log_level=0, limits=LIMITS)
     parser.compute_bitmask()
     return str(parser.get_error())
+
+
+def _unslashed(expression: str) -> str:
+    """A regular expression that may stand between slashes."""
+    return re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], expression)
+
+
+def text_expressions(schema: Mapping[str, Any]) -> list[str]:
+    """Regular expressions of the texts that a schema of a string allows, by length and pattern."""
+    found = []
+    if "minLength" in schema or "maxLength" in schema:
+        found.append(rf"(.|\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}")
+    if "pattern" in schema:
+        pattern = str(schema["pattern"])
+        begin = "" if pattern.startswith("^") else r"(.|\n)*"
+        end = "" if pattern.endswith("$") else r"(.|\n)*"
+        found.append(f"{begin}({pattern.removeprefix('^').removesuffix('$')}){end}")
+    return found
 
 
 def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> None:

@@ -11,6 +11,7 @@ from services.gateway.endpoints.embeddings import EmbeddingsBody
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
+from services.gateway.endpoints.scores import RerankBody, ScoreBody
 from services.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
 from services.gateway.serving.json_body import Body
 
@@ -20,6 +21,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/completions": CompletionBody,
     "/v1/responses": ResponsesBody,
     "/v1/embeddings": EmbeddingsBody,
+    "/score": ScoreBody,
+    "/rerank": RerankBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
@@ -37,8 +40,8 @@ A field of OpenAI, Anthropic, vLLM, SGLang, llama.cpp or Ollama is one of three:
 - **Refused:** the field would change the answer, and Moonpool has not built it. The response is 400 with its name.
   A value in brackets is accepted, because the value asks for what happens anyway. Null is always accepted.
 
-Bodies are marked with \\*: there, an unknown field is ignored with the warning. In every object within a body, an unknown
-field is refused.
+Bodies are marked with \\*: there, an unknown field is ignored with the warning. In every object within a body, an
+unknown field is refused.
 """
 
 

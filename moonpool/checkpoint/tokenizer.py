@@ -192,9 +192,10 @@ class Tokenizer:
         """Whether the chat template itself shows tools to the model."""
         return self._templates is not None and self._templates.tool_use.takes_tools
 
-    def is_special(self, text: str) -> bool:
-        """Whether `text` is a special token."""
-        return self._backend.token_to_id(text) in self._special_ids
+    def special_id(self, text: str) -> int | None:
+        """Id of the special token `text`; None if the text is no special token."""
+        token: int | None = self._backend.token_to_id(text)
+        return token if token in self._special_ids else None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the tokens of `text`; with `add_special` also those the model expects around it (often one BOS)."""

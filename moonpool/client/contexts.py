@@ -142,6 +142,7 @@ class CreateContextArguments(TypedDict, total=False):
         description: for people.
         metadata: any texts, by name.
         model: name of the model; "" for the model that is served.
+        pin_only: the context only pins its KV: no request can name it, it is not listed, and it ends with its time.
     """
 
     messages: Sequence[Message] | None
@@ -154,10 +155,11 @@ class CreateContextArguments(TypedDict, total=False):
     description: str
     metadata: Mapping[str, str] | None
     model: str
+    pin_only: bool
 
 
 _PROMPT = ("messages", "token_ids", "tools")
-_PLAIN = ("name", "ttl_s", "tenant", "description", "model")
+_PLAIN = ("name", "ttl_s", "tenant", "description", "model", "pin_only")
 
 
 class AsyncContexts:

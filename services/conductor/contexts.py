@@ -38,6 +38,9 @@ SPARE_ENTRIES = 1024
 PREFIX = "cache-"
 """Beginning of a context's id."""
 
+PIN_PREFIX = "pin-"
+"""Beginning of the id of a context that only pins KV."""
+
 DEFAULT_TTL_S = 3600.0
 
 MAX_TTL_S = 7 * 86400.0
@@ -206,7 +209,8 @@ class ContextRecords:
 
     def of_tenant(self, tenant: str) -> list[pb.Context]:
         """A tenant's contexts, newest first."""
-        found = map(self._read, self._sync.records.of(CONTEXT, tenant))
+        records = self._sync.records.of(CONTEXT, tenant)
+        found = [self._read(record) for record in records if record.id.startswith(PREFIX)]
         return sorted(found, key=lambda context: (-context.created_at, context.id))
 
     def __len__(self) -> int:
@@ -240,12 +244,14 @@ class ContextRecords:
             Overloaded: the tenant has too many contexts.
         """
         check_create(request, model)
-        if sum(1 for _ in self._sync.records.of(CONTEXT, request.tenant)) >= MAX_CONTEXTS:
+        prefix = PIN_PREFIX if request.pin_only else PREFIX
+        ids = (record.id for record in self._sync.records.of(CONTEXT, request.tenant))
+        if sum(name.startswith(prefix) for name in ids) >= MAX_CONTEXTS:
             message = f"a tenant has at most {MAX_CONTEXTS} contexts; delete some"
             raise Overloaded(message, reason="contexts_full", retry_after_s=60.0)
         now = self._sync.clock()
         context = pb.Context(
-            id=f"{PREFIX}{world.random_hex(10)}",
+            id=f"{prefix}{world.random_hex(10)}",
             made=request,
             status=pb.CONTEXT_STATUS_PENDING,
             created_at=now,
@@ -262,8 +268,11 @@ class ContextRecords:
         for field in ("hits", "saved_tokens", "error", "kvstore", "pinned_blocks", "pinned_bytes"):
             kept.ClearField(field)
         kept.made.ClearField("tags")
+        if kept.made.pin_only:
+            kept.made.ClearField("chat")
+            kept.made.ClearField("prompt")
         kept.status = pb.CONTEXT_STATUS_PENDING if kept.blocks else pb.CONTEXT_STATUS_READY
-        return self._sync.record(CONTEXT, *context_key(context), kept.SerializeToString(), kept.expires_at + INACTIVE_S)
+        return self._sync.record(CONTEXT, *context_key(context), kept.SerializeToString(), _kept_until(kept))
 
     def filled(self, context: pb.Context, status: pb.ContextStatus.ValueType, error: str = "") -> kv_pb2.Record:
         """The record of how computing a context went."""
@@ -278,7 +287,7 @@ class ContextRecords:
 
     def _part(self, kind: str, context: pb.Context, part: pb.Context) -> kv_pb2.Record:
         """A record with a part of a context. It outlives one renewal."""
-        expires_at = context.expires_at + INACTIVE_S + MAX_TTL_S
+        expires_at = _kept_until(context) + MAX_TTL_S
         return self._sync.record(kind, *context_key(context), part.SerializeToString(), expires_at)
 
     def updated(self, request: pb.UpdateContextRequest) -> tuple[pb.Context, list[kv_pb2.Record]]:
@@ -330,6 +339,8 @@ class ContextRecords:
             InvalidRequest: the context is of another kind than the prompt.
         """
         context, renewed_s = self.find(message.tenant, message.context.id), message.context.reset_ttl_s
+        if context.made.pin_only:
+            raise NotFound(f"context {message.context.id!r} only pins KV, and cannot be used")
         if renewed_s:
             check_ttl("context.reset_ttl_s", renewed_s)
             context.expires_at = self._sync.clock() + renewed_s
@@ -364,6 +375,11 @@ def prefix_request(context: pb.Context) -> pb.GenerateRequest:
     if made.HasField("chat"):
         return pb.GenerateRequest(chat=made.chat, tenant=made.tenant)
     return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant)
+
+
+def _kept_until(context: pb.Context) -> float:
+    """When the records of a context end."""
+    return context.expires_at + (0.0 if context.made.pin_only else INACTIVE_S)
 
 
 def _merge_part(context: pb.Context, part: pb.Context, kind: str) -> None:
@@ -409,8 +425,10 @@ def _check_tags(field: str, tags: Iterable[str]) -> None:
     if len(tags) > MAX_TAGS:
         raise InvalidRequest(field, f"at most {MAX_TAGS} tags")
     for tag in tags:
-        if not 1 <= len(tag) <= MAX_NAME_CHARS or not tag.isprintable() or tag.startswith(PREFIX):
-            raise InvalidRequest(field, f"a tag has 1 to {MAX_NAME_CHARS} characters and does not begin with {PREFIX}")
+        begins_as_id = tag.startswith((PREFIX, PIN_PREFIX))
+        if not 1 <= len(tag) <= MAX_NAME_CHARS or not tag.isprintable() or begins_as_id:
+            ids = f"{PREFIX} or {PIN_PREFIX}"
+            raise InvalidRequest(field, f"a tag has 1 to {MAX_NAME_CHARS} characters and does not begin with {ids}")
 
 
 def _check_metadata(metadata: Mapping[str, str]) -> None:
@@ -600,6 +618,8 @@ class NamedContextManager:
         context, tags = self._contexts.new(request, model)
         prefix = await self._prefix(context)
         keys = list(prefix.prompt_keys)
+        if context.made.pin_only and not keys:
+            return context
         context.tokens, context.blocks, context.keys = len(prefix.prompt), len(keys), pack_keys(keys)
         await self._sync.push([self._contexts.record(context), *tags])
         if keys:

@@ -88,10 +88,20 @@ class GatewayConfig(ServiceConfig):
     response_ttl_s: float = Field(
         86400.0, gt=0, description="seconds after its last use for which a response or conversation stays stored"
     )
+    response_pin_s: float = Field(
+        600.0,
+        ge=0,
+        le=7 * 86400,
+        description="seconds for which the KV of a conversation stays pinned after a turn that continued it by an id; "
+        "0 pins nothing",
+    )
     response_store_file: Path | None = Field(
         None,
         description="SQLite file of the stored responses and conversations, which outlives the gateway; gateways of "
         "one machine may share the file. Default: in memory",
+    )
+    max_background_responses: int = Field(
+        64, ge=0, description="background responses of one tenant that may be under way at the same time"
     )
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
     chat_template: Path | None = Field(

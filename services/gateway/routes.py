@@ -26,6 +26,7 @@ from services.gateway.endpoints import (
     openai_chat,
     openai_completions,
     openai_responses,
+    scores,
     server,
     stored_responses,
     tokenization,
@@ -36,8 +37,6 @@ from services.gateway.serving.errors import ErrorResponse, HttpError, error_resp
 from services.gateway.serving.generation import JSON_MEDIA_TYPE
 from services.gateway.serving.json_body import to_json_bytes
 
-SCORE_PATHS = ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
-"""Endpoints of vLLM that score pairs of texts."""
 ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/health", server.health),
     Endpoint("GET", "/ping", server.health),
@@ -52,6 +51,7 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("POST", "/v1/responses", openai_responses.responses),
     Endpoint("POST", "/v1/responses/input_tokens", openai_responses.count_input_tokens),
     Endpoint("GET", "/v1/responses/{name}", stored_responses.get_response),
+    Endpoint("POST", "/v1/responses/{name}/cancel", stored_responses.cancel_response),
     Endpoint("DELETE", "/v1/responses/{name}", stored_responses.delete_response),
     Endpoint("GET", "/v1/responses/{name}/input_items", stored_responses.list_input_items),
     Endpoint("POST", "/v1/conversations", stored_responses.create_conversation),
@@ -63,7 +63,8 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/v1/conversations/{name}/items/{item}", stored_responses.get_item),
     Endpoint("DELETE", "/v1/conversations/{name}/items/{item}", stored_responses.delete_item),
     Endpoint("POST", "/v1/embeddings", embeddings.embeddings),
-    *(Endpoint("POST", path, embeddings.scores) for path in SCORE_PATHS),
+    *(Endpoint("POST", path, scores.scores) for path in ("/score", "/v1/score")),
+    *(Endpoint("POST", path, scores.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Endpoint("POST", "/v1/messages", anthropic_messages.messages, anthropic_messages.anthropic_error_body),
     Endpoint(
         "POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens, anthropic_messages.anthropic_error_body

@@ -22,9 +22,11 @@ from services.gateway.endpoints.base import GatewayContext
 from services.gateway.http_server import HttpServer, http_serving
 from services.gateway.routes import make_app
 from services.gateway.serving.auth import Authenticator
+from services.gateway.serving.background_responses import BackgroundResponses
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.generation import RequestBuilder
 from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.response_pins import ResponsePins
 from services.gateway.serving.response_store import ResponseStore, StoreLimits
 from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
@@ -65,7 +67,10 @@ async def application(
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
         responses = stack.enter_context(response_store(config))
-        app = make_app(gateway_context(config, client, tokenizer, metrics, responses), config.allowed_origins)
+        handlers = gateway_context(config, client, tokenizer, metrics, responses)
+        stack.push_async_callback(handlers.pins.close)
+        stack.push_async_callback(handlers.background.close)
+        app = make_app(handlers, config.allowed_origins)
         yield app, MetricSet().add(RESPONSE_METRICS, responses).add(PROCESS_METRICS, None)
 
 
@@ -131,6 +136,8 @@ def gateway_context(
         tokenizer=tokenizer,
         builder=RequestBuilder(config.request_timeout_s, tokenizer, config.served_model_name),
         responses=responses,
+        pins=ResponsePins(client, config.response_pin_s),
+        background=BackgroundResponses(config.max_background_responses, config.request_timeout_s),
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,

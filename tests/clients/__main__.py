@@ -26,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from moonpool.bundled import model_dir
 from moonpool.cli.models import chosen_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import Client
@@ -180,6 +181,7 @@ def run(program: Program, folder: Path, server: tuple[str, str], edited: Path) -
     with tempfile.TemporaryDirectory() as scratch:
         command, path = program.environment.command(folder, program, Path(scratch))
         environment = os.environ | {"CLIENTS_URL": server[0], "CLIENTS_MODEL": server[1], "CLIENTS_FOLDER": str(edited)}
+        environment["CLIENTS_TOKENIZER"] = str(model_dir())
         environment["PATH"] = f"{path}:{environment['PATH']}"
         log = folder / f"{program.name}.log"
         with log.open("w", encoding="utf-8") as errors:

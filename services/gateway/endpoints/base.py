@@ -12,10 +12,12 @@ from starlette.responses import Response
 
 from moonpool.client import AsyncClient, ClusterState
 from services.gateway.serving.auth import Authenticator
+from services.gateway.serving.background_responses import BackgroundResponses
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
 from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.response_pins import ResponsePins
 from services.gateway.serving.response_store import ResponseStore
 from services.gateway.serving.tokenizer import GatewayTokenizer
 
@@ -31,6 +33,8 @@ class GatewayContext:
         tokenizer: tokenizer and chat template of the served model.
         builder: builds generation jobs from bodies.
         responses: stored responses and conversations.
+        pins: pins of the KV of conversations that clients continue by an id.
+        background: responses that are computed while no client waits.
         metrics: counters and timers of requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
@@ -44,6 +48,8 @@ class GatewayContext:
     tokenizer: GatewayTokenizer
     builder: RequestBuilder
     responses: ResponseStore
+    pins: ResponsePins
+    background: BackgroundResponses
     metrics: GatewayMetrics
     registry: CollectorRegistry
     wall_clock: Callable[[], float]

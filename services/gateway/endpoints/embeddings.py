@@ -1,18 +1,17 @@
-"""OpenAI's `/v1/embeddings`, and the scoring endpoints of vLLM, which a generating model does not serve."""
+"""OpenAI's `/v1/embeddings`, and what every endpoint with embeddings shares."""
 
 from __future__ import annotations
 
 import array
 import base64
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from starlette.requests import Request
-from starlette.responses import Response
 
 from moonpool.client import GenerateResult, TokenEvent
-from moonpool.errors import InvalidRequest, Unsupported
+from moonpool.errors import InvalidRequest
 from moonpool.sampling_params import SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.serving.errors import ErrorResponse
@@ -23,27 +22,38 @@ MAX_INPUTS = 2048
 """Inputs of one request, as OpenAI's limit."""
 
 
-class EmbeddingsBody(GenerateBody):
-    """Body of `/v1/embeddings`."""
+_IGNORED = ("keep_alive", "metadata", "request_id", "rid", "user")
+_REFUSED: Mapping[str, tuple[Any, ...]] = {
+    "bytes_only": (False,),
+    "chat_template": (),
+    "dimensions": (),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "input_type": (),
+    "lora_path": (),
+    "messages": (),
+    "mm_processor_kwargs": ({},),
+    "normalize": (True,),
+    "options": ({},),
+    "truncate": (False,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_activation": (True,),
+}
 
-    ignored = ("keep_alive", "metadata", "request_id", "rid", "user")
-    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "bytes_only": (False,),
-        "chat_template": (),
-        "dimensions": (),
-        "embed_dtype": ("float32",),
-        "endianness": ("native", "little"),
-        "input_type": (),
-        "lora_path": (),
-        "messages": (),
-        "mm_processor_kwargs": ({},),
-        "normalize": (True,),
-        "options": ({},),
-        "truncate": (False,),
-        "truncate_prompt_tokens": (),
-        "truncation_side": (),
-        "use_activation": (True,),
-    }
+
+class EmbeddingBody(GenerateBody):
+    """A body with texts that are embedded."""
+
+    ignored: ClassVar[Collection[str]] = _IGNORED
+    refused: ClassVar[Mapping[str, tuple[Any, ...]]] = _REFUSED
+
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
+        return SamplingParams(max_tokens=max_tokens, temperature=0.0, embedding=True)
+
+
+class EmbeddingsBody(EmbeddingBody):
+    """Body of `/v1/embeddings`."""
 
     input: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
     encoding_format: Literal["float", "base64"] | None = None
@@ -65,9 +75,6 @@ class EmbeddingsBody(GenerateBody):
                 return [self.input]  # type: ignore[list-item]
         return list(self.input)  # type: ignore[arg-type]
 
-    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        return SamplingParams(max_tokens=max_tokens, temperature=0.0, embedding=True)
-
 
 async def embeddings(gateway: GatewayContext, request: Request) -> GenerationResponse:
     """Embed one or more inputs."""
@@ -81,26 +88,38 @@ async def embeddings(gateway: GatewayContext, request: Request) -> GenerationRes
     return gateway.generate(job, EmbeddingsFormatter(job.model_name, as_text=body.encoding_format == "base64"))
 
 
-async def scores(gateway: GatewayContext, request: Request) -> Response:
-    """Refuse to score pairs of texts.
+class EmbeddingFormatter(ResponseFormatter):
+    """Writes a response from embeddings, which is never streamed."""
 
-    Raises:
-        Unsupported: always.
-    """
-    gateway.auth.tenant(request)
-    raise Unsupported(f"{request.url.path}: the served model generates text and scores no pairs; use /v1/embeddings")
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        del request_id, emulated
+
+    def first_events(self) -> Iterator[bytes]:
+        return iter(())
+
+    def add_tokens(self, event: TokenEvent) -> None:
+        del event
+
+    def text_event(self, text: str, choice: int) -> bytes:
+        return b""
+
+    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
+        return iter(())
+
+    def error_event(self, error: ErrorResponse) -> bytes:
+        return b""
+
+    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
+        return error.body()
 
 
-class EmbeddingsFormatter(ResponseFormatter):
-    """Writes the list of embeddings. It is never streamed."""
+class EmbeddingsFormatter(EmbeddingFormatter):
+    """Writes the list of embeddings."""
 
     def __init__(self, model: str, *, as_text: bool) -> None:
         """`model` is the name in the response; `as_text`: embeddings are base64 of little-endian float32."""
         self._model = model
         self._as_text = as_text
-
-    def start(self, request_id: str, *, emulated: bool) -> None:
-        del request_id, emulated
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
         tokens = result.usage.prompt_tokens
@@ -121,21 +140,3 @@ class EmbeddingsFormatter(ResponseFormatter):
         if sys.byteorder == "big":
             numbers.byteswap()
         return base64.b64encode(numbers.tobytes()).decode()
-
-    def first_events(self) -> Iterator[bytes]:
-        return iter(())
-
-    def add_tokens(self, event: TokenEvent) -> None:
-        del event
-
-    def text_event(self, text: str, choice: int) -> bytes:
-        return b""
-
-    def last_events(self, result: GenerateResult) -> Iterator[bytes]:
-        return iter(())
-
-    def error_event(self, error: ErrorResponse) -> bytes:
-        return b""
-
-    def error_body(self, error: ErrorResponse) -> dict[str, Any]:
-        return error.body()

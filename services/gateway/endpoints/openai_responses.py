@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -14,9 +15,10 @@ from starlette.responses import Response
 from moonpool import world
 from moonpool.checkpoint import ChatOptions
 from moonpool.client import GenerateResult, Message, TokenEvent, Usage
-from moonpool.errors import InvalidRequest, NotFound
+from moonpool.errors import InvalidRequest, NotFound, Unavailable
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import SamplingParams
+from moonpool.telemetry.logs import get_logger
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import (
     ContentPart,
@@ -31,7 +33,7 @@ from services.gateway.endpoints.openai_protocol import (
 )
 from services.gateway.reasoning_parsers.base import ReasoningText
 from services.gateway.serving.auth import CheckedRequest
-from services.gateway.serving.errors import ErrorResponse, HttpError
+from services.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
 from services.gateway.serving.json_body import (
     Body,
@@ -44,6 +46,7 @@ from services.gateway.serving.json_body import (
     to_json_bytes,
 )
 from services.gateway.serving.known_fields import ITEM_IGNORED, RESPONSES_IGNORED, RESPONSES_REFUSED
+from services.gateway.serving.response_pins import PinnedTurn, ResponsePins
 from services.gateway.serving.response_store import Item, ResponseStore, StoredRecord
 from services.gateway.serving.structured_outputs import (
     FormatAndGrammar,
@@ -61,6 +64,7 @@ from services.gateway.serving.tool_calls import (
 )
 from services.gateway.tool_parsers.base import parse_json
 
+log = get_logger(__name__)
 _CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 """The one value of `include` that is honoured."""
@@ -309,6 +313,7 @@ class ResponsesBody(GenerateBody):
     structured_outputs: StructuredOutputsBody | None = None
     metadata: SmallObject[str] | None = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
     conversation: TextOr[ConversationBody] | None = None
     text: ResponsesText | None = None
@@ -331,6 +336,10 @@ class ResponsesBody(GenerateBody):
             raise InvalidRequest("tools", "are not allowed together with log probabilities")
         if self.previous_response_id and self.conversation:
             raise InvalidRequest("previous_response_id", "is not allowed together with conversation")
+        if self.background and self.stream:
+            raise InvalidRequest("stream", "is not supported for background responses")
+        if self.background and self.store is False:
+            raise InvalidRequest("store", "must not be false for a background response, which is read later")
 
     @property
     def conversation_id(self) -> str:
@@ -403,7 +412,7 @@ class ResponsesBody(GenerateBody):
             "text": {"format": _dumped(self._text_format()) or {"type": "text"}},
             "top_logprobs": self.top_logprobs or 0,
             "truncation": "disabled",
-            "background": False,
+            "background": bool(self.background),
         }
 
 
@@ -418,6 +427,7 @@ class ResponsesTurn:
 
     Attributes:
         store: where responses and conversations are.
+        pins: pins of the KV of conversations.
         tenant: the caller's.
         request_id: id of the request.
         body: the request.
@@ -426,6 +436,7 @@ class ResponsesTurn:
     """
 
     store: ResponseStore
+    pins: ResponsePins
     tenant: str
     request_id: str
     body: ResponsesBody
@@ -433,7 +444,7 @@ class ResponsesTurn:
     given: Sequence[ResponsesItem]
 
     @classmethod
-    async def of(cls, store: ResponseStore, checked: CheckedRequest[ResponsesBody]) -> ResponsesTurn:
+    async def of(cls, gateway: GatewayContext, checked: CheckedRequest[ResponsesBody]) -> ResponsesTurn:
         """Look up what a request refers to.
 
         Raises:
@@ -441,8 +452,12 @@ class ResponsesTurn:
             InvalidRequest: an item is not stored; names the item.
         """
         body, tenant, past, given = checked.body, checked.caller.tenant, list[Item](), []
+        store = gateway.responses
         try:
             if body.previous_response_id:
+                before = await store.get(tenant, body.previous_response_id)
+                if before.body["status"] in UNDER_WAY:
+                    raise InvalidRequest("previous_response_id", "has no answer yet")
                 past = await store.history(tenant, body.previous_response_id)
             elif body.conversation_id:
                 past = await store.items(tenant, body.conversation_id)
@@ -457,7 +472,7 @@ class ResponsesTurn:
             except NotFound as error:
                 raise InvalidRequest(f"input.{index}.id", str(error)) from None
         known = [ResponsesItem.model_validate(item) for item in past]
-        return cls(store, tenant, checked.request_id, body, known, given)
+        return cls(store, gateway.pins, tenant, checked.request_id, body, known, given)
 
     @property
     def is_stored(self) -> bool:
@@ -478,16 +493,40 @@ class ResponsesTurn:
         Raises:
             Unavailable: there is no room for them.
         """
-        given = [item.stored(f"{self.request_id}_in_{index}") for index, item in enumerate(self.given)]
+        given = self._items()
         if self.is_stored:
-            record = StoredRecord(response["id"], without_output(response), self.body.previous_response_id or "")
-            await self.store.put(self.tenant, record, given, response["output"])
+            await self.put(response)
         if self.body.conversation_id:
             with suppress(NotFound):  # the conversation was deleted meanwhile
                 await self.store.append(self.tenant, self.body.conversation_id, [*given, *response["output"]])
+        self._pin(response)
+
+    def _pin(self, response: Mapping[str, Any]) -> None:
+        """Pin the KV of a conversation that has shown that it goes on."""
+        before = self.body.previous_response_id or self.body.conversation_id
+        kept = self.is_stored or self.body.conversation_id
+        if not before or not kept or self.body.cache_salt:  # contexts have no salt
+            return
+        messages, tools = self.messages(), self.body.tool_set()
+        for item in response["output"]:
+            ResponsesItem.model_validate(item).add_to(messages, "output")
+        name = self.body.conversation_id or response["id"]
+        self.pins.keep(PinnedTurn(self.tenant, name, before, messages, tools.definitions if tools else ()))
+
+    async def put(self, response: Mapping[str, Any]) -> None:
+        """Store the response in place of one with its id.
+
+        Raises:
+            Unavailable: there is no room for it.
+        """
+        record = StoredRecord(response["id"], _without_output(response), self.body.previous_response_id or "")
+        await self.store.put(self.tenant, record, self._items(), response["output"])
+
+    def _items(self) -> list[Item]:
+        return [item.stored(f"{self.request_id}_in_{index}") for index, item in enumerate(self.given)]
 
 
-def without_output(response: Mapping[str, Any]) -> dict[str, Any]:
+def _without_output(response: Mapping[str, Any]) -> dict[str, Any]:
     """A response without its output, whose items are stored one by one."""
     return {name: value for name, value in response.items() if name != "output"}
 
@@ -496,13 +535,13 @@ async def _referenced(store: ResponseStore, tenant: str, item_id: str) -> Respon
     return ResponsesItem.model_validate(await store.find_item(tenant, item_id))
 
 
-async def responses(gateway: GatewayContext, request: Request) -> GenerationResponse:
+async def responses(gateway: GatewayContext, request: Request) -> Response | GenerationResponse:
     """Answer a conversation of items."""
     checked = await gateway.auth.read_body(request, ResponsesBody)
     body, state = checked.body, await gateway.cluster.state()
     limit = body.max_output_tokens
     job = gateway.builder.prepare(checked, state, state.max_tokens if limit is None else limit)
-    turn = await ResponsesTurn.of(gateway.responses, checked)
+    turn = await ResponsesTurn.of(gateway, checked)
     job.prompts = [{"messages": turn.messages()}]
     parser = gateway.builder.offer_tools(job, body.tool_set())
     logprobs = LogprobsFormatter.of(gateway, body, state)
@@ -511,18 +550,88 @@ async def responses(gateway: GatewayContext, request: Request) -> GenerationResp
         call_kinds=dict(pair for tool in body.tools or () for pair in tool.call_kinds()),
         keep=turn.keep,
     )
-    return gateway.generate(job, ResponsesFormatter(job.model_name, parser, logprobs, options))
+    if not body.background:
+        return gateway.generate(job, ResponsesFormatter(job.model_name, parser, logprobs, options))
+    name = f"resp_{turn.request_id}"
+    options = replace(options, keep=lambda response: turn.keep({**response, "id": name}))
+    waiting = BackgroundTurn(gateway, turn, name, {**_head(job.model_name, options.echoed_fields), "id": name})
+    job.on_placed = lambda: gateway.background.placed(turn.tenant, name)
+    await waiting.start(gateway.generate(job, ResponsesFormatter(job.model_name, parser, logprobs, options)))
+    return json_response(waiting.response("queued"), job.headers)
+
+
+@dataclass(frozen=True, slots=True)
+class BackgroundTurn:
+    """A request whose client does not wait: the response is stored before it is computed, and changes its status.
+
+    Attributes:
+        gateway: where the response is computed and stored.
+        turn: the request in its conversation.
+        name: id of the response.
+        head: what the response has whatever its status.
+    """
+
+    gateway: GatewayContext
+    turn: ResponsesTurn
+    name: str
+    head: Mapping[str, Any]
+
+    def response(self, status: str, error: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """The response without an answer."""
+        return {**self.head, **_UNANSWERED, "status": status, "error": error, "output": []}
+
+    async def start(self, generation: GenerationResponse) -> None:
+        """Store the response and begin to compute it.
+
+        Raises:
+            HttpError: the tenant has too many responses under way, or nothing is stored here.
+            Unavailable: there is no room for the response.
+        """
+        if not self.turn.is_stored:
+            raise InvalidRequest("background", "this gateway stores nothing (response_store_bytes is 0)")
+        self.gateway.background.check_room(self.turn.tenant)
+        await self.turn.put(self.response("queued"))
+        self.gateway.background.start(self.turn.tenant, self.name, self._work(generation))
+
+    async def _work(self, generation: GenerationResponse) -> None:
+        """Compute the response; an answer that fails or is cancelled is stored as such."""
+        ended = self.response("cancelled")
+        try:
+            if (error := await generation.complete()) is None:
+                return
+            ended = self.response("failed", _failure(error))
+        except asyncio.CancelledError:
+            pass  # the gateway stops, or the client has cancelled the response
+        except Exception as error:  # nobody waits for the task
+            log.exception("background_response_failed", response=self.name)
+            ended = self.response("failed", _failure(error_response(error)))
+        with suppress(NotFound, Unavailable):  # the response was deleted meanwhile
+            await self.turn.store.replace_body(self.turn.tenant, StoredRecord(self.name, _without_output(ended)))
 
 
 async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
     """Number of tokens of the prompt that a request would have."""
     checked = await gateway.auth.read_body(request, ResponsesBody, uses_budget=False)
-    turn, tools = await ResponsesTurn.of(gateway.responses, checked), checked.body.tool_set()
+    turn, tools = await ResponsesTurn.of(gateway, checked), checked.body.tool_set()
     definitions = tools.definitions if tools else ()
     max_tokens = await gateway.max_model_len()
     tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, ChatOptions())
     content = {"object": "response.input_tokens", "input_tokens": len(tokens)}
     return json_response(content, checked.warning_headers)
+
+
+UNDER_WAY = ("queued", "in_progress")
+"""Status of a response that has no answer yet."""
+_UNANSWERED = {"error": None, "incomplete_details": None, "usage": None}
+
+
+def _head(model: str, echoed_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response has whatever its status, but its id."""
+    return {"object": "response", "created_at": int(world.unix_time()), "model": model, **echoed_fields}
+
+
+def _failure(error: ErrorResponse) -> dict[str, str]:
+    return {"code": "server_error", "message": error.message}
 
 
 @dataclass(frozen=True, slots=True)
@@ -573,14 +682,8 @@ class ResponsesFormatter(ResponseFormatter):
     def start(self, request_id: str, *, emulated: bool) -> None:
         self._parser.start(request_id)
         self._request_id = request_id
-        self._head = {
-            "id": f"resp_{request_id}",
-            "object": "response",
-            "created_at": int(world.unix_time()),
-            "model": self._model,
-            **self._options.echoed_fields,
-            **({"emulated": True} if emulated else {}),
-        }
+        head = _head(self._model, self._options.echoed_fields)
+        self._head = {"id": f"resp_{request_id}", **head, **({"emulated": True} if emulated else {})}
 
     def full_response(self, result: GenerateResult) -> dict[str, Any]:
         parts = self._parser.parse_full(result.text, 0)
@@ -608,8 +711,8 @@ class ResponsesFormatter(ResponseFormatter):
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: ErrorResponse) -> bytes:
-        fields = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response={**self._response("failed", self._items), "error": fields})
+        response = {**self._response("failed", self._items), "error": _failure(error)}
+        return self._event("response.failed", response=response)
 
     def error_body(self, error: ErrorResponse) -> dict[str, Any]:
         return error.body()
@@ -631,8 +734,7 @@ class ResponsesFormatter(ResponseFormatter):
         await self._options.keep(self._ended)
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        empty = {"error": None, "incomplete_details": None, "usage": None}
-        return {**self._head, **empty, "status": status, "output": output}
+        return {**self._head, **_UNANSWERED, "status": status, "output": output}
 
     def _item(self, index: int, part: WholePart, status: str) -> dict[str, Any]:
         """An item of the output; `status` is "in_progress", "completed" or "incomplete"."""

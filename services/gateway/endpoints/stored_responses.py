@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pydantic import Field
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from moonpool import world
 from moonpool.errors import InvalidRequest, NotFound
 from services.gateway.endpoints.base import GatewayContext
-from services.gateway.endpoints.openai_responses import ResponsesItem
+from services.gateway.endpoints.openai_responses import UNDER_WAY, ResponsesItem
 from services.gateway.serving.json_body import Body, FailFastList, SmallObject, json_response
 from services.gateway.serving.response_store import Item, StoredRecord
 
@@ -47,21 +48,49 @@ async def get_response(gateway: GatewayContext, request: Request) -> Response:
     """A stored response."""
     if request.query_params.get("stream", "false") != "false":
         raise InvalidRequest("stream", "must be false: a stored response is whole")
-    tenant, name = gateway.auth.tenant(request), _name(request, "resp_")
+    return json_response(await _response(gateway, *_asked(gateway, request, "resp_")))
+
+
+async def cancel_response(gateway: GatewayContext, request: Request) -> Response:
+    """End a background response that has no answer yet. A response that has ended stays as it is."""
+    tenant, name = _asked(gateway, request, "resp_")
+    if not (await gateway.responses.get(tenant, name)).body["background"]:
+        raise InvalidRequest("", f"{name} is no background response, and only these can be cancelled")
+    await gateway.background.cancel(tenant, name)
     record = await gateway.responses.get(tenant, name)
-    return json_response({**record.body, "output": await gateway.responses.items(tenant, name, output=True)})
+    if record.body["status"] in UNDER_WAY:  # not begun yet, or another gateway's, which has ended
+        await gateway.responses.replace_body(tenant, replace(record, body={**record.body, "status": "cancelled"}))
+    return json_response(await _response(gateway, tenant, name))
 
 
 async def delete_response(gateway: GatewayContext, request: Request) -> Response:
     """Delete a stored response. Responses that continue it can no longer be continued."""
-    name = _name(request, "resp_")
-    await gateway.responses.delete(gateway.auth.tenant(request), name)
+    tenant, name = _asked(gateway, request, "resp_")
+    await gateway.background.cancel(tenant, name)
+    await gateway.responses.delete(tenant, name)
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
 async def list_input_items(gateway: GatewayContext, request: Request) -> Response:
     """Items of the request that a stored response answered, the last first."""
-    return _listed(request, await gateway.responses.items(gateway.auth.tenant(request), _name(request, "resp_")))
+    return _listed(request, await gateway.responses.items(*_asked(gateway, request, "resp_")))
+
+
+async def _response(gateway: GatewayContext, tenant: str, name: str) -> dict[str, Any]:
+    """A stored response, with its status of now.
+
+    Raises:
+        NotFound: the response is not stored.
+    """
+    body = (await gateway.responses.get(tenant, name)).body
+    response = {**body, "output": await gateway.responses.items(tenant, name, output=True)}
+    if response["status"] not in UNDER_WAY:
+        return response
+    phase = gateway.background.phase(tenant, name)
+    if phase is None and gateway.wall_clock() > response["created_at"] + gateway.background.timeout_s:
+        lost = {"code": "server_error", "message": "the gateway that computed the response has ended"}
+        return {**response, "status": "failed", "error": lost}
+    return {**response, "status": phase or response["status"]}
 
 
 # --- conversations ----------------------------------------------------------------------------------------------------
@@ -86,7 +115,7 @@ async def create_conversation(gateway: GatewayContext, request: Request) -> Resp
 
 async def get_conversation(gateway: GatewayContext, request: Request) -> Response:
     """A conversation, without its items."""
-    record = await gateway.responses.get(gateway.auth.tenant(request), _name(request, "conv_"))
+    record = await gateway.responses.get(*_asked(gateway, request, "conv_"))
     return json_response(dict(record.body))
 
 
@@ -101,14 +130,14 @@ async def update_conversation(gateway: GatewayContext, request: Request) -> Resp
 
 async def delete_conversation(gateway: GatewayContext, request: Request) -> Response:
     """Delete a conversation and its items."""
-    name = _name(request, "conv_")
-    await gateway.responses.delete(gateway.auth.tenant(request), name)
+    tenant, name = _asked(gateway, request, "conv_")
+    await gateway.responses.delete(tenant, name)
     return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
 async def list_items(gateway: GatewayContext, request: Request) -> Response:
     """Items of a conversation, the last first."""
-    return _listed(request, await gateway.responses.items(gateway.auth.tenant(request), _name(request, "conv_")))
+    return _listed(request, await gateway.responses.items(*_asked(gateway, request, "conv_")))
 
 
 async def add_items(gateway: GatewayContext, request: Request) -> Response:
@@ -121,8 +150,8 @@ async def add_items(gateway: GatewayContext, request: Request) -> Response:
 
 async def get_item(gateway: GatewayContext, request: Request) -> Response:
     """One item of a conversation."""
-    name, wanted = _name(request, "conv_"), request.path_params["item"]
-    for item in await gateway.responses.items(gateway.auth.tenant(request), name):
+    (tenant, name), wanted = _asked(gateway, request, "conv_"), request.path_params["item"]
+    for item in await gateway.responses.items(tenant, name):
         if item["id"] == wanted:
             return json_response(item)
     raise NotFound(f"{name!r} has no item {wanted!r}")
@@ -130,9 +159,18 @@ async def get_item(gateway: GatewayContext, request: Request) -> Response:
 
 async def delete_item(gateway: GatewayContext, request: Request) -> Response:
     """Remove an item from a conversation."""
-    tenant, name = gateway.auth.tenant(request), _name(request, "conv_")
+    tenant, name = _asked(gateway, request, "conv_")
     await gateway.responses.delete_item(tenant, name, request.path_params["item"])
     return json_response(dict((await gateway.responses.get(tenant, name)).body))
+
+
+def _asked(gateway: GatewayContext, request: Request, prefix: str) -> tuple[str, str]:
+    """The caller's tenant, and the id in the path.
+
+    Raises:
+        NotFound: nothing of this kind has such an id.
+    """
+    return gateway.auth.tenant(request), _name(request, prefix)
 
 
 def _name(request: Request, prefix: str) -> str:

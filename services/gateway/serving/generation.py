@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from moonpool.checkpoint import ChatOptions
 from moonpool.client import (
@@ -30,6 +30,7 @@ from moonpool.client import (
 )
 from moonpool.client.tracing import traceparent
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
+from moonpool.grammar import AnswerGrammar, Thinking
 from moonpool.sampling_params import SamplingParams
 from services.gateway.serving.auth import BudgetCharge, CheckedRequest
 from services.gateway.serving.errors import ErrorResponse, error_response
@@ -169,6 +170,7 @@ class GenerationJob:
         result_headers: further headers of a response that is not streamed.
         format_field: field of the body that says what the answer looks like; errors name the field.
         prompt_field: field of the body that has the prompts, if errors name the field; "" for the SDK's names.
+        on_placed: called when an instance has taken the request, for each prompt.
     """
 
     state: ClusterState
@@ -184,6 +186,7 @@ class GenerationJob:
     result_headers: ResultHeaders = lambda result: {}
     format_field: str = ""
     prompt_field: str = ""
+    on_placed: Callable[[], None] = lambda: None
 
     @property
     def sampling(self) -> SamplingParams:
@@ -292,12 +295,15 @@ class RequestBuilder:
         family = None if offered is None else self._tokenizer.tool_parser(job.state.model)
         # An answer that is held to a format has no place for thinking.
         reasoning = None if job.sampling.response_format else self._tokenizer.reasoning(job.state.model)
-        if family is not None or (reasoning is not None and self._tokenizer.is_special(reasoning.end)):
+        special_id = self._tokenizer.special_id
+        if family is not None or (reasoning is not None and special_id(reasoning.end) is not None):
             # Some models mark calls and thinking with special tokens.
             job.arguments["sampling"] = replace(job.sampling, skip_special_tokens=False)
         if offered is not None and family is not None and not job.sampling.response_format:
-            grammar = offered.grammar(family, self._tokenizer.is_special)
-            if grammar:
+            thinking = None
+            if reasoning is not None:
+                thinking = Thinking(reasoning.begin, reasoning.end, self._is_thinking(job))
+            if grammar := offered.grammar(family, AnswerGrammar(special_id, thinking)):
                 job.arguments["sampling"] = replace(job.sampling, response_format="lark", grammar=grammar)
         if reasoning is None:
             return AnswerParser(AnswerReading(offered, family))
@@ -446,6 +452,10 @@ class AsgiReply:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
+async def _to_nobody(message: Message) -> None:
+    """Send a part of a response that has no client."""
+
+
 class GenerationResponse:
     """Runs a job and sends its answer. Starlette calls the object as it calls a `Response`."""
 
@@ -463,17 +473,28 @@ class GenerationResponse:
         except ClientGoneError:
             return
 
+    async def complete(self) -> ErrorResponse | None:
+        """Run the job without a client, whose answer the formatter keeps. Returns why there is no answer, or None."""
+        return await self._attempt(AsgiReply(_to_nobody, {}))
+
     async def _respond(self, reply: AsgiReply) -> None:
+        if (error := await self._attempt(reply)) is not None:
+            await self._fail(reply, error)
+
+    async def _attempt(self, reply: AsgiReply) -> ErrorResponse | None:
+        """Send the answer. Returns what went wrong, or None."""
         traceparent.set(self._job.traceparent)  # in the context of this task only
         with self._metrics.request(self._job.model_name) as request_metrics:
             try:
                 await (self._stream if self._job.stream else self._answer)(reply, request_metrics)
             except MoonpoolError as error:
                 request_metrics.failed()
-                await self._fail(reply, error_response(self._job.named_error(error)))
+                response = error_response(self._job.named_error(error))
+                self._metrics.refused(response.status, response.code or "")
+                return response
+        return None
 
     async def _fail(self, reply: AsgiReply, error: ErrorResponse) -> None:
-        self._metrics.refused(error.status, error.code or "")
         if reply.started:
             await reply.end(self._formatter.error_event(error))
         else:
@@ -531,6 +552,7 @@ class GenerationResponse:
         def placed() -> None:
             """Charge the prompt as soon as it is placed, whether it succeeds or not."""
             self._job.budget.charge(tokens.prompt_tokens, 0)
+            self._job.on_placed()
 
         job = self._job
         streams = [

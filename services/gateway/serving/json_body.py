@@ -205,8 +205,8 @@ class Body(BaseModel):
             value, shown = getattr(self, name), field.alias or name
             if isinstance(value, Body):
                 yield shown, value
-            elif isinstance(value, list) and value and isinstance(value[0], Body):
-                yield from ((f"{shown}.{index}", part) for index, part in enumerate(value))
+            elif isinstance(value, list) and value and isinstance(value[0], Body | str):  # numbers may be a million
+                yield from ((f"{shown}.{index}", part) for index, part in enumerate(value) if isinstance(part, Body))
 
     def check(self) -> None:
         """Check what the types of the fields cannot express.

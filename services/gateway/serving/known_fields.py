@@ -262,7 +262,6 @@ RESPONSES_IGNORED = (
 )
 RESPONSES_REFUSED: Refused = {
     "access_programs": ({},),
-    "background": (False,),
     "background_options": ({},),
     "enable_response_messages": (False,),
     "image": ({},),

@@ -153,9 +153,9 @@ class GatewayTokenizer:
             self._thinks_at_once[key] = self._reasoning is not None and self._reasoning.is_open(prompt)
         return self._thinks_at_once[key]
 
-    def is_special(self, text: str) -> bool:
-        """Whether a text is a special token, which answers lack unless they are asked for it."""
-        return self._tokenizer.is_special(text)
+    def special_id(self, text: str) -> int | None:
+        """Id of a special token, which answers lack unless they are asked for it; None if the text is none."""
+        return self._tokenizer.special_id(text)
 
     def check_model(self, served: str) -> None:
         """Check that the cluster serves the model of this tokenizer.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +10,8 @@ from typing import Any
 
 from moonpool.client import Choice
 from moonpool.errors import InvalidRequest
-from moonpool.grammar import TaggedSchema, tagged_grammar
-from moonpool.json_schema import close_objects
+from moonpool.grammar import AnswerGrammar
+from moonpool.json_schema import SchemaWordError, close_objects
 from services.gateway.reasoning_parsers.base import ReasoningFormat, ReasoningParser, ReasoningText
 from services.gateway.tool_parsers.base import (
     DEFAULT_CALL_ID,
@@ -60,24 +59,21 @@ class ToolSet:
         """Names of the functions whose calls must follow their schemas, also where no call is forced."""
         return frozenset(it["function"]["name"] for it in self.definitions if it["function"].get("strict"))
 
-    def grammar(self, family: ToolParserFamily, is_special: Callable[[str], bool]) -> str:
-        """Lark grammar of answers whose calls of strict functions follow their schemas.
+    def grammar(self, family: ToolParserFamily, answer: AnswerGrammar) -> str:
+        """Lark grammar of answers whose calls of strict functions follow their schemas; "" if no function is strict.
 
-        "" if no function is strict, or if the family's calls are no JSON between marks.
+        Raises:
+            InvalidRequest: the parameters of a strict function cannot be followed; names `tools`.
         """
-        if not self.strict or not family.begin:
+        if not self.strict:
             return ""
-        mark = family.begin.strip()
-        calls = [
-            TaggedSchema(
-                mark,
-                f'{family.begin}{{"name": {json.dumps(name)}, "{family.arguments_key}": ',
-                schema if name in self.strict else {"type": "object"},
-                f"}}{family.end}",
-            )
-            for name, schema in self.parameters.items()
-        ]
-        return tagged_grammar(calls, special=is_special(mark))
+        anything = {"type": "object"}
+        held = {name: schema if name in self.strict else anything for name, schema in self.parameters.items()}
+        try:
+            family.hold(answer, held)
+        except SchemaWordError as error:
+            raise InvalidRequest("tools", str(error)) from None
+        return answer.lark()
 
     def schema(self) -> dict[str, Any]:
         """JSON schema of an answer that must call: the arguments of a function, or a list of calls.

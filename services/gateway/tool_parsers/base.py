@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 from pydantic_core import from_json
 
+from moonpool.errors import InvalidRequest
+from moonpool.grammar import AnswerGrammar
+
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
@@ -100,18 +103,44 @@ class ToolParserFamily:
     Attributes:
         make: returns the parser of one answer.
         is_used_by: tells from the source of a chat template whether the model writes this format.
+        hold: adds the calls of functions to the grammar of an answer, so that their arguments follow the schemas.
         id_format: format of the id of a call.
-        begin, end: what stands before and behind the JSON of one call, if a call is {"name": ..., KEY: {...}}; such
-            calls can be held to a schema. "" = the format is another one.
-        arguments_key: KEY.
     """
 
     make: Callable[[ToolParameters], ToolParser]
     is_used_by: Callable[[str], bool]
+    hold: Callable[[AnswerGrammar, ToolParameters], None]
     id_format: str = DEFAULT_CALL_ID
-    begin: str = ""
-    end: str = ""
-    arguments_key: str = "arguments"
+
+
+SPACE = r"[ \n\t]*"
+"""Regular expression of the white space that may stand before a call."""
+
+
+def call_head(name: str, key: str) -> str:
+    """What stands before the arguments of a call that is {"name": NAME, KEY: {...}}."""
+    return f'{{"name": {json.dumps(name)}, "{key}": '
+
+
+def json_call(answer: AnswerGrammar, name: str, key: str, parameters: Mapping[str, Any]) -> str:
+    """The form of a call that is {"name": NAME, KEY: {...}}."""
+    return " ".join([answer.text(call_head(name, key)), answer.json(parameters), '"}"'])
+
+
+def named_parameters(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]] | None:
+    """Schemas of the parameters by name, and the names that a call must have; None if the names are not limited.
+
+    Raises:
+        InvalidRequest: the names are limited, but do not stand in `properties`; names `tools`.
+    """
+    if parameters.get("additionalProperties") is not False:
+        return None
+    for word in ("$ref", "allOf", "anyOf", "oneOf", "patternProperties"):
+        if word in parameters:
+            raise InvalidRequest("tools", f"strict parameters of this model's calls cannot have {word} outermost")
+    shared = {word: parameters[word] for word in ("$defs", "definitions") if word in parameters}
+    members = parameters.get("properties") or {}
+    return {name: {**shared, **schema} for name, schema in members.items()}, frozenset(parameters.get("required") or ())
 
 
 def marker_overlap(text: str, marker: str) -> int:

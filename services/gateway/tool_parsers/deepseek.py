@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from moonpool.grammar import AnswerGrammar
 from services.gateway.tool_parsers.base import (
     DelimitedToolParser,
     ParsedToolCall,
@@ -20,13 +21,16 @@ _CALL = re.compile(
 )
 
 
+_CALLS_BEGIN, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_BEGIN, _SEPARATOR, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+
+
 class DeepSeekToolParser(DelimitedToolParser):
     """Finds calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`."""
 
     def __init__(self, tools: ToolParameters) -> None:
         """Start an answer; `tools` are the functions that may be called."""
-        around = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
-        super().__init__("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", around)
+        super().__init__(_BEGIN, _END, (_CALLS_BEGIN, _CALLS_END))
         self._tools = tools
 
     def read(self, text: str) -> ParsedToolCall | None:
@@ -37,4 +41,17 @@ class DeepSeekToolParser(DelimitedToolParser):
         return tool_call_from_json({"name": name, "arguments": arguments}, self._tools) if arguments else None
 
 
-DEEPSEEK = ToolParserFamily(DeepSeekToolParser, lambda template: "tool▁call▁begin" in template)
+def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
+    separator, end, fence = answer.mark(_SEPARATOR), answer.mark(_END), answer.text("\n```")
+    forms: list[str] = []
+    for name, parameters in tools.items():
+        arguments = answer.form([answer.json(parameters)])
+        forms.append(f"{answer.text(name)} {separator} {arguments} {end}")
+        block = answer.text(f"{name}\n```json\n")
+        forms.append(f'"function" {separator} {block} {arguments} {fence} {end}')
+    answer.add(_BEGIN, forms)
+    answer.pass_mark(_CALLS_BEGIN)
+    answer.pass_mark(_CALLS_END)
+
+
+DEEPSEEK = ToolParserFamily(DeepSeekToolParser, lambda template: "tool▁call▁begin" in template, _hold)

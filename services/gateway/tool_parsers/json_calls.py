@@ -15,13 +15,18 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from moonpool.grammar import AnswerGrammar
 from services.gateway.tool_parsers.base import (
+    SPACE,
     ArgumentsDelta,
     ParsedToolCall,
     ParserOutput,
     ToolCallStart,
+    ToolParameters,
     ToolParser,
     ToolParserFamily,
+    call_head,
+    json_call,
     marker_overlap,
     parse_json,
     tool_call_from_json,
@@ -325,23 +330,46 @@ class ForcedToolParser(ToolParser):
         return [*calls] if calls else [self._text] if self._text else []
 
 
-def _family(call_format: ToolCallFormat, template_part: str, **more: str) -> ToolParserFamily:
-    return ToolParserFamily(
-        lambda tools: MarkedToolParser(call_format, tools.keys()), lambda template: template_part in template, **more
-    )
+def _hold_hermes(answer: AnswerGrammar, tools: ToolParameters) -> None:
+    calls = [json_call(answer, name, "arguments", parameters) for name, parameters in tools.items()]
+    answer.add("<tool_call>", [f'"\\n" {call} "\\n" {answer.mark("</tool_call>")}' for call in calls])
 
 
-HERMES = _family(
-    ToolCallFormat("<tool_call>", end_marker="</tool_call>"),
-    "<tool_call>",
-    begin="<tool_call>\n",
-    end="\n</tool_call>",
+def _hold_llama3(answer: AnswerGrammar, tools: ToolParameters) -> None:
+    call = answer.form([json_call(answer, name, "parameters", parameters) for name, parameters in tools.items()])
+    answer.add("<|python_tag|>", [call])
+    # A terminal with the call's beginning tells a call from other text.
+    first = [
+        f'{answer.token(SPACE, call_head(name, "parameters"))} {answer.json(parameters)} "}}"'
+        for name, parameters in tools.items()
+    ]
+    answer.open_with([f'{answer.form(first)} (";" " "? {call})*'], rf'{SPACE}\{{{SPACE}"name"')
+
+
+def _hold_mistral(answer: AnswerGrammar, tools: ToolParameters) -> None:
+    call = answer.form([json_call(answer, name, "arguments", parameters) for name, parameters in tools.items()])
+    call_id = f"({answer.mark('[CALL_ID]')} /[A-Za-z0-9]{{9}}/)?"
+    named = [
+        f"{answer.text(name)} {call_id} {answer.mark('[ARGS]')}? {answer.json(parameters)}"
+        for name, parameters in tools.items()
+    ]
+    answer.add("[TOOL_CALLS]", [f'" "? "[" {call} ("," " "? {call})* "]"', *named])
+
+
+HERMES = ToolParserFamily(
+    lambda tools: MarkedToolParser(ToolCallFormat("<tool_call>", end_marker="</tool_call>"), tools.keys()),
+    lambda template: "<tool_call>" in template,
+    _hold_hermes,
 )
 _LLAMA3_FORMAT = ToolCallFormat("<|python_tag|>", end_marker=";", allow_unmarked=True)
 LLAMA3 = ToolParserFamily(
     lambda tools: MarkedToolParser(_LLAMA3_FORMAT, tools.keys()),
     lambda template: "<|python_tag|>" in template or ('"parameters"' in template and "<|start_header_id|>" in template),
-    arguments_key="parameters",
+    _hold_llama3,
 )
-# Mistral's chat templates refuse other ids.
-MISTRAL = _family(ToolCallFormat("[TOOL_CALLS]", name_before_json=True), "[TOOL_CALLS]", id_format="{:.9}")
+MISTRAL = ToolParserFamily(
+    lambda tools: MarkedToolParser(ToolCallFormat("[TOOL_CALLS]", name_before_json=True), tools.keys()),
+    lambda template: "[TOOL_CALLS]" in template,
+    _hold_mistral,
+    id_format="{:.9}",  # Mistral's chat templates refuse other ids
+)

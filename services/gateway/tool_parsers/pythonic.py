@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
 
+from moonpool.grammar import AnswerGrammar
 from services.gateway.tool_parsers.base import (
+    SPACE,
     ParsedToolCall,
     ParserOutput,
     ToolParameters,
     ToolParser,
     ToolParserFamily,
+    named_parameters,
 )
 
 _MAX_CHARS = 100_000
 _AROUND = ("<|python_start|>", "<|python_end|>")
+_LIST = rf"{SPACE}\["
+_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicToolParser(ToolParser):
@@ -59,10 +66,52 @@ def read_calls(text: str, names: Collection[str]) -> list[ParsedToolCall]:
 def _read_call(item: ast.expr, names: Collection[str]) -> ParsedToolCall | None:
     if not isinstance(item, ast.Call) or item.args or ast.unparse(item.func) not in names:
         return None
-    arguments = {str(it.arg): ast.literal_eval(it.value) for it in item.keywords if it.arg is not None}
+    arguments = {str(it.arg): ast.literal_eval(_python(it.value)) for it in item.keywords if it.arg is not None}
     return ParsedToolCall(ast.unparse(item.func), json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Reads JSON's names of values as Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
+
+
+def _python(value: ast.expr) -> ast.expr:
+    """A value, in which JSON's `true`, `false` and `null` are read as Python's."""
+    read: ast.expr = _JsonNames().visit(value)
+    return read
+
+
+def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
+    arguments = {name: _arguments(answer, parameters) for name, parameters in tools.items()}
+    call = answer.form([f'{answer.text(name + "(")} {form} ")"' for name, form in arguments.items()])
+    # A terminal with bracket and name tells a list of calls from other text.
+    first = [f'{answer.token(_LIST, name + "(")} {form} ")"' for name, form in arguments.items()]
+    rest = f'("," " "? {call})* "]"'
+    names = "|".join(re.escape(name) for name in arguments)
+    answer.open_with([f"({' | '.join(first)}) {rest}"], rf"{_LIST}{SPACE}({names})\(")
+    answer.add(_AROUND[0], [f'"[" {call} {rest} {answer.mark(_AROUND[1])}?'])
+
+
+def _arguments(answer: AnswerGrammar, parameters: Mapping[str, Any]) -> str:
+    """The form of the arguments of a call, in the order of the schema; values as JSON."""
+    named = named_parameters(parameters)
+    if named is None:
+        argument = rf"/[A-Za-z_]\w*/ {answer.text('=')} {answer.json({})}"
+        return f'({argument} ("," " "? {argument})*)?'
+    members, required = named
+    rest, starts, may_be_empty = '""', list[str](), True
+    for name, schema in reversed(members.items()):
+        argument = f"{answer.text(f'{name}=')} {answer.json(schema)}"
+        if name in required:
+            starts, may_be_empty = [], False
+        starts.insert(0, f"{argument} {rest}")
+        optional = "" if name in required else "?"
+        rest = answer.form([f'("," " "? {argument}){optional} {rest}'])
+    return f"({' | '.join(starts)}){'?' if may_be_empty else ''}" if starts else '""'
+
+
 PYTHONIC = ToolParserFamily(
-    PythonicToolParser, lambda template: "[func_name1(" in template or "<|python_start|>" in template
+    PythonicToolParser, lambda template: "[func_name1(" in template or "<|python_start|>" in template, _hold
 )

@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moonpool.grammar import AnswerGrammar, text_expressions
 from services.gateway.tool_parsers.base import (
     DelimitedToolParser,
     ParsedToolCall,
     ToolParameters,
     ToolParserFamily,
+    named_parameters,
     parse_json,
 )
 
@@ -50,4 +52,35 @@ def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
     return text if value is None and text.strip() != "null" else value
 
 
-QWEN3_CODER = ToolParserFamily(Qwen3CoderToolParser, lambda template: "<function=" in template)
+_PARAMETER_BEGIN, _PARAMETER_END, _FUNCTION_END = "<parameter={}>\n", "\n</parameter>\n", "</function>\n"
+
+
+def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
+    end = answer.mark("</tool_call>")
+    answer.add("<tool_call>", [f"{_function(answer, *each)} {end}" for each in tools.items()])
+
+
+def _function(answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -> str:
+    """The form of a function and its arguments; all in the order of the schema."""
+    begin, named = answer.text(f"\n<function={name}>\n"), named_parameters(parameters)
+    if named is None:
+        return f"{begin} {answer.text_until(_FUNCTION_END)}"
+    members, required = named
+    arguments: list[str] = []
+    for member, schema in members.items():
+        form = f"{answer.text(_PARAMETER_BEGIN.format(member))} {_argument(answer, schema)}"
+        arguments.append(form if member in required else f"({form})?")
+    return " ".join([begin, *arguments, answer.text(_FUNCTION_END)])
+
+
+def _argument(answer: AnswerGrammar, schema: Mapping[str, Any]) -> str:
+    """The form of an argument: text as it is, anything else as JSON."""
+    if schema.get("type") != "string":
+        return f"{answer.json(schema)} {answer.text(_PARAMETER_END)}"
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if choices is not None:
+        return f"({' | '.join(answer.text(f'{choice}{_PARAMETER_END}') for choice in choices)})"
+    return answer.text_until(_PARAMETER_END, text_expressions(schema))
+
+
+QWEN3_CODER = ToolParserFamily(Qwen3CoderToolParser, lambda template: "<function=" in template, _hold)

@@ -143,6 +143,25 @@ async def test_a_context_whose_time_is_over_is_inactive_until_it_is_renewed() ->
             await s.client.contexts.get("t", tenant="ours")
 
 
+async def test_a_pin_without_a_name_pins_and_does_nothing_more() -> None:
+    """Its text is not kept, it ends with its time for good, and its end can come earlier."""
+    p, d, store = prefill(), decode(), FakeStore()
+    write_back(p, store)
+    async with stack(store, p, d) as s:
+        made = await s.client.contexts.create(token_ids=PROMPT, tenant="ours", ttl_s=60.0, pin_only=True)
+        pinned = await settled(s, made.id)
+        assert (pinned.status, pinned.pinned_blocks, pinned.token_ids) == ("ready", 3, ())
+        assert await s.client.contexts.list(tenant="ours") == ()
+        with pytest.raises(NotFound, match="only pins KV"):
+            await s.client.generate(token_ids=[7], context=made.id, tenant="ours", sampling=TWO)
+        await s.client.contexts.update(made.id, ttl_s=1.0, tenant="ours")
+        await settled(s, made.id)
+        (pin,) = store.pins.values()
+        assert pin.ttl_s <= 1.0
+        (record,) = store.replicated.of("context")
+        assert record.expires_at == pytest.approx(pinned.expires_at - 59.0, abs=30.0)
+
+
 async def test_a_tag_moves_to_the_context_that_has_it_last() -> None:
     async with stack(FakeStore(), prefill(), decode()) as s:
         first = await s.client.contexts.create(token_ids=[1, 2], tenant="ours", tags=["t"])

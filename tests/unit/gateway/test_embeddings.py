@@ -1,4 +1,4 @@
-"""`/v1/embeddings`: inputs of every form, both encodings, usage, refusals; and the endpoints that score pairs."""
+"""`/v1/embeddings`: inputs of every form, both encodings, usage, refusals."""
 
 import base64
 import struct
@@ -65,12 +65,3 @@ async def test_wrong_fields_are_named(gateway: Answers, body: dict[str, Any], fi
     assert response.status_code == 400
     assert response.json()["error"]["param"] == field
     assert gateway.fake.requests == []
-
-
-@pytest.mark.parametrize("path", ["/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_scores_are_refused_with_the_reason(gateway: Answers, path: str) -> None:
-    response = await gateway.http.post(path, json={"query": "x", "documents": ["y"]})
-    assert response.status_code == 400
-    error = response.json()["error"]
-    assert error["code"] == "unsupported"
-    assert "generates text and scores no pairs" in error["message"]

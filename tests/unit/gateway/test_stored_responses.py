@@ -52,6 +52,47 @@ async def test_a_response_continues_another(gateway: Answers) -> None:
     assert branch.output_text == "4 "
 
 
+async def asked(gateway: Answers, kind: type[Any], count: int) -> list[Any]:
+    """The requests of a kind other than Generate, as soon as there are `count`."""
+    while True:
+        await gateway.http.get("/health")
+        found = [it for it in gateway.fake.asked if isinstance(it, kind)]
+        if len(found) >= count:
+            return found
+
+
+async def test_a_conversation_that_goes_on_is_pinned(gateway: Answers) -> None:
+    """From the second turn on, with its answer; the pin of the turn before ends."""
+    made = pb.CreateContextResponse(context=pb.Context(id="pin-1"))
+    gateway.fake.answers |= {"CreateContextRequest": made, "UpdateContextRequest": pb.UpdateContextResponse()}
+    client = client_of(gateway)
+    first = await client.responses.create(model="tiny", input="a")
+    second = await client.responses.create(model="tiny", input="b", previous_response_id=first.id)
+    (pin,) = await asked(gateway, pb.CreateContextRequest, 1)
+    assert (pin.pin_only, pin.ttl_s) == (True, 600.0)
+    turns = [("user", "a"), ("assistant", "1 "), ("user", "b"), ("assistant", "2 ")]
+    assert [(turn.role, turn.content) for turn in pin.chat.messages] == turns
+    await client.responses.create(model="tiny", input="c", previous_response_id=second.id)
+    (released,) = await asked(gateway, pb.UpdateContextRequest, 1)
+    assert (released.id, released.ttl_s) == ("pin-1", 1.0)
+    for more in ({"store": False}, {"extra_body": {"cache_salt": "x"}}):
+        await client.responses.create(model="tiny", input="d", previous_response_id=second.id, **more)
+    conversation = await client.conversations.create()
+    await client.responses.create(model="tiny", input="e", conversation=conversation.id, store=False)
+    *others, last = await asked(gateway, pb.CreateContextRequest, 3)
+    assert len(others) == 2
+    assert last.chat.messages[0].content == "e"
+
+
+async def test_what_cannot_be_pinned_is_answered_all_the_same(gateway: Answers) -> None:
+    """The conductor refuses contexts, for example because there is no kvstore."""
+    client = client_of(gateway)
+    first = await client.responses.create(model="tiny", input="a")
+    second = await client.responses.create(model="tiny", input="b", previous_response_id=first.id)
+    await asked(gateway, pb.CreateContextRequest, 1)
+    assert second.output_text == "2 "
+
+
 async def test_a_response_is_read_and_deleted(gateway: Answers) -> None:
     client = client_of(gateway)
     items: Any = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]

@@ -1,0 +1,81 @@
+"""Pins the KV of conversations that clients continue by an id, for a bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moonpool.client import AsyncClient, Message
+from moonpool.errors import MoonpoolError
+from moonpool.telemetry.logs import get_logger
+
+MAX_PINS = 4096
+"""Pins that are remembered, to be ended early. Those that are forgotten end with their time."""
+MAX_WAITING = 64
+"""Pins that wait for the conductor at the same time; further conversations are not pinned."""
+RELEASE_S = 1.0
+"""Seconds after which the KV of an earlier turn is pinned no longer; the KV of the later turn has it, too."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedTurn:
+    """A conversation up to an answer.
+
+    Attributes:
+        tenant: owner of the conversation.
+        name: id by which a later request continues it.
+        before: id by which this turn continued it; may be `name`.
+        messages: all turns, with the answer.
+        tools: functions that the model was shown.
+    """
+
+    tenant: str
+    name: str
+    before: str
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+
+
+class ResponsePins:
+    """The pins of this gateway. A pin that cannot be had is no error: the KV is computed again, if it was evicted."""
+
+    def __init__(self, client: AsyncClient, pin_s: float) -> None:
+        """`pin_s`: seconds for which a turn stays pinned; 0 = nothing is pinned."""
+        self._client = client
+        self._pin_s = pin_s
+        self._names: OrderedDict[tuple[str, str], str] = OrderedDict()  # of contexts, by tenant and id
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def keep(self, turn: PinnedTurn) -> None:
+        """Pin a turn in place of the turn before."""
+        if self._pin_s and len(self._tasks) < MAX_WAITING:
+            task = asyncio.create_task(self._keep(turn))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Pin nothing any more; what is pinned stays so for its time."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep(self, turn: PinnedTurn) -> None:
+        contexts, tenant = self._client.contexts, turn.tenant
+        try:
+            made = await contexts.create(
+                messages=turn.messages, tools=turn.tools, tenant=tenant, ttl_s=self._pin_s, pin_only=True
+            )
+            earlier = self._names.pop((tenant, turn.before), None)
+            self._names[tenant, turn.name] = made.id
+            if len(self._names) > MAX_PINS:
+                self._names.popitem(last=False)
+            if earlier is not None:
+                await contexts.update(earlier, ttl_s=RELEASE_S, tenant=tenant)
+        except MoonpoolError as error:
+            log.debug("a conversation was not pinned", id=turn.name, error=str(error))

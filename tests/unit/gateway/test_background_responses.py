@@ -1,0 +1,182 @@
+"""Background responses: the client polls, cancels and deletes; their number and time are bounded."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from google.protobuf.message import Message as Protobuf
+
+from moonpool.client import AsyncClient
+from moonpool.client.testing import FakeConductor, answer
+from moonpool.client.transport import GenerateCall
+from moonpool.errors import Internal
+from moonpool.v1 import conductor_pb2 as pb
+
+from .fakes import answering, make_gateway, ready, settings, tokenizer
+from .test_stored_responses import client_of, numbered
+
+
+class PacedCall:
+    """Says where the request is placed once `placed` is set, and the answer once `answered` is set."""
+
+    def __init__(self, placed: asyncio.Event, answered: asyncio.Event) -> None:
+        self._messages = iter(answer([1]))
+        self._steps = iter([placed, answered])
+        self.cancelled = False
+
+    def __aiter__(self) -> AsyncIterator[pb.GenerateResponse]:
+        return self
+
+    async def __anext__(self) -> pb.GenerateResponse:
+        if (step := next(self._steps, None)) is not None:
+            await step.wait()
+        message = next(self._messages, None)
+        if message is None:
+            raise StopAsyncIteration
+        return message
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Paced:
+    """A transport whose answers wait for the test."""
+
+    def __init__(self) -> None:
+        self._fake = ready(FakeConductor())
+        self.calls: list[PacedCall] = []
+        self.placed, self.answered = asyncio.Event(), asyncio.Event()
+
+    def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
+        self.calls.append(PacedCall(self.placed, self.answered))
+        return self.calls[-1]
+
+    async def query(self, request: Protobuf, timeout_s: float) -> Any:
+        return self._fake.answer(request)
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+@asynccontextmanager
+async def paced(**changes: Any) -> AsyncIterator[tuple[Paced, openai.AsyncOpenAI]]:
+    transport = Paced()
+    with ThreadPoolExecutor(1) as threads:
+        app = make_gateway(AsyncClient(transport=transport), settings(**changes), threads, tokenizer())
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as http:
+            yield (
+                transport,
+                openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=http, max_retries=0),
+            )
+
+
+async def until(client: openai.AsyncOpenAI, name: str, status: str) -> Any:
+    """The response as soon as it has a status."""
+    while True:
+        response = await client.responses.retrieve(name)
+        if response.status == status:
+            return response
+
+
+async def test_a_response_is_queued_in_progress_and_completed() -> None:
+    async with paced() as (transport, client):
+        begun = await client.responses.create(model="tiny", input="a", background=True)
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
+        assert (await client.responses.retrieve(begun.id)).status == "queued"
+        with pytest.raises(openai.BadRequestError, match="has no answer yet"):
+            await client.responses.create(model="tiny", input="b", previous_response_id=begun.id)
+        transport.placed.set()
+        await until(client, begun.id, "in_progress")
+        transport.answered.set()
+        done = await until(client, begun.id, "completed")
+        assert (done.id, done.output_text) == (begun.id, "1 ")
+        assert done.usage.output_tokens == 1
+        assert (await client.responses.cancel(begun.id)).to_dict() == done.to_dict()
+        following = await client.responses.create(model="tiny", input="b", previous_response_id=begun.id)
+        assert following.status == "completed"
+        with pytest.raises(openai.BadRequestError, match="no background response"):
+            await client.responses.cancel(following.id)
+
+
+@pytest.mark.parametrize("placed", [False, True])
+async def test_a_response_is_cancelled(placed: bool) -> None:
+    """Its request ends, too, and it can be cancelled again."""
+    async with paced() as (transport, client):
+        begun = await client.responses.create(model="tiny", input="a", background=True)
+        if placed:
+            transport.placed.set()
+            await until(client, begun.id, "in_progress")
+        for _ in range(2):
+            assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+        assert all(call.cancelled for call in transport.calls)
+        await client.responses.delete(begun.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.cancel(begun.id)
+
+
+async def test_a_response_that_is_deleted_is_not_computed_further() -> None:
+    async with paced() as (transport, client):
+        begun = await client.responses.create(model="tiny", input="a", background=True)
+        transport.placed.set()
+        await until(client, begun.id, "in_progress")
+        await client.responses.delete(begun.id)
+        assert transport.calls[0].cancelled
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(begun.id)
+
+
+async def test_an_answer_that_fails_is_told() -> None:
+    def script(request: pb.GenerateRequest) -> list[Any]:
+        return [Internal("engine lost")]
+
+    async with answering(FakeConductor(script)) as gateway:
+        client = client_of(gateway)
+        begun = await client.responses.create(model="tiny", input="a", background=True)
+        failed = await until(client, begun.id, "failed")
+        assert "engine lost" in failed.error.message
+
+
+async def test_the_number_under_way_is_bounded() -> None:
+    async with paced(max_background_responses=2) as (transport, client):
+        begun = [await client.responses.create(model="tiny", input="a", background=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="max_background_responses is 2"):
+            await client.responses.create(model="tiny", input="a", background=True)
+        await client.responses.cancel(begun[0].id)
+        begun.append(await client.responses.create(model="tiny", input="a", background=True))
+        transport.placed.set()
+        transport.answered.set()
+        for each in begun[1:]:
+            await until(client, each.id, "completed")
+
+
+async def test_a_response_that_nobody_computes_has_failed_after_its_time(tmp_path: Path) -> None:
+    """Another gateway with the same store does not know whether its gateway lives."""
+    file = tmp_path / "responses.db"
+    async with (
+        paced(response_store_file=file) as (_, client),
+        paced(response_store_file=file, request_timeout_s=0.001) as (_, other),
+    ):
+        begun = await client.responses.create(model="tiny", input="a", background=True)
+        failed = await until(other, begun.id, "failed")
+        assert failed.error is not None
+        assert (await other.responses.cancel(begun.id)).status == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("body", "place"), [({"stream": True}, "stream"), ({"store": False}, "store")], ids=["stream", "store"]
+)
+async def test_what_a_background_response_cannot_be(body: dict[str, Any], place: str) -> None:
+    async with answering(numbered()) as gateway:
+        ask = {"input": "a", "background": True, **body}
+        refused = await gateway.http.post("/v1/responses", json=ask)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, place)
+    async with answering(numbered(), response_store_bytes=0) as gateway:
+        refused = await gateway.http.post("/v1/responses", json={"input": "a", "background": True})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
