@@ -58,6 +58,18 @@ def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return map_schemas(schema, close)
 
 
+def moved_schema(schema: Mapping[str, Any], pointer: str) -> Mapping[str, Any]:
+    """A schema whose references to itself hold where it stands at `pointer` of another one, for example "/$defs/f"."""
+
+    def move(place: str, found: dict[str, Any]) -> Mapping[str, Any]:
+        reference = found.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return found
+        return {**found, "$ref": f"#{pointer}{reference.removeprefix('#')}"}
+
+    return map_schemas(schema, move)
+
+
 def _in_all_of(place: str) -> bool:
     return place.rpartition(".")[0].rpartition(".")[2] == "allOf"
 

@@ -203,6 +203,19 @@ def run(program: Program, folder: Path, server: tuple[str, str], edited: Path) -
     return found if found and not done.returncode else {**found, "(end)": f"see {log}"}
 
 
+def changed_cells(name: str, wanted: Sequence[str], found: Mapping[str, str]) -> list[str]:
+    """What is not as the table says: cells that are listed and do not work, and cells that work and are not listed.
+
+    Args:
+        name: the program.
+        wanted: its cells in the table.
+        found: what went wrong in each cell, "" for nothing.
+    """
+    broken = {cell: found.get(cell, "did not run") for cell in wanted if found.get(cell, "did not run")}
+    new = {cell: "works, and is not listed" for cell, error in found.items() if not error and cell not in wanted}
+    return [f"{name}.{cell}: {why}" for cell, why in sorted((broken | new).items())]
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -230,10 +243,7 @@ def main(arguments: Sequence[str]) -> int:
             found = run(program, folder, servers[program.is_agent], edited)
             worked[program.name] = [cell for cell, error in found.items() if not error]
             print(f"{program.name} {program.version}: {', '.join(worked[program.name]) or 'nothing'}", flush=True)
-            wanted = expected.get(program.name, ("", []))[1]
-            for cell in sorted({*wanted, *found}):
-                if (cell in wanted) != (cell in worked[program.name]):
-                    changed.append(f"{program.name}.{cell}: {found.get(cell) or 'works, and is not listed'}")
+            changed += changed_cells(program.name, expected.get(program.name, ("", []))[1], found)
     if options.write:
         PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8"), worked), encoding="utf-8")
     print(f"{sum(map(len, worked.values()))} cells work, {len(changed)} changed, {len(skipped)} programs skipped")

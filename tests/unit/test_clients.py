@@ -1,12 +1,13 @@
 """`make clients`: its table and its scripted model. The programs themselves are not installed here."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonpool.v1 import conductor_pb2 as pb
-from tests.clients.__main__ import PAGE, listed_cells, programs, with_cells
+from tests.clients.__main__ import PAGE, changed_cells, listed_cells, main, programs, with_cells
 from tests.clients.scripted import COMMAND, DONE, FINISH, SEARCH_REPLACE, says
 
 
@@ -22,6 +23,32 @@ def test_what_worked_is_written() -> None:
     page = with_cells(PAGE.read_text(encoding="utf-8"), {"openai_sdk": ["chat", "stream"], "codex_agent": []})
     assert listed_cells(page)["openai_sdk"][1] == ["chat", "stream"]
     assert listed_cells(page)["codex_agent"][1] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "changed"),
+    [
+        ({"chat": "", "stream": "", "new": "fails"}, []),
+        ({"chat": "", "stream": "boom"}, ["p.stream: boom"]),
+        ({"chat": "", "(end)": "see log"}, ["p.stream: did not run"]),
+        ({"chat": "", "stream": "", "new": ""}, ["p.new: works, and is not listed"]),
+    ],
+)
+def test_a_changed_cell_is_told(found: dict[str, str], changed: list[str]) -> None:
+    assert changed_cells("p", ["chat", "stream"], found) == changed
+
+
+def test_a_program_that_cannot_be_installed_is_skipped_visibly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a network, and with nothing fetched before."""
+    for name, value in (("UV_OFFLINE", "1"), ("UV_CACHE_DIR", str(tmp_path / "cache")), ("PATH", str(tmp_path))):
+        monkeypatch.setenv(name, value)
+    names = ["llm_program", "openai_node"]
+    assert main([*names, "--folder", str(tmp_path / "clients")]) == 0
+    told = capsys.readouterr().out
+    assert all(f"SKIPPED {name}: cannot be installed: " in told for name in names)
+    assert "0 cells work, 0 changed, 2 programs skipped" in told
 
 
 def chat(tools: list[str], *turns: dict[str, Any]) -> pb.ChatPrompt:

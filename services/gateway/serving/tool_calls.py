@@ -11,7 +11,7 @@ from typing import Any
 from moonpool.client import Choice
 from moonpool.errors import InvalidRequest
 from moonpool.grammar import AnswerGrammar
-from moonpool.json_schema import SchemaWordError, close_objects
+from moonpool.json_schema import SchemaWordError, close_objects, moved_schema
 from services.gateway.reasoning_parsers.base import ReasoningFormat, ReasoningParser, ReasoningText
 from services.gateway.tool_parsers.base import (
     DEFAULT_CALL_ID,
@@ -80,26 +80,22 @@ class ToolSet:
 
         Objects have only the members that are named, unless `additionalProperties` says something else: small models
         would go on with further members until the answer is cut.
-
-        Raises:
-            InvalidRequest: the parameters have definitions, which a list of calls cannot have; names `tools`.
         """
         parameters = {name: close_objects(schema) for name, schema in self.parameters.items()}
         if self.tool_choice:
             return dict(parameters[self.tool_choice])
-        if any("$defs" in schema or "definitions" in schema for schema in parameters.values()):
-            raise InvalidRequest("tools", "if parameters have $defs, tool_choice must name a function")
         calls = [
             {
                 "type": "object",
-                "properties": {"name": {"const": name}, "arguments": schema},
+                "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
             }
-            for name, schema in parameters.items()
+            for name in parameters
         ]
         most = MAX_FORCED_CALLS if self.parallel else 1
-        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most}
+        definitions = {name: moved_schema(schema, f"/$defs/{name}") for name, schema in parameters.items()}
+        return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "maxItems": most, "$defs": definitions}
 
 
 def tool_definition(

@@ -17,7 +17,7 @@ from openai.types.responses import FunctionToolParam, ResponseFunctionToolCall, 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer
 from moonpool.client.testing import FakeConductor, answer
-from moonpool.grammar import check_grammar
+from moonpool.grammar import Grammar, check_grammar
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.serving.tool_calls import MAX_FORCED_CALLS
@@ -280,6 +280,28 @@ async def test_any_function_has_to_be_called() -> None:
         (call,) = body["choices"][0]["message"]["tool_calls"]
         assert call["function"] == {"name": "weather", "arguments": PARIS}
         assert json.loads(gateway.asked.sampling.grammar)["maxItems"] == 1
+
+
+async def test_functions_with_definitions_may_be_forced_together() -> None:
+    """References hold in the list of calls, also to the schema itself."""
+    node = {
+        "type": "object",
+        "properties": {"colour": {"$ref": "#/$defs/colour"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["colour", "next"],
+        "$defs": {"colour": {"enum": ["red", "blue"]}},
+    }
+    other: Any = {"type": "function", "function": {"name": "a.b-c", "parameters": node}}
+    async with answering(made_to_call("[]")) as gateway:
+        assert (await gateway.chat(tools=[other, ADD], tool_choice="required")).status_code == 200
+        grammar = Grammar("json_schema", gateway.asked.sampling.grammar)
+    for text, accepted in (
+        ('{"colour": "red", "next": {"colour": "blue", "next": null}}', True),
+        ('{"colour": "green", "next": null}', False),
+        ('{"colour": "red", "next": {}}', False),
+    ):
+        matcher = LLMatcher(LLTokenizer("byte"), grammar.compiled())
+        whole = f'[{{"name": "a.b-c", "arguments": {text}}}, {{"name": "add", "arguments": {{}}}}]'.encode()
+        assert (matcher.try_consume_tokens(list(whole)) == len(whole)) == accepted, text
 
 
 @pytest.mark.parametrize("cut", [12, 40, -3])
