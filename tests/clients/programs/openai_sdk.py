@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import openai
 from cells import MODEL, OPENAI_URL, QUESTION, SCHEMA, WEATHER, cell, check, run
@@ -96,6 +97,18 @@ def responses():
     check(second.usage.input_tokens > first.usage.input_tokens, second.usage)
     check(client.responses.retrieve(first.id).output_text == first.output_text)
     client.responses.delete(first.id)
+
+
+@cell
+def background():
+    ask = {"model": MODEL, "max_output_tokens": 12, "temperature": 0, "background": True}
+    response = client.responses.create(**ask, input=QUESTION)
+    while response.status in ("queued", "in_progress"):
+        time.sleep(0.2)
+        response = client.responses.retrieve(response.id)
+    check("Paris" in response.output_text, response)
+    ended = client.responses.cancel(client.responses.create(**{**ask, "max_output_tokens": 2000}, input=QUESTION).id)
+    check(ended.status == "cancelled", ended)
 
 
 @cell
