@@ -1,7 +1,7 @@
 """A stack on a machine with too much to do: no instance may be declared lost. `python -m tests.load.starved`.
 
-The bundled model's stack runs at a low priority beside processes of the same priority that never wait, by default
-twenty for each processor. Requests come all the time. The kernel tells how long the services' main threads ran, and how
+The bundled model's stack runs beside processes that never wait, by default twenty for each processor, all of them at
+the priority of `--nice`. Requests come all the time. The kernel tells how long the services' main threads ran, and how
 long they were ready to run and did not: the ratio is the oversubscription that they met.
 """
 
@@ -32,9 +32,10 @@ LOST, NOTICED, JOINED = "] lost [", "] an instance gets no processor [", "] join
 
 
 @contextmanager
-def spinning(count: int) -> Iterator[None]:
+def spinning(count: int, nice: int) -> Iterator[None]:
     """So many processes that never wait."""
-    spinners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    work = f"import os; os.nice({nice})\nwhile True: pass"
+    spinners = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(count)]
     try:
         yield
     finally:
@@ -91,12 +92,13 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long")
     parser.add_argument("--times", type=int, default=20, help="processes that never wait, for each processor")
-    parser.add_argument("--nice", type=int, default=10, help="priority of the stack and of these processes")
+    parser.add_argument("--nice", type=int, default=0, help="priority of the stack and of these processes")
     options = parser.parse_args(arguments)
-    os.nice(options.nice)
     with tempfile.TemporaryDirectory() as scratch:
         plan = StackPlan(model=str(model_dir()), data_dir=Path(scratch), kv_cache_memory_bytes=64 << 20)
-        with LocalStack(plan) as stack, spinning(options.times * (os.cpu_count() or 1)):
+        with LocalStack(plan) as stack, spinning(options.times * (os.cpu_count() or 1), options.nice):
+            for service in stack.services.values():
+                os.setpriority(os.PRIO_PGRP, os.getpgid(service.pid), options.nice)
             before = ran_and_waited(stack)
             answered, failed = asyncio.run(asking(stack.address, time.monotonic() + options.seconds))
             after = ran_and_waited(stack)
