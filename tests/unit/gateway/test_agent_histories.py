@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from .fakes import Answers
+from .fakes import CHAT, Answers
 
 SCHEMA = {
     "$schema": "http://json-schema.org/draft-07/schema#",
@@ -12,6 +12,7 @@ SCHEMA = {
     "properties": {"path": {"type": "string"}},
 }
 READ = {"type": "function", "function": {"name": "read", "description": "Reads.", "parameters": SCHEMA}}
+STREAM_OPTIONS = {"stream_options": {"include_usage": True}}
 CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -94,7 +95,6 @@ OPENCODE = {
     "tools": [READ],
     "tool_choice": "auto",
     "max_tokens": 32,
-    "stream_options": {"include_usage": True},
     "reasoning_effort": "medium",
 }
 AIDER = {
@@ -140,9 +140,9 @@ OPENHANDS = {
 AGENTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "claude_code": ("/v1/messages", CLAUDE_CODE, 2),
     "codex": ("/v1/responses", CODEX, 2),
-    "opencode": ("/v1/chat/completions", OPENCODE, 1),
-    "aider": ("/v1/chat/completions", AIDER, 0),
-    "openhands": ("/v1/chat/completions", OPENHANDS, 2),
+    "opencode": (CHAT, OPENCODE, 1),
+    "aider": (CHAT, AIDER, 0),
+    "openhands": (CHAT, OPENHANDS, 2),
 }
 """Path, request, and the results of calls that the model sees."""
 
@@ -151,7 +151,8 @@ AGENTS: dict[str, tuple[str, dict[str, Any], int]] = {
 @pytest.mark.parametrize("agent", AGENTS)
 async def test_histories_of_agents_go_on(gateway: Answers, agent: str, stream: bool) -> None:
     path, body, results = AGENTS[agent]
-    answered = await gateway.http.post(path, json={**body, "stream": stream})
+    more = STREAM_OPTIONS if stream and path == CHAT else {}
+    answered = await gateway.http.post(path, json={**body, "stream": stream, **more})
     assert answered.status_code == 200, answered.text
     turns = gateway.asked.chat.messages
     assert [turn.role for turn in turns].count("tool") == results
