@@ -21,7 +21,7 @@ from moonpool.cli.load_generator import (
     open_loop,
     poisson_arrivals,
     summarize,
-    trace_arrivals,
+    trace_loop,
 )
 from moonpool.client import AsyncClient, Slo
 from moonpool.errors import ConfigError, Internal, InvalidRequest, Overloaded, StreamBroken, Unavailable
@@ -259,18 +259,17 @@ class BenchPlan:
 
 
 async def send_load(plan: BenchPlan) -> list[RequestOutcome]:
-    """Sends each request when it is due, whatever the others do."""
+    """Sends each request when due: of a trace also after those that the request waits for."""
     vocabulary = load_config(plan.model).vocab_size
     if plan.trace is None:
-        prompts = PromptSource(plan.shape, (), plan.seed, vocabulary)
         arrivals = poisson_arrivals(plan.rate, plan.requests, plan.seed)
-    else:
-        source = Trace(plan.trace, plan.requests)
-        wanted = list(source)
-        prompts = PromptSource(plan.shape, wanted, plan.seed, vocabulary, source.block_tokens or BLOCK_TOKENS)
-        arrivals = trace_arrivals([request.timestamp / 1000 for request in wanted], plan.time_scale)
+        async with _target(plan, PromptSource(plan.shape, (), plan.seed, vocabulary)) as send:
+            return await open_loop(arrivals, send)
+    source = Trace(plan.trace, plan.requests)
+    wanted = list(source)
+    prompts = PromptSource(plan.shape, wanted, plan.seed, vocabulary, source.block_tokens or BLOCK_TOKENS)
     async with _target(plan, prompts) as send:
-        return await open_loop(arrivals, send)
+        return await trace_loop(wanted, plan.time_scale, send)
 
 
 def _target(plan: BenchPlan, prompts: PromptSource) -> contextlib.AbstractAsyncContextManager[SendRequest]:

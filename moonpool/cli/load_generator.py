@@ -2,7 +2,8 @@
 
 Open loop: requests start when they are due, whatever the others do, and latency counts from the due time, so a
 stalled server cannot hide its stall (no coordinated omission). Closed loop: a fixed number of clients, each starting
-its next request when the last has ended.
+its next request when the last has ended. A trace is both: requests come at their times, and turns of an agent when
+the turn before has ended.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import grpc
 
 from moonpool.errors import MoonpoolError
 from moonpool.rpc.errors import from_rpc_error
+from simulator.traces.mooncake import TraceRequest
 
 
 @dataclass(slots=True)
@@ -83,10 +85,52 @@ def poisson_arrivals(rate_per_s: float, count: int, seed: int) -> list[float]:
     return [due := due + generator.expovariate(rate_per_s) for _ in range(count)]
 
 
-def trace_arrivals(times_s: Sequence[float], time_scale: float = 1.0) -> list[float]:
-    """Due times of a trace that begins at 0; a time scale of 2 replays it twice as fast."""
-    begin = min(times_s, default=0.0)
-    return [(time - begin) / time_scale for time in times_s]
+class TraceSchedule:
+    """When the requests of a trace are due: at their times, or after those that they wait for. The first comes at 0.
+
+    Args:
+        requests: those of the trace.
+        time_scale: seconds of the trace that pass in one second, delays of tools and people included.
+        clock: seconds since the first request was due.
+    """
+
+    def __init__(self, requests: Sequence[TraceRequest], time_scale: float, clock: Callable[[], float]) -> None:
+        self._begin = min((one.timestamp for one in requests if not one.wait_for), default=0.0)
+        self._per_ms, self._clock = 0.001 / time_scale, clock
+        self._over = {one.name: asyncio.Event() for one in requests if one.name}
+
+    async def due(self, request: TraceRequest) -> float:
+        """Wait until a request is due; return that time."""
+        for name in request.wait_for:
+            await self._over[name].wait()
+        since = self._clock() if request.wait_for else 0.0
+        due = since + self._per_ms * (request.delay if request.wait_for else request.timestamp - self._begin)
+        await asyncio.sleep(max(0.0, due - self._clock()))
+        return due
+
+    def ended(self, request: TraceRequest) -> None:
+        """A request has ended, also by an error: those that wait for the request may come."""
+        if request.name:
+            self._over[request.name].set()
+
+
+async def trace_loop(requests: Sequence[TraceRequest], time_scale: float, send: SendRequest) -> list[RequestOutcome]:
+    """Starts each request of a trace when it is due; a time scale of 2 replays the trace twice as fast."""
+    begin = time.monotonic()
+
+    def clock() -> float:
+        return time.monotonic() - begin
+
+    schedule = TraceSchedule(requests, time_scale, clock)
+
+    async def one(index: int, request: TraceRequest) -> RequestOutcome:
+        outcome = await _send_guarded(index, RequestOutcome(await schedule.due(request)), send, clock)
+        schedule.ended(request)
+        return outcome
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(index, request)) for index, request in enumerate(requests)]
+    return [task.result() for task in tasks]
 
 
 async def open_loop(arrivals: Sequence[float], send: SendRequest) -> list[RequestOutcome]:

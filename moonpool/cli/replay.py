@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moonpool.checkpoint import load_config, resolve
+from moonpool.cli.load_generator import TraceSchedule
 from moonpool.client import AsyncClient, Slo
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError, MoonpoolError
@@ -95,18 +96,19 @@ class FittedSimulation:
 
 
 async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[Request]:
-    """Sends each request when due, whatever the others do; returns them in order of arrival."""
+    """Sends each request when due: at its time, or after those that it waits for; returns them in the trace's order."""
     loop = asyncio.get_running_loop()
     begin, slo = loop.time(), replay.told()
 
     def now() -> int:
         return round((loop.time() - begin) * replay.time_scale * PS)
 
+    schedule = TraceSchedule(replay.requests, replay.time_scale, lambda: loop.time() - begin)
+
     async def one(client: AsyncClient, number: int, wanted: TraceRequest) -> Request:
-        due_s = wanted.timestamp / 1000
-        await asyncio.sleep(max(0.0, due_s / replay.time_scale + begin - loop.time()))
-        lengths = wanted.input_length, wanted.output_length
-        request = Request(number, round(due_s * PS), *lengths, (), choices=wanted.choices, tenant=wanted.tenant)
+        due_s, lengths = await schedule.due(wanted), (wanted.input_length, wanted.output_length)
+        arrived = round(due_s * replay.time_scale * PS)
+        request = Request(number, arrived, *lengths, (), choices=wanted.choices, tenant=wanted.tenant)
         prompt = wanted.tokens(replay.vocab_size, replay.block_tokens).tolist()
         sampling = SamplingParams(max_tokens=wanted.output_length, temperature=0.0, ignore_eos=True, n=wanted.choices)
         stream = client.stream(token_ids=prompt, sampling=sampling, tenant=wanted.tenant, slo=slo)
@@ -121,6 +123,7 @@ async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[
             request.outcome, request.reused = DONE, result.usage.cached_tokens
             request.predicted_ttft_s = result.placement.predicted_ttft_s * replay.time_scale
         request.ended_at = now()
+        schedule.ended(wanted)
         return request
 
     async with AsyncClient(address) as client:

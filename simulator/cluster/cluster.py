@@ -16,8 +16,11 @@ from simulator.cluster.prefill import Peers, SimulatedPrefill
 from simulator.cluster.requests import Request, SequenceReport, keys_of, prompt_key_of
 from simulator.cluster.store import Readable, Store
 from simulator.network import Calls, Link, SimulatedNetwork
+from simulator.traces.closed_loop import ClosedLoop
 from simulator.traces.mooncake import TraceRequest
 
+Placed = tuple[int, TraceRequest]
+"""Place in the trace, from 1 on, and the request."""
 DETECTION_S = 3.0
 """Until the conductor notices that an instance is lost."""
 
@@ -48,12 +51,14 @@ class Cluster:
         self.decodes = [self._decode(number, runs) for number in config.decode_numbers]
         self._engines = Instances({it.name: it for it in self.prefills}, {it.name: it for it in self.decodes})
         self.machines = Machines(self.world, self._engines, config.role_change_s, self._gone, self._there)
-        self.clients = Clients(self.world, config, ended)
+        self._loop = ClosedLoop()
+        self._report = ended
+        self.clients = Clients(self.world, config, self._ended)
         self.conductors: list[Conductor] = []
         for number in range(config.conductors):
             self.conductors.append(self._conductor(number))
         self.clients.conductors = self.conductors
-        self._came = 0
+        self._following = 0  # requests whose others have ended, and whose delay has not
         self._coming = False
 
     def _conductor(self, number: int) -> Conductor:
@@ -91,29 +96,51 @@ class Cluster:
 
     def feed(self, requests: Iterable[TraceRequest]) -> None:
         """Lets requests come at their times; the trace is read as time goes on."""
-        self._next(iter(requests))
+        self._next(iter(enumerate(requests, 1)))
 
-    def _next(self, requests: Iterator[TraceRequest]) -> None:
-        request = next(requests, None)
-        self._coming = request is not None
-        if request is not None:
-            at = ps(request.timestamp / 1000 / self.config.rate)
-            self.world.at(max(at, self.world.now), self._arrive, (request, requests))
+    def _next(self, requests: Iterator[Placed]) -> None:
+        """Read on to the next request that comes at a time of its own; those before wait for others."""
+        coming = next(requests, None)
+        while coming is not None and coming[1].wait_for:
+            if not self._loop.keeps(*coming):
+                self._follow(coming)
+            coming = next(requests, None)
+        self._coming = coming is not None
+        if coming is not None:
+            at = ps(coming[1].timestamp / 1000 / self.config.rate)
+            self.world.at(max(at, self.world.now), self._arrive, (coming, requests))
 
-    def _arrive(self, coming: tuple[TraceRequest, Iterator[TraceRequest]]) -> None:
-        trace, requests = coming
-        self._came += 1
+    def _arrive(self, coming: tuple[Placed, Iterator[Placed]]) -> None:
+        self._ask(coming[0])
+        self._next(coming[1])
+
+    def _follow(self, coming: Placed) -> None:
+        """The requests that this one waits for have ended. `rate` does not hurry tools and people."""
+        self._following += 1
+        self.world.after(ps(coming[1].delay / 1000), self._ask_next, coming)
+
+    def _ask_next(self, coming: Placed) -> None:
+        self._following -= 1
+        self._ask(coming)
+
+    def _ask(self, coming: Placed) -> None:
+        place, trace = coming
         block_tokens = self.config.block_tokens
         lengths, keys = (trace.input_length, trace.output_length), keys_of(trace, block_tokens)
-        wanted = Request(self._came, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
+        wanted = Request(place, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
         wanted.prompt_key = prompt_key_of(trace, block_tokens)
+        wanted.name = trace.name
         self.clients.arrive(wanted)
-        self._next(requests)
+
+    def _ended(self, request: Request) -> None:
+        self._report(request)
+        for coming in self._loop.ended(request.name):
+            self._follow(coming)
 
     @property
     def busy(self) -> bool:
         """Whether requests are there or to come."""
-        return self._coming or len(self.clients) > 0
+        return self._coming or self._following > 0 or len(self.clients) > 0
 
     # Messages between parts
 
@@ -225,6 +252,7 @@ class Cluster:
         for decode in self.decodes:
             decode.check_at_rest()
         assert not len(self.clients)
+        assert not len(self._loop)
         for conductor in self.conductors:
             conductor.check_at_rest()
 

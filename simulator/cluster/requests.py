@@ -85,6 +85,8 @@ class Request:
     choices: int = 1
     """Answers wanted."""
     tenant: str = ""
+    name: str = ""
+    """By which requests of the trace wait for this one; empty = none does."""
     prompt_key: bytes = b""
     """Of the whole prompt where it has no full block, which decides on its store; empty = nobody else has it."""
     attempts: int = 0

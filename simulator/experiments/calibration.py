@@ -141,7 +141,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Request]:
-    """Simulates a cluster; the requests as they ended, in order of their coming."""
+    """Simulates a cluster; the requests as they ended, in the order of the trace."""
     ended: list[Request] = []
     cluster = Cluster(config, ended.append)
     cluster.feed(requests)

@@ -33,13 +33,15 @@ def linked(config: ClusterConfig, link_gb: float) -> ClusterConfig:
 def jittered(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
     """The requests at times drawn within the resolution of the trace's clock, by seed, in order of time.
 
-    The resolution is the shortest time between two different timestamps.
+    The resolution is the shortest time between two different timestamps. Requests that wait for others are not moved.
     """
-    gaps = (after.timestamp - one.timestamp for one, after in pairwise(requests))
+    timed = [one for one in requests if not one.wait_for]
+    gaps = (after.timestamp - one.timestamp for one, after in pairwise(timed))
     grain = min((gap for gap in gaps if gap > 0.0), default=0.0)
     draws = Random(seed)
-    moved = [replace(one, timestamp=one.timestamp + draws.uniform(0.0, grain)) for one in requests]
-    return sorted(moved, key=lambda one: one.timestamp)
+    moved = [replace(one, timestamp=one.timestamp + draws.uniform(0.0, grain)) for one in timed]
+    waiting = [one for one in requests if one.wait_for]
+    return sorted((*moved, *waiting), key=lambda one: one.timestamp)
 
 
 class Slowdowns:

@@ -5,6 +5,11 @@ from the start = equal prefix). Two fields are our own, and may be missing: `ten
 prompt; each has `output_length`). Tenants share no prefix. A first line `{"block_tokens": N, ...}` without a timestamp
 says how many tokens a block has; without one they are 512, as in the published traces. Tokens are a function of the
 hash id alone, so equal ids give equal tokens.
+
+Requests of agents wait for others, in the fields of Dynamo's agentic form: `request_id` names a request, `wait_for`
+lists requests of earlier lines, and the request comes `delay` + `tool_wait_ms` ms after the last of these has ended.
+With `session_id` and `delay` alone a request waits for the line before of the same session, as in AIPerf's form. A
+request that waits needs no `timestamp`.
 """
 
 import json
@@ -27,7 +32,7 @@ BLOCK_TOKENS = 512
 TRACE_VARIABLE = "MOONPOOL_TRACE"
 FIRST_TOKEN = 16
 """Ids below are left to special tokens."""
-FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+FIELDS = ("input_length", "output_length", "hash_ids")
 REMEMBERED_IDS = 1 << 20
 """Ids whose predecessors are remembered, the oldest are forgotten: a contradiction is found within so many blocks."""
 
@@ -41,13 +46,21 @@ class TraceRequest:
     """One line of a trace."""
 
     timestamp: float
-    """Milliseconds since the trace began."""
+    """Milliseconds since the trace began; of a request that waits: if the requests before took no time."""
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
     tenant: str = ""
     choices: int = 1
     """Answers wanted."""
+    session: str = ""
+    """Conversation or agent that the request is a turn of; empty = none is known."""
+    name: str = ""
+    """By which later requests wait for this one."""
+    wait_for: tuple[str, ...] = ()
+    """Names of earlier requests that end before this one comes."""
+    delay: float = 0.0
+    """Milliseconds from the end of the last of these: a tool that works, a person who thinks."""
 
     def tokens(self, vocab_size: int, block_tokens: int = BLOCK_TOKENS) -> "array[int]":
         """The prompt; typecode "i"."""
@@ -131,19 +144,55 @@ class _Checker:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._last = 0.0
+        self._turns: dict[str, list[str]] = {}  # names of a session's requests
+        self._times: dict[str, float] = {}  # of requests with a name
         self._before: dict[int, int] = {}  # the id before each id; -1 before the first of a chain
 
     def request(self, line: str) -> TraceRequest:
         data = _object(line)
-        at, tokens, answer, ids = (data[name] for name in FIELDS)
-        _check_numbers(at, tokens, answer)
+        tokens, answer, ids = (data[name] for name in FIELDS)
+        _check_lengths(tokens, answer)
         tenant, choices = data.get("tenant", ""), data.get("n", 1)
         _check_wishes(tenant, choices)
+        self._check_ids(tokens, ids)
+        session, name = _text(data, "session_id"), _text(data, "request_id")
+        turns = self._turns.setdefault(session, []) if session else []
+        name = name or (f"{session}#{len(turns)}" if session else "")
+        wait_for, delay = self._waits(data, turns), _milliseconds(data, "delay") + _milliseconds(data, "tool_wait_ms")
+        at = self._time(data, wait_for, delay)
+        if name:
+            if name in self._times:
+                raise ValueError(f"request_id {name!r} is that of an earlier request, too")
+            self._times[name] = at
+            turns.append(name)
+        return TraceRequest(at, tokens, answer, tuple(ids), tenant, choices, session, name, wait_for, delay)
+
+    def _waits(self, data: Mapping[str, Any], turns: Sequence[str]) -> tuple[str, ...]:
+        """Return the names of the requests that a request waits for."""
+        names = data.get("wait_for") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"wait_for must be a list of request ids, is {names!r}")
+        unknown = next((name for name in names if name not in self._times), None)
+        if unknown is not None:
+            raise ValueError(f"wait_for: no earlier request has the id {unknown!r}")
+        in_turn = turns and not names and (data.get("delay") is not None or data.get("timestamp") is None)
+        return (turns[-1],) if in_turn else tuple(names)
+
+    def _time(self, data: Mapping[str, Any], wait_for: Sequence[str], delay: float) -> float:
+        """Return the timestamp, or the earliest time of a request that waits."""
+        at = data.get("timestamp")
+        if at is None and not wait_for:
+            raise ValueError("timestamp missing, and the request waits for no other")
+        if at is None:
+            return max(self._times[name] for name in wait_for) + delay
+        if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
+            raise ValueError(f"timestamp must be a number of at least 0, is {at!r}")
+        if wait_for:
+            return at
         if at < self._last:
             raise ValueError(f"timestamp {at:g} is before that of the request before, {self._last:g}: not sorted")
-        self._check_ids(tokens, ids)
         self._last = at
-        return TraceRequest(at, tokens, answer, tuple(ids), tenant, choices)
+        return at
 
     def _check_ids(self, tokens: int, ids: object) -> None:
         if not isinstance(ids, list) or not all(map(_is_count, ids)):
@@ -174,9 +223,23 @@ def _object(line: str) -> Mapping[str, Any]:
     return data
 
 
-def _check_numbers(at: object, tokens: object, answer: object) -> None:
-    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < math.inf:
-        raise ValueError(f"timestamp must be a number of at least 0, is {at!r}")
+def _text(data: Mapping[str, Any], name: str) -> str:
+    value = data.get(name) or ""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text, is {value!r}")
+    return value
+
+
+def _milliseconds(data: Mapping[str, Any], name: str) -> float:
+    value = data.get(name)
+    if value is None:
+        return 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a number of at least 0, is {value!r}")
+    return float(value)
+
+
+def _check_lengths(tokens: object, answer: object) -> None:
     for name, value in (("input_length", tokens), ("output_length", answer)):
         if not _is_count(value) or value == 0:
             raise ValueError(f"{name} must be a whole number of at least 1, is {value!r}")
@@ -214,11 +277,17 @@ def write_trace(path: Path, requests: Sequence[TraceRequest]) -> None:
 
 def trace_line(request: TraceRequest) -> str:
     """One request's line."""
-    line = {name: getattr(request, name) for name in FIELDS}
+    line: dict[str, Any] = {name: getattr(request, name) for name in ("timestamp", *FIELDS)}
     if request.tenant:
         line["tenant"] = request.tenant
     if request.choices > 1:
         line["n"] = request.choices
+    if request.session:
+        line["session_id"] = request.session
+    if request.name:
+        line["request_id"] = request.name
+    if request.wait_for:
+        line |= {"wait_for": list(request.wait_for), "delay": request.delay}
     return json.dumps(line) + "\n"
 
 

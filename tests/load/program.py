@@ -22,7 +22,7 @@ from moonpool.cli.load_generator import (
     open_loop,
     poisson_arrivals,
     summarize,
-    trace_arrivals,
+    trace_loop,
 )
 from simulator.traces.mooncake import TraceRequest, read_trace
 
@@ -77,8 +77,7 @@ async def load(program: Program, options: argparse.Namespace, address: str) -> l
     trace = read_trace(Path(options.trace), limit=options.requests) if options.trace else []
     async with program.sending(options, address, trace) as send:
         if trace:
-            times = [request.timestamp / 1000 for request in trace]
-            return await open_loop(trace_arrivals(times, options.time_scale), send)
+            return await trace_loop(trace, options.time_scale, send)
         if options.request_rate > 0:
             return await open_loop(poisson_arrivals(options.request_rate, options.requests, options.seed), send)
         return await closed_loop(options.max_concurrency, options.requests, send)

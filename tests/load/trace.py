@@ -21,7 +21,7 @@ from pathlib import Path
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import load_config
 from moonpool.cli.check import GaugeReading, wait_at_rest
-from moonpool.cli.load_generator import LoadSummary, RequestOutcome, SendRequest, closed_loop, open_loop, summarize
+from moonpool.cli.load_generator import LoadSummary, RequestOutcome, SendRequest, closed_loop, summarize, trace_loop
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient, GenerateResult, Slo
 from moonpool.engine.emulated.kv import continuation
@@ -193,10 +193,9 @@ async def load(
 ) -> tuple[list[RequestOutcome], Answers]:
     """Sends the trace at its times, or so many requests at once, in its order."""
     answers = Answers()
-    arrivals = [request.timestamp / 1000 / scale for request in trace]
     async with AsyncClient(address) as client:
         send = sender(client, trace, answers, slo)
-        return await (closed_loop(at_once, len(trace), send) if at_once else open_loop(arrivals, send)), answers
+        return await (closed_loop(at_once, len(trace), send) if at_once else trace_loop(trace, scale, send)), answers
 
 
 def replay(options: argparse.Namespace, plan: StackPlan, trace: Sequence[TraceRequest], source: str) -> Report:

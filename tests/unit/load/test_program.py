@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from moonpool.cli.load_generator import RequestOutcome, SendRequest, summarize, trace_arrivals
+from moonpool.cli.load_generator import RequestOutcome, SendRequest, summarize
 from moonpool.errors import Overloaded, TransferFailed
 from moonpool.kv.layout import KVLayout
 from simulator.traces.mooncake import TraceRequest, write_trace
@@ -90,11 +90,6 @@ def test_a_bare_grpc_failure_has_our_name(capsys: pytest.CaptureFixture[str]) ->
     failure = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, metadata, metadata, "gone")
     assert main(Fake({0: failure}).program, ["--requests", "1", "--warmup", "0"]) == 1
     assert "{'Unavailable': 1}" in capsys.readouterr().out
-
-
-def test_a_trace_begins_at_zero_and_is_scaled() -> None:
-    assert trace_arrivals([10.0, 11.0, 14.0], 2.0) == [0.0, 0.5, 2.0]
-    assert trace_arrivals([]) == []
 
 
 def test_bytes_count_like_tokens_those_of_requests_that_succeeded() -> None:

@@ -97,7 +97,7 @@ def line(**changed: object) -> str:
         (line(timestamp=-1), "timestamp must be a number of at least 0, is -1"),
         (line(timestamp=float("nan")), "timestamp must be a number of at least 0, is nan"),
         (line(timestamp=True), "timestamp must be a number of at least 0, is True"),
-        (line(timestamp=None, output_length=None), "timestamp, output_length missing"),
+        (line(timestamp=None, output_length=None), "output_length missing"),
         (line(input_length=-600), "input_length must be a whole number of at least 1, is -600"),
         (line(output_length=0), "output_length must be a whole number of at least 1, is 0"),
         (line(input_length="600"), "input_length must be a whole number of at least 1, is '600'"),
