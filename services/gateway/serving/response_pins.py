@@ -49,14 +49,14 @@ class ResponsePins:
         self._client = client
         self._pin_s = pin_s
         self._names: OrderedDict[tuple[str, str], str] = OrderedDict()  # of contexts, by tenant and id
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
 
     def keep(self, turn: PinnedTurn) -> None:
         """Pin a turn in place of the turn before."""
         if self._pin_s and len(self._tasks) < MAX_WAITING:
             task = asyncio.create_task(self._keep(turn))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks[task] = None
+            task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
         """Pin nothing any more; what is pinned stays so for its time."""

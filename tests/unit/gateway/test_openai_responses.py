@@ -221,7 +221,6 @@ async def test_sampling_fields_of_vllm(gateway: Answers) -> None:
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input.0.call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input.0.output"),
         ({"input": "x", "include": ["nothing"]}, "include.0"),
-        ({"input": "x", "background": True}, "background"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "x", "text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"input": "x", "tools": [{"type": "file_search"}]}, "tools.0"),
