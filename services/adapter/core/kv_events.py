@@ -1,0 +1,172 @@
+"""KV events of engines, read from decoded messages.
+
+The events are those of vLLM: maps since 2026, arrays before. SGLang sends arrays with the same order of fields.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moonpool.errors import InvalidRequest
+from moonpool.frozen import frozen
+
+BlockHash = int | bytes
+"""An engine's own name of a block and everything before it: a number, or the bytes of a digest."""
+ExtraKeys = tuple[object, ...]
+"""What goes into a block's hash beside its tokens: a cache salt, an adapter's name, images."""
+
+
+@frozen
+class BlockStored:
+    """Consecutive blocks of a chain are held from now on.
+
+    Attributes:
+        hashes: of the blocks.
+        parent: hash of the block before them; None = they begin the chain.
+        token_ids: of all of them, `block_tokens` each.
+        block_tokens: tokens per block.
+        medium: memory or storage that holds them.
+        extra_keys: for each block; None = the engine does not tell them.
+        lora: whether a LoRA adapter computed them.
+        group: number of the group of layers.
+        kind: kind of attention of the group; "" = not told.
+    """
+
+    hashes: tuple[BlockHash, ...]
+    parent: BlockHash | None
+    token_ids: Sequence[int]
+    block_tokens: int
+    medium: str = ""
+    extra_keys: tuple[ExtraKeys, ...] | None = None
+    lora: bool = False
+    group: int = 0
+    kind: str = ""
+
+
+@frozen
+class BlockRemoved:
+    """Blocks are not held any more.
+
+    Attributes:
+        hashes: of the blocks; no block of which another copy is left.
+        medium: memory or storage that held them.
+        group: number of the group of layers; None = every group.
+    """
+
+    hashes: tuple[BlockHash, ...]
+    medium: str = ""
+    group: int | None = None
+
+
+@frozen
+class AllBlocksCleared:
+    """Nothing is held any more."""
+
+
+EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+@frozen
+class EventBatch:
+    """The events of one engine step. `time`: seconds since 1970, by the engine's clock."""
+
+    time: float
+    events: tuple[EngineEvent, ...]
+
+
+_FIELDS = {
+    "BlockStored": (
+        "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "extra_keys",
+        "group_idx", "kv_cache_spec_kind",
+    ),
+    "BlockRemoved": ("block_hashes", "medium", "group_idx"),
+    "AllBlocksCleared": (),
+}  # fmt: skip
+"""Fields of events that come as arrays, in their order."""
+
+
+def read_batch(message: object) -> EventBatch:
+    """An event batch from a decoded message. Unknown kinds of events and unknown fields are skipped.
+
+    Raises:
+        InvalidRequest: the message is no event batch; names the field at fault.
+    """
+    if isinstance(message, Mapping):
+        time, events = message.get("ts"), message.get("events")
+    elif isinstance(message, Sequence) and len(message) >= 2:
+        time, events = message[0], message[1]
+    else:
+        raise InvalidRequest("batch", "must be a map, or an array of time and events")
+    if not isinstance(time, int | float):
+        raise InvalidRequest("batch.ts", f"must be a number, is {time!r}")
+    if not isinstance(events, Sequence) or isinstance(events, str | bytes):
+        raise InvalidRequest("batch.events", "must be a list")
+    return EventBatch(float(time), tuple([found for one in events if (found := _event(one)) is not None]))
+
+
+def _event(message: object) -> EngineEvent | None:
+    if isinstance(message, Mapping):
+        kind, fields = message.get("type"), message
+    elif isinstance(message, Sequence) and not isinstance(message, str | bytes) and message:
+        kind = message[0]
+        fields = dict(zip(_FIELDS.get(kind, ()) if isinstance(kind, str) else (), message[1:], strict=False))
+    else:
+        raise InvalidRequest("event", "must be a map or an array")
+    match kind:
+        case "BlockStored":
+            return _stored(fields)
+        case "BlockRemoved":
+            return _removed(fields)
+        case "AllBlocksCleared":
+            return AllBlocksCleared()
+        case str():
+            return None
+    raise InvalidRequest("event.type", f"must be a text, is {kind!r}")
+
+
+def _stored(fields: Mapping[str, Any]) -> BlockStored:
+    hashes, tokens, size = _hashes(fields), fields.get("token_ids"), fields.get("block_size")
+    parent, extra, group = fields.get("parent_block_hash"), fields.get("extra_keys"), fields.get("group_idx")
+    if not isinstance(size, int) or size < 1:
+        raise InvalidRequest("event.block_size", f"must be a number of tokens, is {size!r}")
+    if not isinstance(tokens, Sequence) or not all(isinstance(token, int) for token in tokens):
+        raise InvalidRequest("event.token_ids", "must be a list of numbers")
+    if parent is not None and not isinstance(parent, int | bytes):
+        raise InvalidRequest("event.parent_block_hash", f"must be a number or bytes, is {parent!r}")
+    if extra is not None and (not isinstance(extra, Sequence) or len(extra) != len(hashes)):
+        raise InvalidRequest("event.extra_keys", f"must be a list of {len(hashes)}")
+    return BlockStored(
+        hashes,
+        parent,
+        tokens,
+        size,
+        _text(fields, "medium"),
+        None if extra is None else tuple([_extra_keys(one) for one in extra]),
+        lora=fields.get("lora_id") is not None or bool(fields.get("lora_name")),
+        group=group if isinstance(group, int) else 0,
+        kind=_text(fields, "kv_cache_spec_kind"),
+    )
+
+
+def _removed(fields: Mapping[str, Any]) -> BlockRemoved:
+    hashes, left, group = _hashes(fields), fields.get("remaining_copy_counts"), fields.get("group_idx")
+    if isinstance(left, Sequence) and len(left) == len(hashes):
+        hashes = tuple([one for one, copies in zip(hashes, left, strict=True) if not copies])
+    return BlockRemoved(hashes, _text(fields, "medium"), group if isinstance(group, int) else None)
+
+
+def _hashes(fields: Mapping[str, Any]) -> tuple[BlockHash, ...]:
+    hashes = fields.get("block_hashes")
+    if not isinstance(hashes, Sequence) or not all(isinstance(one, int | bytes) for one in hashes):
+        raise InvalidRequest("event.block_hashes", "must be a list of numbers or bytes")
+    return tuple(hashes)
+
+
+def _extra_keys(one: object) -> ExtraKeys:
+    if one is None:
+        return ()
+    return tuple(one) if isinstance(one, Sequence) and not isinstance(one, str | bytes) else (one,)
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    value = fields.get(name)
+    return value if isinstance(value, str) else ""
