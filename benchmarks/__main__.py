@@ -33,6 +33,7 @@ ALL = (
     "simulated",
     "simulator",
     "tls",
+    "weight_types",
 )
 BY_NAME = ("goodput",)
 """Run only where they are named: all runs of one take tens of minutes."""

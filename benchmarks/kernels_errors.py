@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.frame import Progress, Row, bounded
 from kernels import kv_quantization, ops, reference
+from kernels.arranged_weights import arrange_weight
 from kernels.attention import paged_attention, write_kv
 from kernels.memory import WeightArena
-from kernels.packed_weights import pack_weights
 
 ALLOWED = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Results are rounded once or twice to their type; bfloat16's weights are rounded too."""
@@ -153,7 +153,7 @@ def _small_errors(generator: torch.Generator, device: str, dtype: torch.dtype) -
             ),
         )  # fmt: skip
     weight, bias = draw(300, 896), draw(300)
-    panels = pack_weights(weight, bias, gated=False, arena=WeightArena()) if device == "cpu" else None
+    panels = arrange_weight(weight, bias, gated=False, arena=WeightArena()) if device == "cpu" else None
     if panels is None:
         return
     for rows in (1, 5, 16, 40):

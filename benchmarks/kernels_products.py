@@ -14,8 +14,8 @@ from torch import Tensor
 
 from benchmarks.ceilings import Shape, product_flops, read_bytes_per_s, seconds, working_set_bytes
 from benchmarks.frame import Absent, Row, paired
+from kernels.arranged_weights import ArrangedWeight, arrange_weight
 from kernels.memory import WeightArena
-from kernels.packed_weights import PackedWeights, pack_weights
 from moonpool.checkpoint import load_config
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
@@ -59,14 +59,14 @@ def product_rows(dtype: torch.dtype, best: Shape, runs: int, memory: Tensor) -> 
         yield paired(f"{name}, {MANY} rows", "GFLOP/s", pairs, "the best matrix product", target=OF_PRODUCT)
 
 
-def _copies(inputs: int, outputs: int, dtype: torch.dtype) -> list[PackedWeights]:
+def _copies(inputs: int, outputs: int, dtype: torch.dtype) -> list[ArrangedWeight]:
     arena, weight = WeightArena(), torch.randn(outputs, inputs).to(dtype)
     count = -(-working_set_bytes() // weight.nbytes)
-    made = (pack_weights(weight, None, gated=False, arena=arena) for _ in range(count))
+    made = (arrange_weight(weight, None, gated=False, arena=arena) for _ in range(count))
     return [panels for panels in made if panels is not None]
 
 
-def _seconds(copies: list[PackedWeights], rows: int) -> float:
+def _seconds(copies: list[ArrangedWeight], rows: int) -> float:
     """Of one product."""
     x, turns = torch.randn(rows, copies[0].structure.inputs).to(copies[0].dtype), itertools.cycle(copies)
     return seconds(lambda: next(turns).product(x), at_least=0.1)

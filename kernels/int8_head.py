@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.arranged_weights import ArrangedWeight
 from kernels.choice import DTYPES
 from kernels.memory import WeightArena
 from kernels.native import library, structures
 from kernels.native.library import Library
-from kernels.packed_weights import PackedWeights
 
 #: Rows that are looked at together at most (int8_panels.h): with more, a step waits for sums rather than for memory.
 MAX_ROWS = 3
@@ -28,7 +28,7 @@ class Int8Head:
         structure: as native code is given it.
     """
 
-    def __init__(self, native: Library, panels: PackedWeights, memory: Tensor, bounds: Tensor) -> None:
+    def __init__(self, native: Library, panels: ArrangedWeight, memory: Tensor, bounds: Tensor) -> None:
         self._native, self._panels = native, panels
         self._memory, self._bounds = memory, bounds  # kept alive
         self.nbytes = memory.nbytes + bounds.nbytes
@@ -66,7 +66,7 @@ def _error_bounds(outputs: int) -> int:
     return 3 * -(-outputs // _OUTPUTS) * _OUTPUTS
 
 
-def make_int8_head(panels: PackedWeights, arena: WeightArena) -> Int8Head | None:
+def make_int8_head(panels: ArrangedWeight, arena: WeightArena) -> Int8Head | None:
     """Return `panels` as bytes in memory from `arena`; None where that is not done, or a weight is not finite."""
     native = library.get()
     nbytes = native.int8_panels_bytes(panels.structure) if native is not None else 0

@@ -183,7 +183,7 @@ template <class T> static int highest(const Panels& p, const Int8Panels& s, cons
 
 extern "C" int64_t mp_int8_panels_bytes(const Panels* p) {  // 0: there is none of such a matrix, or on such a machine
 #if defined(MP_AVX512) || defined(MP_AVX2)
-    return p->gated || p->bias || p->inputs > 1 << 16 ? 0 : p->count() * panel_bytes(*p);
+    return p->bits || p->gated || p->bias || p->inputs > 1 << 16 ? 0 : p->count() * panel_bytes(*p);
 #else
     return 0;
 #endif

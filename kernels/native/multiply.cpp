@@ -3,7 +3,8 @@
 // Few rows wait for memory, many for the processor's sums. So one row goes through several panels side by side, as memory
 // gives more to several streams. Rows that walk over a panel again and again, as they do without AVX-512, do so part by
 // part, while a part is in the first cache, and each walk fetches its share of the next part.
-#include "panels.h"
+#include "ends.h"
+#include "packed.h"
 
 #if defined(MP_AVX512)
 enum { TILE_ROWS = 14, MANY = VECTORS };  // 28 sums, 2 vectors of weights, 1 or 2 for the row's numbers
@@ -98,71 +99,6 @@ static __attribute__((noinline)) void sums_beside(const float* x, const T* panel
     for (int s = 0; s < S; s++) for (int j = 0; j < VECTORS; j++) store(out + s * PANEL + j * W, acc[s][j]);
 }
 
-// ---- what becomes of sums ----
-template <class T> INLINE void put_one(const Result& r, int64_t row, int64_t column, float value) {
-    int64_t at = row * r.stride + column - r.first;
-    T t;
-    thin(&t, value);
-    if (r.end == WIDE) ((float*)r.out)[at] = wide(t);
-    else if (r.end == ADD) thin((T*)r.out + at, wide(((T*)r.out)[at]) + wide(t));
-    else ((T*)r.out)[at] = t;
-}
-template <class T> INLINE void put_vector(const Result& r, int64_t row, int64_t column, vf value) {
-    int64_t at = row * r.stride + column - r.first;
-    value = rounded<T>(value);
-    if (r.end == WIDE) store((float*)r.out + at, value);
-    else if (r.end == ADD) narrow((T*)r.out + at, widen((T*)r.out + at) + value);
-    else narrow((T*)r.out + at, value);
-}
-template <class T>
-static void finish_plain(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
-    const T* bias = (const T*)p.bias;
-    for (int v = 0; v < VECTORS; v++) {
-        int64_t column = panel * PANEL + v * W;
-        bool whole = column >= r.first && column + W <= r.last;
-        for (int i = 0; i < rows; i++) {
-            const float* sum_ = sums + i * PANEL + v * W;
-            if (whole) {
-                vf value = load(sum_);
-                put_vector<T>(r, row + i, column, bias ? value + widen(bias + column) : value);
-            } else {
-                for (int64_t c = column < r.first ? r.first : column; c < column + W && c < r.last; c++)
-                    put_one<T>(r, row + i, c, bias ? sum_[c - column] + wide(bias[c]) : sum_[c - column]);
-            }
-        }
-    }
-}
-// Gates and ups: activated and multiplied.
-template <class T>
-static void finish_gated(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
-    int64_t half = p.outputs / 2;
-    const T* bias = (const T*)p.bias;
-    for (int v = 0; v < VECTORS; v += 2) {
-        int64_t column = panel * (PANEL / 2) + v / 2 * W;
-        int count = half - column < W ? (int)(half - column) : W;
-        if (count <= 0) break;
-        float gates[W] = {}, ups[W] = {};
-        for (int c = 0; bias && c < count; c++) gates[c] = wide(bias[column + c]), ups[c] = wide(bias[half + column + c]);
-        for (int i = 0; i < rows; i++) {
-            vf gate = load(sums + i * PANEL + v * W), up = load(sums + i * PANEL + (v + 1) * W);
-            if (bias) gate += load(gates), up += load(ups);
-            vf value = rounded<T>(silu(rounded<T>(gate))) * rounded<T>(up);
-            if (count == W) {
-                narrow((T*)r.out + (row + i) * r.stride + column, value);
-            } else {
-                T some[W];
-                narrow(some, value);
-                memcpy((T*)r.out + (row + i) * r.stride + column, some, count * sizeof(T));
-            }
-        }
-    }
-}
-template <class T>
-static void finish(const Panels& p, int64_t panel, int64_t row, int rows, const float* sums, const Result& r) {
-    if (p.gated) finish_gated<T>(p, panel, row, rows, sums, r);
-    else finish_plain<T>(p, panel, row, rows, sums, r);
-}
-
 // One row by `count` panels, S at most.
 template <class T, int S, class X>
 INLINE void row_by_panels(const Panels& p, const X* x, int64_t panel, int64_t count, const Result& r) {
@@ -235,6 +171,7 @@ static const X* readable(const T* x, int64_t& stride, int64_t begin, int64_t end
 
 template <class T>
 int product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
+    if (p.bits) return packed_product<T>(p, x, stride, rows, r, threads);
     static thread_local Memory room;
     int64_t K = p.inputs, width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
     if (!rows || panels <= 0) return 0;

@@ -27,7 +27,10 @@ class Attention(ctypes.Structure):
 class Panels(ctypes.Structure):
     """In panels.h."""
 
-    _fields_ = (("weight", _P), ("bias", _P), ("outputs", _L), ("inputs", _L), ("type", _I), ("gated", _I))
+    _fields_ = (
+        ("weight", _P), ("bias", _P), ("outputs", _L), ("inputs", _L), ("type", _I), ("gated", _I),
+        ("bits", _I), ("zero", _I), ("scale_bytes", _I), ("offset_bytes", _I), ("group", _L),
+    )  # fmt: skip
 
 
 class Int8Panels(ctypes.Structure):

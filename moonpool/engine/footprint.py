@@ -27,6 +27,8 @@ _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
 _WIDENED_ROWS, _PANEL = 448, 32
 """Rows that native products widen at a time at most, and outputs that one task has (`kernels/native/multiply.cpp`)."""
+_DEQUANTISED_OUTPUTS = 4096
+"""Outputs of a packed weight that the torch path dequantises at a time (`moonpool.models.layers`)."""
 _SPLIT_TOKENS = 512
 """Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
 _PROCESSORS = 256
@@ -59,6 +61,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         rows * model.head_dim * 3 * 4 * 2,  # rotations
         _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
         _widened_bytes(model, rows, threads) if native else 0,
+        _packed_bytes(model, rows, native=native) if engine.quantization != "none" else 0,
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
         threads << 20,
     ]
@@ -114,6 +117,12 @@ def _widened_bytes(model: ModelConfig, rows: int, threads: int) -> int:
     lots = max(1, 4 * threads * _PANEL // fewest)
     widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
     return min(rows, lots * _WIDENED_ROWS) * (widest + 32) * 4
+
+
+def _packed_bytes(model: ModelConfig, rows: int, *, native: bool) -> int:
+    """Rows of the widest product in bytes (`kernels/native/packed.cpp`); in torch also what is dequantised."""
+    widest = max(model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size)
+    return rows * widest * 3 if native else (rows + 3 * _DEQUANTISED_OUTPUTS) * widest * 4
 
 
 def _gathered_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:

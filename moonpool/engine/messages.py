@@ -11,6 +11,7 @@ step to step. `FetchBlocks` is answered by one `BlocksFetched` of each stage, `L
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.engine.emulated.profile import EmulatedCompute
 from moonpool.kv.layout import KVLayout
 from moonpool.logprobs import Logprobs
@@ -34,6 +35,8 @@ class EngineSpec:
     """Arrangement of the KV of all layers, and its element type."""
     blocks: int
     """Blocks in the KV pool; 0 = as many as the device has room for (`moonpool.engine.sizes`)."""
+    quantization: Quantization = "auto"
+    """How weights are held: as the checkpoint has them, packed, or dense."""
     step_tokens: int = STEP_TOKENS
     """Tokens of the largest step that is run; the work space is bounded by them. 0 = by the device's memory."""
     memory_share: float = MEMORY_SHARE

@@ -19,6 +19,7 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
+from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
@@ -89,6 +90,12 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "auto",
         description="element type of weights, and of KV unless --kv-cache-dtype says otherwise; "
         "auto = the checkpoint's own",
+    )
+    quantization: Quantization = Field(
+        "auto",
+        description="int8 or int4 = weights are packed so at load, the output head in 8 bits: less memory, more tokens "
+        "a second, slightly other answers (docs/models.md); none = all weights in --dtype; auto = as the checkpoint "
+        "has them; the same on all instances",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
@@ -260,6 +267,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
+        quantization=config.quantization,
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES),
         step_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
         memory_share=config.gpu_memory_utilization,
@@ -293,7 +301,11 @@ def check_engine_installed() -> None:
 
 
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
-    """The fingerprint of what KV is computed by: weights, and their type if the layout does not say it."""
+    """The fingerprint of what KV is computed by: weights, how they are packed, their type if the layout is silent."""
+    if spec.quantization in ("int8", "int4"):
+        fingerprint = blake3(
+            b"moonpool packed weights v1\0" + spec.quantization.encode() + b"\0" + fingerprint
+        ).digest()
     if not spec.layout.scale_bytes:
         return fingerprint
     return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()
@@ -329,6 +341,10 @@ def _emulated_setup(
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")
     if config.dtype != "auto":
         raise ConfigError("dtype", f"emulated compute has none of its own; leave it 'auto', not {config.dtype!r}")
+    if config.quantization != "auto":
+        raise ConfigError(
+            "quantization", f"emulated compute has no weights; leave it 'auto', not {config.quantization!r}"
+        )
     if config.kv_cache_dtype != "auto":
         raise ConfigError(
             "kv_cache_dtype", f"emulated compute has none of its own; leave it 'auto', not {config.kv_cache_dtype!r}"

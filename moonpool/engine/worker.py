@@ -205,6 +205,7 @@ class StageLoader:
             spec.layer_end,
             self.torch_device,
             deterministic=engine.deterministic,
+            quantization=engine.quantization,
             int8_head=engine.int8_head and self.device is None,
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
         )

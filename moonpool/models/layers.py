@@ -1,8 +1,9 @@
 """Building blocks of a layer: linear layers, rotary position embeddings, norms, feed-forward networks.
 
-Where native kernels run, weights are packed for them (`kernels.packed_weights`). Elsewhere oneDNN's packed form is
-used if it can be had. Source of the embeddings: Su et al. 2021 (RoFormer), in the half-split form of transformers'
-`rotate_half`; Llama-3 scaling as in transformers' `_compute_llama3_parameters`.
+Where native kernels run, weights are arranged for them (`kernels.arranged_weights`). Elsewhere oneDNN's arrangement is
+used if it can be had, and packed weights are dequantised for each product. Source of the embeddings: Su et al. 2021
+(RoFormer), in the half-split form of transformers' `rotate_half`; Llama-3 scaling as in transformers'
+`_compute_llama3_parameters`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import ops
+from kernels.arranged_weights import arrange_packed, arrange_weight
 from kernels.memory import WeightArena
-from kernels.packed_weights import PackedWeights, pack_weights
+from kernels.packed import bytes_of_rows
 from moonpool.families.spec import FeedForwardSpec, NormSpec, RopeScaling, RopeSpec
+from moonpool.models.packed import PackedWeight
 
 # Arrangements chosen for many rows turned out best for few rows too.
 _ROWS_HINT = 512
@@ -30,29 +33,50 @@ _ROWS_HINT = 512
 FIXED_ROWS = 32
 
 
+_DEQUANTISED_OUTPUTS = 4096
+"""Outputs of a packed weight that the torch path dequantises at a time."""
+
+
 class Linear:
     """x [rows, inputs] to x @ weight.T + bias [rows, outputs], in the weight's element type.
 
     `gated`: the outputs are gates, then as many ups, and the result is silu(gates) * ups, [rows, outputs / 2].
-    The weight is not kept: what is kept is its arrangement, in memory from `arena`.
+    The weight is not kept: what is kept is its arrangement, in memory from `arena`. A packed weight multiplies rows of
+    `dtype` in bytes (`kernels.packed`), if products take the weight; else the weight becomes dense.
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None = None, *, gated: bool = False, arena: WeightArena | None = None
+        self,
+        weight: Tensor | PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        arena: WeightArena | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.shape = weight.shape
-        self.nbytes = weight.nbytes + (bias.nbytes if bias is not None else 0)
-        self.panels: PackedWeights | None = pack_weights(weight, bias, gated=gated, arena=arena or WeightArena())
-        self._bias = bias
         self.gated = gated
-        self.dtype = weight.dtype
-        self.device = weight.device
-        self._weight: Tensor | None = None
-        self._packed = False
-        if self.panels is None:
-            packed = _onednn_pack(weight)
-            self._packed = packed is not None
-            self._weight = weight if packed is None else packed
+        self._bias = bias
+        self._weight: Tensor | PackedWeight | None = None
+        self._reordered = False
+        arena = arena or WeightArena()
+        if isinstance(weight, PackedWeight):
+            assert dtype is not None
+            self.dtype, self.device = dtype, weight.codes.device
+            packed = weight.for_products()
+            weight = weight.dequantise().to(dtype) if packed is None else packed
+        if isinstance(weight, PackedWeight):
+            self.panels = arrange_packed(weight, bias, self.dtype, gated=gated, arena=arena)
+            self._weight = weight if self.panels is None else None
+        else:
+            self.dtype, self.device = weight.dtype, weight.device
+            self.panels = arrange_weight(weight, bias, gated=gated, arena=arena)
+            if self.panels is None:
+                reordered = _onednn_reorder(weight)
+                self._reordered = reordered is not None
+                self._weight = weight if reordered is None else reordered
+        its = weight if self.panels is None or isinstance(weight, Tensor) else self.panels.memory
+        self.nbytes = its.nbytes + (0 if bias is None else bias.nbytes)
 
     def __call__(
         self, x: Tensor, *, deterministic: bool = False, wide: bool = False, out: Tensor | None = None
@@ -70,11 +94,13 @@ class Linear:
         return result.float() if wide else result
 
     def dense(self) -> Tensor:
-        """Return the weight in plain form [outputs, inputs]."""
+        """Return the weight in plain form [outputs, inputs], a packed weight dequantised."""
         if self.panels is not None:
             return self.panels.rows(torch.arange(self.shape[0]))
         assert self._weight is not None
-        return self._weight.to_dense() if self._packed else self._weight
+        if isinstance(self._weight, PackedWeight):
+            return self._weight.dequantise().to(self.dtype)
+        return self._weight.to_dense() if self._reordered else self._weight
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
@@ -91,14 +117,26 @@ class Linear:
 
     def _product(self, x: Tensor) -> Tensor:
         assert self._weight is not None
-        if not self._packed:
+        if isinstance(self._weight, PackedWeight):
+            return self._packed_product(x, self._weight)
+        if not self._reordered:
             return functional.linear(x, self._weight, self._bias)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         return result
 
+    def _packed_product(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        numbers, scales = bytes_of_rows(x)
+        rows = numbers * scales.repeat_interleave(numbers.shape[1] // scales.shape[1], 1)
+        parts = []
+        for begin in range(0, weight.outputs, _DEQUANTISED_OUTPUTS):
+            outputs = slice(begin, begin + _DEQUANTISED_OUTPUTS)
+            bias = None if self._bias is None else self._bias[outputs].float()
+            parts.append(functional.linear(rows, weight.select(outputs).dequantise(), bias).to(self.dtype))
+        return torch.cat(parts, dim=1)
+
 
 @torch.inference_mode()
-def _onednn_pack(weight: Tensor) -> Tensor | None:
+def _onednn_reorder(weight: Tensor) -> Tensor | None:
     """Return `weight` as oneDNN arranges it, or None where that cannot be done."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return None

@@ -19,24 +19,28 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from kernels.arranged_weights import ArrangedWeight
 from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, WeightArena, mapped
-from kernels.packed_weights import PackedWeights
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, is_gguf
-from moonpool.checkpoint.tensor_info import TensorInfo
+from moonpool.checkpoint.tensor_info import Quantization, TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES
 from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
+from moonpool.models.packed import CHUNK, PackedWeight, pack_int4, pack_int8
 from moonpool.models.stage import StageModel
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
 from moonpool.models.transformers_stage import load_transformers_stage
 from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
 
+Pack = Callable[[Tensor], PackedWeight]
+PACKERS: Mapping[str, Pack] = {"int8": pack_int8, "int4": pack_int4}
+"""What packs a dense weight, by `quantization`."""
 _PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
 _GGUF_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
@@ -154,14 +158,16 @@ def load_stage(
     device: torch.device | str = "cpu",
     *,
     deterministic: bool = False,
+    quantization: Quantization = "auto",
     int8_head: bool = False,
     on_layer: Callable[[int, int], None] = lambda done, of: None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
-    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `int8_head`:
-    also hold the head as bytes (`kernels.int8_head`), if native code takes it. `on_layer` is called after each layer,
-    with the number of loaded layers and of all.
+    Weights stored in another supported type are converted to `dtype`. `quantization`: "int8" or "int4" packs the
+    projections of the layers so, and the head in 8 bits. `deterministic`: see `StageModel`. `int8_head`: also hold a
+    head that is not packed as bytes (`kernels.int8_head`), if native code takes it. `on_layer` is called after each
+    layer, with the number of loaded layers and of all.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
@@ -172,6 +178,7 @@ def load_stage(
         refused = {
             "pipeline_parallel_size": layer_end - layer_begin < config.num_layers,
             "deterministic": deterministic,
+            "quantization": quantization in PACKERS,
         }
         return _load_other(Path(path), config, dtype, torch.device(device), refused)
     with ExitStack() as stack, torch.inference_mode():
@@ -197,19 +204,24 @@ def load_stage(
             return reader.read(outer[slot]) if slot in wanted else None
 
         arena = WeightArena()
+        head_pack = pack_int8 if quantization in PACKERS else None
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
-        embedding: Tensor | PackedWeights | None = read("embedding")
+        embedding: Tensor | ArrangedWeight | None = read("embedding")
         positions = read("positions")
         head = None
-        if last:
+        # A tied head that is packed is the embedding on every stage, so that stages compute the same as a whole model.
+        if last or (tied and head_pack is not None):
             weight = embedding if isinstance(embedding, Tensor) and tied else read("head.weight")
             assert weight is not None
-            head = Linear(weight, read("head.bias"), arena=arena)
+            head = Linear(packed_if_it_fits(weight, head_pack), read("head.bias"), dtype=dtype, arena=arena)
             if tied and head.panels is not None:
                 embedding = head.panels  # held once: the arrangement gives rows back
+            elif tied and head_pack is not None:
+                embedding = head.dense()
         layers = []
         for index in range(layer_begin, layer_end):
-            layers.append(_LayerReader(reader, config.decoder.layers[index], slots[index], arena).read())
+            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, PACKERS.get(quantization))
+            layers.append(parts.read())
             on_layer(len(layers), layer_end - layer_begin)
         return StageModel(
             config,
@@ -219,11 +231,16 @@ def load_stage(
             embedding=embedding if first else None,
             positions=positions,
             final_norm=norm,
-            head=head,
+            head=head if last else None,
             int8_head=make_int8_head(head.panels, arena)
             if int8_head and head is not None and head.panels is not None
             else None,
         )
+
+
+def packed_if_it_fits(weight: Tensor, pack: Pack | None) -> Tensor | PackedWeight:
+    """Return `weight` packed, or as it is if `pack` is None or the inputs are no multiple of a product's chunk."""
+    return weight if pack is None or weight.shape[1] % CHUNK else pack(weight)
 
 
 def _load_other(
@@ -240,9 +257,15 @@ class _LayerReader:
     """Reads and fuses the tensors of one layer."""
 
     def __init__(
-        self, reader: _TensorReader, spec: LayerSpec, tensors: Mapping[str, Stored], arena: WeightArena
+        self,
+        reader: _TensorReader,
+        spec: LayerSpec,
+        tensors: Mapping[str, Stored],
+        arena: WeightArena,
+        pack: Pack | None,
     ) -> None:
         self._reader = reader
+        self._pack = pack
         self._spec = spec
         self._tensors = tensors
         self._arena = arena
@@ -311,7 +334,9 @@ class _LayerReader:
             if "experts_down.weight" in self._tensors
             else [self._feed_forward(f"expert{expert}.", one) for expert in range(spec.count)],
             None if shared is None else self._feed_forward("shared_", shared),
-            self._linear("shared_weight") if spec.shared_gate else None,
+            Linear(self._one("shared_weight.weight"), self._optional("shared_weight.bias"))
+            if spec.shared_gate
+            else None,
         )
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
@@ -324,13 +349,10 @@ class _LayerReader:
         return [
             FeedForward(
                 spec,
-                Linear(
-                    gate_up[expert],
-                    None if gate_up_bias is None else gate_up_bias[expert],
-                    gated=fused_gate(spec),
-                    arena=self._arena,
+                self._packed(
+                    gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert], gated=fused_gate(spec)
                 ),
-                Linear(down[expert], None if down_bias is None else down_bias[expert], arena=self._arena),
+                self._packed(down[expert], None if down_bias is None else down_bias[expert]),
             )
             for expert in range(count)
         ]
@@ -350,7 +372,11 @@ class _LayerReader:
         weight = self._reader.read(*(self._tensors[f"{name}.weight"] for name in slots))
         biased = f"{slots[0]}.bias" in self._tensors
         bias = self._reader.read(*(self._tensors[f"{name}.bias"] for name in slots)) if biased else None
-        return Linear(weight, bias, gated=gated, arena=self._arena)
+        return self._packed(weight, bias, gated=gated)
+
+    def _packed(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        packed = packed_if_it_fits(weight, self._pack)
+        return Linear(packed, bias, gated=gated, arena=self._arena, dtype=weight.dtype)
 
     def _one(self, slot: str) -> Tensor:
         return self._reader.read(self._tensors[slot])

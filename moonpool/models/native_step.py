@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.arranged_weights import ArrangedWeight
 from kernels.choice import why_not_native
 from kernels.int8_head import Int8Head
 from kernels.native import library, structures
 from kernels.native.library import MAX_HEAD_DIM, TYPES, Library
-from kernels.packed_weights import PackedWeights
 from kernels.plan import AttentionPlan
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import InvalidRequest
@@ -215,7 +215,7 @@ class RunInputs:
     sin: Tensor
     turns: Tensor
     """[T] int64: the row of these that belongs to each sequence's position; from now on changed in place."""
-    embedding: Tensor | PackedWeights
+    embedding: Tensor | ArrangedWeight
     norm: Tensor
     head: Linear
     int8_head: Int8Head | None
@@ -258,7 +258,7 @@ class NativeRun:
         self._full = np.zeros(steps * rows, np.int64)
         self._found, self._over_ns = np.zeros((steps, rows), np.int32), np.zeros(steps, np.int64)
         self._ends = np.zeros(0, np.int32)
-        embedded = parts.embedding.structure if isinstance(parts.embedding, PackedWeights) else None
+        embedded = parts.embedding.structure if isinstance(parts.embedding, ArrangedWeight) else None
         self._call = structures.GoOn(
             ctypes.pointer(layers.model), ctypes.pointer(parts.step),
             chosen, batch.token_ids.data_ptr(), batch.positions.data_ptr(), batch.context_lens.data_ptr(),

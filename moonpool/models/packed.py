@@ -1,7 +1,7 @@
 """Packed weights: codes of 4 or 8 bits with a scale for each group of inputs.
 
 A packed weight is what a file holds, or what `pack_int8` and `pack_int4` make of a dense weight. Kernels arrange packed
-weights as they need them (`kernels.packed_weights`). `PackedWeight.dequantise` says which numbers a packed weight
+weights as they need them (`kernels.arranged_weights`). `PackedWeight.dequantise` says which numbers a packed weight
 stands for.
 """
 
@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+CHUNK = 32
+"""Inputs of a row that share a scale in products (`kernels.packed`)."""
 _PIECE_GROUPS = 1 << 12  # groups that are packed at a time stay in the cache
 _SCALE_TYPES = (torch.float16, torch.float32)
 _SHRUNK = tuple(1 - 0.025 * step for step in range(13))  # parts of a group's range that a search tries
@@ -110,10 +112,25 @@ class PackedWeight:
             grouped += self.offsets.float()[..., None]
         return grouped.flatten(1)
 
-    def select(self, rows: Tensor) -> PackedWeight:
-        """Return rows `rows` [n] (int64) as a packed weight."""
+    def select(self, rows: Tensor | slice) -> PackedWeight:
+        """Return some rows, of int64 [n] or of a slice, as a packed weight."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
+
+    def to(self, device: torch.device) -> PackedWeight:
+        """Return the weight on another device."""
+        offsets, values = (None if part is None else part.to(device) for part in (self.offsets, self.values))
+        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets, values=values)
+
+    def for_products(self) -> PackedWeight | None:
+        """Return the weight as products take it, or None if its inputs or groups do not fit.
+
+        Products take whole numbers as codes. A table of other values becomes bytes, each the nearest number.
+        """
+        if self.inputs % CHUNK or (self.group != CHUNK // 2 and self.group % CHUNK):
+            return None
+        exact = self.without_table()
+        return pack_int8(self.dequantise()) if exact is None else exact
 
     def without_table(self) -> PackedWeight | None:
         """Return the same numbers as bytes without a table of values; None: no bytes hold them exactly."""

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import choice, ops
+from kernels.arranged_weights import ArrangedWeight
 from kernels.attention import AttentionKind, paged_attention, write_kv
 from kernels.int8_head import Int8Head
-from kernels.packed_weights import PackedWeights
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families.spec import AttentionSpec
@@ -74,7 +74,7 @@ class StageModel:
         layer_begin: int,
         layers: Sequence[LayerWeights],
         *,
-        embedding: Tensor | PackedWeights | None,
+        embedding: Tensor | ArrangedWeight | None,
         final_norm: Norm | None,
         head: Linear | None,
         positions: Tensor | None = None,
@@ -141,7 +141,7 @@ class StageModel:
         assert self.is_first
         assert self.embedding is not None
         decoder = self.config.decoder
-        if isinstance(self.embedding, PackedWeights):
+        if isinstance(self.embedding, ArrangedWeight):
             hidden = self.embedding.rows(token_ids)
         else:
             hidden = self.embedding.index_select(0, token_ids)  # torch's embedding takes three times as long for few

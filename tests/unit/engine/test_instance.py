@@ -106,6 +106,18 @@ def test_other_weights_are_another_namespace(folder: Path) -> None:
     assert engine_setup(config(folder)).namespace != before
 
 
+def test_weights_that_are_packed_in_another_way_are_another_namespace(folder: Path) -> None:
+    plans = {how: engine_setup(config(folder, quantization=how)) for how in ("auto", "none", "int8", "int4")}
+    assert [plan.spec.quantization for plan in plans.values()] == list(plans)
+    assert plans["auto"].namespace == plans["none"].namespace
+    assert len({plan.namespace for plan in plans.values()}) == 3
+    quantised = {engine_setup(config(folder, quantization=how, kv_cache_dtype="int8")).namespace for how in plans}
+    assert len(quantised | {plan.namespace for plan in plans.values()}) == 6
+    with pytest.raises(ConfigError, match="emulated compute has no weights") as wrong:
+        engine_setup(config(folder, engine="emulated:llama-70b-a800", quantization="int8"))
+    assert wrong.value.field == "quantization"
+
+
 class Idle:
     """A service without requests."""
 

@@ -6,14 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.arranged_weights import ArrangedWeight, arrange_weight
 from kernels.choice import DTYPES
 from kernels.int8_head import MAX_ROWS, Int8Head, int8_head_bytes, make_int8_head
 from kernels.memory import WeightArena
-from kernels.packed_weights import PackedWeights, pack_weights
 
 
-def head_of(weight: Tensor) -> tuple[PackedWeights, Int8Head | None]:
-    panels = pack_weights(weight, None, gated=False, arena=WeightArena())
+def head_of(weight: Tensor) -> tuple[ArrangedWeight, Int8Head | None]:
+    panels = arrange_weight(weight, None, gated=False, arena=WeightArena())
     assert panels is not None
     return panels, make_int8_head(panels, WeightArena())
 
@@ -25,12 +25,12 @@ def can_make() -> bool:
 pytestmark = pytest.mark.skipif(not can_make(), reason="no native kernels, or none with vectors of bytes")
 
 
-def highest(panels: PackedWeights, x: Tensor) -> list[int]:
+def highest(panels: ArrangedWeight, x: Tensor) -> list[int]:
     """By the whole product: of equal ones the first."""
     return [int((row == row.max()).nonzero()[0]) for row in panels.product(x, wide=True)]
 
 
-def found(panels: PackedWeights, its: Int8Head | None, x: Tensor) -> int:
+def found(panels: ArrangedWeight, its: Int8Head | None, x: Tensor) -> int:
     """How many calls named tokens; all must be right."""
     assert its is not None
     named = 0
@@ -162,7 +162,7 @@ def test_where_many_come_close_none_is_named() -> None:
 def test_what_has_no_int8_head() -> None:
     weight = torch.randn(64, 32)
     for bias, gated in ((torch.randn(64), False), (None, True)):
-        panels = pack_weights(weight, bias, gated=gated, arena=WeightArena())
+        panels = arrange_weight(weight, bias, gated=gated, arena=WeightArena())
         assert panels is not None
         assert make_int8_head(panels, WeightArena()) is None
     weight[5, 5] = torch.inf

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.arranged_weights import arrange_weight
 from kernels.memory import WeightArena
 from kernels.native import build, library
-from kernels.packed_weights import pack_weights
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernel
 def product() -> Iterator[Callable[[], Tensor]]:
     """A product that is work for two threads."""
     weight, x = torch.randn(2048, 64), torch.randn(3, 64)
-    panels = pack_weights(weight, None, gated=False, arena=WeightArena())
+    panels = arrange_weight(weight, None, gated=False, arena=WeightArena())
     assert panels is not None
     torch.set_num_threads(2)
     yield lambda: panels.product(x)

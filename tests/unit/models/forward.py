@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moonpool.checkpoint import ModelConfig, load_config
+from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.stage import StageModel
@@ -39,11 +40,12 @@ class Runner:
         borders: Sequence[int] = (),
         blocks: int = 64,
         stored: torch.dtype | None = None,
+        quantization: Quantization = "auto",
     ) -> None:
         self.config: ModelConfig = load_config(path)
         ends = [0, *borders, self.config.num_layers]
         self.stages: list[StageModel] = [
-            load_stage(path, self.config, dtype, begin, end) for begin, end in pairwise(ends)
+            load_stage(path, self.config, dtype, begin, end, quantization=quantization) for begin, end in pairwise(ends)
         ]
         shape = (self.config.num_layers, blocks, self.config.num_kv_heads, 2, BLOCK, self.config.head_dim)
         self.pool = torch.full(shape, -1 if stored == torch.int8 else torch.nan, dtype=stored or dtype)

@@ -141,7 +141,7 @@ def test_every_shape_is_a_configuration(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 7, 130])
 @pytest.mark.parametrize("mode", ["", "torch"])
-def test_packed_weights_compute_the_same(
+def test_arranged_weights_compute_the_same(
     rows: int, dtype: torch.dtype, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)

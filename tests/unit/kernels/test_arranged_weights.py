@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import reference
+from kernels.arranged_weights import ArrangedWeight, arrange_weight
 from kernels.choice import DTYPES
 from kernels.memory import LARGE_PAGE, WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
-from kernels.packed_weights import PackedWeights, pack_weights
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -23,8 +23,8 @@ ADD = 1
 OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
 
 
-def arranged(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> PackedWeights:
-    made = pack_weights(weight, bias, gated=gated, arena=WeightArena())
+def arranged(weight: Tensor, bias: Tensor | None = None, *, gated: bool = False) -> ArrangedWeight:
+    made = arrange_weight(weight, bias, gated=gated, arena=WeightArena())
     assert made is not None
     return made
 
@@ -39,7 +39,7 @@ def expected(x: Tensor, weight: Tensor, bias: Tensor | None, *, gated: bool) -> 
     return inner
 
 
-def product(panels: PackedWeights, x: Tensor, columns: int) -> Tensor:
+def product(panels: ArrangedWeight, x: Tensor, columns: int) -> Tensor:
     """What is not written stays NaN."""
     return panels.product(x, out=torch.full((x.shape[0], columns), torch.nan, dtype=x.dtype))
 
@@ -138,12 +138,12 @@ def test_a_matrix_that_pairs_do_not_fit_stays_as_it_is() -> None:
     native = library.get()
     assert native is not None
     odd = torch.randn(8, 7).bfloat16()
-    assert (pack_weights(odd, None, gated=False, arena=WeightArena()) is None) == native.has_bf16
+    assert (arrange_weight(odd, None, gated=False, arena=WeightArena()) is None) == native.has_bf16
 
 
 def test_plain_torch_has_no_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", "torch")
-    assert pack_weights(torch.randn(8, 8), None, gated=False, arena=WeightArena()) is None
+    assert arrange_weight(torch.randn(8, 8), None, gated=False, arena=WeightArena()) is None
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -1,6 +1,6 @@
-"""Weight matrices packed once for the native products (`native/panels.h`).
+"""Weight matrices arranged once for the native products (`native/panels.h`, of packed weights `native/packed.h`).
 
-One packed form serves any number of rows. Every output is one running sum over the inputs in their order, so that a
+One arrangement serves any number of rows. Every output is one running sum over the inputs in their order, so that a
 row's result does not depend on the other rows.
 """
 
@@ -13,16 +13,24 @@ from kernels.choice import choose
 from kernels.memory import WeightArena
 from kernels.native import library, structures
 from kernels.native.library import TYPES, Library
+from kernels.packed import PackedMatrix
 
 _PLAIN, _WIDE = 0, 2  # enum End of panels.h
 
 
-class PackedWeights:
-    """A weight [outputs, inputs] and its bias, arranged; `arrange` makes it."""
+class ArrangedWeight:
+    """A weight [outputs, inputs] and its bias, arranged; `arrange_weight` and `arrange_packed` make it.
+
+    Attributes:
+        native: the library that arranged the weight.
+        memory: what the arrangement takes.
+        structure: as native code is given the weight.
+        dtype: of rows.
+    """
 
     def __init__(self, native: Library, memory: Tensor, bias: Tensor | None, parts: structures.Panels) -> None:
-        self._native = native
-        self._memory = memory  # kept alive
+        self.native = native
+        self.memory = memory
         self._bias = bias
         self.structure = parts
         self.dtype = next(dtype for dtype, code in TYPES.items() if code == parts.type)
@@ -45,39 +53,68 @@ class PackedWeights:
         shape, dtype = (x.shape[0], columns), torch.float32 if wide else self.dtype
         if out is None or out.shape != shape or out.dtype != dtype:
             out = torch.empty(shape, dtype=dtype)
-        self._native.product(parts, x, out, _WIDE if wide else _PLAIN)
+        self.native.product(parts, x, out, _WIDE if wide else _PLAIN)
         return out
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows `index` [n] (int64) of the weight as they were, [n, inputs].
+        """Return rows `index` [n] (int64) of the weight, [n, inputs]: as they were, of packed weights dequantised.
 
         Raises:
             IndexError: there is no such row.
         """
         index = index.contiguous()
-        if self._native.outside(index, 0, self.structure.outputs):
+        if self.native.outside(index, 0, self.structure.outputs):
             raise IndexError(f"index: a row is outside 0..{self.structure.outputs - 1}")
         out = torch.empty((index.numel(), self.structure.inputs), dtype=self.dtype)
-        self._native.rows(self.structure, index, out)
+        self.native.rows(self.structure, index, out)
         return out
 
 
-def pack_weights(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: WeightArena) -> PackedWeights | None:
+def arrange_weight(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: WeightArena) -> ArrangedWeight | None:
     """Return `weight` [outputs, inputs] arranged in memory from `arena`, or None where native kernels do not take it.
 
     `gated`: the outputs are gates, then as many ups. `weight` is not referred to afterwards, `bias` is.
     """
     if choose("linear", weight.device, weight.dtype) != "native":
         return None
-    native = library.get()
-    assert native is not None
     parts = structures.Panels(
         None, None if bias is None else bias.data_ptr(), *weight.shape, TYPES[weight.dtype], int(gated)
     )
+    made = _in_memory(parts, bias, arena)
+    if made is not None:
+        made.native.arrange(parts, weight.contiguous())
+    return made
+
+
+def arrange_packed(
+    weight: PackedMatrix, bias: Tensor | None, dtype: torch.dtype, *, gated: bool, arena: WeightArena
+) -> ArrangedWeight | None:
+    """Return a packed weight arranged in memory from `arena`, or None where native kernels do not take the weight.
+
+    The weight multiplies rows of `dtype`, which `bias` has too. Native kernels take weights without a table of values,
+    of which inputs are a multiple of 32, and groups 16 or a multiple of 32.
+    """
+    if choose("linear", weight.codes.device, dtype) != "native" or weight.values is not None:
+        return None
+    scales, offsets = weight.scales, weight.offsets
+    parts = structures.Panels(
+        None, None if bias is None else bias.data_ptr(), *weight.shape, TYPES[dtype], int(gated),
+        weight.bits, weight.zero, scales.element_size(), 0 if offsets is None else offsets.element_size(), weight.group,
+    )  # fmt: skip
+    made = _in_memory(parts, bias, arena)
+    if made is not None:
+        made.native.arrange_packed(
+            parts, weight.codes.contiguous(), scales.contiguous(), None if offsets is None else offsets.contiguous()
+        )
+    return made
+
+
+def _in_memory(parts: structures.Panels, bias: Tensor | None, arena: WeightArena) -> ArrangedWeight | None:
+    native = library.get()
+    assert native is not None
     nbytes = native.panels_bytes(parts)
     if not nbytes:
         return None
     memory = arena.take(nbytes)
     parts.weight = memory.data_ptr()
-    native.arrange(parts, weight.contiguous())
-    return PackedWeights(native, memory, bias, parts)
+    return ArrangedWeight(native, memory, bias, parts)

@@ -1,0 +1,133 @@
+"""Packed weights beside bfloat16: how fast decode steps and prompts are, and what packing changes of predictions.
+
+`python -m benchmarks.weight_types [--json]`. Decode steps at several batch sizes with contexts of 512 tokens, and
+prompts of 512 and 2,048 tokens, logits included, in the shapes small and qwen2.5-0.5b, with random weights. The types
+take turns. Perplexity is of a trained model (SmolLM2-135M where it was fetched, else the bundled one) over text that
+the model was not trained on.
+"""
+
+import argparse
+import tempfile
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import mean
+
+import torch
+
+from benchmarks.frame import Progress, Row, bounded, paired, run
+from benchmarks.kv_types import BLOCK, Pool, in_turns, perplexity, predict, trained, windows
+from moonpool.checkpoint import load_config
+from moonpool.checkpoint.tensor_info import Quantization
+from moonpool.models.batch import PackedBatch
+from moonpool.models.loader import load_stage
+from moonpool.models.random_checkpoint import create
+from moonpool.models.stage import StageModel
+
+KINDS: tuple[Quantization, ...] = ("int8", "int4")
+ALL: tuple[Quantization, ...] = ("none", *KINDS)
+SHAPES = ("small", "qwen2.5-0.5b")
+BATCHES, CONTEXT = (1, 8, 32), 512
+PROMPTS, CHUNK = (512, 2048), 512
+WORSE = {"int8": 1.01, "int4": 1.15}
+"""Perplexity at most, times bfloat16's."""
+AGREE = {"int8": 0.08, "int4": 0.30}
+"""Share of tokens whose most likely successor is another one, at most."""
+
+
+def decode_call(stage: StageModel, batch: int) -> Callable[[], None]:
+    """A decode step of so many sequences."""
+    blocks = CONTEXT // BLOCK
+    pool = Pool.of(stage.config, stage.config.num_layers, batch * blocks, "auto")
+    tables = torch.arange(batch * blocks).view(batch, blocks).tolist()
+    parts = [(array("i", [5]).tobytes(), CONTEXT - 1, table) for table in tables]
+
+    def call() -> None:
+        packed = PackedBatch.build(parts, BLOCK)
+        stage.logits(stage.forward(packed.token_ids, packed, pool.kv))
+
+    return call
+
+
+def prompt_call(stage: StageModel, tokens: int) -> Callable[[], None]:
+    """A prompt of so many tokens in chunks, with the logits of its last one."""
+    blocks = list(range(tokens // BLOCK))
+    pool = Pool.of(stage.config, stage.config.num_layers, len(blocks), "auto")
+    chunk = array("i", [7] * CHUNK).tobytes()
+
+    def call() -> None:
+        for begin in range(0, tokens, CHUNK):
+            packed = PackedBatch.build([(chunk, begin, blocks)], BLOCK)
+            hidden = stage.forward(packed.token_ids, packed, pool.kv)
+        stage.logits(hidden[-1:])
+
+    return call
+
+
+def speed_rows(shape: str, options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
+    """Steps and prompts of one shape."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-weight-types-") as folder:
+        path = create(shape, Path(folder) / "model", dtype="bfloat16")
+        config = load_config(path)
+        stages = {
+            kind: load_stage(path, config, torch.bfloat16, 0, config.num_layers, quantization=kind) for kind in ALL
+        }
+    progress(
+        f"{shape}: weights of {', '.join(f'{its.weight_bytes >> 20} MiB ({kind})' for kind, its in stages.items())}"
+    )
+    work: dict[str, Callable[[StageModel], Callable[[], None]]] = {
+        **{f"decode step, batch {batch}": lambda stage, batch=batch: decode_call(stage, batch) for batch in BATCHES},
+        **{f"prompt of {tokens}": lambda stage, tokens=tokens: prompt_call(stage, tokens) for tokens in PROMPTS},
+    }
+    for name, make in work.items():
+        found = list(in_turns({kind: make(stage) for kind, stage in stages.items()}, options.runs))
+        for kind in KINDS:
+            pairs = [(times[kind], times["none"]) for times in found]
+            yield paired(f"{name}, {shape}, {kind}", "ms", pairs, "bfloat16 weights", less_is_better=True)
+
+
+def trained_rows(progress: Progress) -> Iterator[Row]:
+    """Perplexity and changed predictions."""
+    path = trained()
+    config = load_config(path)
+    texts = windows(path)
+
+    def stage(kind: Quantization) -> StageModel:
+        return load_stage(path, config, torch.bfloat16, 0, config.num_layers, quantization=kind)
+
+    dense = stage("none")
+    plain = [predict(dense, tokens, "auto") for tokens in texts]
+    before = perplexity(plain)
+    progress(f"{path.name}: perplexity {before:.4f} over {len(texts)} windows with bfloat16 weights")
+    for kind in KINDS:
+        packed = stage(kind)
+        found = [predict(packed, tokens, "auto") for tokens in texts]
+        after = perplexity(found)
+        others = [float((its.best != other.best).float().mean()) for its, other in zip(found, plain, strict=True)]
+        name = f"{kind}, {path.name}"
+        progress(f"{name}: perplexity {after:.4f}, {after / before - 1:+.3%}; {mean(others):.2%} other predictions")
+        yield bounded(f"{name}: perplexity over bfloat16's", "", [after / before], "allowed", WORSE[kind])
+        yield bounded(f"{name}: other most likely tokens", "share", [mean(others)], "allowed", AGREE[kind])
+
+
+def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
+    """All rows."""
+    rows: list[Row] = []
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    sources = [trained_rows(progress), *(speed_rows(shape, options, progress) for shape in options.shapes)]
+    for source in sources:
+        for row in source:
+            rows.append(row)
+            progress(f"{row.name}: {row.value:.4g} {row.unit}, {row.ratio:.2f} of {row.limit_name}")
+    return rows
+
+
+def flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of this benchmark."""
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help=f"that are timed; {', '.join(SHAPES)}")
+    parser.add_argument("--threads", type=int, help="torch's threads (default: its own); 1 is timed by processor time")
+
+
+if __name__ == "__main__":
+    run("weight_types", measure, flags=flags)

@@ -1,0 +1,99 @@
+"""Products with packed weights in plain torch: their arithmetic, which native kernels keep to the bit."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+#: Inputs of a row that share a scale in products with packed weights.
+CHUNK = 32
+
+
+class PackedMatrix(Protocol):
+    """A packed weight [outputs, inputs]: `moonpool.models.packed.PackedWeight` says what the fields are."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """[outputs, inputs]."""
+        ...
+
+    @property
+    def codes(self) -> Tensor:
+        """uint8 [outputs, inputs * bits / 8]."""
+        ...
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        ...
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        ...
+
+    @property
+    def scales(self) -> Tensor:
+        """[outputs, inputs / group]."""
+        ...
+
+    @property
+    def zero(self) -> int:
+        """The code of 0."""
+        ...
+
+    @property
+    def offsets(self) -> Tensor | None:
+        """[outputs, inputs / group]."""
+        ...
+
+    @property
+    def values(self) -> Tensor | None:
+        """Table of values by code."""
+        ...
+
+
+def bytes_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows [M, K] as products with packed weights read them: whole numbers -127 to 127, and scales [M, K / 32].
+
+    Both are float32. A chunk with a number that is not finite has numbers of 0, and a scale that is not finite.
+    """
+    chunks = x.float().view(x.shape[0], -1, CHUNK)
+    most = chunks.abs().amax(-1, keepdim=True)
+    some = (most > 1e-30) & (most < torch.inf)
+    scales = most / 127
+    numbers = torch.where(some, chunks / scales, 0).round()
+    return numbers.flatten(1), scales.squeeze(-1)
+
+
+def packed_linear(
+    x: Tensor,  # [M, K]
+    weight: PackedMatrix,  # [N, K], without a table of values
+    bias: Tensor | None,  # [N]
+    out: Tensor,  # [M, N], contiguous
+) -> None:
+    """Write x @ weight.T + bias, `x` in bytes: the very arithmetic of native kernels.
+
+    Sums of a chunk, or of half of one if groups are so small, are whole numbers. They are added in their order in
+    float32, each multiplied by the product of both scales, as a processor does that has fused multiplication and
+    addition. Slow.
+    """
+    outputs, inputs = weight.shape
+    part = min(weight.group, CHUNK)
+    codes = weight.codes
+    if weight.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    numbers, scales = bytes_of_rows(x)
+    total = torch.zeros(x.shape[0], outputs)
+    for begin in range(0, inputs, part):
+        some, its = numbers[:, begin : begin + part], scales[:, begin // CHUNK, None]
+        sums = some @ (codes[:, begin : begin + part].float() - weight.zero).t()
+        group = begin // weight.group
+        both = its * weight.scales[:, group].float()
+        total = (total.double() + sums.double() * both.double()).float()
+        if weight.offsets is not None:
+            more = its * some.sum(-1, keepdim=True)
+            total = (total.double() + more.double() * weight.offsets[:, group].double()).float()
+    out.copy_(total if bias is None else total + bias.float())

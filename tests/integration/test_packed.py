@@ -1,0 +1,71 @@
+"""Packed weights through all services: answers are those of a plain forward pass over the dequantised weights.
+
+Cached or not, moved to a decode instance, swapped out after every token, read from the store, prefill in stages.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from moonpool.client import Client, GenerateResult
+from moonpool.sampling_params import SamplingParams
+from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.reference import Reference
+from tests.integration.stack import CheckedStack
+from tests.unit.models.packed_reference import GAP, pack
+
+ANSWER = 2 * BLOCK + 5
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running stack whose decode instance preempts after every token."""
+
+    stack: CheckedStack
+    client: Client
+    reference: Reference
+
+    def ask(self, prompt: list[int]) -> GenerateResult:
+        how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+        result = self.client.generate(token_ids=prompt, sampling=how)
+        assert len(result.token_ids) == ANSWER
+        return result
+
+
+@pytest.fixture(scope="module", params=[("int8", 1), ("int4", 2)], ids=lambda its: f"{its[0]}-stages{its[1]}")
+def served(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    quantization, stages = request.param
+    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), pipeline_parallel_size=stages)
+    plan = with_flags(plan, "decode", "--set", "preempt_every=1", "--set", "preemption=swap")
+    for kind in ("prefill", "decode"):
+        plan = with_flags(plan, kind, "--set", f"quantization={quantization}")
+    reference = Reference(checkpoint)
+    pack(reference.model, quantization)
+    with CheckedStack(plan, invariants="decode") as stack, Client(stack.address) as client:
+        yield Served(stack, client, reference)
+
+
+@pytest.mark.parametrize("length", [1, 5 * BLOCK + 3])
+def test_cached_or_not_moved_and_swapped(served: Served, length: int) -> None:
+    prompt = tokens(length, f"packed {length}")
+    before = served.stack.gauge("decode-", "preemptions_total")
+    first = served.ask(prompt)
+    served.reference.assert_greedy(prompt, first.token_ids, GAP)
+    assert served.stack.gauge("decode-", "preemptions_total") - before >= ANSWER - 3
+    again = served.ask(prompt)
+    served.reference.assert_greedy(prompt, again.token_ids, GAP)
+    assert again.usage.cached_tokens >= (length - 1) // BLOCK * BLOCK
+
+
+def test_from_the_store_after_a_restart(served: Served) -> None:
+    prompt = tokens(6 * BLOCK, "packed, stored")
+    served.ask(prompt)
+    served.stack.check_at_rest()
+    served.stack.restart("prefill-0")
+    again = served.ask(prompt)
+    assert again.usage.cached_tokens >= 5 * BLOCK
+    served.reference.assert_greedy(prompt, again.token_ids, GAP)

@@ -1,0 +1,206 @@
+"""Products with packed weights: the arithmetic to the bit, a row alone and among others, rows given back, refusals."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product as combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.arranged_weights import ArrangedWeight, arrange_packed
+from kernels.choice import DTYPES
+from kernels.memory import WeightArena
+from kernels.native import build, library
+from kernels.native.library import Library
+from kernels.packed import bytes_of_rows, packed_linear
+
+pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
+
+OTHERS = [name for name, (needed, _) in build.TARGETS.items() if needed <= build.processor_flags()][1:]
+ADD = 1
+"""Of `End` in panels.h."""
+
+
+@dataclass
+class Packed:
+    codes: Tensor
+    bits: int
+    group: int
+    scales: Tensor
+    zero: int
+    offsets: Tensor | None
+    values: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.codes.shape[0], self.codes.shape[1] * 8 // self.bits))
+
+    def dense(self) -> Tensor:
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+        grouped = (codes.float() - self.zero).view(len(codes), -1, self.group) * self.scales.float()[..., None]
+        return (grouped if self.offsets is None else grouped + self.offsets.float()[..., None]).flatten(1)
+
+
+def packed(outputs: int, inputs: int, bits: int, group: int, *, offsets: bool, wide: bool = False) -> Packed:
+    """Random codes of the whole range; `wide`: scales and offsets in float32."""
+    generator = torch.Generator().manual_seed(outputs + 100 * inputs + bits + 7 * group)
+    codes = torch.randint(0, 256, (outputs, inputs * bits // 8), generator=generator, dtype=torch.uint8)
+    dtype = torch.float32 if wide else torch.float16
+    scales = torch.rand(outputs, inputs // group, generator=generator).to(dtype) / 100
+    added = torch.randn(outputs, inputs // group, generator=generator).to(dtype) / 10 if offsets else None
+    return Packed(codes, bits, group, scales, 0 if offsets else 1 << (bits - 1), added)
+
+
+def arranged(weight: Packed, dtype: torch.dtype, bias: Tensor | None = None, *, gated: bool = False) -> ArrangedWeight:
+    made = arrange_packed(weight, bias, dtype, gated=gated, arena=WeightArena())
+    assert made is not None
+    return made
+
+
+def rows(count: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(count, inputs, generator=torch.Generator().manual_seed(count + inputs)).to(dtype)
+
+
+def exactly(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+    out = torch.empty(len(x), weight.shape[0], dtype=x.dtype)
+    packed_linear(x, weight, bias, out)
+    return out
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(1)
+
+
+SHAPES = [(bits, group, offsets) for bits, group, offsets in combinations((4, 8), (16, 32, 128, 640), (False, True))]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("bits", "group", "offsets"), SHAPES)
+def test_products_are_the_reference_to_the_bit(bits: int, group: int, offsets: bool) -> None:
+    """Also of any number of rows: the same bits as each row alone."""
+    weight = packed(75, 640, bits, group, offsets=offsets, wide=group == 128)
+    for dtype in DTYPES:
+        bias = rows(1, 75, dtype)[0] if offsets else None
+        panels = arranged(weight, dtype, bias)
+        x = rows(64, 640 + 8, dtype)[:, :640]
+        want = exactly(x, weight, bias)
+        got = panels.product(x)
+        assert torch.equal(got, want), dtype
+        assert torch.equal(panels.product(x, wide=True), want.float())
+        for count in range(1, 64):
+            assert torch.equal(panels.product(x[:count]), want[:count]), f"{count} rows, {dtype}"
+        alone = torch.cat([panels.product(x[row : row + 1]) for row in range(64)])
+        assert torch.equal(alone, want), dtype
+
+
+@pytest.mark.parametrize("target", [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS])
+def test_other_instruction_sets(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SSE2 has no fused multiplication, so that sums differ in their last bits."""
+    built = Library(build.build(target))
+    monkeypatch.setattr(library, "loader", library.Loader(lambda: built.path))
+    for bits, group, offsets in SHAPES:
+        weight, x = packed(75, 640, bits, group, offsets=offsets), rows(40, 640, torch.float32)
+        panels, want = arranged(weight, torch.float32), exactly(x, weight)
+        for count in (1, 2, 3, 5, 6, 7, 11, 14, 40):
+            got = panels.product(x[:count])
+            if target == "sse2":
+                torch.testing.assert_close(got, want[:count], rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+            else:
+                assert torch.equal(got, want[:count])
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_and_ups(bits: int, dtype: torch.dtype) -> None:
+    weight, x = packed(2 * 45, 96, bits, 32, offsets=True), rows(9, 96, dtype)
+    gates, ups = exactly(x, weight).chunk(2, dim=1)
+    want = torch.nn.functional.silu(gates.float()).to(dtype).float() * ups.float()
+    step = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
+    got = arranged(weight, dtype, gated=True).product(x)
+    torch.testing.assert_close(got.float(), want, rtol=step, atol=step)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_sum_is_added_to_what_is_there(bits: int) -> None:
+    weight, x, residual = (
+        packed(70, 64, bits, 32, offsets=False),
+        rows(5, 64, torch.bfloat16),
+        rows(5, 70, torch.bfloat16),
+    )
+    want = residual + exactly(x, weight)
+    native = library.get()
+    assert native is not None
+    panels = arranged(weight, torch.bfloat16)
+    native.product(panels.structure, x, residual, ADD)
+    assert torch.equal(residual, want)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_and_a_head_in_parts(bits: int) -> None:
+    weight = packed(100_010, 64, bits, 32, offsets=False)
+    x = rows(3, 64, torch.float32)
+    assert torch.equal(arranged(weight, torch.float32).product(x), exactly(x, weight))
+    small, many = packed(40, 1120, bits, 32, offsets=True), rows(3000, 1120, torch.bfloat16)
+    assert torch.equal(arranged(small, torch.bfloat16).product(many), exactly(many, small))
+
+
+@pytest.mark.parametrize(("bits", "group", "offsets"), SHAPES)
+def test_rows_come_back_dequantised(bits: int, group: int, offsets: bool) -> None:
+    weight = packed(75, 640, bits, group, offsets=offsets)
+    index = torch.randperm(75, generator=torch.Generator().manual_seed(1))
+    got = arranged(weight, torch.float32).rows(index)
+    torch.testing.assert_close(got, weight.dense()[index], rtol=1e-6, atol=1e-6)
+    gated = packed(2 * 37, 640, bits, group, offsets=offsets)
+    index = torch.arange(74)
+    torch.testing.assert_close(
+        arranged(gated, torch.float32, gated=True).rows(index), gated.dense(), rtol=1e-6, atol=1e-6
+    )
+
+
+def test_the_worst_numbers_do_not_overflow() -> None:
+    """Whole sums of a chunk are as large as they can be, of either sign."""
+    for bits, zero in ((4, 0), (4, 15), (8, 0), (8, 255)):
+        codes = torch.full((33, 64 * bits // 8), 255 if not zero else 0, dtype=torch.uint8)
+        weight = Packed(codes, bits, 32, torch.ones(33, 2), zero, None)
+        for x in (torch.ones(2, 64), -torch.ones(2, 64)):
+            got = arranged(weight, torch.float32).product(x)
+            assert torch.equal(got, exactly(x, weight))
+            assert float(got.abs().min()) == pytest.approx(64 * ((1 << bits) - 1), rel=1e-5)
+
+
+def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
+    weight, x = packed(40, 64, 4, 32, offsets=False), rows(4, 64, torch.float32)
+    clean = arranged(weight, torch.float32).product(x)
+    x[1, 40], x[2, 3] = torch.nan, torch.inf
+    got = arranged(weight, torch.float32).product(x)
+    assert torch.equal(got[[0, 3]], clean[[0, 3]])
+    assert not bool(torch.isfinite(got[1:3]).any())
+
+
+def test_rows_in_bytes_are_within_half_a_step() -> None:
+    x = rows(6, 96, torch.float32)
+    x[2], x[3] = 0, 1e-35
+    numbers, scales = bytes_of_rows(x)
+    assert float(numbers.abs().max()) == 127
+    step = scales.repeat_interleave(32, 1)
+    assert bool(((numbers * step - x).abs() <= step * 0.501)[[0, 1, 2, 4, 5]].all())
+    assert not bool(numbers[2:4].any())
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(48, 16), (96, 48), (80, 80)])
+def test_a_matrix_that_chunks_do_not_fit_stays_as_it_is(inputs: int, group: int) -> None:
+    weight = packed(8, inputs, 8, group, offsets=False)
+    assert arrange_packed(weight, None, torch.float32, gated=False, arena=WeightArena()) is None
+
+
+def test_a_table_of_values_is_not_arranged() -> None:
+    weight = packed(8, 64, 4, 32, offsets=False)
+    weight.values = torch.zeros(16)
+    assert arrange_packed(weight, None, torch.float32, gated=False, arena=WeightArena()) is None
