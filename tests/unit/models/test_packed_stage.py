@@ -56,7 +56,7 @@ def test_greedy_whole_in_chunks_and_in_stages(
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_logits_are_those_of_the_dequantised_weights(quantization: Any, checkpoint: Callable[[str], Path]) -> None:
-    """And far from those of the dense weights: the comparison finds weights that are not packed."""
+    """Rows of which no number is rounded to another byte are the same; none is near that of the dense weights."""
     path = checkpoint("tiny-llama")
     tokens = prompts(load_config(path).vocab_size)[2]
     want = reference(path, quantization)(torch.tensor([tokens])).logits[0]
@@ -64,10 +64,10 @@ def test_logits_are_those_of_the_dequantised_weights(quantization: Any, checkpoi
         Runner(path, torch.float32, quantization=its).step([(Sequence_(tokens), len(tokens))])
         for its in (quantization, "none")
     )
-    scale = float(want.std())
-    own, other = (float((logits - want).square().mean().sqrt()) / scale for logits in (packed, dense))
-    assert own < 2e-3
-    assert other > 3 * own
+    own, other = ((logits - want).square().mean(1).sqrt() / want.std() for logits in (packed, dense))
+    assert float(own.sort().values[len(own) // 10]) < 1e-5
+    assert float(own.max()) < 0.1
+    assert float(other.min()) > 0.01
 
 
 def test_weights_take_the_bytes_that_their_bits_say(checkpoint: Callable[[str], Path]) -> None:
