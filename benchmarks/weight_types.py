@@ -10,6 +10,7 @@ import argparse
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
@@ -76,8 +77,8 @@ def speed_rows(shape: str, options: argparse.Namespace, progress: Progress) -> I
         f"{shape}: weights of {', '.join(f'{its.weight_bytes >> 20} MiB ({kind})' for kind, its in stages.items())}"
     )
     work: dict[str, Callable[[StageModel], Callable[[], None]]] = {
-        **{f"decode step, batch {batch}": lambda stage, batch=batch: decode_call(stage, batch) for batch in BATCHES},
-        **{f"prompt of {tokens}": lambda stage, tokens=tokens: prompt_call(stage, tokens) for tokens in PROMPTS},
+        **{f"decode step, batch {batch}": partial(decode_call, batch=batch) for batch in BATCHES},
+        **{f"prompt of {tokens}": partial(prompt_call, tokens=tokens) for tokens in PROMPTS},
     }
     for name, make in work.items():
         found = list(in_turns({kind: make(stage) for kind, stage in stages.items()}, options.runs))

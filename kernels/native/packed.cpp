@@ -138,6 +138,19 @@ template <class T, class N> static void quantise_row(const T* x, int64_t K, int 
     }
 }
 
+// c + a * b in one rounding, if the machine can: compilers choose anew in each function whether they join the two.
+INLINE vf fused(vf c, vf a, vf b) {
+#if defined(MP_AVX512)
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(MP_AVX2)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return c + a * b;
+#endif
+}
+
 // ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
 template <int M, int NV, int BITS, int PART>
 static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows<Number<BITS>>& x, int64_t row, const char* group, int from, float* out) {
@@ -179,8 +192,8 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
                 for (int v = 0; v < NV; v++) {
                     vi sum = whole<BITS>(sums[0][m][v]) - its.less;
                     if (CHAINS == 2) sum += whole<BITS>(sums[CHAINS - 1][m][v]);
-                    total[m][v] += __builtin_convertvector(sum, vf) * (scale[v] * its.scale);
-                    if (p.offset_bytes) total[m][v] += offset[v] * its.sum;
+                    total[m][v] = fused(total[m][v], __builtin_convertvector(sum, vf), scale[v] * its.scale);
+                    if (p.offset_bytes) total[m][v] = fused(total[m][v], offset[v], splat(its.sum));
                 }
             }
         }
