@@ -55,6 +55,7 @@ def test_greedy_whole_in_chunks_and_in_stages(
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
+@torch.inference_mode()
 def test_logits_are_those_of_the_dequantised_weights(quantization: Any, checkpoint: Callable[[str], Path]) -> None:
     """Rows of which no number is rounded to another byte are the same; none is near that of the dense weights."""
     path = checkpoint("tiny-llama")
