@@ -25,6 +25,7 @@ from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES, gguf_family
 from moonpool.families.base import GgufNames, ModelFamily, TensorNames
+from moonpool.families.deepseek import DEEPSEEK_V3
 from moonpool.families.fields import JsonFields
 from moonpool.families.mixtral import MIXTRAL
 from moonpool.families.rope import longest
@@ -72,6 +73,10 @@ TENSOR_TYPES = {
     23: TensorType("IQ4_XS", 256, 136),
     29: TensorType("IQ1_M", 256, 56),
     30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
+    40: TensorType("NVFP4", 64, 36),
 }
 
 
@@ -293,6 +298,8 @@ _REFUSED = (
 )
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _QUANTISED = "bfloat16"
+_SIGMOID = 2
+"""Value of `expert_gating_func`."""
 
 
 def gguf_config(path: Path) -> ModelConfig:
@@ -348,10 +355,13 @@ def _default_sampling(fields: JsonFields) -> DefaultSampling:
 
 
 def _family(file: GgufFile) -> ModelFamily:
-    """Return the file's family; Mixtral's files are of the llama architecture."""
+    """Return the file's family. Mixtral's files are of the llama architecture, DeepSeek V3's of that of V2."""
     name = file.metadata.get("general.architecture")
-    experts = name == "llama" and bool(file.metadata.get("llama.expert_count"))
-    return MIXTRAL if experts else gguf_family(name)
+    if name == "llama" and file.metadata.get("llama.expert_count"):
+        return MIXTRAL
+    if name == "deepseek2" and file.metadata.get("deepseek2.expert_gating_func") == _SIGMOID:
+        return DEEPSEEK_V3
+    return gguf_family(name)
 
 
 def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
@@ -387,6 +397,9 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
         for ours, its in family.gguf.keys.items()
         if f"{name}.{its}" in file.metadata
     }
+    if family.gguf.further_layers:
+        found["num_hidden_layers"] -= int(fields.number(f"{name}.{family.gguf.further_layers}", 0))
+    found["use_qk_norm"] = "blk.0.attn_q_norm.weight" in file.tensors
     if (scaling := _rope_scaling(fields, name)) is not None:
         found["rope_scaling"] = scaling
     return {**found, **family.gguf.complete(found)}
@@ -423,7 +436,8 @@ def _refuse(fields: JsonFields, family: ModelFamily, head_dim: int, positions: i
     for key in _REFUSED:
         if key not in known and fields.get(f"{name}.{key}"):
             raise UnsupportedModel(f"{name}.{key}", f"{fields.get(f'{name}.{key}')!r} is not supported")
-    if fields.positive(f"{name}.attention.value_length", head_dim) != head_dim:
+    length = fields.positive(f"{name}.attention.value_length", head_dim)
+    if length != head_dim and "attention.value_length" not in known:
         raise UnsupportedModel(f"{name}.attention.value_length", "values of another length than keys are not supported")
     if fields.number(f"{name}.rope.scaling.attn_factor", 1.0) != 1.0:
         raise UnsupportedModel(f"{name}.rope.scaling.attn_factor", "scaled attention is not supported")
@@ -496,6 +510,8 @@ def _end_ids(token: Any, kind: Any) -> bool:
 
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
 _PAIRED = ("attn_q", "attn_k")
+_WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
+"""Tensors whose names in folders do not end with .weight or .bias."""
 
 
 def gguf_index(path: Path) -> dict[str, TensorInfo]:
@@ -512,18 +528,25 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     paired = config.head_dim if family.gguf.paired_rows else 0
     index: dict[str, TensorInfo] = {}
     for name, tensor in file.tensors.items():
-        if name == ROPE_DIVISORS:
+        if name == ROPE_DIVISORS or (family.gguf.further_layers and _layer(name) >= config.num_layers):
             continue
         ours, leaf = _translate(name, family.names, family.gguf)
+        row = leaf == "exp_probs_b" and family.names.correction_row
         info = TensorInfo(
             tensor.file,
             tensor.type.name,
-            tensor.shape,
+            (1, prod(tensor.shape)) if row else tensor.shape,
             begin=tensor.begin,
             paired_rows=paired if leaf in _PAIRED else 0,
         )
         index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
     return index
+
+
+def _layer(name: str) -> int:
+    """Return the layer that a tensor belongs to; -1: none."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return -1 if match is None else int(match[1])
 
 
 def _by_expert(name: str, info: TensorInfo, kind: TensorType) -> dict[str, TensorInfo]:
@@ -551,7 +574,8 @@ def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str
         return f"{ours.removesuffix('.weight')}.{match['kind']}", leaf
     if leaf.endswith("_exps"):
         ours = f"{names.expert}{ours}"
-    return f"{names.layer.format(index=match['layer'])}{ours}.{match['kind']}", leaf
+    ending = "" if leaf in _WHOLE_NAMES else f".{match['kind']}"
+    return f"{names.layer.format(index=match['layer'])}{ours}{ending}", leaf
 
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4

@@ -86,7 +86,7 @@ FAMILIES: Mapping[str, ModelFamily] = {name: it for it in _ALL for name in (it.a
 """By architecture, as config.json names it."""
 
 _BY_MODEL_TYPE = {it.model_type: it for it in _ALL}
-_BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None and it is not MIXTRAL}
+_BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None and it not in (MIXTRAL, DEEPSEEK_V3)}
 
 
 def family_of(declared: object, model_type: object) -> ModelFamily:

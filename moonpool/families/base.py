@@ -48,6 +48,9 @@ class TensorNames:
     kv_a: str = "self_attn.kv_a_proj_with_mqa"
     kv_a_norm: str = "self_attn.kv_a_layernorm"
     kv_b: str = "self_attn.kv_b_proj"
+    k_b: str = "self_attn.k_b_proj"
+    """GGUF files have `kv_b` as two tensors: of keys, with its inputs first in each head, and of values."""
+    v_b: str = "self_attn.v_b_proj"
     attention_out_norm: str = "post_attention_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
     feed_forward_out_norm: str = "post_feedforward_layernorm"
@@ -114,11 +117,23 @@ class GgufNames:
             "ffn_gate_shexp": "shared_gate",
             "ffn_up_shexp": "shared_up",
             "ffn_down_shexp": "shared_down",
+            "attn_q_a": "q_a",
+            "attn_q_a_norm": "q_a_norm",
+            "attn_q_b": "q_b",
+            "attn_kv_a_mqa": "kv_a",
+            "attn_kv_a_norm": "kv_a_norm",
+            "attn_kv_b": "kv_b",
+            "attn_k_b": "k_b",
+            "attn_v_b": "v_b",
+            "attn_sinks": "sinks",
+            "exp_probs_b": "correction",
         }
     )
     """Field of `TensorNames` by GGUF's name, for tensors of a layer; experts are one tensor there."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """What differs from `layer` in this architecture."""
+    further_layers: str = ""
+    """Key of the number of layers that only drafting uses, which the files count among their layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

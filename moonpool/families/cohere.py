@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, NormSpec
 
@@ -45,6 +45,7 @@ COHERE = ModelFamily(
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     },
+    gguf=GgufNames(architecture="command-r", keys={"logit_scale": "logit_scale"}),
 )
 COHERE2 = ModelFamily(
     architecture="Cohere2ForCausalLM",
@@ -57,4 +58,7 @@ COHERE2 = ModelFamily(
         "sliding_window": 4096,
         "tie_word_embeddings": True,
     },
+    gguf=GgufNames(
+        architecture="cohere2", keys={"logit_scale": "logit_scale", "sliding_window": "attention.sliding_window"}
+    ),
 )

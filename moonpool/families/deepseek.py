@@ -1,12 +1,27 @@
 """DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups, shared experts."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from moonpool.errors import UnsupportedModel
-from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.rope import read_rope, yarn_scale
 from moonpool.families.spec import DecoderSpec, ExpertsSpec, LatentSpec
+
+SHARED_EXPERT_KEYS = {
+    "n_routed_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "first_k_dense_replace": "leading_dense_block_count",
+    "routed_scaling_factor": "expert_weights_scale",
+    "norm_topk_prob": "expert_weights_norm",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+}
+"""Keys of GGUF files by those of config.json."""
 
 
 def latent_decoder(fields: JsonFields, *, paired: bool) -> DecoderSpec:
@@ -78,6 +93,39 @@ def with_dense_layers(fields: JsonFields, decoder: DecoderSpec, experts: Experts
     )
 
 
+_LATENT_KEYS = {
+    **SHARED_EXPERT_KEYS,
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "q_lora_rank": "attention.q_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+    "key_length": "attention.key_length",
+    "key_length_mla": "attention.key_length_mla",
+    "value_length": "attention.value_length",
+    "value_length_mla": "attention.value_length_mla",
+    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
+}
+
+
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the keys of config.json. Files with one KV head say the lengths of all heads under keys of their own."""
+    rope = found["qk_rope_head_dim"]
+    keys = {
+        "q_lora_rank": found.get("q_lora_rank"),
+        "qk_nope_head_dim": found.get("key_length_mla", found.get("key_length", 0)) - rope,
+        "v_head_dim": found.get("value_length_mla", found.get("value_length")),
+        "head_dim": rope,
+        "num_key_value_heads": found["num_attention_heads"],
+        "partial_rotary_factor": 1.0,
+        "n_group": found.get("n_group", 1),
+        "topk_group": found.get("topk_group", 1),
+        "topk_method": "group_limited_greedy" if found.get("n_group", 1) > 1 else "greedy",
+    }
+    if "rope_scaling" in found:
+        magnitude = found.get("yarn_log_multiplier", 0.0) * 10  # llama.cpp's key has YaRN's factor 0.1 in it
+        keys["rope_scaling"] = {**found["rope_scaling"], "mscale": magnitude, "mscale_all_dim": magnitude}
+    return keys
+
+
 DEEPSEEK_V2 = ModelFamily(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
@@ -95,6 +143,7 @@ DEEPSEEK_V2 = ModelFamily(
         "topk_method": "greedy",
         "first_k_dense_replace": 0,
     },
+    gguf=GgufNames(architecture="deepseek2", keys=_LATENT_KEYS, complete=_from_gguf),
 )
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",
@@ -118,4 +167,9 @@ DEEPSEEK_V3 = ModelFamily(
         "norm_topk_prob": True,
         "first_k_dense_replace": 3,
     },
+    gguf=GgufNames(
+        architecture="deepseek2",
+        keys=_LATENT_KEYS,
+        complete=lambda found: {**_from_gguf(found), "topk_method": "noaux_tc"},
+    ),
 )

@@ -1,7 +1,7 @@
 """dots.llm1: Qwen3's attention with DeepSeek V3's experts."""
 
-from moonpool.families.base import ModelFamily, layer_kinds, llama_decoder, windowed
-from moonpool.families.deepseek import shared_experts, with_dense_layers
+from moonpool.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.families.deepseek import SHARED_EXPERT_KEYS, shared_experts, with_dense_layers
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -18,4 +18,5 @@ DOTS1 = ModelFamily(
     model_type="dots1",
     decoder=_decoder,
     defaults={"max_position_embeddings": 2048, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    gguf=GgufNames(architecture="dots1", keys=SHARED_EXPERT_KEYS),
 )

@@ -72,4 +72,15 @@ ERNIE4_5_MOE = ModelFamily(
         "moe_norm_min": 1e-12,
     },
     names=TensorNames(correction="mlp.moe_statics.e_score_correction_bias", correction_row=True),
+    gguf=GgufNames(
+        architecture="ernie4_5-moe",
+        keys={
+            "moe_num_experts": "expert_count",
+            "moe_k": "expert_used_count",
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_num_shared_experts": "expert_shared_count",
+            "moe_layer_start_index": "leading_dense_block_count",
+            "moe_layer_interval": "interleave_moe_layer_step",
+        },
+    ),
 )

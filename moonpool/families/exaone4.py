@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from moonpool.families.base import ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -38,4 +38,9 @@ EXAONE4 = ModelFamily(
     model_type="exaone4",
     decoder=_decoder,
     defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "sliding_window": 4096},
+    gguf=GgufNames(
+        architecture="exaone4",
+        keys={"sliding_window": "attention.sliding_window"},
+        complete=lambda found: {"sliding_window": found.get("sliding_window")},
+    ),
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
-from moonpool.families.deepseek import latent_decoder, shared_experts, with_dense_layers
+from moonpool.families.deepseek import SHARED_EXPERT_KEYS, latent_decoder, shared_experts, with_dense_layers
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -80,6 +80,12 @@ GLM4_MOE = ModelFamily(
         "n_routed_experts": 128,
         "first_k_dense_replace": 1,
     },
+    gguf=GgufNames(
+        architecture="glm4moe",
+        keys=SHARED_EXPERT_KEYS,
+        renamed={"post_attention_norm": "feed_forward_norm"},
+        further_layers="nextn_predict_layers",
+    ),
 )
 GLM4_MOE_LITE = ModelFamily(
     architecture="Glm4MoeLiteForCausalLM",

@@ -1,8 +1,10 @@
 """gpt-oss: windows in every other layer, attention sinks, experts with a clamped activation."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec
 
@@ -30,6 +32,11 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     return windowed(fields, decoder, layer_kinds(fields, len(decoder.layers), pattern))
 
 
+def _gguf_rope(found: dict[str, Any]) -> Mapping[str, Any]:
+    """GGUF files do not say that YaRN's borders are not rounded."""
+    return {"rope_scaling": {**found["rope_scaling"], "truncate": False}} if "rope_scaling" in found else {}
+
+
 GPT_OSS = ModelFamily(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
@@ -52,5 +59,16 @@ GPT_OSS = ModelFamily(
     },
     names=TensorNames(
         router="mlp.router", experts_gate_up="mlp.experts.gate_up_proj", experts_down="mlp.experts.down_proj"
+    ),
+    gguf=GgufNames(
+        architecture="gpt-oss",
+        keys={
+            "sliding_window": "attention.sliding_window",
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        complete=_gguf_rope,
+        renamed={"post_attention_norm": "feed_forward_norm"},
     ),
 )  # fmt: skip

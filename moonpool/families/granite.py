@@ -27,21 +27,18 @@ def _moe_decoder(fields: JsonFields) -> DecoderSpec:
     return _decoder(fields).each(lambda _, layer: layer.with_feed_forward(experts=experts))
 
 
+_KEYS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "attention_multiplier": "attention.scale",
+}
 GRANITE = ModelFamily(
     architecture="GraniteForCausalLM",
     model_type="granite",
     decoder=_decoder,
     defaults={"max_position_embeddings": 2048},
-    gguf=GgufNames(
-        architecture="granite",
-        paired_rows=True,
-        keys={
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-            "attention_multiplier": "attention.scale",
-        },
-    ),
+    gguf=GgufNames(architecture="granite", paired_rows=True, keys=_KEYS),
 )
 GRANITE_MOE = ModelFamily(
     architecture="GraniteMoeForCausalLM",
@@ -52,5 +49,10 @@ GRANITE_MOE = ModelFamily(
         router="block_sparse_moe.router.layer",
         experts_gate_up="block_sparse_moe.input_linear.weight",
         experts_down="block_sparse_moe.output_linear.weight",
+    ),
+    gguf=GgufNames(
+        architecture="granitemoe",
+        paired_rows=True,
+        keys={**_KEYS, "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
     ),
 )

@@ -1,12 +1,21 @@
 """Hunyuan V1, dense and with experts: norms of queries and keys behind RoPE."""
 
-from moonpool.families.base import ModelFamily, TensorNames, llama_decoder
+from dataclasses import replace
+
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec
 
 
 def _decoder(fields: JsonFields) -> DecoderSpec:
-    return llama_decoder(fields).each(
+    decoder = llama_decoder(fields)
+    scaling = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    rope = decoder.ropes[0]
+    if scaling.get("rope_type", scaling.get("type")) == "dynamic" and scaling.get("alpha"):
+        # Not dynamic at all: a fixed base, which alpha stretches.
+        alpha = JsonFields(scaling, f"{fields.source}: rope_scaling").number("alpha")
+        decoder = replace(decoder, ropes=(replace(rope, theta=rope.theta * alpha ** (rope.width / (rope.width - 2))),))
+    return decoder.each(
         lambda _, layer: layer.with_attention(qk_norm=layer.norm, qk_norm_last=True).with_feed_forward(bias=False)
     )
 
@@ -39,6 +48,7 @@ HUNYUAN = ModelFamily(
     decoder=_decoder,
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
     names=_NAMES,
+    gguf=GgufNames(architecture="hunyuan-dense"),
 )
 HUNYUAN_MOE = ModelFamily(
     architecture="HunYuanMoEV1ForCausalLM",
@@ -46,4 +56,12 @@ HUNYUAN_MOE = ModelFamily(
     decoder=_moe_decoder,
     defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "num_experts": 1, "moe_topk": 1},
     names=_NAMES,
+    gguf=GgufNames(
+        architecture="hunyuan-moe",
+        keys={
+            "num_experts": "expert_count",
+            "moe_topk": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+    ),
 )

@@ -1,6 +1,6 @@
 """MiniMax M2: experts by sigmoid scores, norms of queries and keys as a whole, partly rotated heads."""
 
-from moonpool.families.base import ModelFamily, TensorNames, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec
 
@@ -40,5 +40,13 @@ MINIMAX_M2 = ModelFamily(
         expert_gate="w1",
         expert_up="w3",
         expert_down="w2",
+    ),
+    gguf=GgufNames(
+        architecture="minimax-m2",
+        keys={
+            "num_local_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            "intermediate_size": "expert_feed_forward_length",
+        },
     ),
 )

@@ -1,8 +1,10 @@
-"""Mistral and Ministral. GGUF files of them are of the llama architecture."""
+"""Mistral and Ministral. GGUF files are of the llama architecture, those of Ministral 3 of mistral3."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from moonpool.families.base import ModelFamily, layer_kinds, llama_decoder, windowed
+from moonpool.families.base import GgufNames, ModelFamily, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -22,6 +24,14 @@ def _by_length(fields: JsonFields) -> DecoderSpec:
     beta = rope.number("llama_4_scaling_beta", 0.0)
     length = rope.positive("original_max_position_embeddings", fields.positive("max_position_embeddings"))
     return replace(decoder, ropes=(replace(decoder.ropes[0], by_length=(beta, length) if beta else None),))
+
+
+def _gguf_rope(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return what the files spread over several keys."""
+    scaling = found.get("rope_scaling") or {"rope_type": "default"}
+    scale, beta = found.get("yarn_log_multiplier", 0.0), found.get("temperature_scale", 0.0)
+    further = {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": beta}
+    return {"rope_scaling": {**scaling, **further}, "sliding_window": None}
 
 
 MISTRAL = ModelFamily(
@@ -50,4 +60,13 @@ MINISTRAL3 = ModelFamily(
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
         },
     },
+    gguf=GgufNames(
+        architecture="mistral3",
+        paired_rows=True,
+        keys={
+            "temperature_scale": "attention.temperature_scale",
+            "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
+        },
+        complete=_gguf_rope,
+    ),
 )  # fmt: skip

@@ -68,7 +68,11 @@ def _moe_decoder(fields: JsonFields) -> DecoderSpec:
 
 
 OLMO = ModelFamily(
-    architecture="OlmoForCausalLM", model_type="olmo", decoder=_decoder, defaults={"max_position_embeddings": 2048}
+    architecture="OlmoForCausalLM",
+    model_type="olmo",
+    decoder=_decoder,
+    defaults={"max_position_embeddings": 2048},
+    gguf=GgufNames(architecture="olmo", paired_rows=True),
 )
 OLMO2 = ModelFamily(
     architecture="Olmo2ForCausalLM",
@@ -93,4 +97,7 @@ OLMOE = ModelFamily(
         "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
     },
     names=TensorNames(router="mlp.gate"),
+    gguf=GgufNames(
+        architecture="olmoe", keys={"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+    ),
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """Seed-OSS: Llama with biases of queries, keys and values."""
 
-from moonpool.families.base import ModelFamily, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec
 
@@ -17,4 +17,5 @@ SEED_OSS = ModelFamily(
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "max_position_embeddings": 524288,
     },
+    gguf=GgufNames(architecture="seed_oss", renamed={"post_attention_norm": "feed_forward_norm"}),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1
 """Values of a 4-bit float, E2M1 of the OCP Microscaling specification."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Nibble of a word that each of its eight columns has."""
-_BNB_INT8_UNIT = 7.874015718698502e-3
+BNB_INT8_UNIT = 7.874015718698502e-3
 """1 / 127 as bitsandbytes rounds it."""
 
 
@@ -32,7 +33,7 @@ def _scaled(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
     values = parts["values"].float()
     if "zeros" in parts:
         values = values - _spread(parts["zeros"].float(), values.shape, form.block)
-    return values * _spread(_scales(parts["scales"]), values.shape, form.block)
+    return values * _spread(scale_numbers(parts["scales"]), values.shape, form.block)
 
 
 def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int] | None) -> Tensor:
@@ -49,7 +50,7 @@ def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int] | None) ->
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:rows, :columns]
 
 
-def _scales(stored: Tensor) -> Tensor:
+def scale_numbers(stored: Tensor) -> Tensor:
     """Return scales as float32; bytes are powers of two (E8M0)."""
     if stored.dtype == torch.uint8:
         return torch.ldexp(torch.ones(stored.shape), stored.int() - 127)
@@ -58,7 +59,7 @@ def _scales(stored: Tensor) -> Tensor:
 
 def _fp4(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
     """NVFP4 and MXFP4: bytes [outputs, inputs / 2] of two values each; scales [outputs, groups], and one for all."""
-    scales = _scales(parts["scales"])
+    scales = scale_numbers(parts["scales"])
     if "whole" in parts:
         whole = parts["whole"].float().view(1, 1)
         scales = scales / whole if form.divided else scales * whole
@@ -82,13 +83,13 @@ def _gptq(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
     """Words [inputs * bits / 32, outputs]; scales and zero points [groups, outputs]; `groups`: each input's group."""
     scales = parts["scales"].float()
     bits = 32 * parts["zeros"].shape[1] // scales.shape[1]
-    values = _unpacked(parts["values"].t(), bits).t()  # [inputs, outputs]
-    zeros = (_unpacked(parts["zeros"], bits) + int(form.v1)) % (1 << bits)
-    group = _group_of(form, parts, values.shape[0])
+    values = unpacked(parts["values"].t(), bits).t().float()  # [inputs, outputs]
+    zeros = (unpacked(parts["zeros"], bits).float() + int(form.v1)) % (1 << bits)
+    group = group_of(form, parts, values.shape[0])
     return ((values - zeros[group]) * scales[group]).t()
 
 
-def _group_of(form: QuantisedFormat, parts: Mapping[str, Tensor], inputs: int) -> Tensor:
+def group_of(form: QuantisedFormat, parts: Mapping[str, Tensor], inputs: int) -> Tensor:
     """Return the group of each input."""
     if "groups" in parts:
         return parts["groups"].long()
@@ -97,8 +98,8 @@ def _group_of(form: QuantisedFormat, parts: Mapping[str, Tensor], inputs: int) -
 
 def _awq(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
     """Words [inputs, outputs / 8]; scales [groups, outputs] and zero points [groups, outputs / 8]."""
-    values, zeros = (_in_order(_unpacked(parts[role], form.bits)) for role in ("values", "zeros"))
-    group = _group_of(form, parts, values.shape[0])
+    values, zeros = (in_order(unpacked(parts[role], form.bits)).float() for role in ("values", "zeros"))
+    group = group_of(form, parts, values.shape[0])
     return ((values - zeros[group]) * parts["scales"].float()[group]).t()
 
 
@@ -106,51 +107,58 @@ def _packed(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
     """compressed-tensors: words of signed values, along the inputs; of zero points, along the outputs."""
     scales, middle = parts["scales"].float(), 1 << (form.bits - 1)
     outputs, inputs = (int(size) for size in parts["shape"])
-    values = _unpacked(parts["values"], form.bits)[:, :inputs] - middle
-    group = _group_of(form, parts, inputs)
+    values = unpacked(parts["values"], form.bits)[:, :inputs].float() - middle
+    group = group_of(form, parts, inputs)
     if "zeros" in parts:
-        zeros = _unpacked(parts["zeros"].t(), form.bits)[:, :outputs].t() - middle
+        zeros = unpacked(parts["zeros"].t(), form.bits)[:, :outputs].t().float() - middle
         values = values - zeros[:, group]
     return values * scales[:, group]
 
 
 def _bnb_int8(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
     del form
-    return parts["values"].float() * parts["scales"].float().view(-1, 1) * _BNB_INT8_UNIT
+    return parts["values"].float() * parts["scales"].float().view(-1, 1) * BNB_INT8_UNIT
 
 
 def _bnb_4bit(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
-    """bitsandbytes: bytes of two values each, high nibble first, that choose from a table; a scale a run of values.
-
-    Nested scales are bytes that choose from a table of their own, with a scale a run, plus a mean.
-    """
+    """bitsandbytes: bytes of two values each, high nibble first, that choose from a table; a scale a run of values."""
     del form
     state = json.loads(bytes(parts["state"].tolist()))
-    scales = parts["scales"]
-    if "nested_scales" in parts:
-        chosen = parts["nested_table"].float()[scales.long()]
-        nested = parts["nested_scales"].float().repeat_interleave(int(state["nested_blocksize"]))[: len(chosen)]
-        scales = chosen * nested + torch.tensor(state["nested_offset"], dtype=torch.float32)
     stored, table = parts["values"].flatten(), parts["table"].float()
     values = torch.stack((table[(stored >> 4).long()], table[(stored & 15).long()]), dim=-1).flatten()
     shape = [int(size) for size in state["shape"]]
     values = values[: torch.Size(shape).numel()]  # a last half byte may be left over
-    return (values * scales.float().repeat_interleave(int(state["blocksize"]))[: len(values)]).view(shape)
+    scales = bnb_scales(parts, state).repeat_interleave(int(state["blocksize"]))
+    return (values * scales[: len(values)]).view(shape)
 
 
-def _unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the values of words [rows, n], each row a stream of bits, the lowest first: [rows, n * 32 // bits]."""
+def bnb_scales(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
+    """Return bitsandbytes' scales, float32 [runs].
+
+    Nested ones are bytes that choose from a table of their own, with a scale a run, plus a mean.
+    """
+    scales = parts["scales"]
+    if "nested_scales" not in parts:
+        return scales.float()
+    chosen = parts["nested_table"].float()[scales.long()]
+    nested = parts["nested_scales"].float().repeat_interleave(int(state["nested_blocksize"]))[: len(chosen)]
+    return chosen * nested + torch.tensor(state["nested_offset"], dtype=torch.float32)
+
+
+def unpacked(words: Tensor, bits: int) -> Tensor:
+    """Return the values of words [rows, n], each row a stream of bits, the lowest first: uint8 [rows, ...]."""
     count = words.shape[1] * 32 // bits
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32)
-        return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2).float()
+        return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2).to(torch.uint8)
     begins = torch.arange(count) * bits
     wide = words.long() & 0xFFFFFFFF
     wide = wide | (torch.nn.functional.pad(wide[:, 1:], (0, 1)) << 32)  # each word with the next one above it
-    return ((wide[:, begins // 32] >> (begins % 32)) & ((1 << bits) - 1)).float()
+    return ((wide[:, begins // 32] >> (begins % 32)) & ((1 << bits) - 1)).to(torch.uint8)
 
 
-def _in_order(values: Tensor) -> Tensor:
+def in_order(values: Tensor) -> Tensor:
+    """Return AWQ's columns in their order."""
     return values.view(values.shape[0], -1, 8)[:, :, list(_AWQ_ORDER)].flatten(1)
 
 

@@ -7,8 +7,8 @@ dequantised piece by piece, so that no whole tensor exists in float32 beside the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -24,15 +25,16 @@ from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, WeightArena, mapped
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
-from moonpool.checkpoint.gguf import TENSOR_TYPES, is_gguf
-from moonpool.checkpoint.tensor_info import Quantization, TensorInfo
+from moonpool.checkpoint.gguf import TENSOR_TYPES, TensorType, is_gguf
+from moonpool.checkpoint.tensor_info import QuantisedTensor, Quantization, TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES
 from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
-from moonpool.models.packed import CHUNK, PackedWeight, pack_int4, pack_int8
+from moonpool.models.packed import CHUNK, PackedWeight, join_rows, pack_int4, pack_int8
+from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.models.stage import StageModel
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
 from moonpool.models.transformers_stage import load_transformers_stage
@@ -59,6 +61,14 @@ class StoredTensors(Protocol):
         """
         ...
 
+    def packed(self, name: str, info: TensorInfo) -> PackedWeight | None:
+        """Return a tensor as the packed weight that the checkpoint holds; None: no codes hold the tensor exactly.
+
+        Raises:
+            CheckpointError: it cannot be read.
+        """
+        ...
+
 
 def stored_tensors(path: Path, stack: ExitStack) -> StoredTensors:
     """Return what copies the tensors of the checkpoint `path`, until `stack` closes."""
@@ -79,11 +89,18 @@ class SafetensorsFiles:
         if info.quantised is None:
             out.copy_(self._read(name, info))
             return
-        parts = {role: self._read(its, where) for role, (its, where) in info.quantised.parts.items()}
-        try:
-            out.copy_(dequantise(info.quantised.format, parts))
-        except (RuntimeError, IndexError) as error:  # shapes that do not belong together
-            raise CheckpointError(f"{info.file}: tensor {name} cannot be dequantised: {error}") from None
+        with _named(name, info):
+            out.copy_(dequantise(info.quantised.format, self._parts(info.quantised)))
+
+    def packed(self, name: str, info: TensorInfo) -> PackedWeight | None:
+        """See `StoredTensors.packed`."""
+        if info.quantised is None:
+            return None
+        with _named(name, info):
+            return packed_of_folder(info.quantised.format, self._parts(info.quantised))
+
+    def _parts(self, tensor: QuantisedTensor) -> dict[str, Tensor]:
+        return {role: self._read(its, where) for role, (its, where) in tensor.parts.items()}
 
     def _read(self, name: str, info: TensorInfo) -> Tensor:
         try:
@@ -95,6 +112,15 @@ class SafetensorsFiles:
         return tensor
 
 
+@contextmanager
+def _named(name: str, info: TensorInfo) -> Iterator[None]:
+    """Turn what stored numbers that do not belong together raise into an error that names the tensor."""
+    try:
+        yield
+    except (RuntimeError, IndexError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{info.file}: tensor {name} cannot be dequantised: {error}") from None
+
+
 class GgufTensors:
     """Tensors in one GGUF file."""
 
@@ -104,6 +130,25 @@ class GgufTensors:
         """See `StoredTensors.copy`."""
         import gguf  # other checkpoints do without
 
+        kind, stored, width = self._stored(name, info)
+        target = out.view(len(stored), width)
+        step = _piece_rows(width, info.paired_rows)
+        for begin in range(0, len(stored), step):
+            piece = gguf.dequantize(stored[begin : begin + step], gguf.GGMLQuantizationType[kind.name])
+            _copy_rows(torch.from_numpy(piece), target[begin : begin + step], info.paired_rows)
+
+    def packed(self, name: str, info: TensorInfo) -> PackedWeight | None:
+        """See `StoredTensors.packed`."""
+        _, stored, _ = self._stored(name, info)
+        packed = packed_of_gguf(info.dtype, torch.from_numpy(stored))
+        if packed is None or not info.paired_rows:
+            return packed
+        rows, order = torch.arange(packed.outputs)[:, None], torch.empty(packed.outputs, 1, dtype=torch.int64)
+        _copy_rows(rows, order, info.paired_rows)
+        return packed.select(order[:, 0])
+
+    def _stored(self, name: str, info: TensorInfo) -> tuple[TensorType, NDArray[np.uint8], int]:
+        """Return a tensor's type, its bytes [rows, bytes of a row] and the elements of a row."""
         kind = _GGUF_TYPES[info.dtype]
         width = info.shape[-1] if len(info.shape) > 1 else 1 if kind.elements == 1 else info.shape[0]
         rows = info.elements // width
@@ -113,11 +158,7 @@ class GgufTensors:
             stored = np.asarray(np.memmap(info.file, np.uint8, mode="c", offset=info.begin, shape=shape))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
-        target = out.view(rows, width)
-        step = _piece_rows(width, info.paired_rows)
-        for begin in range(0, rows, step):
-            piece = gguf.dequantize(stored[begin : begin + step], gguf.GGMLQuantizationType[kind.name])
-            _copy_rows(torch.from_numpy(piece), target[begin : begin + step], info.paired_rows)
+        return kind, stored, width
 
 
 def _piece_rows(width: int, paired_rows: int) -> int:
@@ -196,7 +237,7 @@ def load_stage(
             wanted += [slot for slot in outer if slot.startswith(("norm", "head"))]
         for slot in wanted:
             reader.expect(outer[slot])
-        slots = {index: layer_tensors(config, index) for index in range(layer_begin, layer_end)}
+        slots = {index: layer_tensors(config, index, reader.has) for index in range(layer_begin, layer_end)}
         for part in chain.from_iterable(parts.values() for parts in slots.values()):
             reader.expect(part)
 
@@ -301,15 +342,19 @@ class _LayerReader:
     def _latent(self, spec: AttentionSpec, latent: LatentSpec) -> LatentWeights:
         norm = NormSpec(eps=latent.norm_eps)
         down = latent.q_rank is not None
-        both = self._one("kv_b.weight").view(spec.num_heads, latent.key_width + latent.value_width, latent.kv_rank)
+        if "k_b.weight" in self._tensors:
+            keys, values = self._one("k_b.weight").transpose(1, 2), self._one("v_b.weight")
+        else:
+            both = self._one("kv_b.weight").view(spec.num_heads, latent.key_width + latent.value_width, latent.kv_rank)
+            keys, values = both[:, : latent.key_width], both[:, latent.key_width :]
         return LatentWeights(
             self._linear("q_a") if down else None,
             self._norm("q_a_norm", norm),
             self._linear("q_b"),
             self._linear("kv_a"),
             Norm(norm, self._one("kv_a_norm.weight")),
-            both[:, : latent.key_width].contiguous(),
-            both[:, latent.key_width :].transpose(1, 2).contiguous(),
+            keys.contiguous(),
+            values.transpose(1, 2).contiguous(),
             self._linear("output"),
         )
 
@@ -395,6 +440,10 @@ class _TensorReader:
         self._renamed = renamed
         self._like = place
 
+    def has(self, name: str) -> bool:
+        """Tell whether the checkpoint has a tensor."""
+        return name in self._tensors
+
     def expect(self, wanted: Stored) -> None:
         """Raise CheckpointError unless the checkpoint has the tensor in this shape and a supported type."""
         name = self._name(wanted)
@@ -425,6 +474,22 @@ class _TensorReader:
                 target.copy_(part.arrange(self._copied(part)))
             begin += shape[0]
         return fused
+
+    def packed(self, *wanted: Stored) -> PackedWeight | None:
+        """Return the tensors as `read` does, in the codes of the checkpoint; None: no codes hold all of them."""
+        parts = []
+        for part in wanted:
+            name = self._name(part)
+            info = self._tensors[name]
+            if len(part.shape) != 2 or part.shape != part.kept_shape:
+                return None
+            its = self._stored.packed(name, info)
+            if its is None:
+                return None
+            if part.arrange is not None:  # gives rows other places
+                its = its.select(part.arrange(torch.arange(its.outputs)))
+            parts.append(its)
+        return join_rows(parts)
 
     def _copied(self, part: Stored) -> Tensor:
         out = self._empty(part.shape)

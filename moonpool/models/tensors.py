@@ -15,7 +15,7 @@ from torch import Tensor
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families import FAMILIES
 from moonpool.families.base import TensorNames
-from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
+from moonpool.families.spec import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, NormSpec
 
 Shape = tuple[int, ...]
 Slots = dict[str, "Stored"]
@@ -51,8 +51,12 @@ def outer_tensors(config: ModelConfig) -> Slots:
     return slots
 
 
-def layer_tensors(config: ModelConfig, index: int) -> Slots:
-    """Return the tensors of layer `index`, by slot."""
+def layer_tensors(config: ModelConfig, index: int, has: Callable[[str], bool] = lambda _: True) -> Slots:
+    """Return the tensors of layer `index`, by slot.
+
+    `has` tells whether the checkpoint has a tensor: where a family's folders have all experts in one tensor, other
+    checkpoints (GGUF files, quantised folders) have one for each.
+    """
     names, spec = FAMILIES[config.architecture].names, config.decoder.layers[index]
     slots: Slots = {}
     for slot in ("attention_norm", "attention_out_norm", "feed_forward_norm", "feed_forward_out_norm"):
@@ -60,12 +64,14 @@ def layer_tensors(config: ModelConfig, index: int) -> Slots:
             slots |= _norm(slot, getattr(names, slot), spec.norm, (config.hidden_size,))
     rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
     paired = rope.width if rope is not None and rope.paired else 0
+    prefix = names.layer.format(index=index)
     if spec.attention.latent is not None:
-        slots |= _latent(names, config, spec.attention, spec.attention.latent, paired)
+        split = not has(f"{prefix}{names.kv_b}.weight")
+        slots |= _latent(names, config, spec.attention, spec.attention.latent, paired, split=split)
     else:
         slots |= _attention(names, config, spec.attention, paired)
-    slots |= dict(_feed_forward(names, config.hidden_size, spec))
-    prefix = names.layer.format(index=index)
+    whole = bool(names.experts_gate_up) and has(f"{prefix}{names.experts_gate_up}")
+    slots |= dict(_feed_forward(names, config.hidden_size, spec, whole=whole))
     return {
         slot: Stored(f"{prefix}{part.name}", part.shape, part.kept_shape, part.arrange) for slot, part in slots.items()
     }
@@ -100,7 +106,9 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
     return slots
 
 
-def _latent(names: TensorNames, config: ModelConfig, spec: AttentionSpec, latent: LatentSpec, paired: int) -> Slots:
+def _latent(
+    names: TensorNames, config: ModelConfig, spec: AttentionSpec, latent: LatentSpec, paired: int, *, split: bool
+) -> Slots:
     hidden, heads = config.hidden_size, spec.num_heads
     width = latent.key_width + latent.rope_width
     norm = NormSpec(eps=latent.norm_eps)
@@ -113,7 +121,14 @@ def _latent(names: TensorNames, config: ModelConfig, spec: AttentionSpec, latent
         slots |= _linear(names, "q_b", names.q_b, (heads * width, latent.q_rank))
     slots |= _linear(names, "kv_a", names.kv_a, (latent.kv_rank + latent.rope_width, hidden), bias=spec.qkv_bias)
     slots |= _norm("kv_a_norm", names.kv_a_norm, norm, (latent.kv_rank,))
-    slots |= _linear(names, "kv_b", names.kv_b, (heads * (latent.key_width + latent.value_width), latent.kv_rank))
+    if split:
+        for slot, shape in (
+            ("k_b", (heads, latent.kv_rank, latent.key_width)),
+            ("v_b", (heads, latent.value_width, latent.kv_rank)),
+        ):
+            slots[f"{slot}.weight"] = _plain(f"{getattr(names, slot)}.weight", shape)
+    else:
+        slots |= _linear(names, "kv_b", names.kv_b, (heads * (latent.key_width + latent.value_width), latent.kv_rank))
     slots |= _linear(names, "output", names.output, (hidden, heads * latent.value_width), bias=spec.output_bias)
     if paired:  # the rotated elements are the last ones of a query, and of the latent vector's projection
         for slot, size in (("q_b", width), ("kv_a", latent.kv_rank + latent.rope_width)):
@@ -124,10 +139,10 @@ def _latent(names: TensorNames, config: ModelConfig, spec: AttentionSpec, latent
     return slots
 
 
-def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec) -> Iterator[tuple[str, Stored]]:
+def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec, *, whole: bool) -> Iterator[tuple[str, Stored]]:
     spec = layer.feed_forward
     if spec.experts is not None:
-        yield from _experts(names, hidden, spec, spec.experts).items()
+        yield from _experts(names, hidden, spec.experts, whole=whole).items()
         return
     if names.gate_up and spec.gated:
         yield from _linear(names, "gate_up", names.gate_up, (2 * spec.inner, hidden), bias=spec.bias).items()
@@ -138,12 +153,12 @@ def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec) -> Iterator
     yield from _linear(names, "down", names.down, (hidden, spec.inner), bias=spec.bias).items()
 
 
-def _experts(names: TensorNames, hidden: int, spec: FeedForwardSpec, experts: ExpertsSpec) -> Slots:
+def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, whole: bool) -> Slots:
     slots = _linear(names, "router", names.router, (experts.count, hidden), bias=experts.router_bias)
     if experts.correction:
         stored = (1, experts.count) if names.correction_row else (experts.count,)
         slots["correction"] = Stored(names.correction, stored, (experts.count,), torch.Tensor.flatten)
-    if names.experts_gate_up:
+    if whole:
         slots |= _all_experts(names, hidden, experts)
     else:
         for expert in range(experts.count):

@@ -105,6 +105,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "granitemoe": ("granitemoe", {**FACTORS, **LOCAL}),
     "helium": ("helium", HEAD),
     "hunyuan": ("hunyuan_v1_dense", HEAD),
+    "hunyuan, alpha": (
+        "hunyuan_v1_dense",
+        {**HEAD, "rope_scaling": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}},
+    ),
     "hunyuan, experts": ("hunyuan_v1_moe", {**HEAD, "num_experts": 4, "moe_topk": 2}),
     "llama": ("llama", {}),
     "llama, yarn": ("llama", {"rope_scaling": YARN}),

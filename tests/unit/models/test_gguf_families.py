@@ -23,10 +23,46 @@ from moonpool.families.base import ModelFamily
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.test_families import CASES, TINY, reference
 
+SHARED = {
+    "expert_count": 8,
+    "expert_used_count": 2,
+    "expert_feed_forward_length": 32,
+    "expert_shared_count": 1,
+    "expert_gating_func": 2,
+}
+SCALES = {"embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0, "attention.scale": 0.3}
+LATENT_KEYS = {
+    **SHARED,
+    "attention.head_count_kv": 1,
+    "attention.kv_lora_rank": 32,
+    "attention.q_lora_rank": 24,
+    "attention.key_length": 40,
+    "attention.key_length_mla": 24,
+    "attention.value_length": 32,
+    "attention.value_length_mla": 12,
+    "rope.dimension_count": 8,
+    "expert_gating_func": 1,
+}
 #: By architecture of the file: case of test_families, and further metadata that converters write.
 FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "arcee": ("arcee", {}),
+    "cohere2": ("cohere2", {"attention.sliding_window": 20, "logit_scale": 0.0625}),
+    "command-r": ("cohere, norms", {"logit_scale": 0.0625}),
+    "deepseek2": ("deepseek_v2", {**LATENT_KEYS, "leading_dense_block_count": 1, "expert_shared_count": 2}),
+    "dots1": ("dots1", {**SHARED, "leading_dense_block_count": 1, "expert_weights_norm": False}),
     "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 32,
+            "expert_shared_count": 2,
+            "leading_dense_block_count": 1,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "exaone4": ("exaone4", {"attention.sliding_window": 20}),
     "gemma": ("gemma", {}),
     "gemma2": (
         "gemma2",
@@ -34,13 +70,58 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gemma3": ("gemma3", {"attention.sliding_window": 20, "rope.freq_base": 1e6}),
     "glm4": ("glm4", {"rope.dimension_count": 8}),
-    "granite": (
-        "granite",
-        {"embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0, "attention.scale": 0.3},
+    "glm4moe": (
+        "glm4_moe",
+        {
+            **SHARED,
+            "block_count": 5,
+            "nextn_predict_layers": 1,
+            "rope.dimension_count": 8,
+            "leading_dense_block_count": 1,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "expert_group_count": 4,
+            "expert_group_used_count": 2,
+        },
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "attention.sliding_window": 20,
+            "expert_count": 4,
+            "expert_used_count": 2,
+            "expert_feed_forward_length": 96,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        },
+    ),
+    "granite": ("granite", SCALES),
+    "granitemoe": ("granitemoe", {**SCALES, "expert_count": 4, "expert_used_count": 2}),
+    "hunyuan-dense": ("hunyuan", {}),
+    "hunyuan-moe": (
+        "hunyuan, experts",
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "expert_shared_count": 1},
     ),
     "llama": ("mixtral", {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6}),
+    "minimax-m2": (
+        "minimax_m2",
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "rope.freq_base": 5e6},
+    ),
+    "mistral3": (
+        "ministral3",
+        {
+            "attention.temperature_scale": 0.1,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 32,
+        },
+    ),
     "nemotron": ("nemotron", {"rope.dimension_count": 8}),
+    "olmo": ("olmo", {"attention.layer_norm_epsilon": 1e-5}),
     "olmo2": ("olmo2", {}),
+    "olmoe": ("olmoe", {"expert_count": 4, "expert_used_count": 2}),
     "phi3": ("phi3", {"attention.sliding_window": 20}),
     "qwen2moe": (
         "qwen2_moe",
@@ -52,6 +133,7 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "qwen3moe": ("qwen3_moe", {"expert_count": 8, "expert_used_count": 8, "expert_feed_forward_length": 768}),
+    "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"rope.freq_base": 2e6}),
     "stablelm": ("stablelm", {"rope.dimension_count": 4}),
     "starcoder2": ("starcoder2", {}),
@@ -65,6 +147,13 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
         "query_pre_attn_scalar": 256,
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
+    },
+    "mistral3": {
+        "rope_parameters": {
+            **CASES["ministral3"][1]["rope_parameters"],
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
     },
     "qwen3moe": {"moe_intermediate_size": 768, "num_experts_per_tok": 8},
     "starcoder2": {"sliding_window": None},
@@ -99,7 +188,7 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
     }
     layer_norm = next((n for n in ("layer_norm_eps", "norm_epsilon", "norm_eps") if hasattr(config, n)), None)
     keys["attention.layer_norm_epsilon" if layer_norm else "attention.layer_norm_rms_epsilon"] = float(
-        getattr(config, layer_norm or "rms_norm_eps")
+        getattr(config, layer_norm or "rms_norm_eps", 1e-5)
     )
     for key, value in keys.items():
         if key != leave_out:
@@ -107,7 +196,7 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
     for name, values in stacked(model):
-        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        theirs = names.get_name(renamed(name), try_suffixes=(".weight", ".bias"))
         assert theirs is not None, name
         turned = permuted(values, name, config, head_dim) if family.gguf.paired_rows else values
         whole = family.gguf.whole_norms and name.endswith("norm.weight")
@@ -117,23 +206,46 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
     finish(writer)
 
 
+def renamed(name: str) -> str:
+    """The name by which the converter looks a tensor up: with an ending that says what the tensor is."""
+    if name.endswith("sinks"):
+        return f"{name}.weight"
+    for ours, theirs in (
+        ("gate.moe_statics", "moe_statics"),  # modules here have other names than checkpoints
+        ("block_sparse_moe.router.weight", "block_sparse_moe.router.layer.weight"),
+        ("e_score_correction_bias", "e_score_correction.bias"),
+    ):
+        name = name.replace(ours, theirs)
+    return name
+
+
 def stacked(model: transformers.PreTrainedModel) -> list[tuple[str, NDArray[np.float32]]]:
     """The tensors of a Hugging Face folder, those of all experts together."""
     found: dict[str, NDArray[np.float32]] = {}
-    experts: dict[str, list[NDArray[np.float32]]] = {}
     for name, values in model.state_dict().items():
         array = values.float().numpy()
         if model.config.tie_word_embeddings and name == "lm_head.weight":
             continue
-        if name.endswith("experts.gate_up_proj"):
-            base = name.removesuffix("gate_up_proj")
-            gate, up = np.split(array, 2, axis=1)
-            experts[f"{base}gate_proj.weight"], experts[f"{base}up_proj.weight"] = [gate], [up]
-        elif name.endswith("experts.down_proj"):
-            experts[f"{name}.weight"] = [array]
+        base, _, leaf = name.replace("block_sparse_moe.experts.", "mlp.experts.").rpartition("experts.")
+        kind = "bias" if leaf.endswith("_bias") else "weight"
+        if leaf in ("gate_up_proj", "gate_up_proj_bias"):
+            if model.config.model_type == "gpt_oss":  # inputs first; gates and ups take turns
+                turned = array.swapaxes(1, 2) if kind == "weight" else array
+                gate, up = turned[:, 0::2], turned[:, 1::2]
+            else:
+                gate, up = np.split(array, 2, axis=1)
+            found[f"{base}experts.gate_proj.{kind}"], found[f"{base}experts.up_proj.{kind}"] = gate, up
+        elif leaf in ("down_proj", "down_proj_bias"):
+            turned = array.swapaxes(1, 2) if model.config.model_type == "gpt_oss" and kind == "weight" else array
+            found[f"{base}experts.down_proj.{kind}"] = turned
+        elif name.endswith("kv_b_proj.weight"):
+            width = model.config.qk_nope_head_dim
+            both = array.reshape(model.config.num_attention_heads, -1, array.shape[1])
+            found[name.replace("kv_b", "k_b")] = both[:, :width].swapaxes(1, 2)
+            found[name.replace("kv_b", "v_b")] = both[:, width:]
         else:
             found[name] = array
-    return [*found.items(), *((name, parts[0]) for name, parts in experts.items())]
+    return list(found.items())
 
 
 def permuted(values: NDArray[Any], name: str, config: Any, head_dim: int) -> NDArray[Any]:
@@ -166,6 +278,25 @@ def test_a_file_gives_the_logits_of_its_folder(architecture: str, tmp_path: Path
         with torch.inference_mode():
             expected = loaded(torch.tensor([PROMPT])).logits[0]
         torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5 * float(expected.abs().max()))
+
+
+def test_files_of_deepseek_v3_say_deepseek2_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of Kimi K2 and Moonlight: experts by sigmoid scores."""
+    keys = {
+        **LATENT_KEYS,
+        "leading_dense_block_count": 1,
+        "expert_gating_func": 2,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+        "expert_weights_norm": True,
+        "expert_weights_scale": 2.5,
+        "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 4.0,
+        "rope.scaling.original_context_length": 32,
+        "rope.scaling.yarn_log_multiplier": 0.1,
+    }
+    monkeypatch.setitem(FILES, "deepseek2", ("deepseek_v3, yarn", keys))
+    test_a_file_gives_the_logits_of_its_folder("deepseek2", tmp_path)
 
 
 def test_every_family_with_a_gguf_name_has_a_case() -> None:

@@ -5,6 +5,7 @@ Here are the formats whose tools do not run in tests; `test_quantised_tools.py` 
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from moonpool.checkpoint import inspect_checkpoint, load_config, weights_fingerprint
+from moonpool.checkpoint.formats import tensor_index
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.models.loader import load_stage
+from moonpool.models.loader import load_stage, stored_tensors
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.test_families import CASES, reference
 
@@ -52,9 +54,10 @@ def fp8_blocks(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
     return {".weight": values, ".weight_scale_inv": scales}, dense
 
 
-def gptq(outputs: int, inputs: int, bits: int = 4, v1: bool = True) -> tuple[Stored, Tensor]:
+def gptq(outputs: int, inputs: int, bits: int = 4, v1: bool = True, ordered: bool = True) -> tuple[Stored, Tensor]:
     values, zeros = whole_numbers(1 << bits, inputs, outputs), whole_numbers((1 << bits) - 1, inputs // 16, outputs) + 1
-    scales, group = scales_of(inputs // 16, outputs).half(), torch.randperm(inputs, generator=GENERATOR) // 16
+    scales = scales_of(inputs // 16, outputs).half()
+    group = (torch.arange(inputs) if ordered else torch.randperm(inputs, generator=GENERATOR)) // 16
     dense = torch.zeros(outputs, inputs)
     for row in range(inputs):
         dense[:, row] = (values[row] - zeros[group[row]]) * scales[group[row]].float()
@@ -67,11 +70,11 @@ def awq(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
     values, zeros, scales = (
         whole_numbers(16, inputs, outputs),
         whole_numbers(16, inputs // 16, outputs),
-        scales_of(inputs // 16, outputs),
+        scales_of(inputs // 16, outputs).half(),
     )
     dense = torch.zeros(outputs, inputs)
     for row in range(inputs):
-        dense[:, row] = (values[row] - zeros[row // 16]) * scales[row // 16]
+        dense[:, row] = (values[row] - zeros[row // 16]) * scales[row // 16].float()
 
     def turned(numbers: Tensor) -> Tensor:
         return numbers.view(len(numbers), -1, 8)[:, :, [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
@@ -79,7 +82,7 @@ def awq(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
     return {".qweight": words(turned(values), 4), ".qzeros": words(turned(zeros), 4), ".scales": scales}, dense
 
 
-def ordered(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
+def in_no_order(outputs: int, inputs: int) -> tuple[Stored, Tensor]:
     """compressed-tensors with `actorder: group`, which its library no longer writes."""
     values, scales = whole_numbers(16, outputs, inputs), scales_of(outputs, inputs // 16)
     group = torch.randperm(inputs, generator=GENERATOR) // 16
@@ -122,25 +125,32 @@ PACKED: Mapping[str, Any] = {
     "format": "pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}},
 }
-FORMATS: Mapping[str, tuple[Mapping[str, Any], Callable[[int, int], tuple[Stored, Tensor]]]] = {
-    "fp8, blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8_blocks),
-    "fp8, rows": ({"quant_method": "fbgemm_fp8"}, fp8_rows),
+#: Settings, what quantises, and how packed weights hold the codes; inputs whose groups are in no order become dense.
+FORMATS: Mapping[str, tuple[Mapping[str, Any], Callable[[int, int], tuple[Stored, Tensor]], str]] = {
+    "fp8, blocks": ({"quant_method": "fp8", "weight_block_size": [16, 32]}, fp8_blocks, "table8"),
+    "fp8, rows": ({"quant_method": "fbgemm_fp8"}, fp8_rows, "table8"),
     **{
-        f"gptq, {bits} bits": ({"quant_method": "gptq", "bits": bits, "group_size": 16}, partial(gptq, bits=bits))
+        f"gptq, {bits} bits": (
+            {"quant_method": "gptq", "bits": bits, "group_size": 16},
+            partial(gptq, bits=bits),
+            "int8" if bits == 8 else "int4",
+        )
         for bits in (2, 3, 4, 8)
     },
     "gptq, second version": (
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2", "desc_act": True},
-        partial(gptq, v1=False),
+        partial(gptq, v1=False, ordered=False),
+        "",
     ),
     "auto-round": (
         {"quant_method": "auto-round", "bits": 4, "group_size": 16, "packing_format": "auto_round:auto_gptq"},
         gptq,
+        "int4",
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, awq),
-    "compressed-tensors, ordered": (PACKED, ordered),
-    "modelopt, nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, nvfp4),
-    "modelopt, fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}, awq, "int4"),
+    "compressed-tensors, in no order": (PACKED, in_no_order, ""),
+    "modelopt, nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, nvfp4, "table4"),
+    "modelopt, fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor, "table8"),
 }
 TOKENS = [3 + 5 * i % 300 for i in range(40)]
 
@@ -158,7 +168,7 @@ def logits(path: Path) -> Tensor:
 @pytest.mark.parametrize("form", FORMATS)
 def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path) -> None:
     """All projections of a Qwen model with experts; what is no projection, and one module, stay dense."""
-    settings, quantise = FORMATS[form]
+    settings, quantise, kind = FORMATS[form]
     model_type, changed = CASES["qwen2_moe"]
     reference(model_type, {**changed, "moe_intermediate_size": 64}).save_pretrained(tmp_path / "dense")
     tensors = load_file(tmp_path / "dense" / "model.safetensors")
@@ -176,6 +186,13 @@ def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path
     configure(folder, settings)
     save_file({name: part.contiguous() for name, part in stored.items()}, folder / "model.safetensors")
     torch.testing.assert_close(logits(folder), logits(tmp_path / "dense"), rtol=0, atol=1e-6)
+    with ExitStack() as stack:
+        reader = stored_tensors(folder, stack)
+        packed = {name: reader.packed(name, info) for name, info in tensor_index(folder).items()}
+    held = {its.kind.partition("/")[0] for its in packed.values() if its is not None}
+    assert held == ({kind} if kind else set())
+    for name, its in packed.items():
+        assert its is None or torch.equal(its.dequantise(), tensors[name]), name
     assert inspect_checkpoint(folder).parameters == inspect_checkpoint(tmp_path / "dense").parameters
 
 

@@ -27,33 +27,42 @@ PROMPT = [3 + 5 * i % 300 for i in range(40)]
 DYNAMIC = {"input_activations": {"num_bits": 8, "strategy": "token", "dynamic": True}}
 DYNAMIC_FLOAT = {"input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}}
 GROUP = {"strategy": "group", "group_size": 32}
-#: Weights and, where the format depends on them, activations.
-SCHEMES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "w4a16": ({"num_bits": 4, **GROUP}, {}),
-    "w4a16, zero points": ({"num_bits": 4, **GROUP, "symmetric": False}, {}),
-    "w3a16": ({"num_bits": 3, **GROUP}, {}),
-    "w6a16, zero points": ({"num_bits": 6, "strategy": "channel", "symmetric": False}, {}),
-    "w8a16": ({"num_bits": 8, "strategy": "channel"}, {}),
-    "w8a8": ({"num_bits": 8, "strategy": "channel"}, DYNAMIC),
-    "w8a8, zero points": ({"num_bits": 8, "strategy": "channel", "symmetric": False}, DYNAMIC),
-    "fp8, tensor": ({"num_bits": 8, "type": "float", "strategy": "tensor"}, DYNAMIC_FLOAT),
-    "fp8, channel": ({"num_bits": 8, "type": "float", "strategy": "channel"}, DYNAMIC_FLOAT),
-    "fp8, block": ({"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}, DYNAMIC_FLOAT),
-    "mxfp4": ({"num_bits": 4, "type": "float", **GROUP, "scale_dtype": torch.uint8}, {}),
-    "mxfp8": ({"num_bits": 8, "type": "float", **GROUP, "scale_dtype": torch.uint8}, {}),
-    "nvfp4": ({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, {}),
+#: Weights; activations where the format depends on them; how packed weights hold the codes.
+SCHEMES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
+    "w4a16": ({"num_bits": 4, **GROUP}, {}, "int4"),
+    "w4a16, zero points": ({"num_bits": 4, **GROUP, "symmetric": False}, {}, "int4"),
+    "w3a16": ({"num_bits": 3, **GROUP}, {}, "int4"),
+    "w6a16, zero points": ({"num_bits": 6, "strategy": "channel", "symmetric": False}, {}, "int8"),
+    "w8a16": ({"num_bits": 8, "strategy": "channel"}, {}, "int8"),
+    "w8a8": ({"num_bits": 8, "strategy": "channel"}, DYNAMIC, "int8"),
+    "w8a8, zero points": ({"num_bits": 8, "strategy": "channel", "symmetric": False}, DYNAMIC, "int8"),
+    "fp8, tensor": ({"num_bits": 8, "type": "float", "strategy": "tensor"}, DYNAMIC_FLOAT, "table8"),
+    "fp8, channel": ({"num_bits": 8, "type": "float", "strategy": "channel"}, DYNAMIC_FLOAT, "table8"),
+    "fp8, block": (
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]},
+        DYNAMIC_FLOAT,
+        "table8",
+    ),
+    "mxfp4": ({"num_bits": 4, "type": "float", **GROUP, "scale_dtype": torch.uint8}, {}, "table4"),
+    "mxfp8": ({"num_bits": 8, "type": "float", **GROUP, "scale_dtype": torch.uint8}, {}, "table8"),
+    "nvfp4": ({"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}, {}, "table4"),
 }
 
 
-def loaded(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the folder as the loader copies it, float32."""
-    found = {}
+def loaded(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
+    """Every tensor of the folder as the loader copies it, float32; and in which kinds the packed ones are held."""
+    found: dict[str, Tensor] = {}
+    held: set[str] = set()
     with ExitStack() as stack:
         reader = stored_tensors(folder, stack)
         for name, info in tensor_index(folder).items():
             found[name] = torch.empty(info.shape)
             reader.copy(name, info, found[name])
-    return found
+            if (packed := reader.packed(name, info)) is not None:
+                held.add(packed.kind)
+                unit = 2.0**-23 if info.dtype == "I8" else 0.0  # bitsandbytes divides by 127 later
+                torch.testing.assert_close(packed.dequantise(), found[name], rtol=unit, atol=0)
+    return found, held
 
 
 def scale(module: Any) -> None:
@@ -78,7 +87,7 @@ def scale(module: Any) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 @torch.no_grad()
 def test_compressed_tensors(name: str, tmp_path: Path) -> None:
-    weights, activations = SCHEMES[name]
+    weights, activations, kind = SCHEMES[name]
     model = reference("llama", {})
     dense = reference("llama", {})
     scheme = QuantizationScheme(targets=["Linear"], weights=weights, **activations)
@@ -91,7 +100,8 @@ def test_compressed_tensors(name: str, tmp_path: Path) -> None:
     compressor.compress_model(model)
     model.save_pretrained(tmp_path)
     compressor.update_config(str(tmp_path))
-    found = loaded(tmp_path)
+    found, held = loaded(tmp_path)
+    assert {its.partition("/")[0] for its in held} == {kind}
     kept = dense.state_dict()
     original = {at: weight.clone() for at, weight in kept.items()}
     for at, module in model.named_modules():
@@ -125,7 +135,8 @@ def test_compressed_tensors_of_several_groups(tmp_path: Path) -> None:
     compressor.compress_model(model)
     model.save_pretrained(tmp_path)
     compressor.update_config(str(tmp_path))
-    found = loaded(tmp_path)
+    found, held = loaded(tmp_path)
+    assert held == {"int4/32", "table8/64"}
     methods = set()
     for at, module in model.named_modules():
         if hasattr(module, "quantization_scheme"):
@@ -158,7 +169,8 @@ def test_bitsandbytes(kind: str, nested: bool, tmp_path: Path) -> None:
     dense.config.quantization_config = {"quant_method": "bitsandbytes", **settings}
     dense.config.save_pretrained(tmp_path)
     save_file(stored, tmp_path / "model.safetensors")
-    found = loaded(tmp_path)
+    found, held = loaded(tmp_path)
+    assert held == ({"int8/64", "int8/96"} if kind == "int8" else {"table4/64"})
     assert found.keys() == dense.state_dict().keys()
     for name, weight in dense.state_dict().items():
         assert found[name].equal(weight), name
@@ -211,7 +223,7 @@ def assert_as_transformers(folder: Path, how: Any) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=how, dtype=torch.float32, attn_implementation="eager"
     )
-    dense, found = model.state_dict(), loaded(folder)
+    dense, (found, _) = model.state_dict(), loaded(folder)
     compared = found.keys() & dense.keys()
     assert any("mlp" in name for name in compared)
     for name in compared:
