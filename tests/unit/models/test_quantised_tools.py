@@ -79,7 +79,7 @@ def scale(module: Any) -> None:
         whole = generate_gparam(weight.min(), weight.max())
         module.weight_global_scale.copy_(whole)
     found, zeros = calculate_qparams(shared.amin(-1), shared.amax(-1), args, whole)
-    scales.copy_(found.view(scales.shape))
+    scales.copy_(found.view(scales.shape).bfloat16())  # as in published folders
     if not args.symmetric:
         module.weight_zero_point.copy_(zeros.view(scales.shape))
 
@@ -109,7 +109,7 @@ def test_compressed_tensors(name: str, tmp_path: Path) -> None:
             decompress_module(module)
             assert found[f"{at}.weight"].to(module.weight.dtype).equal(module.weight)
             kept[f"{at}.weight"].copy_(found[f"{at}.weight"])
-            assert 0.0 < (module.weight - original[f"{at}.weight"]).abs().mean() < 0.02
+            assert 0.0 < (module.weight - original[f"{at}.weight"]).abs().mean() < 0.05
     assert found.keys() == kept.keys()
     assert found["model.layers.1.mlp.up_proj.weight"].equal(original["model.layers.1.mlp.up_proj.weight"])
     assert_greedy(dense, PROMPT, Runner(tmp_path, torch.float32).generate([PROMPT], 12, 1000, 1000)[0])
