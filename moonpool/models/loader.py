@@ -33,7 +33,7 @@ from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, 
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
-from moonpool.models.packed import CHUNK, PackedWeight, join_rows, pack_int4, pack_int8
+from moonpool.models.packed import CHUNK, PackedWeight, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.models.stage import StageModel
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
@@ -474,22 +474,6 @@ class _TensorReader:
                 target.copy_(part.arrange(self._copied(part)))
             begin += shape[0]
         return fused
-
-    def packed(self, *wanted: Stored) -> PackedWeight | None:
-        """Return the tensors as `read` does, in the codes of the checkpoint; None: no codes hold all of them."""
-        parts = []
-        for part in wanted:
-            name = self._name(part)
-            info = self._tensors[name]
-            if len(part.shape) != 2 or part.shape != part.kept_shape:
-                return None
-            its = self._stored.packed(name, info)
-            if its is None:
-                return None
-            if part.arrange is not None:  # gives rows other places
-                its = its.select(part.arrange(torch.arange(its.outputs)))
-            parts.append(its)
-        return join_rows(parts)
 
     def _copied(self, part: Stored) -> Tensor:
         out = self._empty(part.shape)

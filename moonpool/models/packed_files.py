@@ -73,6 +73,11 @@ def _float16(blocks: Tensor, begin: int) -> Tensor:
     return blocks[..., begin : begin + 2].contiguous().view(torch.float16).float()
 
 
+def _split(stored: Tensor, parts: int, size: int) -> Tensor:
+    """Return bytes [..., n] as [..., parts, size]."""
+    return stored.reshape(*stored.shape[:-1], parts, size)
+
+
 def _nibbles(stored: Tensor) -> Tensor:
     """Return the low nibbles of bytes [..., n], then the high ones: [..., 2 * n]."""
     return torch.cat((stored & 15, stored >> 4), dim=-1)
@@ -112,13 +117,13 @@ def _q8_0(blocks: Tensor) -> PackedWeight | None:
 
 
 def _q2_k(blocks: Tensor) -> PackedWeight | None:
-    scales, codes = blocks[..., :16], _shifted(blocks[..., 16:80].unflatten(-1, (2, 32)), 2)
+    scales, codes = blocks[..., :16], _shifted(_split(blocks[..., 16:80], 2, 32), 2)
     scale, offset = _float16(blocks, 80) * (scales & 15), _float16(blocks, 82) * (scales >> 4)
     return _weight(codes, 4, scale, offsets=-offset)
 
 
 def _q3_k(blocks: Tensor) -> PackedWeight | None:
-    high, low = _shifted(blocks[..., :32], 1), _shifted(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-2)
+    high, low = _shifted(blocks[..., :32], 1), _shifted(_split(blocks[..., 32:96], 2, 32), 2).flatten(-2)
     scales = _nibbles(blocks[..., 96:104]) | _shifted(blocks[..., 104:108], 2) << 4
     return _weight(low | high << 2, 4, _float16(blocks, 108) * (scales.float() - 32), zero=4)
 
@@ -133,18 +138,18 @@ def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def _q4_k(blocks: Tensor) -> PackedWeight | None:
     scales, offsets = _k_scales(blocks)
-    return _weight(_nibbles(blocks[..., 16:].unflatten(-1, (4, 32))), 4, scales, offsets=offsets)
+    return _weight(_nibbles(_split(blocks[..., 16:], 4, 32)), 4, scales, offsets=offsets)
 
 
 def _q5_k(blocks: Tensor) -> PackedWeight | None:
     scales, offsets = _k_scales(blocks)
-    low = _nibbles(blocks[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
+    low = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2)
     return _weight(low | _shifted(blocks[..., 16:48], 1) << 4, 8, scales, offsets=offsets)
 
 
 def _q6_k(blocks: Tensor) -> PackedWeight | None:
-    low = _nibbles(blocks[..., :128].unflatten(-1, (2, 64))).flatten(-2)
-    high = _shifted(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-2)
+    low = _nibbles(_split(blocks[..., :128], 2, 64)).flatten(-2)
+    high = _shifted(_split(blocks[..., 128:192], 2, 32), 2).flatten(-2)
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
     return _weight(low | high << 4, 8, _float16(blocks, 208) * scales, zero=32)
 
@@ -158,7 +163,7 @@ def _iq4_xs(blocks: Tensor) -> PackedWeight | None:
     scales = torch.stack((low & 15, low >> 4), dim=-1).flatten(-2)
     pairs = (high[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
     scale = _float16(blocks, 0) * ((scales | pairs.flatten(-2) << 4).float() - 32)
-    return _weight(_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))), 4, scale, values=_IQ4)
+    return _weight(_nibbles(_split(blocks[..., 8:], 8, 16)), 4, scale, values=_IQ4)
 
 
 def _gguf_mxfp4(blocks: Tensor) -> PackedWeight | None:
@@ -168,7 +173,7 @@ def _gguf_mxfp4(blocks: Tensor) -> PackedWeight | None:
 def _gguf_nvfp4(blocks: Tensor) -> PackedWeight | None:
     stored = blocks[..., :4] & 127
     scales = stored.view(torch.float8_e4m3fn).float().masked_fill(stored == 127, 0)
-    return _weight(_nibbles(blocks[..., 4:].unflatten(-1, (4, 8))), 4, scales, values=FP4)
+    return _weight(_nibbles(_split(blocks[..., 4:], 4, 8)), 4, scales, values=FP4)
 
 
 def _tq1_0(blocks: Tensor) -> PackedWeight | None:
@@ -183,7 +188,7 @@ def _tq1_0(blocks: Tensor) -> PackedWeight | None:
 
 
 def _tq2_0(blocks: Tensor) -> PackedWeight | None:
-    return _weight(_shifted(blocks[..., :64].unflatten(-1, (2, 32)), 2), 4, _float16(blocks, 64), zero=1)
+    return _weight(_shifted(_split(blocks[..., :64], 2, 32), 2), 4, _float16(blocks, 64), zero=1)
 
 
 _BLOCKS: Mapping[str, tuple[int, Callable[[Tensor], PackedWeight | None]]] = {
