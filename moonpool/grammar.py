@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, get_args
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from moonpool.bundled import model_dir
 from moonpool.errors import InvalidRequest
 from moonpool.json_schema import WHITESPACE, SchemaWordError, explain_fault, inner_schemas, map_schemas, normalise
 from moonpool.sampling_params import MAX_GRAMMAR_BYTES, ResponseFormat, SamplingParams
@@ -38,7 +40,15 @@ LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     verbose_errors=False,
 )
-"""What a grammar may cost at most: some 100 MB, and some 0.3 s in a step; the same where it is checked and used."""
+"""What a grammar may cost at most: some 100 MB, and some 0.3 s for a mask; the same where it is checked and used."""
+MAX_CHECK_S = 0.25
+"""Processor time that compiling a grammar and its first masks may take. One mask more is begun at most."""
+PROBED_TOKENS = 4
+"""Masks that a check makes."""
+TOO_SLOW = "is too complex"
+SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 3, 4, 6, 20))]
+"""Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
+are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,14 +288,36 @@ class AnswerGrammar:
 
 
 def _first_fault(compiled: str) -> str:
-    """What is wrong, also what shows only where the first token is looked for; "" = nothing."""
+    """What is wrong, also what shows only where the first tokens are looked for; "" = nothing."""
+    began_ns = time.thread_time_ns()
     wrong = LLMatcher.validate_grammar(compiled, limits=LIMITS)
     if wrong:
         return str(wrong)
-    # Tokens of the model are checked as another token, because a tokenizer of bytes lacks them.
-    parser = LLMatcher(LLTokenizer("byte"), _TOKEN_ID.sub("<[258]>", compiled), log_level=0, limits=LIMITS)
-    parser.compute_bitmask()
-    return str(parser.get_error())
+    # Tokens of the model are checked as another token, because the vocabulary of the check may lack them.
+    parser = LLMatcher(_probe(), _TOKEN_ID.sub("<[258]>", compiled), log_level=0, limits=LIMITS)
+    for _ in range(PROBED_TOKENS):
+        allowed = parser.compute_bitmask()
+        if parser.is_error():
+            return str(parser.get_error())
+        if time.thread_time_ns() - began_ns > MAX_CHECK_S * 1e9:
+            return f"{TOO_SLOW}: following it takes more than {MAX_CHECK_S:g} s of processor time"
+        if parser.is_stopped() or not any(allowed):
+            break
+        parser.consume_token(_middle_token(allowed))
+    return ""
+
+
+def _middle_token(allowed: bytes) -> int:
+    """One of the tokens that may follow: the middle one."""
+    bits = int.from_bytes(allowed, "little")
+    tokens = [token for token in range(bits.bit_length()) if bits >> token & 1]
+    return tokens[len(tokens) // 2]
+
+
+@functools.cache
+def _probe() -> LLTokenizer:
+    """The bundled model's vocabulary, with which the cost of a grammar is measured."""
+    return LLTokenizer(json.dumps(json.loads((model_dir() / "tokenizer.json").read_text())), slices=SLICES)
 
 
 def _unslashed(expression: str) -> str:
@@ -307,7 +339,7 @@ def text_expressions(schema: Mapping[str, Any]) -> list[str]:
 
 
 def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> None:
-    """Checks that the grammar, if there is one, can be followed; takes up to half a second.
+    """Checks that the grammar, if there is one, can be followed, and at what cost; takes up to a second.
 
     Nothing is ever fetched, whatever a schema refers to.
 
@@ -321,16 +353,24 @@ def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> Non
     field = f"{field_prefix}.grammar"
     if len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(field, f"has more than {MAX_GRAMMAR_BYTES} bytes")
+    if wrong := _fault(grammar):
+        raise InvalidRequest(field, wrong)
+
+
+@functools.lru_cache(maxsize=256)
+def _fault(grammar: Grammar) -> str:
+    """What is wrong with a grammar, for the client; "" = nothing."""
     try:
         wrong = _first_fault(grammar.compiled())
     except SchemaWordError as error:
-        raise InvalidRequest(field, str(error)) from None
+        return str(error)
     except (ValueError, RecursionError) as error:
         wrong = str(error) or "nested too deeply"
+    if wrong.startswith(TOO_SLOW):
+        return wrong
     if wrong and grammar.format in ("json_schema", "json_object"):
-        raise InvalidRequest(field, _schema_fault(grammar.text, wrong))
-    if wrong:
-        raise InvalidRequest(field, f"is no {_NOTATIONS.get(grammar.format, grammar.format)}: {wrong[:_MAX_REASON]}")
+        return _schema_fault(grammar.text, wrong)
+    return wrong and f"is no {_NOTATIONS.get(grammar.format, grammar.format)}: {wrong[:_MAX_REASON]}"
 
 
 _NOTATIONS = {"regex": "regular expression that can be followed", "lark": "grammar that can be followed"}
@@ -345,9 +385,12 @@ def _schema_fault(text: str, wrong: str) -> str:
         schema = None
     if not isinstance(schema, dict):
         return "is no JSON schema: it must be a JSON object that is not nested too deeply"
+    began_ns = time.thread_time_ns()
     parts = itertools.islice(inner_schemas(schema), _MAX_FAULT_PARTS)
     definitions = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
     for where, part in parts:  # the innermost schemas are first
+        if time.thread_time_ns() - began_ns > MAX_CHECK_S * 1e9:
+            break
         alone = json.dumps({**definitions, **part})
         try:
             fault = _first_fault(_json_grammar(alone))

@@ -154,7 +154,8 @@ def _step_result(stages: Sequence[StageDone]) -> StepResult:
     rest = last.several, last.logprobs, last.scores, last.embeddings, last.failed
     share = sum(done.share for done in stages) / len(stages)
     earlier = tuple(_step_result([done]) for done in last.earlier)
-    return StepResult(sampled, aborted, start_ns, end_ns, *rest, share, max(done.waited_ns for done in stages), earlier)
+    waited_ns = max(done.waited_ns for done in stages)
+    return StepResult(sampled, aborted, start_ns, end_ns, *rest, share, waited_ns, earlier, late=last.late)
 
 
 @dataclass(slots=True, eq=False)

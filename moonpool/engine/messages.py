@@ -95,6 +95,7 @@ class StageDone:
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
     failed: Mapping[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
     over: bool = True
     """No further step of the run follows."""
     share: float = 1.0

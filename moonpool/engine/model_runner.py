@@ -50,7 +50,7 @@ _NO_MASKS: dict[int, memoryview] = {}
 
 @dataclass(slots=True)
 class StepOutput:
-    """The fields of `StepResult` of the same names, and the time spent waiting for grammars, in nanoseconds."""
+    """The fields of `StepResult` of the same names, and the time spent waiting for masks, in nanoseconds."""
 
     sampled: list[int | None] = field(default_factory=list)
     several: dict[int, SampledCandidates] = field(default_factory=dict)
@@ -58,6 +58,7 @@ class StepOutput:
     scores: dict[int, Logprobs] = field(default_factory=dict)
     embeddings: dict[int, bytes] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    late: frozenset[int] = frozenset()
     awaited_ns: int = 0
 
 
@@ -184,7 +185,7 @@ class _RowGroup:
         """As `StepSampler.sample_from`: these are all sequences."""
         output = StepOutput()
         tokens = self._native.sample_at(logits, self._row_masks(masks, output))
-        if tokens is not None and not output.failed:
+        if tokens is not None and not output.failed and not output.late:
             output.sampled = list(tokens)
             return output
         output.sampled = [None] * len(self._wanted)
@@ -236,6 +237,7 @@ class _RowGroup:
         made = masks.now()
         output.awaited_ns = made.waited_ns
         output.failed.update((index, made.failed[index]) for _, index in self._drawn if index in made.failed)
+        output.late |= made.late.intersection(index for _, index in self._drawn)
         if made.masks is not self._seen:
             self._seen = made.masks
             self._masks = {at: made.masks[index] for at, (_, index) in enumerate(self._drawn) if index in made.masks}
@@ -243,6 +245,8 @@ class _RowGroup:
 
     def _record(self, chosen: SamplerOutput, output: StepOutput) -> None:
         for at, (_, index) in enumerate(self._drawn):
+            if index in output.late:
+                continue
             if at in chosen.failed:
                 output.failed.setdefault(index, chosen.failed[at])
             if index in output.failed:
@@ -426,7 +430,7 @@ class StageRunner:
         Returns:
             Whether its run goes on. Then `go_on` runs its next step.
         """
-        masks = self.masks.begin(MaskRequest.of(step)) if self.masks is not None else None
+        masks = self._begin_masks(step)
         times = self._begin(step)
         self.platform.memory.begin(step)
         run = self._begin_native(step, masks) or self._begin_layers(step, masks)
@@ -493,7 +497,8 @@ class StageRunner:
     ) -> _StepTimes:
         """Report all but the last step of a call; `run.output` and the returned times are those of the last."""
         assert run.sampler is not None
-        odd, last = bool(run.output.failed or run.output.awaited_ns), came.steps + came.stopped - 1
+        masked = run.output
+        odd, last = bool(masked.failed or masked.late), came.steps + came.stopped - 1
         for index, (tokens, over_ns) in enumerate(native.tokens(came.steps)):
             run.output = StepOutput(list(tokens))
             if index < last:
@@ -504,6 +509,12 @@ class StageRunner:
         elif native.failed or odd:
             run.output = run.sampler.last_output(run.pending_masks)
         return times
+
+    def _begin_masks(self, step: Step) -> PendingMasks | None:
+        if self.masks is None:
+            return None
+        wanted = MaskRequest.of(step)
+        return self.masks.begin(wanted, alone=sum(it.may_skip for it in wanted) == len(step.sequences))
 
     def _make_masks(self, run: StepRun) -> None:
         """Make masks before the layers on a plain CPU; on a device the sampler makes them while it computes."""
@@ -708,7 +719,7 @@ class StageRunner:
     def _ran(self, step: Step, times: _StepTimes, awaited_ns: int) -> float:
         """Return the fraction of time since a step began to compute that this thread ran.
 
-        Time spent waiting for grammars is left out. 1 if the step may have waited for other stages, a device or a gate.
+        Time spent waiting for masks is left out. 1 if the step may have waited for other stages, a device or a gate.
         """
         alone = self.model.is_first and self.model.is_last and self.platform.device is None and not step.gated
         took_ns = time.monotonic_ns() - times.began_ns - awaited_ns
@@ -738,6 +749,7 @@ class StageRunner:
             scores=output.scores,
             embeddings=output.embeddings,
             failed=output.failed,
+            late=output.late,
             over=over,
             share=share,
             waited_ns=times.began_ns - times.start_ns,

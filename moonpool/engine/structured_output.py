@@ -1,20 +1,21 @@
 """Structured output: grammars, their parsers, and the token masks of a step.
 
 A parser is a function of the grammar and the answer so far. It is kept only to save time: a missing parser is made
-again from the answer, so nothing is lost when a sequence is preempted or moved. The thread that runs the step makes
-the masks; only new grammars are compiled in another thread.
+again from the answer, so nothing is lost when a sequence is preempted or moved. Threads compile grammars and make the
+masks. A step waits for them for a bounded time: a sequence whose mask takes longer goes without a token in this step.
 """
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -22,22 +23,32 @@ from llguidance import LLMatcher, LLTokenizer
 from moonpool import world
 from moonpool.checkpoint import Tokenizer
 from moonpool.engine.footprint import release_memory
-from moonpool.grammar import LIMITS, Grammar
+from moonpool.grammar import LIMITS, SLICES, Grammar
 from moonpool.kv.keys import tokens_from_bytes
 from moonpool.scheduling.steps import Step
 
 MAX_GRAMMARS = 64
 MAX_PARSERS = 512
 TOKEN_BYTES = 4
-SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 3, 4, 6, 20))]
-"""Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
-are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
 K = TypeVar("K")
 V = TypeVar("V")
 
 
+class KeptParser(NamedTuple):
+    """A parser behind an answer.
+
+    Attributes:
+        compiled: the grammar that it is of.
+        time: what the answer's masks took.
+    """
+
+    parser: LLMatcher
+    compiled: Future[LLMatcher]
+    time: ProcessorTime
+
+
 class ParserCache:
-    """See the module.
+    """Grammars that are compiled, and parsers behind answers. One thread uses it; another one compiles.
 
     Args:
         load: gives the tokenizer; called on another thread.
@@ -45,9 +56,6 @@ class ParserCache:
         end_token_ids: of the model.
         aside: that thread works within such a context.
         full: whether the process holds as much as it may.
-
-    Attributes:
-        waited_ns: for the thread, in all.
     """
 
     def __init__(
@@ -58,7 +66,6 @@ class ParserCache:
         aside: Callable[[], AbstractContextManager[None]],
         full: Callable[[], bool],
     ) -> None:
-        self.waited_ns = 0
         self._load = load
         self._vocab_size = vocab_size
         self._ends = end_token_ids
@@ -66,7 +73,7 @@ class ParserCache:
         self._full = full
         self._thread = world.thread_pool(1, "grammars")
         self._grammars: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._parsers: OrderedDict[tuple[Grammar, bytes], LLMatcher] = OrderedDict()
+        self._parsers: OrderedDict[tuple[Grammar, bytes], KeptParser] = OrderedDict()
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
@@ -75,43 +82,39 @@ class ParserCache:
         size = max(self._vocab_size, tokenizer.vocab_size)
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
 
-    def prepare(self, grammar: Grammar, answer: bytes) -> Future[LLMatcher] | None:
-        """Begins to compile the grammar where `take` will need that; returns what it may have to wait for."""
-        known = (grammar, answer) in self._parsers or (grammar, answer[:-TOKEN_BYTES]) in self._parsers
-        return None if known else self._compiled(grammar)
-
-    def take(self, grammar: Grammar, answer: bytes) -> LLMatcher:
-        """The parser behind an answer, at best the one that was kept there or before its last token.
+    def known(self, grammar: Grammar, answer: bytes) -> KeptParser | None:
+        """Takes the parser that was kept behind an answer, or before its last token.
 
         Args:
             grammar: that the answer follows.
             answer: its tokens, little-endian int32.
-
-        Raises:
-            Exception: any of the library's, or the checkpoint has no tokenizer.
         """
-        known = self._parsers.pop((grammar, answer), None)
-        if known is not None:
-            return known
-        before = self._parsers.pop((grammar, answer[:-TOKEN_BYTES]), None) if answer else None
-        if before is not None:
-            before.consume_token(int.from_bytes(answer[-TOKEN_BYTES:], "little"))
-            return before
-        return self._begun(grammar, answer)
+        found = self._parsers.pop((grammar, answer), None)
+        if found is None and answer:
+            found = self._parsers.pop((grammar, answer[:-TOKEN_BYTES]), None)
+            if found is not None:
+                found.parser.consume_token(int.from_bytes(answer[-TOKEN_BYTES:], "little"))
+        return found
 
-    def anew(self, grammar: Grammar, answer: bytes) -> LLMatcher:
-        """As `take`, where the parser that it gave has failed: of the grammar compiled anew, for this answer.
+    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
+        """The parser before the first token, as soon as the thread has made it. A grammar that failed is tried anew."""
+        found = self._grammars.pop(grammar, None)
+        if found is None or (found.done() and found.exception() is not None):
+            self.make_room()
+            found = self._thread.submit(self._compile, grammar)
+        _keep_newest(self._grammars, grammar, found, MAX_GRAMMARS)
+        return found
 
-        Those that are kept share what has failed: they go with it.
-        """
-        self._grammars.pop(grammar, None)
-        for key in [key for key in self._parsers if key[0] == grammar]:
+    def forget(self, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
+        """Drops a compiled grammar of which a parser has failed, and its parsers, which share what has failed."""
+        if self._grammars.get(grammar) is compiled:
+            del self._grammars[grammar]
+        for key in [key for key, kept in self._parsers.items() if kept.compiled is compiled]:
             del self._parsers[key]
-        return self._begun(grammar, answer)
 
-    def keep(self, grammar: Grammar, answer: bytes, parser: LLMatcher) -> None:
+    def keep(self, grammar: Grammar, answer: bytes, kept: KeptParser) -> None:
         """Keep a parser for sequences that continue its answer."""
-        _keep_newest(self._parsers, (grammar, answer), parser, MAX_PARSERS)
+        _keep_newest(self._parsers, (grammar, answer), kept, MAX_PARSERS)
 
     def make_room(self) -> bool:
         """Drop all if the process is near its memory limit; what is needed is made again. Return whether it did."""
@@ -126,38 +129,20 @@ class ParserCache:
         """Ends the thread."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _begun(self, grammar: Grammar, answer: bytes) -> LLMatcher:
-        """Return a copy of the compiled parser that has read an answer."""
-        parser = self._awaited(grammar).deep_copy()
-        if answer:
-            parser.consume_tokens(tokens_from_bytes(answer).tolist())
-        return parser
-
-    def _awaited(self, grammar: Grammar) -> LLMatcher:
-        compiled, began_ns = self._compiled(grammar), world.monotonic_ns()
-        try:
-            return compiled.result()
-        except Exception:
-            del self._grammars[grammar]  # the next request tries again
-            raise
-        finally:
-            self.waited_ns += world.monotonic_ns() - began_ns
-
-    def _compiled(self, grammar: Grammar) -> Future[LLMatcher]:
-        """The parser before the first token, as soon as the thread has made it."""
-        found = self._grammars.pop(grammar, None)
-        if found is None:
-            self.make_room()
-            found = self._thread.submit(self._compile, grammar)
-        _keep_newest(self._grammars, grammar, found, MAX_GRAMMARS)
-        return found
-
     def _compile(self, grammar: Grammar) -> LLMatcher:
         """On the thread; also makes what its copies share and their first mask needs."""
         with self._aside():
             parser = LLMatcher(self.tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
             parser.deep_copy().compute_bitmask()
             return parser
+
+
+def begun(compiled: LLMatcher, answer: bytes) -> LLMatcher:
+    """A copy of a compiled grammar's parser that has read an answer."""
+    parser = compiled.deep_copy()
+    if answer:
+        parser.consume_tokens(tokens_from_bytes(answer).tolist())
+    return parser
 
 
 def _keep_newest(kept: OrderedDict[K, V], key: K, value: V, most: int) -> None:
@@ -181,11 +166,13 @@ class TokenMasks:
         masks: bit i (from the lowest bit of the first byte on) says whether token i may follow. In all steps of a run
             these are the same objects, whose bits change: they are to be read before the next step's are made.
         failed: why there is no mask: a grammar is too complex at this place, or an answer does not fit it.
-        waited_ns: for a tokenizer and for grammars, in this step.
+        late: sequences whose mask takes longer than the step waits. They go without a token.
+        waited_ns: for grammars and masks, in this step.
     """
 
     masks: dict[int, memoryview] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
+    late: set[int] = field(default_factory=set)
     waited_ns: int = 0
 
 
@@ -198,12 +185,14 @@ class MaskRequest:
     grammar: Grammar
     answer: bytes
     """The tokens so far, little-endian int32."""
+    may_skip: bool = False
+    """Whether the sequence may go without a token, for a mask that takes long."""
 
     @classmethod
     def of(cls, step: Step) -> list[MaskRequest]:
         """Those of a step's sequences that sample with a format."""
         return [
-            cls(index, grammar, sequence.sample.answer)
+            cls(index, grammar, sequence.sample.answer, sequence.may_skip)
             for index, sequence in enumerate(step.sequences)
             if sequence.sample is not None and (grammar := Grammar.of(sequence.sample.params)) is not None
         ]
@@ -238,37 +227,104 @@ class PendingMasks:
         return self._made
 
 
-@dataclass(slots=True)
-class _MaskRow:
-    """A sequence of the step or run under way, and the parser behind its answer."""
+QUICK_NS = 5_000_000
+"""Processor time of a mask that a step waits for, nanoseconds."""
+SLOW_MASKS = 16
+"""Masks of a sequence that are not waited for after one that took longer."""
+MASK_WAIT_S = 0.01
+"""Longest wait of a step for masks that were quick before, seconds."""
+ALONE_WAIT_S = 0.05
+"""The same where every sequence of the step would go without a token."""
+ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
+"""Processor time that the masks of one answer may take: at its beginning, and more for each token."""
+QUICK_THREADS = 2
 
-    index: int
-    grammar: Grammar
-    answer: bytes
-    """When the run began."""
-    parser: LLMatcher
-    bits: tuple[int, int]
-    """Address and bytes of its mask."""
+
+@dataclass(slots=True)
+class ProcessorTime:
+    """Time that the masks of one answer took.
+
+    Attributes:
+        spent_ns: of all masks, nanoseconds.
+    """
+
+    spent_ns: int = 0
+    _slow_left: int = 0
+
+    @property
+    def quick(self) -> bool:
+        """Whether the next mask is likely to be quick."""
+        return not self._slow_left
+
+    def add(self, took_ns: int) -> None:
+        """Count a mask."""
+        self.spent_ns += took_ns
+        if took_ns > QUICK_NS:
+            self.is_late()
+        else:
+            self._slow_left = max(0, self._slow_left - 1)
+
+    def is_late(self) -> None:
+        """A step waited for a mask in vain."""
+        self._slow_left = SLOW_MASKS
+
+    def is_over(self, tokens: int) -> bool:
+        """Whether an answer of so many tokens has taken more than it may."""
+        return self.spent_ns > ALLOWED_NS + ALLOWED_TOKEN_NS * tokens
+
+
+@dataclass(slots=True, eq=False)
+class _MaskRow:
+    """A sequence of the step or run under way, and the parser behind its answer.
+
+    Attributes:
+        wanted: the mask that was asked for when the run began.
+        compiled: its grammar.
+        parser: behind the answer so far; None: to be begun.
+        bits: its mask.
+        work: writes the mask, on another thread; None: not begun.
+        fresh: the parser was begun anew for this mask.
+    """
+
+    wanted: MaskRequest
+    compiled: Future[LLMatcher]
+    parser: LLMatcher | None
+    bits: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    time: ProcessorTime
+    work: Future[None] | None = None
+    fresh: bool = False
+
+    @property
+    def index(self) -> int:
+        """Of the sequence in the step."""
+        return self.wanted.index
 
     def after(self, later: Sequence[Sequence[int]]) -> MaskRequest:
         """The mask that is wanted after these steps' tokens."""
         tokens = array("i", [its[self.index] for its in later])
-        return MaskRequest(self.index, self.grammar, self.answer + tokens.tobytes())
+        return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
-    def write(self) -> bool:
-        """Writes its mask; False where there is none."""
-        self.parser.unsafe_compute_mask_ptr(*self.bits)
-        return not self.parser.is_error()
+    def write(self, answer: bytes) -> None:
+        """Writes its mask; on another thread. The library lets others run meanwhile."""
+        began_ns = time.thread_time_ns()
+        try:
+            if self.parser is None:
+                self.parser = begun(self.compiled.result(), answer)
+            self.parser.unsafe_compute_mask_ptr(self.bits.ctypes.data, self.bits.nbytes)
+        finally:
+            self.time.add(time.thread_time_ns() - began_ns)
 
 
 class MaskBuilder:
-    """Makes bit masks, of one step or run after the other.
+    """Makes bit masks, of one step or run after the other, on threads of its own.
+
+    A step waits for masks for a bounded time. A sequence that may go without a token does so while its mask is made.
 
     Args:
         load: gives the tokenizer; called on another thread.
         vocab_size: tokens of the model.
         end_token_ids: of the model.
-        aside: that thread works within such a context.
+        aside: the threads work within such a context.
         full: whether the process holds as much as it may; asked for every `STEPS_PER_MEMORY_CHECK` steps, and before
             a grammar is compiled.
     """
@@ -282,46 +338,54 @@ class MaskBuilder:
         full: Callable[[], bool] = lambda: False,
     ) -> None:
         self._parsers = ParserCache(load, vocab_size, end_token_ids, aside, full)
+        self._quick = world.thread_pool(QUICK_THREADS, "masks")
+        self._slow = world.thread_pool(1, "slow-masks")
+        self._aside = aside
         self._steps = 0
         self._rows: list[_MaskRow] = []
+        self._unfinished: OrderedDict[tuple[Grammar, bytes], list[_MaskRow]] = OrderedDict()
         self._later: list[Sequence[int]] = []
         """Each step's tokens since the rows began."""
         self._allowed = TokenMasks()
-        self._goes_on = False
+        self._goes_on = self._alone = False
 
-    def begin(self, wanted: Sequence[MaskRequest]) -> PendingMasks | None:
-        """Begins the masks of a step, which may begin a run; None where none is wanted."""
-        self._goes_on = bool(wanted)
+    def begin(self, wanted: Sequence[MaskRequest], *, alone: bool = False) -> PendingMasks | None:
+        """Begins the masks of a step, which may begin a run; None where none is wanted.
+
+        `alone`: no sequence of the step goes on without a mask.
+        """
+        self._goes_on, self._alone = bool(wanted), alone
         if not wanted:
             return None
         self._close()
         self._look()
-        needed = [self._parsers.prepare(it.grammar, it.answer) for it in wanted]
-        return PendingMasks(partial(self._first, wanted), [it for it in needed if it is not None])
+        self._rows, self._later, self._allowed = [], [], TokenMasks()
+        self._rows = [self._row(it) for it in wanted]
+        needed = [it.compiled for it in self._rows if it.parser is None and not it.wanted.may_skip]
+        return PendingMasks(self._made, needed)
 
     def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
         """Begins those of the run's next step, when each sequence of the step has got its one of these tokens."""
         return PendingMasks(partial(self._next, tokens)) if self._goes_on else None
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._parsers.close()
-
-    def _first(self, wanted: Sequence[MaskRequest]) -> TokenMasks:
-        self._open(wanted)
-        for row in self._rows:
-            self._find(row)
-        return self._allowed
+        for threads in (self._quick, self._slow):
+            threads.shutdown(cancel_futures=True)
 
     def _next(self, tokens: Sequence[int]) -> TokenMasks:
         self._allowed.waited_ns = 0
         self._later.append(tokens)
         if self._look():
-            return self._first([row.after(self._later) for row in self._rows])
+            wanted, self._later = [row.after(self._later) for row in self._rows], []
+            self._rows, self._allowed = [self._row(it) for it in wanted], TokenMasks()
+            return self._made()
         for row in self._rows:
+            assert row.parser is not None, "a run goes on from masks"
             row.parser.consume_token(tokens[row.index])
-            self._find(row)
-        return self._allowed
+            row.work = None
+        return self._made()
 
     def _look(self) -> bool:
         """Once in a while, whether the process held too much, and all has been given up."""
@@ -331,40 +395,108 @@ class MaskBuilder:
     def _close(self) -> None:
         """The run is over: its parsers are kept for those that go on with its sequences."""
         for row in self._rows:
-            if row.index not in self._allowed.failed:
-                now = row.after(self._later)
-                self._parsers.keep(now.grammar, now.answer, row.parser)
+            if row.index in self._allowed.failed:
+                continue
+            now = row.after(self._later)
+            if row.work is not None and row.index in self._allowed.late:
+                self._unfinished.setdefault((now.grammar, now.answer), []).append(row)
+            elif row.parser is not None:
+                self._parsers.keep(now.grammar, now.answer, KeptParser(row.parser, row.compiled, row.time))
+        while len(self._unfinished) > MAX_PARSERS:
+            self._unfinished.popitem(last=False)
         self._rows = []
 
-    def _open(self, wanted: Sequence[MaskRequest]) -> None:
-        """From now on these are the rows."""
-        self._rows, self._later, self._allowed = [], [], TokenMasks()
-        for it in wanted:
-            parser = self._taken(it, self._parsers.take)
-            if parser is None:
-                continue
-            bits = np.zeros(-(-self._parsers.tokenizer.vocab_size // WORD_BITS), np.uint32)
-            self._allowed.masks[it.index] = bits.data.cast("B")
-            self._rows.append(_MaskRow(it.index, it.grammar, it.answer, parser, (bits.ctypes.data, bits.nbytes)))
+    def _row(self, wanted: MaskRequest) -> _MaskRow:
+        """The row of a mask: one whose mask is being made, or with a parser that was kept, or with neither."""
+        key = wanted.grammar, wanted.answer
+        if waiting := self._unfinished.get(key):
+            row = waiting.pop()
+            if not waiting:
+                del self._unfinished[key]
+            row.wanted = wanted
+            return row
+        known, bits = self._parsers.known(*key), np.empty(0, np.uint32)
+        if known is not None:
+            return _MaskRow(wanted, known.compiled, known.parser, bits, known.time)
+        return _MaskRow(wanted, self._parsers.compiled(wanted.grammar), None, bits, ProcessorTime())
 
-    def _taken(self, it: MaskRequest, take: Callable[[Grammar, bytes], LLMatcher]) -> LLMatcher | None:
-        """A sequence's parser; None where there is none, which fails the sequence."""
-        waited_ns = self._parsers.waited_ns
-        try:
-            return take(it.grammar, it.answer)
-        except Exception as error:  # of the library, or the checkpoint has no tokenizer: other sequences go on
-            self._allowed.failed[it.index] = _failure_reason(it.grammar, repr(error))
-            return None
-        finally:
-            self._allowed.waited_ns += self._parsers.waited_ns - waited_ns
+    def _made(self) -> TokenMasks:
+        """Masks of the rows, as far as they are made in time."""
+        began_ns = world.monotonic_ns()
+        answers = {row.index: row.after(self._later).answer for row in self._rows}
+        for row in self._rows:
+            if row.parser is None and not row.wanted.may_skip:
+                wait([row.compiled])
+            self._submit(row, answers[row.index])
+        self._wait()
+        for row in self._rows:
+            self._collect(row, answers[row.index])
+        self._allowed.waited_ns += world.monotonic_ns() - began_ns
+        return self._allowed
 
-    def _find(self, row: _MaskRow) -> None:
-        """Writes a row's mask. Other answers may have used up a limit: only a failure of a grammar made anew counts."""
-        if row.write() or (parser := self._taken(row.after(self._later), self._parsers.anew)) is None:
+    def _submit(self, row: _MaskRow, answer: bytes) -> None:
+        """Begin to write a row's mask, unless that has begun, or its grammar is not compiled yet."""
+        if row.work is not None or (row.parser is None and not row.compiled.done()):
             return
-        row.parser = parser
-        if not row.write():
-            self._allowed.failed[row.index] = _failure_reason(row.grammar, parser.get_error())
+        row.fresh = row.parser is None
+        if row.fresh and (error := row.compiled.exception()) is not None:
+            row.work = Future()
+            row.work.set_exception(error)
+            return
+        if not row.bits.size:
+            row.bits = np.zeros(-(-self._parsers.tokenizer.vocab_size // WORD_BITS), np.uint32)
+        row.work = (self._quick if row.time.quick else self._slow).submit(self._write, row, answer)
+
+    def _write(self, row: _MaskRow, answer: bytes) -> None:
+        with self._aside():
+            row.write(answer)
+
+    def _wait(self) -> None:
+        """Wait for masks: without a limit for those that a sequence cannot go without, else for a while."""
+        begun = [row for row in self._rows if row.work is not None]
+        wait([row.work for row in begun if row.work is not None and not row.wanted.may_skip])
+        quick = [(row, row.work) for row in begun if row.work is not None and row.time.quick]
+        wait([work for _, work in quick], timeout=MASK_WAIT_S)
+        for row, work in quick:
+            if not work.done():
+                row.time.is_late()
+        if self._alone and not any(row.work is not None and row.work.done() for row in self._rows):
+            waiting: list[Future[Any]] = [row.work or row.compiled for row in self._rows]
+            wait(waiting, timeout=ALONE_WAIT_S, return_when=FIRST_COMPLETED)
+
+    def _collect(self, row: _MaskRow, answer: bytes) -> None:
+        """Take a row's mask.
+
+        Other answers may have used up a limit of the library: only a failure of a grammar compiled anew counts.
+        """
+        allowed, index = self._allowed, row.index
+        while row.work is not None and row.work.done():
+            if (error := row.work.exception()) is not None:  # of the library, or the checkpoint has no tokenizer
+                allowed.failed[index] = _failure_reason(row.wanted.grammar, repr(error))
+                return
+            assert row.parser is not None
+            if row.time.is_over(len(answer) // TOKEN_BYTES):
+                allowed.failed[index] = _failure_reason(row.wanted.grammar, _too_slow(row.time, answer))
+                return
+            if not row.parser.is_error():
+                allowed.masks.setdefault(index, row.bits.data.cast("B"))
+                return
+            if row.fresh:
+                allowed.failed[index] = _failure_reason(row.wanted.grammar, row.parser.get_error())
+                return
+            self._parsers.forget(row.wanted.grammar, row.compiled)
+            row.parser, row.work, row.compiled = None, None, self._parsers.compiled(row.wanted.grammar)
+            if not row.wanted.may_skip:
+                wait([row.compiled])
+                self._submit(row, answer)
+                if row.work is not None:
+                    wait([row.work])
+        allowed.late.add(index)
+
+
+def _too_slow(spent: ProcessorTime, answer: bytes) -> str:
+    tokens = len(answer) // TOKEN_BYTES
+    return f"it took {spent.spent_ns / 1e9:.1f} s of processor time for {tokens} tokens, which is too much"
 
 
 def _failure_reason(grammar: Grammar, error: str) -> str:

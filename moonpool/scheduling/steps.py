@@ -80,6 +80,8 @@ class SequenceStep:
     """The tokens' own KV is in the pool, too: they are computed to sample the next token, and write nothing."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the run when they are sampled."""
+    may_skip: bool = False
+    """Whether the sequence may go without its token if a mask takes long (`StepResult.late`)."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
     """The whole sequence; stays in the I/O process."""
 
@@ -180,6 +182,8 @@ class StepResult:
     """Nanoseconds from `start_ns` on for which a patient step let other work of the host go first."""
     earlier: "tuple[StepResult, ...]" = ()
     """Results of earlier steps of the run that come with this one, oldest first."""
+    late: frozenset[int] = frozenset()
+    """Sequences that got no token because their mask takes long. They may ask again for the same one."""
 
 
 @frozen

@@ -225,15 +225,22 @@ class RequestValidator:
         checkpoint: the conductor's checkpoint.
         registry: knows what the engines serve.
         tokenizing: the worker threads.
+        checking: one thread for grammars, so that costly ones keep only each other waiting.
         config: the conductor's settings.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, registry: Registry, tokenizing: Executor, config: ConductorConfig
+        self,
+        checkpoint: Checkpoint,
+        registry: Registry,
+        tokenizing: Executor,
+        checking: Executor,
+        config: ConductorConfig,
     ) -> None:
         self._checkpoint = checkpoint
         self._registry = registry
         self._tokenizing = tokenizing
+        self._checking = checking
         self._config = config
 
     def served(self) -> ServedModel:
@@ -271,11 +278,14 @@ class RequestValidator:
         arrived: float = 0.0,
         deadline: float = 0.0,
     ) -> ValidRequest:
-        """Check and tokenise a message; see `read_request`. A request without an id gets one."""
+        """Check and tokenise a message; see `read_request` and `check_grammar`. A request without an id gets one."""
         served = served or self.served()
         name = request_id or world.random_hex(8)
         seed = lambda: world.random_bits(64)  # noqa: E731
-        return await self.run(partial(read_request, message, served, name, arrived, deadline, seed))
+        found = await self.run(partial(read_request, message, served, name, arrived, deadline, seed))
+        if found.sampling.response_format:
+            await asyncio.get_running_loop().run_in_executor(self._checking, check_grammar, found.sampling)
+        return found
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run work with the tokenizer on a worker thread."""
@@ -290,7 +300,7 @@ def read_request(
     deadline: float,
     draw_seed: Callable[[], int],
 ) -> ValidRequest:
-    """Check a message and make a request of it. The request has no number yet.
+    """Check a message, but for its grammar, and make a request of it. The request has no number yet.
 
     Args:
         message: the client's message.
@@ -309,7 +319,6 @@ def read_request(
     root = chain_root(served.namespace, message.tenant, message.cache_salt)
     vocabulary = served.config.vocab_size
     end_token_ids = _read_end_tokens(sampling, served)
-    check_grammar(sampling)
     slo, bad_tokens = _read_slo(message.slo, served.queue_s), _read_bad_words(sampling, served, len(end_token_ids))
     resume = read_resume(message, sampling, vocabulary)
     spec = RequestSpec(

@@ -85,6 +85,7 @@ async def assembled(
     """
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
+        checking = stack.enter_context(world.thread_pool(1, "grammars"))
         recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(
@@ -100,7 +101,7 @@ async def assembled(
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
         reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording)
-        reader = RequestValidator(checkpoint, cluster.registry, tokenizing, config)
+        reader = RequestValidator(checkpoint, cluster.registry, tokenizing, checking, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
         sync = RecordSync(channels, stores)

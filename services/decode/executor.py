@@ -185,7 +185,10 @@ class RunLoop:
         sequences = [self._live.sequences[number] for number in run.batch]
         steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
         size = self._block_tokens
-        parts = [it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps) for it in sequences]
+        parts = [
+            it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps, may_skip=it.request.search is None)
+            for it in sequences
+        ]
         for chunk in run.chunks:
             sequences.append(self._live.sequences[chunk.id])
             parts.append(
@@ -256,7 +259,8 @@ class RunLoop:
             if reason:
                 ended.append((sequence.id, int(reason)))
         seconds, waited_s = self._seconds(run, sequences, result)
-        told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s
+        late = tuple(sequences[index].id for index in sorted(result.late) if not sequences[index].request.ending)
+        told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s, late
         self._post(RunDone(run.step, result.aborted, seconds, *told))
         if ended or filled or run.chunks:
             self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once

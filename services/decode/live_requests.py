@@ -343,11 +343,19 @@ class LiveSequence:
         return new
 
     def step(
-        self, start: int, count: int, block_tokens: int, *, sample: bool, steps: int = 1, full_hit: bool = False
+        self,
+        start: int,
+        count: int,
+        block_tokens: int,
+        *,
+        sample: bool,
+        steps: int = 1,
+        full_hit: bool = False,
+        may_skip: bool = False,
     ) -> SequenceStep:
         """Its part of a step: `count` tokens from `start` on; the last ones of the sequence if it samples.
 
-        The step may begin a run of `steps`.
+        The step may begin a run of `steps`. `may_skip`: the sequence may go without its token in a step.
         """
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
@@ -356,6 +364,7 @@ class LiveSequence:
             sample=self.sampling.at(self.tokens, self.choice) if sample else None,
             full_hit=full_hit,
             end_token_ids=self.sampling.end_token_ids if steps > 1 else frozenset(),
+            may_skip=may_skip,
             history=self.history,
         )
 

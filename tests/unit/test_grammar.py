@@ -85,3 +85,18 @@ def test_expressions_and_grammars_that_are_refused(kind: str, text: str) -> None
 )
 def test_what_does_not_go_together(values: dict[str, Any], field: str) -> None:
     assert fault(**values) == field
+
+
+def overlapping(lexemes: int) -> str:
+    names = [f"L{number}" for number in range(lexemes)]
+    rules = [
+        f"L{at}: /[a-z ]*{chr(97 + at % 26)}{chr(97 + at // 26)}[a-z ]{{2,{at % 7 + 5}}}/" for at in range(lexemes)
+    ]
+    return f"start: item*\nitem: {' | '.join(names)}\n" + "\n".join(rules)
+
+
+def test_a_grammar_that_costs_too_much_is_refused_by_its_cost() -> None:
+    """Its size is within all limits; what it costs is measured."""
+    with pytest.raises(InvalidRequest, match=r"is too complex: following it takes more than 0.25 s of processor time"):
+        check_grammar(SamplingParams(response_format="lark", grammar=overlapping(400)))
+    check_grammar(SamplingParams(response_format="lark", grammar=overlapping(10)))

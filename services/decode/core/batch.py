@@ -114,6 +114,13 @@ class RunningBatch:
         self.ticks += steps
         self.context += steps * len(self._sequences)
 
+    def missed(self, sequence: RequestSequence) -> None:
+        """A sequence has got no token in the last step."""
+        if sequence.id in self._sequences:
+            sequence.tokens -= 1
+            self.context -= 1
+            self.grew(sequence)
+
     def grew(self, sequence: RequestSequence) -> None:
         """Notes when a sequence needs its next block; call this when it has a new one."""
         heappush(self._needs, (self._need(sequence), sequence.id))

@@ -197,6 +197,7 @@ class RunDone:
         steps: steps that took `seconds`: those not reported by `RunProgress`.
         candidates: tokens that may follow each sequence of a search.
         waited_s: as in `RunProgress`.
+        late: sequences of the batch that got no token in the last step; they ask again.
     """
 
     step: int
@@ -207,6 +208,7 @@ class RunDone:
     steps: int = 1
     candidates: tuple[tuple[int, Candidates], ...] = ()
     waited_s: float = 0.0
+    late: tuple[int, ...] = ()
 
 
 @frozen

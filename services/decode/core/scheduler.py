@@ -641,6 +641,9 @@ class DecodeScheduler:
             self._run_over(event)
 
     def _run_over(self, event: RunDone) -> None:
+        for number in event.late:
+            if (sequence := self._table.find(number)) is not None:
+                self.planner.batch.missed(sequence)
         self._step_over()
         for number, _ in event.ended:
             self._sequence_ended(number)

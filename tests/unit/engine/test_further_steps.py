@@ -104,7 +104,7 @@ class Ambiguous(MaskBuilder):
         self._bits = bytearray(64)
         self._steps_made = 0
 
-    def begin(self, wanted: Sequence[MaskRequest]) -> PendingMasks:
+    def begin(self, wanted: Sequence[MaskRequest], *, alone: bool = False) -> PendingMasks:
         assert [it.index for it in wanted] == [0]
         return self.advance(())
 
@@ -123,7 +123,7 @@ class Uncompiled(MaskBuilder):
         self.seen: list[bool] = []
         self._written = written
 
-    def begin(self, wanted: Sequence[MaskRequest]) -> PendingMasks:
+    def begin(self, wanted: Sequence[MaskRequest], *, alone: bool = False) -> PendingMasks:
         return PendingMasks(self._make, [Future()])
 
     def _make(self) -> TokenMasks:

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 import moonpool.bundled
 from moonpool.checkpoint import Tokenizer, load_config
 from moonpool.engine import structured_output
-from moonpool.engine.structured_output import MaskBuilder, MaskRequest, ParserCache
+from moonpool.engine.structured_output import KeptParser, MaskBuilder, MaskRequest, ParserCache, ProcessorTime, begun
 from moonpool.grammar import Grammar
 
 FOLDER = Path(moonpool.bundled.__file__).parent / "tiny"
@@ -56,12 +56,16 @@ def follow(parser: LLMatcher, seed: int, tokens: int = 20) -> list[bytes]:
     return [*masks, answer.tobytes()]
 
 
+def parser_of(made: ParserCache, grammar: Grammar, answer: bytes = b"") -> LLMatcher:
+    return begun(made.compiled(grammar).result(), answer)
+
+
 def test_what_earlier_answers_have_met_changes_no_mask(parsers: Callable[[], ParserCache]) -> None:
     for grammar in (Grammar("json_object", ""), MANY):
         used, fresh = parsers(), parsers()
         for seed in range(3):
-            follow(used.take(grammar, b""), seed)
-        assert follow(used.take(grammar, b""), 3) == follow(fresh.take(grammar, b""), 3)
+            follow(parser_of(used, grammar), seed)
+        assert follow(parser_of(used, grammar), 3) == follow(parser_of(fresh, grammar), 3)
 
 
 @pytest.mark.usefixtures("few_states")
@@ -69,19 +73,23 @@ def test_a_grammar_whose_states_earlier_answers_have_used_up_is_compiled_anew(
     parsers: Callable[[], ParserCache],
 ) -> None:
     made = parsers()
-    *_, begun = follow(made.take(MANY, b""), 0, 5)
-    last = made.take(MANY, begun)
+    used_up = made.compiled(MANY)
+    *_, answer = follow(parser_of(made, MANY), 0, 5)
+    last = parser_of(made, MANY, answer)
     for seed in SEEDS:
-        *_, answer = follow(kept := made.take(MANY, b""), seed)
+        *_, its = follow(kept := parser_of(made, MANY), seed)
         if kept.is_error():
             break
-        made.keep(MANY, answer, kept)
+        made.keep(MANY, its, KeptParser(kept, used_up, ProcessorTime()))
     else:
         pytest.fail("they never were used up")
     assert len(follow(last, 1)) <= 20, "the library counts them for all its copies: else nothing need be made anew"
-    anew = made.anew(MANY, begun)
-    assert follow(anew, 1) == follow(parsers().take(MANY, begun), 1)
-    assert not made.take(MANY, b"").is_error()
+    made.forget(MANY, used_up)
+    anew = made.compiled(MANY)
+    assert follow(parser_of(made, MANY, answer), 1) == follow(parser_of(parsers(), MANY, answer), 1)
+    made.forget(MANY, used_up)
+    assert made.compiled(MANY) is anew, "a second failure of the old one costs no further compilation"
+    assert made.known(MANY, its) is None
 
 
 @pytest.mark.usefixtures("few_states")

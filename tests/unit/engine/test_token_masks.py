@@ -13,7 +13,15 @@ import torch
 
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import Tokenizer, load_config
-from moonpool.engine.structured_output import MAX_PARSERS, STEPS_PER_MEMORY_CHECK, MaskBuilder, MaskRequest
+from moonpool.engine import structured_output
+from moonpool.engine.structured_output import (
+    MAX_PARSERS,
+    STEPS_PER_MEMORY_CHECK,
+    MaskBuilder,
+    MaskRequest,
+    TokenMasks,
+)
+from moonpool.grammar import Grammar
 from moonpool.sampling.sampler import sample
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceSampling, SequenceStep, Step
@@ -161,6 +169,43 @@ def test_masks_are_made_early_unless_a_grammar_has_to_be_waited_for() -> None:
     assert allowed(mask) == {end}
     assert following.now().masks[0] is mask
     late.close()
+
+
+def test_a_sequence_that_may_skip_is_not_waited_for() -> None:
+    """Neither while its grammar is compiled, nor while its mask is made; then it gets the mask that it asked for."""
+    read = threading.Event()
+
+    def load() -> Tokenizer:
+        assert read.wait(timeout=60)
+        return TOKENIZER
+
+    late = MaskBuilder(load, CONFIG.vocab_size, CONFIG.eos_token_ids)
+    asked = [MaskRequest(0, Grammar("regex", "[ab]!"), b"", may_skip=True)]
+
+    def made(alone: bool) -> TokenMasks:
+        pending = late.begin(asked, alone=alone)
+        assert pending is not None
+        assert not pending.waits
+        return pending.now()
+
+    for alone in (False, True):
+        assert (made(alone).late, made(alone).masks) == ({0}, {})
+    read.set()
+    while (found := made(alone=True)).late:
+        assert not found.failed
+    a, b = (TOKENIZER.encode(text, add_special=False)[0] for text in "ab")
+    assert allowed(found.masks[0]) == {a, b}
+    late.close()
+
+
+def test_masks_that_take_too_much_processor_time_end_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(structured_output, "ALLOWED_NS", 0)
+    monkeypatch.setattr(structured_output, "ALLOWED_TOKEN_NS", 0)
+    costly = MaskBuilder(lambda: TOKENIZER, CONFIG.vocab_size, CONFIG.eos_token_ids)
+    assert "s of processor time for 0 tokens, which is too much" in refused(
+        costly, SampleSpec(SamplingParams(response_format="regex", grammar="[ab]!"))
+    )
+    costly.close()
 
 
 def test_samples_with_a_common_beginning_do_not_disturb_each_other(masks: MaskBuilder) -> None:

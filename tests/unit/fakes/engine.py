@@ -148,6 +148,8 @@ class FakeEngine:
         self.drops: list[tuple[int, int]] = []
         self.waited_ns = 0
         """So long each step says that it has waited for others."""
+        self.late_every = 0
+        """In each step of such a number, sequences that may skip get no token; 0 = never."""
         self.together = 1
         """Steps of a patient run that are told at once."""
         self._gates: dict[int, int] = {}
@@ -248,8 +250,11 @@ class FakeEngine:
             sampled = tuple(None if index in failed else token for index, token in enumerate(sampled))
             both = zip(step.sequences, sampled, strict=True)
             sampled = tuple(NO_TOKEN if _has(it, GARBLED) else token for it, token in both)
+            skipping = self.late_every and len(self.steps) % self.late_every == 0
+            late = frozenset(index for index, it in enumerate(step.sequences) if skipping and it.may_skip)
+            sampled = tuple(None if index in late else token for index, token in enumerate(sampled))
             end_ns, waited_ns = time.monotonic_ns(), self.waited_ns
-            return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns)
+            return StepResult(sampled, False, start_ns, end_ns, several, failed=failed, waited_ns=waited_ns, late=late)
 
     async def _pass(self, step: Step, layer: int) -> bool:
         """Waits at the layer's gate; False when the step is given up."""

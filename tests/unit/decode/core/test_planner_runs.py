@@ -368,6 +368,22 @@ def test_a_block_for_the_steps_to_come_lets_a_run_go_on_where_one_becomes_full()
     )
 
 
+def test_a_sequence_that_got_no_token_needs_its_next_block_a_step_later() -> None:
+    core, out = begun(replace(AHEAD, run_steps=1, ahead_steps=1))
+    for step in range(1, 4):
+        core.handle(float(step), RunDone(step, False, 0.5, late=(1,)), out)
+        core.check_invariants()
+        assert core.planner.batch.context == 6
+    assert not [action for action in out if isinstance(action, AppendBlock)]
+    for step in range(4, 7):
+        core.handle(float(step), RunDone(step, False, 0.5), out)
+        core.check_invariants()
+    assert core.planner.batch.context == 9
+    assert [action for action in out if isinstance(action, AppendBlock)]
+    core.handle(8.0, RunDone(7, False, 0.5, ((1, 1),), late=(2,)), out)
+    core.check_invariants()
+
+
 def test_no_block_is_given_ahead_that_others_may_need() -> None:
     core, out = begun(replace(AHEAD, num_blocks=3), 12)
     core.handle(0.0, RunDone(1, False, 0.5), out)
