@@ -335,6 +335,12 @@ class ServeOptions:
             min=0, help="Threads of each engine process at most; 0 = all cores, which engines lend each other."
         ),
     ] = 0
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of hashed API keys and their tenants, for clients over HTTP. Default: no key is needed."
+        ),
+    ] = None
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a chat template (Jinja) in place of the model's.")
     ] = None
@@ -364,6 +370,8 @@ def serve(options: ServeOptions) -> None:
     from moonpool.cli.stack import StackPlan
 
     settings = list(options.settings or ())
+    if options.api_keys is not None:
+        settings.append(f"gateway.api_keys={options.api_keys.resolve()}")
     if options.chat_template is not None:
         settings += [
             f"{service}.chat_template={options.chat_template.resolve()}" for service in ("conductor", "gateway")

@@ -127,6 +127,8 @@ class ServiceProcess:
         self.address = ""
         self._ready = threading.Event()
         environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
+        if kind != "gateway":  # API keys are of its clients; a conductor takes keys at a port of its own
+            environment.pop(f"{ENV_PREFIX}API_KEYS", None)
         with _open_log(log_path) as log:
             self._process = subprocess.Popen(
                 [*launcher, "-m", f"services.{kind}", *arguments],
