@@ -16,6 +16,7 @@ ALL = (
     "engine",
     "eviction",
     "failover",
+    "attacks",
     "fairness",
     "gateway",
     "hot",
