@@ -17,7 +17,7 @@ from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS
 from services.conductor.explain import PredictionMetrics
 from services.conductor.servicer import CONDUCTOR_METRICS
 from services.decode.service import DECODE_METRICS
-from services.gateway.service import RESPONSE_METRICS, SERVER_METRICS
+from services.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
 from services.gateway.serving.metrics import GatewayMetrics
 from services.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
 from services.prefill.service import PREFILL_METRICS
@@ -46,7 +46,7 @@ SERVICES: dict[str, Sequence[Table]] = {
     "prefill": (PREFILL_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
     "decode": (DECODE_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
     "kvstore": (STORE_METRICS, SSD_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, LISTENER_METRICS, PROCESS_METRICS),
-    "gateway": (SERVER_METRICS, RESPONSE_METRICS, PROCESS_METRICS),
+    "gateway": (SERVER_METRICS, RESPONSE_METRICS, BODY_METRICS, PROCESS_METRICS),
 }
 
 

@@ -79,6 +79,7 @@ _REPLACEMENT = "\ufffd"
 
 # A character has at most 4 bytes, so at most 3 tokens wait for its end; more is text that will never be valid.
 _MAX_HELD_TOKENS = 32
+_FEW_TOKENS = 256
 _PIECE_CHARS = 1 << 14
 _PIECE_SLACK = 16
 """Tokens by which a piece of a text may have more than it has within the text: a cut token, tokens put in front."""
@@ -219,6 +220,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Return the text of `ids`; bytes that are no UTF-8 become U+FFFD."""
+        if len(ids) > _FEW_TOKENS:  # unlike `decode`, this releases the interpreter lock
+            (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special)
+            return str(text)
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def with_text(self, ids: Iterable[int], skip_special: bool = True) -> list[int]:

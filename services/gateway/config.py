@@ -29,7 +29,7 @@ class GatewayConfig(ServiceConfig):
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
         "model": ("model", "served_model_name", "chat_template", "tool_call_parser"),
-        "HTTP": ("api_keys", "allowed_origins", "ssl_certfile", "ssl_keyfile"),
+        "HTTP": ("api_keys", "allowed_hosts", "allowed_origins", "ssl_certfile", "ssl_keyfile"),
     }
     listen: ListenAddress = Field(
         "127.0.0.1:8000",
@@ -46,6 +46,12 @@ class GatewayConfig(ServiceConfig):
     served_model_name: Names = Field(
         (),
         description="names by which clients know the model; responses have the first. Default: the checkpoint's name",
+    )
+    allowed_hosts: Names = Field(
+        (),
+        description='host names by which clients reach the gateway, for example llm.example.com; "*" for all. Default: '
+        "with --api-keys all; else localhost, IP addresses, this machine's name, and the hosts of --listen and "
+        "--advertise, so that no web page reaches the gateway by a name that its owner points here",
     )
     allowed_origins: Names = Field(
         (),
@@ -69,6 +75,12 @@ class GatewayConfig(ServiceConfig):
     ssl_keyfile: Path | None = Field(None, description="private key of --ssl-certfile (PEM)")
     max_body_bytes: ByteSize = Field(
         8 << 20, ge=1024, le=1 << 30, description="maximum size of a request body, in bytes"
+    )
+    body_memory_bytes: ByteSize = Field(
+        512 << 20,
+        ge=1 << 20,
+        description="memory that the bodies of all requests in progress may take, in bytes: four times their size; a "
+        "tenant may take as much as is still free; a request beyond that is refused with 503",
     )
     max_connections: int = Field(
         4096, ge=1, description="maximum number of open connections; if there are more, an idle connection is closed"

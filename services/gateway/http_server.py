@@ -1,5 +1,8 @@
 """The HTTP server: uvicorn within a service process, limits on connections, timeouts, and reload of certificates.
 
+llhttp, a native parser, reads the requests. What one connection sends is read in bounded pieces, and nothing is parsed
+after a response that came before the end of its request.
+
 The process has its own signal handlers and logs. If the files of certificate and key change, new connections use the
 new certificate.
 """
@@ -15,10 +18,10 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import h11
 import uvicorn
+from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moonpool.config import parse_address
 from moonpool.errors import ConfigError
@@ -91,13 +94,32 @@ class HttpConfig(uvicorn.Config):
     """Maximum number of open connections; 0 for no limit."""
 
 
-class HttpConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 over h11, with timeouts. `sweep` closes a connection that has waited too long."""
+MAX_BODY_PIECES = 1 << 14
+"""Chunks of one body: a body of 8 MiB in chunks of 512 bytes. Reading a chunk takes as long as reading some KiB."""
+MAX_PIPELINED = 64
+"""Requests that a connection may send while one of its requests is answered."""
+LINGER_S = 2.0
+"""Seconds for which a connection that is to close takes what its client still sends, unread, so that the client sees
+the response before the connection ends."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 over llhttp, with bounds and timeouts.
+
+    `sweep` closes a connection that has waited too long.
+    """
 
     _waits_since: float | None = None
     _blocked_since: float | None = None
     _closing_since: float | None = None
     _half_closed = False
+    _lingers = False
+    _in_head = False
+    _in_message = False
+    _head_bytes = 0
+    _unparsed_bytes = 0
+    _body_pieces = 0
+    _more_than_head = False
 
     @property
     def is_idle(self) -> bool:
@@ -112,16 +134,88 @@ class HttpConnection(H11Protocol):
             self._least_useful().transport.close()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        """Parse what has come. A connection that is to close drops it."""
+        if self._lingers:
+            return
+        self._unset_keepalive_if_required()
+        self._more_than_head = False
+        try:
+            self.parser.feed_data(data)
+        except HttpParserUpgrade:  # HTTP/1.1 is answered; what follows is of another protocol
+            self.cycle.keep_alive = False
+        except HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        if self._in_head and not self._more_than_head:
+            self._unparsed_bytes += len(data)  # the parser keeps a value until its end
+            if self._unparsed_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("The head of the request is too large.")
         if not self._between_requests():
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = self.loop.time()
 
+    # What follows is called by the parser. An exception there becomes an `HttpParserError`.
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = self._in_head = True
+        self._head_bytes = self._unparsed_bytes = self._body_pieces = 0
+        if len(self.pipeline) >= MAX_PIPELINED:
+            raise ValueError("too many requests at once")
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > 2 * MAX_HEAD_BYTES:  # `RequestEnvelope` refuses smaller heads with a JSON body
+            raise ValueError("the head is too large")
+
+    def on_headers_complete(self) -> None:
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            raise ValueError("a request has one Host")
+        self._in_head = False
+        super().on_headers_complete()
+        cycle = self.cycle
+        cycle.transport = ResponseTransport(self)  # type: ignore[assignment]
+        self.scope["moonpool.unread"] = lambda: self._in_message and self.cycle is cycle  # type: ignore[typeddict-unknown-key]
+
+    def on_body(self, body: bytes) -> None:
+        self._more_than_head = True
+        self._body_pieces += 1
+        if self._body_pieces > MAX_BODY_PIECES:
+            raise ValueError("too many chunks")
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_message, self._more_than_head = False, True
+        super().on_message_complete()
+
+    # --- the response and the end -----------------------------------------------------------------------------------
+
     def on_response_complete(self) -> None:
+        """Go on with the next request."""
+        if self._lingers:
+            return
         super().on_response_complete()
         if self._between_requests():
             self._waits_since = self.loop.time()
+
+    def close_after_response(self) -> None:
+        """Close the connection. A client that still sends first gets a while to see the response; nothing is parsed."""
+        if not self._in_message:
+            self.transport.close()
+            return
+        self._lingers = True
+        self._unset_keepalive_if_required()
+        self.flow.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Go on answering a client that has only finished sending. True keeps the connection open for the response.
@@ -130,9 +224,9 @@ class HttpConnection(H11Protocol):
         tells both apart: the closed connection answers with a reset. A client that asked for the end of the connection
         or sent a GET gets none, because some clients of this kind cannot read interim responses.
         """
-        if self._between_requests() or self.cycle.more_body or self.scheme == "https":
+        if self._lingers or self._between_requests() or self._in_message or self.scheme == "https":
             return None
-        if self.conn.their_state is not h11.MUST_CLOSE and self.scope["method"] != "GET":
+        if self.cycle.keep_alive and self.scope["method"] != "GET":
             if self.cycle.response_started:
                 return None
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -159,11 +253,15 @@ class HttpConnection(H11Protocol):
         self._blocked_since = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP. If a response has started, close the connection instead."""
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:
+        """Answer a request that is not HTTP, and close. If a response has started, close the connection only."""
+        self._lingers = True
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.transport.is_closing() or self.pipeline or (answering and self.cycle.response_started):
             self.transport.close()
+        elif self.cycle is not None and not answering and self._in_message and not self._in_head:
+            self.transport.close()  # the rest of a request that has its response
+        else:
+            super().send_400_response(msg)
 
     def sweep(self, now: float, read_timeout_s: float, write_timeout_s: float) -> None:
         """Close this connection if it has waited too long for a request, or for the client to read."""
@@ -198,6 +296,25 @@ SWEEP_S = 1.0
 """Seconds between two sweeps over the connections; less if a timeout is shorter."""
 DRAIN_MARGIN = 0.8
 """Share of `drain_s` after which responses in progress are cancelled."""
+
+
+class ResponseTransport:
+    """The transport of a connection, as a response uses it."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        self._connection = connection
+
+    def write(self, data: bytes) -> None:
+        """Send a part of the response."""
+        self._connection.transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Whether the connection is closed or about to be."""
+        return self._connection.transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection after the response."""
+        self._connection.close_after_response()
 
 
 class HttpServer(uvicorn.Server):
@@ -256,7 +373,6 @@ def _http_config(app: ASGIApp, config: GatewayConfig, https: ReloadedCertificate
         access_log=False, proxy_headers=False,
         server_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=math.ceil(config.drain_s * DRAIN_MARGIN),
-        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         ssl_context_factory=None if https is None else lambda *_: https.context,
     )  # fmt: skip
     settings.max_connections = config.max_connections

@@ -32,7 +32,7 @@ from services.gateway.endpoints import (
     tokenization,
 )
 from services.gateway.endpoints.base import Endpoint, GatewayContext, openai_error_body
-from services.gateway.serving.envelope import RequestEnvelope
+from services.gateway.serving.envelope import AllowedHosts, RequestEnvelope
 from services.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from services.gateway.serving.generation import JSON_MEDIA_TYPE
 from services.gateway.serving.json_body import to_json_bytes
@@ -96,10 +96,13 @@ EXPOSED_HEADERS = ("x-request-id", "warning", "retry-after", "retry-after-ms")
 """Headers that a page of another origin may read."""
 
 
-def make_app(gateway: GatewayContext, allowed_origins: Sequence[str] = ()) -> Starlette:
-    """The ASGI application with every route. Web pages of `allowed_origins` may use it; "*" stands for all."""
+def make_app(gateway: GatewayContext, hosts: AllowedHosts, allowed_origins: Sequence[str] = ()) -> Starlette:
+    """The ASGI application with every route, for requests to `hosts`.
+
+    Web pages of `allowed_origins` may use it; "*" stands for all.
+    """
     errors = ErrorHandlers(gateway.metrics.refused, {row.path: row.error_body for row in ROUTES})
-    middleware = [Middleware(RequestEnvelope)]
+    middleware = [Middleware(RequestEnvelope, hosts)]
     if allowed_origins:
         cors = Middleware(
             CORSMiddleware,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 from starlette.applications import Starlette
@@ -11,6 +13,7 @@ from starlette.applications import Starlette
 from moonpool import world
 from moonpool.checkpoint import Tokenizer, model_name, resolve
 from moonpool.client import AsyncClient
+from moonpool.config import parse_address
 from moonpool.rpc.auth import ApiKeys
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.tls import Security
@@ -24,7 +27,9 @@ from services.gateway.routes import make_app
 from services.gateway.serving.auth import Authenticator
 from services.gateway.serving.background_responses import BackgroundResponses
 from services.gateway.serving.cluster_state import ClusterStateCache
+from services.gateway.serving.envelope import AllowedHosts
 from services.gateway.serving.generation import RequestBuilder
+from services.gateway.serving.json_body import BodyMemory, BodyReader
 from services.gateway.serving.metrics import GatewayMetrics
 from services.gateway.serving.response_pins import ResponsePins
 from services.gateway.serving.response_store import ResponseStore, StoreLimits
@@ -35,6 +40,9 @@ CONNECT_TIMEOUT_S = 2.0
 
 SERVER_METRICS: tuple[Metric[HttpServer], ...] = (
     Metric("connections", "Open connections of HTTP clients.", lambda server: server.open_connections),
+)
+BODY_METRICS: tuple[Metric[BodyMemory], ...] = (
+    Metric("body_bytes", "Memory held for the bodies of requests in progress.", lambda memory: memory.held_bytes),
 )
 RESPONSE_METRICS: tuple[Metric[ResponseStore], ...] = (
     Metric("stored_bytes", "Size of the stored responses and conversations.", lambda store: store.num_bytes),
@@ -56,6 +64,7 @@ async def application(
     """
     async with AsyncExitStack() as stack:
         threads = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
+        parsing = stack.enter_context(world.thread_pool(1, "bodies"))
         client = await stack.enter_async_context(
             AsyncClient(
                 config.conductor,
@@ -67,11 +76,13 @@ async def application(
         parsers = ParserNames(config.tool_call_parser, config.reasoning_parser)
         tokenizer = GatewayTokenizer(model_name(config.model), checkpoint_tokenizer, threads, parsers)
         responses = stack.enter_context(response_store(config))
-        handlers = gateway_context(config, client, tokenizer, metrics, responses)
+        bodies = body_reader(config, parsing)
+        handlers = gateway_context(config, client, tokenizer, metrics, responses, bodies)
         stack.push_async_callback(handlers.pins.close)
         stack.push_async_callback(handlers.background.close)
-        app = make_app(handlers, config.allowed_origins)
-        yield app, MetricSet().add(RESPONSE_METRICS, responses).add(PROCESS_METRICS, None)
+        app = make_app(handlers, allowed_hosts(config), config.allowed_origins)
+        watched = MetricSet().add(RESPONSE_METRICS, responses).add(BODY_METRICS, bodies.memory)
+        yield app, watched.add(PROCESS_METRICS, None)
 
 
 @asynccontextmanager
@@ -107,12 +118,27 @@ def response_store(config: GatewayConfig) -> Iterator[ResponseStore]:
             threads.submit(store.close).result()
 
 
+def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
+    """The hosts under which a gateway with these settings answers."""
+    if config.allowed_hosts or config.api_keys is not None:
+        return AllowedHosts(config.allowed_hosts or ("*",))
+    own = {parse_address(config.listen)[0], parse_address(config.advertised(1))[0], socket.gethostname()}
+    return AllowedHosts([*own, "localhost"], config.allowed_origins, addresses=True)
+
+
+def body_reader(config: GatewayConfig, threads: Executor) -> BodyReader:
+    """What reads the bodies of a gateway with these settings; `threads` parse large ones."""
+    memory = BodyMemory(config.body_memory_bytes)
+    return BodyReader(config.max_body_bytes, config.read_timeout_s, memory, threads)
+
+
 def gateway_context(
     config: GatewayConfig,
     client: AsyncClient,
     tokenizer: GatewayTokenizer,
     metrics: PrometheusMetrics,
     responses: ResponseStore,
+    bodies: BodyReader,
     keys: ApiKeys | None = None,
 ) -> GatewayContext:
     """What the handlers of a gateway work with. `keys` are those of `config.api_keys` unless given.
@@ -129,8 +155,7 @@ def gateway_context(
             keys,
             request_metrics.clock,
             operator_tenants=config.operator_tenants,
-            max_body_bytes=config.max_body_bytes,
-            read_timeout_s=config.read_timeout_s,
+            bodies=bodies,
         ),
         cluster=ClusterStateCache(client, request_metrics.clock),
         tokenizer=tokenizer,
@@ -141,6 +166,7 @@ def gateway_context(
         metrics=request_metrics,
         registry=metrics.registry,
         wall_clock=world.unix_time,
+        aside=bodies.threads,
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
     )

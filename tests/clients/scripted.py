@@ -25,7 +25,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
 from services.gateway.http_server import http_serving
 from services.gateway.routes import make_app
-from services.gateway.service import gateway_context, response_store
+from services.gateway.service import allowed_hosts, body_reader, gateway_context, response_store
 from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 
 MODEL, MODEL_TOKENS = "scripted", 1_000_000
@@ -101,7 +101,9 @@ async def serve(folder: str, ready: Path) -> None:
     with ThreadPoolExecutor(1) as threads, response_store(config) as responses:
         texts = GatewayTokenizer(MODEL, Tokenizer.load(model_dir()), threads, ParserNames("hermes", "none"))
         client = scripted_conductor(folder).async_client()
-        app = make_app(gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses))
+        bodies = body_reader(config, threads)
+        context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies)
+        app = make_app(context, allowed_hosts(config))
         async with http_serving(app, config) as (_, port):
             written = ready.with_suffix(".new")
             written.write_text(f"http://127.0.0.1:{port}")

@@ -256,6 +256,7 @@ async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
         max_tokens,
         checked.body.chat_options(),
     )
+    checked.caller.budget.charge_work(len(tokens))
     return json_response({"input_tokens": len(tokens)}, checked.warning_headers)
 
 

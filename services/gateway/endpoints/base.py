@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,7 @@ class GatewayContext:
         metrics: counters and timers of requests.
         registry: the metrics that `/metrics` shows.
         wall_clock: returns seconds since 1970.
+        aside: one thread, for work that would hold up answers.
         started_at: when the gateway started, in seconds since 1970.
         served_names: names under which clients know the model; none = the checkpoint's name.
     """
@@ -53,6 +55,7 @@ class GatewayContext:
     metrics: GatewayMetrics
     registry: CollectorRegistry
     wall_clock: Callable[[], float]
+    aside: Executor
     started_at: int
     served_names: Sequence[str] = ()
 
@@ -72,6 +75,7 @@ class GatewayContext:
 
     def generate(self, job: GenerationJob, formatter: ResponseFormatter) -> GenerationResponse:
         """A response that runs `job` and writes the answer with `formatter`."""
+        job.charge_request()
         return GenerationResponse(self.client, self.metrics, job, formatter)
 
 

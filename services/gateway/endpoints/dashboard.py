@@ -68,7 +68,8 @@ async def file(gateway: GatewayContext, request: Request) -> Response:
 async def markdown(gateway: GatewayContext, request: Request) -> Response:
     """Safe HTML of a text in Markdown. Uses no budget, because the page renders every answer."""
     checked = await gateway.auth.read_body(request, MarkdownBody, uses_budget=False)
-    return json_response({"html": await asyncio.to_thread(_safe_html, checked.body.text)})
+    rendering = asyncio.get_running_loop().run_in_executor(gateway.aside, _safe_html, checked.body.text)
+    return json_response({"html": await rendering})
 
 
 def _safe_html(text: str) -> str:

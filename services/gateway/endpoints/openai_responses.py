@@ -611,11 +611,12 @@ class BackgroundTurn:
 
 async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
     """Number of tokens of the prompt that a request would have."""
-    checked = await gateway.auth.read_body(request, ResponsesBody, uses_budget=False)
+    checked = await gateway.auth.read_body(request, ResponsesBody)
     turn, tools = await ResponsesTurn.of(gateway, checked), checked.body.tool_set()
     definitions = tools.definitions if tools else ()
     max_tokens = await gateway.max_model_len()
     tokens = await gateway.tokenizer.encode_chat(turn.messages(), definitions, max_tokens, ChatOptions())
+    checked.caller.budget.charge_work(len(tokens))
     content = {"object": "response.input_tokens", "input_tokens": len(tokens)}
     return json_response(content, checked.warning_headers)
 

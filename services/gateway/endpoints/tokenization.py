@@ -58,16 +58,24 @@ async def tokenize(gateway: GatewayContext, request: Request) -> Response:
             body.chat_options(),
             special=bool(body.add_special_tokens),
         )
+    checked.caller.budget.charge_work(len(tokens))
     strings = await gateway.tokenizer.token_strings(tokens) if body.return_token_strs else None
     answer = {"count": len(tokens), "max_model_len": max_tokens, "tokens": tokens, "token_strs": strings}
     return json_response(answer, checked.warning_headers)
 
 
 async def detokenize(gateway: GatewayContext, request: Request) -> Response:
-    """Text of tokens."""
+    """Text of tokens.
+
+    Raises:
+        InvalidRequest: there are more tokens than the model takes, or one is outside the vocabulary.
+    """
     checked = await gateway.auth.read_body(request, DetokenizeBody)
-    await gateway.max_model_len()
-    prompt = await gateway.tokenizer.decode(checked.body.tokens)
+    tokens, max_tokens = checked.body.tokens, await gateway.max_model_len()
+    if len(tokens) > max_tokens:
+        raise InvalidRequest("tokens", f"has more than {max_tokens} tokens, the model's length")
+    checked.caller.budget.charge_work(len(tokens))
+    prompt = await gateway.tokenizer.decode(tokens)
     return json_response({"prompt": prompt}, checked.warning_headers)
 
 

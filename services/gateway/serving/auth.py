@@ -20,7 +20,7 @@ from moonpool.errors import PermissionDenied
 from moonpool.rpc.auth import ApiKeys, BudgetOwner
 from services.gateway.serving.envelope import request_id_of
 from services.gateway.serving.errors import BudgetSpentError
-from services.gateway.serving.json_body import Body, BodyT, read_body
+from services.gateway.serving.json_body import Body, BodyReader, BodyT
 
 MINUTE_S = 60.0
 
@@ -56,23 +56,40 @@ class TokenBucket:
 
 
 class BudgetCharge:
-    """Charges the tokens of one request to every token budget that the request counts against."""
+    """Charges one request to every budget that the request counts against."""
 
-    def __init__(self, buckets: Sequence[TokenBucket] = (), clock: Callable[[], float] = lambda: 0.0) -> None:
-        """`buckets` are the token budgets; `clock` returns seconds."""
+    def __init__(
+        self,
+        buckets: Sequence[TokenBucket] = (),
+        requests: Sequence[TokenBucket] = (),
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`buckets` are the token budgets, `requests` those of requests; `clock` returns seconds."""
         self._buckets = buckets
+        self._requests = requests
         self._clock = clock
         self._prompt_tokens = 0
+        self.prompt_weight = 1
+        """Tokens that each prompt token counts as."""
+
+    def charge_answers(self, answers: int) -> None:
+        """Charge a request that runs as so many: each answer after the first counts as one more request."""
+        for bucket in self._requests:
+            bucket.take(answers - 1, self._clock())
+
+    def charge_work(self, tokens: int) -> None:
+        """Charge work that takes as long as so many tokens."""
+        for bucket in self._buckets:
+            bucket.take(tokens, self._clock())
 
     def charge(self, prompt_tokens: int, new_tokens: int) -> None:
         """Charge `new_tokens` generated tokens, and the prompt tokens that were not charged before.
 
         `prompt_tokens` is the number of prompt tokens so far.
         """
-        amount = new_tokens + prompt_tokens - self._prompt_tokens
+        amount = new_tokens + (prompt_tokens - self._prompt_tokens) * self.prompt_weight
         self._prompt_tokens = prompt_tokens
-        for bucket in self._buckets:
-            bucket.take(amount, self._clock())
+        self.charge_work(amount)
 
 
 class Budgets:
@@ -98,7 +115,8 @@ class Budgets:
                     raise BudgetSpentError(what, owner.told, bucket.per_minute, wait_s)
         for _, bucket in requests:
             bucket.take(1, now)
-        return BudgetCharge([bucket for _, bucket in tokens], self._clock)
+        charged, counted = ([bucket for _, bucket in buckets] for buckets in (tokens, requests))
+        return BudgetCharge(charged, counted, self._clock)
 
     def _buckets_of(
         self, what: str, owners: Sequence[BudgetOwner], now: float
@@ -160,8 +178,7 @@ class Authenticator:
         keys: ApiKeys | None,
         clock: Callable[[], float],
         operator_tenants: Collection[str],
-        max_body_bytes: int,
-        read_timeout_s: float,
+        bodies: BodyReader,
     ) -> None:
         """Check requests.
 
@@ -169,14 +186,12 @@ class Authenticator:
             keys: the API keys; None if no key is needed.
             clock: returns seconds.
             operator_tenants: tenants that see the whole cluster.
-            max_body_bytes: maximum size of a body.
-            read_timeout_s: seconds in which a body must arrive.
+            bodies: reads and parses bodies.
         """
         self._keys = keys
         self._budgets = Budgets(clock)
         self._operator_tenants = operator_tenants
-        self._max_body_bytes = max_body_bytes
-        self._read_timeout_s = read_timeout_s
+        self._bodies = bodies
         self._request_ids: dict[tuple[str, str], str] = {}  # by tenant and the client's own id, the oldest first
 
     def tenant(self, request: Request) -> str:
@@ -224,14 +239,14 @@ class Authenticator:
             Unauthenticated: the API key is missing or unknown.
             BudgetSpentError: the key or its tenant has used up a budget.
             HttpError: the body is too large, too slow or not JSON.
+            Unavailable: the bodies of all requests in progress take too much memory.
             InvalidRequest: a field is wrong; names the field.
         """
         if self._keys is None or not uses_budget:
             caller = AuthenticatedCaller(self.tenant(request))
         else:
             caller = self._admit(self._keys, _api_key(request))
-        body = await read_body(request, cls, self._max_body_bytes, self._read_timeout_s)
-        body.check()
+        body = await self._bodies.read(request, cls, caller.tenant)
         given = request.headers.get(TRACEPARENT, "")
         name, own = request_id_of(request.scope)
         # Clients and proxies may send an id again while the first request runs.

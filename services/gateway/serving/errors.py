@@ -108,7 +108,7 @@ def error_response(error: Exception) -> ErrorResponse:
                 error.message,
                 "authorization",
                 "invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
+                headers={"www-authenticate": "Bearer", "connection": "close"},
             )
         case PermissionDenied():
             return ErrorResponse(HTTPStatus.FORBIDDEN, _INVALID, error.message, code="permission_denied")

@@ -41,6 +41,10 @@ from services.gateway.serving.tool_calls import AnswerParser, AnswerReading, Too
 
 MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
+GRAMMAR_CHARS = 4
+"""Characters of a schema or grammar that count as one token."""
+SCORED_WEIGHT = 10
+"""Tokens that a prompt token with log probabilities counts as: so much longer it takes."""
 MAX_RUNNING_PROMPTS = 64
 """Prompts of one HTTP request that run at the same time; further prompts wait."""
 
@@ -192,6 +196,14 @@ class GenerationJob:
     def sampling(self) -> SamplingParams:
         """Sampling parameters of all prompts."""
         return self.arguments.get("sampling") or SamplingParams()
+
+    def charge_request(self) -> None:
+        """Charge what a request costs beside its tokens: further answers, a format, log probabilities of prompts."""
+        sampling, budget = self.sampling, self.budget
+        budget.charge_answers(len(self.prompts) * sampling.width)
+        budget.charge_work(len(sampling.grammar) // GRAMMAR_CHARS)
+        if sampling.prompt_logprobs is not None:
+            budget.prompt_weight = SCORED_WEIGHT
 
     def request_id_of(self, index: int) -> str:
         """Id of the request of a prompt."""

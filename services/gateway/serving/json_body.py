@@ -7,7 +7,10 @@ response names ignored fields in a header. An unknown field is ignored in a body
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
@@ -29,7 +32,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moonpool.client import Slo
-from moonpool.errors import InvalidRequest
+from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.kv.keys import MAX_SALT_CHARS
 from moonpool.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 from services.gateway.serving.errors import HttpError
@@ -57,7 +60,8 @@ class JsonPartCounts(NamedTuple):
     items: int
 
 
-MAX_JSON_PARTS = JsonPartCounts(objects=1 << 14, arrays=1 << 14, members=1 << 16, strings=1 << 17, items=1 << 20)
+MAX_JSON_PARTS = JsonPartCounts(objects=1 << 13, arrays=1 << 13, members=1 << 15, strings=1 << 16, items=1 << 18)
+"""Parsing holds the interpreter lock, so the parts of one body bound how long other requests may wait for it."""
 
 
 def count_json_parts(raw: bytes) -> JsonPartCounts:
@@ -309,50 +313,114 @@ JSON_TYPE = "application/json"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-async def read_body(request: Request, cls: type[BodyT], max_bytes: int, timeout_s: float) -> BodyT:
-    """Read, parse and check the body of a request.
+BODY_COPIES = 4
+"""Memory of a request in progress, as a multiple of its body's size: the text, and what is made of it."""
+CLEANUP = "moonpool.cleanup"
+"""Key of a request's scope: an `ExitStack` that is closed after the response."""
 
-    Raises:
-        HttpError: the body has another content type than JSON, is too large, or does not arrive within `timeout_s`.
-        InvalidRequest: the body is not JSON, or a field is wrong; names the field.
-        ClientDisconnect: the client has closed the connection.
+
+class BodyMemory:
+    """The memory that the bodies of all requests in progress may take.
+
+    A tenant may take as much as is still free, so that one tenant gets half of the memory at most, and a tenant that
+    comes later finds some.
     """
-    _check_content_type(request)
-    _check_content_encoding(request)
-    if _content_length(request) > max_bytes:
-        raise _body_too_large(max_bytes)
-    try:
-        async with asyncio.timeout(timeout_s):
-            return validate_body(cls, await _parse(await _read_raw(request, max_bytes)))
-    except TimeoutError:
-        raise HttpError(
-            HTTPStatus.REQUEST_TIMEOUT, "timeout", f"the body did not arrive within {timeout_s:g} s", close=True
-        ) from None
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: Counter[str] = Counter()
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that is taken now, in bytes."""
+        return self._held.total()
+
+    @contextmanager
+    def hold(self, tenant: str) -> Iterator[Callable[[int], None]]:
+        """Hold memory for one body while the body of the `with` runs. Yields a function that takes more bytes of it.
+
+        That function raises Unavailable if the memory is used up.
+        """
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            wanted = num_bytes * BODY_COPIES
+            if self._held[tenant] + wanted > self._most_bytes - self.held_bytes:
+                raise Unavailable(
+                    f"the bodies of requests in progress take as much as body_memory_bytes allows ({self._most_bytes})"
+                )
+            taken += wanted
+            self._held[tenant] += wanted
+
+        try:
+            yield take
+        finally:
+            self._held[tenant] -= taken
+            if not self._held[tenant]:
+                del self._held[tenant]
 
 
-async def _read_raw(request: Request, max_bytes: int) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise _body_too_large(max_bytes)
-    return bytes(body)
+@dataclass(frozen=True, slots=True)
+class BodyReader:
+    """Reads and parses bodies.
+
+    Attributes:
+        max_bytes: maximum size of a body.
+        timeout_s: seconds in which a body must arrive.
+        memory: the memory of all bodies.
+        threads: parse bodies of more than `UNCHECKED_BYTES`.
+    """
+
+    max_bytes: int
+    timeout_s: float
+    memory: BodyMemory
+    threads: Executor
+
+    async def read(self, request: Request, cls: type[BodyT], tenant: str) -> BodyT:
+        """Read, parse and check the body of a tenant's request. Its memory is held until the response has ended.
+
+        Raises:
+            HttpError: the body has another content type than JSON, is too large, or does not arrive in time.
+            Unavailable: the memory of all bodies is used up.
+            InvalidRequest: the body is not JSON, or a field is wrong; names the field.
+            ClientDisconnect: the client has closed the connection.
+        """
+        _check_content_type(request)
+        _check_content_encoding(request)
+        if _content_length(request) > self.max_bytes:
+            raise _body_too_large(self.max_bytes)
+        take = request.scope[CLEANUP].enter_context(self.memory.hold(tenant))
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                raw = await self._read_raw(request, take)
+        except TimeoutError:
+            message = f"the body did not arrive within {self.timeout_s:g} s"
+            raise HttpError(HTTPStatus.REQUEST_TIMEOUT, "timeout", message, close=True) from None
+        if len(raw) <= UNCHECKED_BYTES:
+            return _parse_body(cls, raw)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, _parse_body, cls, raw)
+
+    async def _read_raw(self, request: Request, take: Callable[[int], None]) -> bytes:
+        body = bytearray()
+        async for chunk in request.stream():
+            take(len(chunk))
+            body += chunk
+            if len(body) > self.max_bytes:
+                raise _body_too_large(self.max_bytes)
+        return bytes(body)
 
 
-async def _parse(raw: bytes) -> object:
-    """Parse JSON. For a large body, other tasks run between the steps."""
-    large = len(raw) > UNCHECKED_BYTES
+def _parse_body(cls: type[BodyT], raw: bytes) -> BodyT:
     raw = raw.removeprefix(_BYTE_ORDER_MARK)
     check_json_parts(raw)
-    if large:
-        await asyncio.sleep(0)
     try:
-        content: object = from_json(raw)
+        content: object = from_json(raw, cache_strings="keys")
     except ValueError as error:
         raise InvalidRequest("", f"invalid JSON: {error}") from None
-    if large:
-        await asyncio.sleep(0)
-    return content
+    body = validate_body(cls, content)
+    body.check()
+    return body
 
 
 def _check_content_type(request: Request) -> None:

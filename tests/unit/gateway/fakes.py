@@ -21,7 +21,7 @@ from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.config import GatewayConfig
 from services.gateway.routes import make_app
-from services.gateway.service import gateway_context
+from services.gateway.service import allowed_hosts, body_reader, gateway_context
 from services.gateway.serving.response_store import ResponseStore, StoreLimits
 from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
 from tests.unit.clocks import hurried
@@ -35,7 +35,9 @@ PLAIN = "/v1/completions"
 
 def settings(**changes: Any) -> GatewayConfig:
     """A gateway's settings."""
-    return GatewayConfig(**{"conductor": "conductor:1", "model": MODEL, "listen": "127.0.0.1:0", **changes})
+    return GatewayConfig(
+        **{"conductor": "conductor:1", "model": MODEL, "listen": "127.0.0.1:0", "allowed_hosts": "*", **changes}
+    )
 
 
 def ready(fake: FakeConductor) -> FakeConductor:
@@ -53,8 +55,9 @@ def make_gateway(
     texts = GatewayTokenizer(MODEL, tokenizer, threads, ParserNames(config.tool_call_parser, config.reasoning_parser))
     limits = StoreLimits(config.response_store_bytes, config.response_ttl_s)
     responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
-    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, keys)
-    return make_app(dataclasses.replace(context, started_at=7), config.allowed_origins)
+    bodies = body_reader(config, threads)
+    context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, keys)
+    return make_app(dataclasses.replace(context, started_at=7), allowed_hosts(config), config.allowed_origins)
 
 
 @functools.cache

@@ -164,3 +164,46 @@ async def test_a_client_that_leaves_has_used_its_tokens(events: int, tmp_path: P
         await serving
         await app(asked, late.receive, late.send)
     assert late.sent[0]["status"] == 429
+
+
+def test_what_a_request_costs_beside_its_tokens() -> None:
+    """Further answers are requests; a format and the prompt's log probabilities are tokens."""
+    clock = Clock()
+    budgets = Budgets(clock)
+    ann = owner(requests=60, tokens=6000)
+    charge = budgets.admit([ann])
+    charge.charge_answers(64)
+    assert refused(budgets, ann) == ("requests", 5.0)
+    clock.now += 60
+    charge = budgets.admit([ann])
+    charge.prompt_weight = 10
+    charge.charge(500, 1)
+    charge.charge(500, 1)
+    charge.charge_work(1008)
+    assert refused(budgets, ann) == ("tokens", pytest.approx(11 / 100))
+
+
+async def test_answers_formats_and_detokenising_are_charged(tmp_path: Path) -> None:
+    """One request with several answers, and tokens that are only spelt, use up what they cost."""
+    (tmp_path / "keys").write_text(f"sha256:{hash_key('ann-key')} rpm=4 ann\n")
+    async with answering(FakeConductor(), api_keys=tmp_path / "keys") as gateway:
+        gateway.http.headers["authorization"] = "Bearer ann-key"
+        assert (await gateway.chat(n=4)).status_code == 200
+        assert (await gateway.chat()).json()["error"]["type"] == "requests"
+    (tmp_path / "keys").write_text(f"sha256:{hash_key('ann-key')} tpm=30 ann\n")
+    for path, body in (
+        ("/detokenize", {"tokens": [5] * 40}),
+        ("/tokenize", {"prompt": "a b c d e f g h i j k l m n o p " * 4}),
+        (CHAT, {"messages": TURNS, "structured_outputs": {"choice": ["yes" * 150]}}),
+    ):
+        async with answering(FakeConductor(), api_keys=tmp_path / "keys") as gateway:
+            gateway.http.headers["authorization"] = "Bearer ann-key"
+            assert (await gateway.http.post(path, json=body)).status_code == 200
+            assert (await gateway.chat()).json()["error"]["type"] == "tokens", path
+
+
+async def test_more_tokens_than_the_model_takes_are_not_spelt() -> None:
+    async with answering(FakeConductor()) as gateway:
+        refused = await gateway.http.post("/detokenize", json={"tokens": [5] * 101})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "tokens: has more than 100 tokens, the model's length"

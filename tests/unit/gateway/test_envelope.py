@@ -57,6 +57,43 @@ async def test_an_id_that_is_no_plain_name_is_replaced(gateway: Answers, given: 
     assert answered.headers["x-request-id"] not in ("", given)
 
 
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:8000", "", 200),
+        ("[::1]:8000", "", 200),
+        ("LOCALHOST", "", 200),
+        ("localhost:8000", "http://localhost:8000", 200),
+        ("localhost:8000", ORIGIN, 403),
+        ("localhost:8000", "null", 403),
+        ("192.168.7.7", "", 200),
+        ("evil.example.com:8000", "", 403),
+        ("evil.example.com:8000", "http://evil.example.com:8000", 403),
+        ("127.0.0.1.evil.example.com", "", 403),
+    ],
+)
+async def test_without_keys_no_web_page_reaches_the_gateway(host: str, origin: str, status: int) -> None:
+    """Neither by a name that its owner has pointed at this machine, nor from another origin."""
+    headers = {"host": host} | ({"origin": origin} if origin else {})
+    async with answering(FakeConductor(), allowed_hosts="") as gateway:
+        for answered in (
+            await gateway.http.get("/moonpool/state", headers=headers),
+            await gateway.http.post(CHAT, json={"messages": TURNS}, headers=headers),
+        ):
+            assert answered.status_code == status
+        if status == 403:
+            assert answered.json()["error"]["code"] == "host_not_allowed"
+            assert not gateway.fake.requests
+
+
+async def test_hosts_and_origins_that_are_allowed() -> None:
+    async with answering(FakeConductor(), allowed_hosts="llm.example.com") as gateway:
+        assert (await gateway.http.get("/health", headers={"host": "llm.example.com:80"})).status_code == 200
+        assert (await gateway.http.get("/health", headers={"host": "127.0.0.1"})).status_code == 403
+    async with answering(FakeConductor(), allowed_hosts="", allowed_origins=ORIGIN, advertise="moon") as gateway:
+        assert (await gateway.http.get("/health", headers={"host": "moon", "origin": ORIGIN})).status_code == 200
+
+
 async def test_a_refusal_of_the_conductor_has_the_requests_id() -> None:
     overloaded = Overloaded("busy", reason="queue_full", retry_after_s=2.0)
     async with answering(FakeConductor(lambda _: [overloaded])) as gateway:

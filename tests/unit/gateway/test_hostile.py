@@ -2,6 +2,7 @@
 others are served meanwhile. What is only malformed, too large or never read: `test_http_server`, `test_json_body`."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from moonpool.bundled import model_dir
 from moonpool.rpc.auth import hash_key
-from tests.unit.gateway.test_http_server import BODY, CLOSING, HEAD, ask, serving
+from services.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED
+from tests.unit.gateway.test_http_server import BODY, CHAT, CLOSING, HEAD, ask, serving
 
 IDLE_BYTES = 16 << 10
 """Memory that an idle connection may take."""
@@ -106,6 +108,53 @@ async def test_wrong_keys(key: bytes, tmp_path: Path) -> None:
         assert b"ann" not in answered.replace(b"application", b"")
 
 
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n"
+
+
+async def test_a_body_in_tiny_chunks_is_refused() -> None:
+    """Each chunk costs more than its bytes: as many as a body in sensible chunks has, and no more."""
+    async with serving() as (server, port):
+        said = await ask(port, CHUNKED + b"\r\n" + b"1\r\n \r\n" * (MAX_BODY_PIECES + 1))
+        assert said.startswith(b"HTTP/1.1 400 ")
+        few = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY)
+        said = await ask(port, CHUNKED + b"connection: close\r\n\r\n" + few + b"0\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 200 OK")
+        assert server.open_connections == 0
+
+
+async def test_two_lengths_of_one_body_are_refused() -> None:
+    """Content-Length beside chunks: a proxy before this server may see another request in what follows."""
+    async with serving() as (_, port):
+        sent = CHUNKED + b"content-length: 4\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+        said = await ask(port, sent + CLOSING)
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert said.count(b"HTTP/1.1") == 1
+
+
+async def test_nothing_is_read_after_a_refused_key(tmp_path: Path) -> None:
+    """The client gets the response while it still sends; what it sends is no request any more."""
+    (tmp_path / "keys").write_text(f"sha256:{hash_key('ann-key')} ann\n")
+    async with serving(api_keys=tmp_path / "keys") as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(CHUNKED + b"\r\n1\r\n \r\n")
+        assert await reader.readuntil(b"\r\n") == b"HTTP/1.1 401 Unauthorized\r\n"
+        assert b"connection: close\r\n" in (await reader.readuntil(b"\r\n\r\n")).lower()
+        writer.write(b"0\r\n\r\n" + CLOSING)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+            assert b"HTTP/1.1" not in await reader.read()
+        writer.close()
+        assert server.open_connections == 0
+
+
+async def test_more_requests_at_once_than_are_answered() -> None:
+    async with serving() as (server, port):
+        few = await ask(port, *[CHAT] * 8, CLOSING)
+        assert few.count(b"HTTP/1.1 200 OK") == 9
+        assert (await ask(port, CHAT * (MAX_PIPELINED + 2))).count(b"HTTP/1.1 200 OK") <= MAX_PIPELINED + 1
+        assert server.open_connections == 0
+
+
 @asynccontextmanager
 async def process(connections: int) -> AsyncIterator[tuple[int, int]]:
     """A gateway in a process of its own; yields its id and its port."""
@@ -132,7 +181,7 @@ async def hold(pid: int, port: int, count: int, each_bytes: int) -> None:
     """Open so many connections, half of them with a part of a head, and look at the process while they are there."""
 
     async def answers() -> bool:
-        got = await ask(port, b"GET /v1/nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        got = await ask(port, b"GET /v1/nothing HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         return got.startswith(b"HTTP/1.1 404 ")
 
     assert await answers()

@@ -1,21 +1,38 @@
 """What a body may cost: its parts are counted before it is read, and of many faults one is told."""
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+import httpx2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from moonpool.errors import InvalidRequest
+from moonpool.client import AsyncClient
+from moonpool.client.testing import answer
+from moonpool.errors import InvalidRequest, Unavailable
 from services.gateway.endpoints.anthropic_messages import MessagesBody
 from services.gateway.endpoints.context_caching import CacheCreateBody
 from services.gateway.endpoints.openai_chat import ChatBody
 from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
 from services.gateway.endpoints.tokenization import DetokenizeBody
-from services.gateway.serving.json_body import Body, JsonPartCounts, check_json_parts, count_json_parts, validate_body
+from services.gateway.serving.json_body import (
+    Body,
+    BodyMemory,
+    JsonPartCounts,
+    check_json_parts,
+    count_json_parts,
+    validate_body,
+)
+from tests.unit.gateway.test_client_disconnect import Holding
+
+from .fakes import make_gateway, tokenizer
+from .fakes import settings as gateway_settings
 
 MANY = 1000
 CHARACTERS = 'ab"\\{}[],:\n\x00é'
@@ -49,19 +66,49 @@ def test_parts_are_counted_as_they_are_read(value: Any, ascii_only: bool) -> Non
 @pytest.mark.parametrize(
     ("raw", "says"),
     [
-        (b"[" * 1_000_000, "16384 arrays"),
-        (b"[" + b"[]," * 1_100_000 + b"[]]", "16384 arrays"),
-        (b'{"a":' * 100_000, "16384 objects"),
-        (b"{" + b",".join(b'"%d":1' % number for number in range(70_000)) + b"}", "65536 members"),
-        (b"[" + b'"",' * 140_000 + b'""]', "131072 strings"),
-        (b'"' * (8 << 20), "131072 strings"),
-        (b"[" + b"1," * 1_100_000 + b"1]", "1048576 items"),
+        (b"[" * 1_000_000, "8192 arrays"),
+        (b"[" + b"[]," * 1_100_000 + b"[]]", "8192 arrays"),
+        (b'{"a":' * 60_000, "8192 objects"),
+        (b"{" + b",".join(b'"%d":1' % number for number in range(40_000)) + b"}", "32768 members"),
+        (b"[" + b'"",' * 70_000 + b'""]', "65536 strings"),
+        (b'"' * (8 << 20), "65536 strings"),
+        (b"[" + b"1," * 1_100_000 + b"1]", "262144 items"),
     ],
     ids=range(7),
 )
 def test_too_many_parts_are_refused_before_anything_is_read(raw: bytes, says: str) -> None:
     with pytest.raises(InvalidRequest, match=f"at most {says}"):
         check_json_parts(raw)
+
+
+def test_tenants_share_the_memory_of_bodies() -> None:
+    """A tenant gets as much as is still free; the rest is for who comes later; all of it comes back."""
+    memory = BodyMemory(800)
+    with memory.hold("ann") as ann, memory.hold("ann") as again, memory.hold("bob") as bob:
+        ann(100)
+        with pytest.raises(Unavailable, match="body_memory_bytes"):
+            again(1)
+        bob(50)
+        assert memory.held_bytes == 600
+        with pytest.raises(Unavailable):
+            bob(1)
+    assert memory.held_bytes == 0
+
+
+async def test_the_memory_of_a_body_is_held_until_its_answer_has_ended() -> None:
+    held = json.dumps({"messages": [{"role": "user", "content": "x" * 300_000}]}).encode()
+    holding = Holding(answer()[:2])
+    with ThreadPoolExecutor(1) as threads:
+        config = gateway_settings(body_memory_bytes=4 << 20)
+        app = make_gateway(AsyncClient(transport=holding), config, threads, tokenizer())
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as http:
+            ask = partial(http.post, "/v1/chat/completions", content=held, headers={"content-type": "application/json"})
+            first = asyncio.create_task(ask())
+            await holding.call.held.wait()
+            refused = await ask()
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            first.cancel()
+            await asyncio.gather(first, return_exceptions=True)
 
 
 def test_what_texts_contain_does_not_count() -> None:

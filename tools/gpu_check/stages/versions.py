@@ -12,7 +12,7 @@ from tools.gpu_check.where import Figures, Where, expect, stage_main
 LIMIT_S = 120
 NEEDED = (
     *("torch", "numpy", "grpc", "grpc_health.v1.health", "grpc_reflection.v1alpha.reflection", "google.protobuf"),
-    *("blake3", "cryptography", "gguf", "h11", "jinja2", "llguidance", "lmdb", "pydantic", "pydantic_settings"),
+    *("blake3", "cryptography", "gguf", "httptools", "jinja2", "llguidance", "lmdb", "pydantic", "pydantic_settings"),
     *("safetensors", "starlette", "structlog", "tokenizers", "uvicorn", "xxhash", "yaml"),
     *("pytest", "pytest_asyncio", "pytest_timeout", "xdist"),
 )
