@@ -12,7 +12,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench clients load soak clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench clients load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -22,9 +22,16 @@ setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB), 
 # No --quiet: pip tells what it fetches. No --compile: Python compiles the modules that are used.
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
-$(STAMP): pyproject.toml constraints.txt
+# Without torch, which a machine with a GPU has already: pip takes it by constraints.txt, and hatchling to install Moonpool.
+lock:  ## write requirements.lock: the packages of `make setup` with their hashes, at the versions of constraints.txt
+	echo "torch ; python_version < '3'" >$(VENV)/no-torch.txt
+	$(BIN)/uv pip compile pyproject.toml --extra engine --constraint constraints.txt --override $(VENV)/no-torch.txt \
+	  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet --output-file requirements.lock
+
+$(STAMP): pyproject.toml constraints.txt requirements.lock
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) --require-hashes --no-deps -r requirements.lock
 	$(PIP) -e '.[engine]'
 	$(BIN)/python -m kernels.native.build || true
 	@touch $@

@@ -13,6 +13,8 @@ CALM, HOSTILE = "calm", "hostile"
 """Keys, and the tenants that they are of."""
 LEXEMES = 100
 """Of the hostile grammar: fewer than a conductor refuses."""
+PROMPT_TOKENS = 1900
+"""Of prompts with log probabilities: about as many as the bundled model takes."""
 MIB = 1 << 20
 
 
@@ -91,7 +93,7 @@ async def refused(gateway: Gateway) -> None:
 
 async def scores(gateway: Gateway) -> None:
     """Log probabilities of long prompts."""
-    prompt = [5 + (time.monotonic_ns() + at * 7919) % 4000 for at in range(3000)]
+    prompt = [5 + (time.monotonic_ns() + at * 7919) % 4000 for at in range(PROMPT_TOKENS)]
     await gateway.ask("/v1/completions", {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 20})
 
 

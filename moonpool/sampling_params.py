@@ -24,6 +24,8 @@ MAX_LENGTH_PENALTY = 10.0
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
+SCORED_TOKEN_COST = 10
+"""Tokens that a prompt token with log probabilities counts as, in budgets and in steps: so much longer it takes."""
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024

@@ -15,7 +15,7 @@ from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, chain_root, pack_keys, tokens_from_bytes
 from moonpool.kv.native_library import chain_keys, tokens_below
 from moonpool.logprobs import bytes_per_token
-from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS
+from moonpool.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SCORED_TOKEN_COST
 from moonpool.scheduling.fair_share import check_priority
 from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.steps import SequenceSampling, TokenHistory
@@ -97,6 +97,7 @@ class IncomingRequest:
             priority=spec.priority,
             weight=weight,
             transient=spec.transient,
+            token_cost=1 if params.prompt_logprobs is None else SCORED_TOKEN_COST,
         )
         return cls(spec.request_id, tokens, BlockKey(root), sampling, seen)
 

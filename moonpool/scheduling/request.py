@@ -18,6 +18,7 @@ class EngineRequest:
         priority: among the tenant's own requests; lower goes first.
         weight: the tenant's share, relative to others'.
         transient: no block of it may be kept: its KV was deleted while the request was on its way.
+        token_cost: how many times as long as usual a prompt token takes: more if its log probabilities are wanted.
     """
 
     keys: tuple[BlockKey, ...]
@@ -29,3 +30,4 @@ class EngineRequest:
     priority: int = 0
     weight: float = 1.0
     transient: bool = False
+    token_cost: int = 1

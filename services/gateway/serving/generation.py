@@ -31,7 +31,7 @@ from moonpool.client import (
 from moonpool.client.tracing import traceparent
 from moonpool.errors import InvalidRequest, MoonpoolError, Unavailable
 from moonpool.grammar import AnswerGrammar, Thinking
-from moonpool.sampling_params import SamplingParams
+from moonpool.sampling_params import SCORED_TOKEN_COST, SamplingParams
 from services.gateway.serving.auth import BudgetCharge, CheckedRequest
 from services.gateway.serving.errors import ErrorResponse, error_response
 from services.gateway.serving.json_body import GenerateBody, to_json_bytes
@@ -43,8 +43,6 @@ MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
 GRAMMAR_CHARS = 4
 """Characters of a schema or grammar that count as one token."""
-SCORED_WEIGHT = 10
-"""Tokens that a prompt token with log probabilities counts as: so much longer it takes."""
 MAX_RUNNING_PROMPTS = 64
 """Prompts of one HTTP request that run at the same time; further prompts wait."""
 
@@ -203,7 +201,7 @@ class GenerationJob:
         budget.charge_answers(len(self.prompts) * sampling.width)
         budget.charge_work(len(sampling.grammar) // GRAMMAR_CHARS)
         if sampling.prompt_logprobs is not None:
-            budget.prompt_weight = SCORED_WEIGHT
+            budget.prompt_weight = SCORED_TOKEN_COST
 
     def request_id_of(self, index: int) -> str:
         """Id of the request of a prompt."""

@@ -73,8 +73,9 @@ def queue_seconds(state: PrefillState, now: float) -> float:
         done = _done_tokens(job)
         left = job.spec.tokens - done
         if left > 0:
-            work += prefill_seconds(speeds, left, done, steps=0, begins=job.first_step_at is None)
-            tokens += left
+            begins, cost = job.first_step_at is None, job.spec.token_cost
+            work += cost * prefill_seconds(speeds, left, done, steps=0, begins=begins)
+            tokens += cost * left
     work += speeds.prefill_base_s * -(-tokens // settings.step_tokens)
     return max(0.0, work - _done_seconds(state, now)) / settings.stages
 
@@ -101,8 +102,9 @@ def _step_seconds(state: PrefillState, flight: StepFlight) -> float:
     """Predicted seconds of a step."""
     speeds = state.tracker.speeds
     chunks = [(part.end - part.start, part.start, part.first) for part in flight.slices]
-    whole_s = sum([prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks])
-    return speeds.prefill_base_s + whole_s
+    costs = [state.jobs[part.job].spec.token_cost if part.job in state.jobs else 1 for part in flight.slices]
+    seconds = [prefill_seconds(speeds, new, start, steps=0, begins=first) for new, start, first in chunks]
+    return speeds.prefill_base_s + sum(cost * each_s for cost, each_s in zip(costs, seconds, strict=True))
 
 
 def shared_tokens(state: PrefillState, job: PrefillJob) -> int:

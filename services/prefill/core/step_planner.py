@@ -158,8 +158,8 @@ class StepPlanner:
             self._schedule(job, part)
             under_way.update(self._keys(job, part))
             slices.append(part)
-            budget, seconds = budget - (part.end - part.start), with_it
-            if not budget:
+            budget, seconds = budget - (part.end - part.start) * job.spec.token_cost, with_it
+            if budget <= 0:
                 break
         return slices
 
@@ -180,7 +180,8 @@ class StepPlanner:
         start = self._start(job)
         end = min(job.spec.tokens, start + settings.step_tokens)
         speeds = self._state.tracker.speeds
-        return prefill_seconds(speeds, end - start, start, steps=1, begins=job.first_step_at is None)
+        begins, cost = job.first_step_at is None, job.spec.token_cost
+        return cost * prefill_seconds(speeds, end - start, start, steps=1, begins=begins)
 
     def _charge(self, slices: list[SequenceSlice]) -> None:
         for part in slices:
@@ -233,12 +234,18 @@ class StepPlanner:
         self.plan_at = at if self.plan_at is None else min(at, self.plan_at)
 
     def _next_slice(self, job: PrefillJob, budget: int) -> SequenceSlice | None:
-        """The job's next slice within the budget; a slice ends at a block border or at the prompt's end."""
-        size = self._state.settings.block_tokens
+        """The job's next slice within the budget; a slice ends at a block border or at the prompt's end.
+
+        Tokens that take longer make a slice shorter: a step takes about as long whatever it computes.
+        """
+        size, most = self._state.settings.block_tokens, budget
+        if job.spec.token_cost > 1:
+            fewest = size if budget == self._state.settings.step_tokens else 0
+            most = max(fewest, budget // job.spec.token_cost)
         if job.may_match:
             self.match_again(job)
         start = self._start(job)
-        end = min(job.spec.tokens, start + budget)
+        end = min(job.spec.tokens, start + most)
         if end < job.spec.tokens:
             end -= end % size
         if end <= start:
@@ -281,9 +288,10 @@ class StepPlanner:
         return ChunkOrder(part.job, part.start, part.end, blocks, part.last, part.full_hit)
 
     def _seconds(self, part: SequenceSlice) -> float:
-        return prefill_seconds(
+        seconds = prefill_seconds(
             self._state.tracker.speeds, part.end - part.start, part.start, steps=1, begins=part.first
         )
+        return self._state.jobs[part.job].spec.token_cost * seconds
 
     # --- in flight -------------------------------------------------------------------------------------------------
 
@@ -341,8 +349,12 @@ class StepPlanner:
         job.gated = False
 
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
-        """Learns the speed of a step. A step alone in the engine counts until the report of the end."""
-        if flight.gated or result.aborted:
+        """Learns the speed of a step. A step alone in the engine counts until the report of the end.
+
+        A step with log probabilities of prompts says nothing of other steps.
+        """
+        jobs = [job for part in flight.slices if (job := self._state.jobs.get(part.job)) is not None]
+        if flight.gated or result.aborted or any(job.spec.token_cost > 1 for job in jobs):
             return
         alone = self._state.settings.stages == 1
         seconds = max(result.seconds, self._state.now - flight.began_at) if alone else result.seconds

@@ -44,6 +44,21 @@ def test_chunks_end_on_block_borders_and_steps_are_packed() -> None:
     assert it.core.state.manager.num_cached == 3 + 0 + 6
 
 
+def test_a_prompt_whose_tokens_take_long_has_short_chunks_and_pays_for_them() -> None:
+    """Other tenants' prompts come in between, and no step takes longer than with other prompts."""
+    it = world(step_tokens=320, blocks=64)
+    it.arrive(320, 1, tenant="ann", token_cost=10)
+    it.arrive(320, 2, tenant="bob")
+    assert run(it) == [
+        [(1, 0, 32)],
+        [(2, 0, 320)],
+        *([(1, start, start + 32)] for start in range(32, 320, 32)),
+    ]
+    few = world(step_tokens=80)
+    few.arrive(40, 3, token_cost=10)
+    assert run(few) == [[(1, 0, 16)], [(1, 16, 32)], [(1, 32, 40)]], "a block at least"
+
+
 def test_what_a_step_says() -> None:
     it = world()
     it.arrive(40)

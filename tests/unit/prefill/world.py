@@ -118,11 +118,19 @@ class World:
         transient: bool = False,
         max_queue_s: float | None = None,
         delay_s: float = 0.0,
+        token_cost: int = 1,
     ) -> Client:
         number = len(self.clients) + 1
         chain = keys(family, num_tokens)
         spec = EngineRequest(
-            chain, num_tokens, num_tokens, tenant=tenant, priority=priority, weight=weight, transient=transient
+            chain,
+            num_tokens,
+            num_tokens,
+            tenant=tenant,
+            priority=priority,
+            weight=weight,
+            transient=transient,
+            token_cost=token_cost,
         )
         client = Client(events.SubmitJob(number, spec, held, sources, copies, reuse, max_queue_s, delay_s))
         self.clients[number] = client
