@@ -13,7 +13,7 @@ CALM, HOSTILE = "calm", "hostile"
 """Keys, and the tenants that they are of."""
 LEXEMES = 100
 """Of the hostile grammar: fewer than a conductor refuses."""
-PROMPT_TOKENS = 1900
+PROMPT_TOKENS = 6000
 """Of prompts with log probabilities: about as many as the bundled model takes."""
 MIB = 1 << 20
 

@@ -19,7 +19,7 @@ from prometheus_client.core import Metric as MetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from moonpool.config import format_address, parse_address
+from moonpool.config import format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import MetricKind, MetricSample, MetricSet
@@ -78,6 +78,8 @@ class PrometheusMetrics:
         thread.start()
         address = format_address(host, server.server_port)
         log.info("serving metrics", address=address)
+        if not is_loopback(host):
+            log.warning("metrics are in plaintext and open to all who reach them; see metrics_listen", listen=listen)
         try:
             yield address
         finally:

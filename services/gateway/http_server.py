@@ -23,7 +23,7 @@ from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from moonpool.config import parse_address
+from moonpool.config import is_loopback, parse_address
 from moonpool.errors import ConfigError
 from moonpool.rpc.auth import WatchedFiles
 from moonpool.telemetry.logs import get_logger
@@ -353,6 +353,9 @@ async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tup
         else None
     )
     listening = _bind(config.listen)
+    if https is None and not is_loopback(parse_address(config.listen)[0]):
+        told = {"listen": config.listen, "needs_key": config.api_keys is not None}
+        log.warning("HTTP is in plaintext and open to all who reach it; see ssl_certfile and api_keys", **told)
     port: int = listening.getsockname()[1]
     server = HttpServer(_http_config(app, config, https))
     async with asyncio.TaskGroup() as group:

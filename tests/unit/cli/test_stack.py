@@ -28,6 +28,23 @@ def test_a_service_is_in_our_session_and_in_a_group_of_its_own(tmp_path: Path, m
     assert service.wait(60) == 0
 
 
+@pytest.mark.parametrize(("kind", "keys"), [("gateway", "keys"), ("conductor", "")])
+def test_api_keys_of_the_environment_are_the_gateways(
+    kind: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conductor takes keys at a port of its own, and would refuse to start."""
+    package = tmp_path / "services"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / f"{kind}.py").write_text("import os\nprint('ready: x' + os.environ.get('MOONPOOL_API_KEYS', ''))")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MOONPOOL_API_KEYS", "keys")
+    monkeypatch.chdir(tmp_path)
+    service = ServiceProcess(kind, "it", [], tmp_path / "log")
+    assert service.wait_ready(60) == f"x{keys}"
+    assert service.wait(60) == 0
+
+
 _WAITS = """
 import asyncio, os
 while os.getppid() == int(os.environ["OWN_PARENT"]):

@@ -127,14 +127,13 @@ async def test_an_answer_that_is_complete_for_its_conductor_cuts_the_run() -> No
         assert it.engine.runs == [4]
 
 
-@pytest.mark.parametrize("choices", [1, 2])
-async def test_sequences_that_skip_steps_get_the_same_tokens(choices: int) -> None:
+async def test_a_sequence_that_skips_steps_gets_the_same_tokens() -> None:
     """A step without a token costs a step: the answer, its length and its blocks are the same."""
     tokens = prompt(BLOCK - 3)
     answer = continuation(tokens, MANY)
     async with decoding(run_steps=BLOCK) as it, conducting(it) as conductor:
         it.engine.late_every = 3
-        target = await reserve(it, spec("a", tokens, max_tokens=MANY, n=choices))
+        target = await reserve(it, spec("a", tokens, max_tokens=MANY))
         await transfer(it, target, tokens)
         await conductor.start("a", target, answer[0])
         await conductor.until(lambda: "a" in conductor.reasons)

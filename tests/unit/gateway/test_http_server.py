@@ -137,6 +137,12 @@ async def test_drain_lets_answers_end() -> None:
         await asyncio.open_connection("127.0.0.1", port)
 
 
+@pytest.mark.parametrize(("listen", "warned"), [("127.0.0.1:0", 0), ("0.0.0.0:0", 1)])
+async def test_plaintext_that_others_reach_is_told(listen: str, warned: int, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(listen=listen):
+        assert sum("in plaintext and open to all" in record.getMessage() for record in caplog.records) == warned
+
+
 async def test_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="cannot listen at"):
         async with serving(listen=f"127.0.0.1:{taken.getsockname()[1]}"):
