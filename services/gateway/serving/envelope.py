@@ -47,7 +47,7 @@ class AllowedHosts:
         self._addresses = addresses
 
     def check(self, host: str, origin: str) -> None:
-        """Check the headers `Host` and `Origin` of a request; "" for none.
+        """Check the Host and the Origin that a request names; "" for none.
 
         Raises:
             HttpError: the host or the origin is not allowed; names the setting.

@@ -139,7 +139,7 @@ async def test_drain_lets_answers_end() -> None:
 
 @pytest.mark.parametrize(("listen", "warned"), [("127.0.0.1:0", 0), ("0.0.0.0:0", 1)])
 async def test_plaintext_that_others_reach_is_told(listen: str, warned: int, caplog: pytest.LogCaptureFixture) -> None:
-    async with serving(listen=listen):
+    async with serving(listen=listen, advertise="localhost"):
         assert sum("in plaintext and open to all" in record.getMessage() for record in caplog.records) == warned
 
 
