@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 from typing import Literal
 
-Quantization = Literal["auto", "int8", "int4", "none"]
+Quantization = Literal["auto", "file", "int8", "int4", "none"]
 """Weights as an engine holds them: as the checkpoint has them, packed in 8 or 4 bits, or dense."""
 Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", "bnb_4bit"]
 

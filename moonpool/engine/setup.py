@@ -94,8 +94,8 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     quantization: Quantization = Field(
         "auto",
         description="int8 or int4 = weights are packed so at load, the output head in 8 bits: less memory, more tokens "
-        "a second, slightly other answers (docs/models.md); none = all weights in --dtype; auto = as the checkpoint "
-        "has them; the same on all instances",
+        "a second, slightly other answers (docs/models.md); file = quantised projections keep the file's codes; "
+        "none, auto = all weights in --dtype; the same on all instances",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
@@ -302,7 +302,7 @@ def check_engine_installed() -> None:
 
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
     """The fingerprint of what KV is computed by: weights, how they are packed, their type if the layout is silent."""
-    if spec.quantization in ("int8", "int4"):
+    if spec.quantization in ("file", "int8", "int4"):
         fingerprint = blake3(
             b"moonpool packed weights v1\0" + spec.quantization.encode() + b"\0" + fingerprint
         ).digest()

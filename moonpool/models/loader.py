@@ -33,7 +33,7 @@ from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, 
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
-from moonpool.models.packed import CHUNK, PackedWeight, pack_int4, pack_int8
+from moonpool.models.packed import CHUNK, PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.models.stage import StageModel
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
@@ -206,9 +206,9 @@ def load_stage(
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
     Weights stored in another supported type are converted to `dtype`. `quantization`: "int8" or "int4" packs the
-    projections of the layers so, and the head in 8 bits. `deterministic`: see `StageModel`. `int8_head`: also hold a
-    head that is not packed as bytes (`kernels.int8_head`), if native code takes it. `on_layer` is called after each
-    layer, with the number of loaded layers and of all.
+    projections of the layers so, and the head in 8 bits; "file" keeps the codes of projections that are quantised.
+    `deterministic`: see `StageModel`. `int8_head`: also hold a head that is not packed as bytes (`kernels.int8_head`),
+    if native code takes it. `on_layer` is called after each layer, with the number of loaded layers and of all.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
@@ -219,7 +219,7 @@ def load_stage(
         refused = {
             "pipeline_parallel_size": layer_end - layer_begin < config.num_layers,
             "deterministic": deterministic,
-            "quantization": quantization in PACKERS,
+            "quantization": quantization in ("file", *PACKERS),
         }
         return _load_other(Path(path), config, dtype, torch.device(device), refused)
     with ExitStack() as stack, torch.inference_mode():
@@ -261,7 +261,7 @@ def load_stage(
                 embedding = head.dense()
         layers = []
         for index in range(layer_begin, layer_end):
-            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, PACKERS.get(quantization))
+            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, quantization)
             layers.append(parts.read())
             on_layer(len(layers), layer_end - layer_begin)
         return StageModel(
@@ -303,10 +303,11 @@ class _LayerReader:
         spec: LayerSpec,
         tensors: Mapping[str, Stored],
         arena: WeightArena,
-        pack: Pack | None,
+        quantization: Quantization,
     ) -> None:
         self._reader = reader
-        self._pack = pack
+        self._pack = PACKERS.get(quantization)
+        self._kept = quantization == "file"
         self._spec = spec
         self._tensors = tensors
         self._arena = arena
@@ -414,10 +415,13 @@ class _LayerReader:
     def _linear(self, names: str, *, gated: bool = False) -> Linear:
         """Return the projections `names`, which have the same inputs, as one."""
         slots = names.split()
-        weight = self._reader.read(*(self._tensors[f"{name}.weight"] for name in slots))
+        weights = [self._tensors[f"{name}.weight"] for name in slots]
         biased = f"{slots[0]}.bias" in self._tensors
         bias = self._reader.read(*(self._tensors[f"{name}.bias"] for name in slots)) if biased else None
-        return self._packed(weight, bias, gated=gated)
+        packed = self._reader.packed(*weights) if self._kept else None
+        if packed is not None:
+            return Linear(packed, bias, gated=gated, arena=self._arena, dtype=self._reader.dtype)
+        return self._packed(self._reader.read(*weights), bias, gated=gated)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         packed = packed_if_it_fits(weight, self._pack)
@@ -439,6 +443,11 @@ class _TensorReader:
         self._path = path
         self._renamed = renamed
         self._like = place
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of what is read."""
+        return self._like.dtype
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint has a tensor."""
@@ -474,6 +483,22 @@ class _TensorReader:
                 target.copy_(part.arrange(self._copied(part)))
             begin += shape[0]
         return fused
+
+    def packed(self, *wanted: Stored) -> PackedWeight | None:
+        """Return the tensors as `read` does, in the codes of the checkpoint; None: no codes hold all of them."""
+        parts = []
+        for part in wanted:
+            name = self._name(part)
+            info = self._tensors[name]
+            if len(part.shape) != 2 or part.shape != part.kept_shape:
+                return None
+            its = self._stored.packed(name, info)
+            if its is None:
+                return None
+            if part.arrange is not None:  # gives rows other places
+                its = its.select(part.arrange(torch.arange(its.outputs)))
+            parts.append(its)
+        return join_rows(parts)
 
     def _copied(self, part: Stored) -> Tensor:
         out = self._empty(part.shape)

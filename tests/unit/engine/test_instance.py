@@ -107,12 +107,12 @@ def test_other_weights_are_another_namespace(folder: Path) -> None:
 
 
 def test_weights_that_are_packed_in_another_way_are_another_namespace(folder: Path) -> None:
-    plans = {how: engine_setup(config(folder, quantization=how)) for how in ("auto", "none", "int8", "int4")}
+    plans = {how: engine_setup(config(folder, quantization=how)) for how in ("auto", "none", "file", "int8", "int4")}
     assert [plan.spec.quantization for plan in plans.values()] == list(plans)
     assert plans["auto"].namespace == plans["none"].namespace
-    assert len({plan.namespace for plan in plans.values()}) == 3
+    assert len({plan.namespace for plan in plans.values()}) == 4
     quantised = {engine_setup(config(folder, quantization=how, kv_cache_dtype="int8")).namespace for how in plans}
-    assert len(quantised | {plan.namespace for plan in plans.values()}) == 6
+    assert len(quantised | {plan.namespace for plan in plans.values()}) == 8
     with pytest.raises(ConfigError, match="emulated compute has no weights") as wrong:
         engine_setup(config(folder, engine="emulated:llama-70b-a800", quantization="int8"))
     assert wrong.value.field == "quantization"

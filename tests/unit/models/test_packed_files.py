@@ -1,14 +1,20 @@
 """Packed weights of files: every number is the one that the file's own dequantisation gives."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
+from benchmarks.peers.gguf_files import write_gguf
+from moonpool.checkpoint import load_config
+from moonpool.models.loader import load_stage
 from moonpool.models.packed import PackedWeight
 from moonpool.models.packed_files import packed_of_gguf
+from tests.unit.models.forward import Runner, Sequence_
+from tests.unit.models.gguf_files import make_folder
 
 #: Bits and group that a type is packed in, and where its blocks have float16 numbers.
 TYPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
@@ -55,3 +61,23 @@ def test_blocks_of_gguf_are_held_exactly(name: str) -> None:
 
 def test_types_of_grids_become_dense() -> None:
     assert packed_of_gguf("IQ2_XS", torch.zeros(1, 74, dtype=torch.uint8)) is None
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q4_K"])
+def test_a_stage_keeps_the_codes_of_its_file(kind: str, tmp_path: Path) -> None:
+    """Also rows of q and k that RoPE turns, which files have in another order."""
+    file = write_gguf("llama", make_folder("llama", tmp_path / "folder"), tmp_path / "model.gguf", kind)
+    kept, dense = (
+        load_stage(file, load_config(file), torch.float32, 0, 2, quantization=how) for how in ("file", "none")
+    )
+    for mine, theirs in zip(kept.layers, dense.layers, strict=True):
+        for part, name in (("attention", "qkv"), ("attention", "output"), ("feed_forward", "down")):
+            ours, its = (getattr(getattr(layer, part), name) for layer in (mine, theirs))
+            assert torch.equal(ours.dense(), its.dense())
+            assert ours.nbytes < its.nbytes / 3
+    tokens = [5 + 7 * i % 500 for i in range(40)]
+    logits, whole = (
+        Runner(file, torch.float32, quantization=how).step([(Sequence_(list(tokens)), len(tokens))])
+        for how in ("file", "none")
+    )
+    assert 0.0 < float((logits - whole).square().mean() / whole.square().mean()) < 1e-3
