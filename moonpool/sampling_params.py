@@ -35,6 +35,10 @@ MAX_GRAMMAR_BYTES = 1 << 16
 MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
 
 
+UNCOMMON = ("bad_words", "beam_width", "embedding", "logprobs", "n", "prompt_logprobs", "response_format")
+"""Options that engines other than Moonpool's may lack. Instances say which ones they do not have as they join."""
+
+
 class Unset(float):
     """Neutral value of a parameter that was not given. The value that the served checkpoint suggests replaces it."""
 
@@ -206,6 +210,11 @@ class SamplingParams:
     def deferred(self) -> bool:
         """Whether no token is final before the end: the answers come whole, and log probabilities choose them."""
         return self.beam_width > 0
+
+    @property
+    def uncommon(self) -> tuple[str, ...]:
+        """Names of the options of `UNCOMMON` that are set."""
+        return tuple([name for name in UNCOMMON if getattr(self, name) != _DEFAULTS[name]])
 
     @property
     def width(self) -> int:

@@ -976,6 +976,8 @@ class JoinHello(_message.Message):
     EITHER_ROLE_FIELD_NUMBER: _builtins.int
     TELLS_COLD_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    KV_DOMAIN_FIELD_NUMBER: _builtins.int
+    UNSUPPORTED_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -990,6 +992,8 @@ class JoinHello(_message.Message):
     """A kvstore with an SSD tier below the memory, which tells what is there alone (`KVEvents.cooled_keys`)."""
     process: _builtins.str
     """Names the process on its machine. A conductor there sees by it that a silent process does not get to run."""
+    kv_domain: _builtins.str
+    """KV goes from one instance to another only within a domain. Empty = all that move KV as this contract says."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1001,6 +1005,10 @@ class JoinHello(_message.Message):
     @_builtins.property
     def speed(self) -> Global___SpeedReport:
         """First speeds."""
+
+    @_builtins.property
+    def unsupported(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of `Sampling` that the engine cannot serve: requests that set one of them go to other instances."""
 
     def __init__(
         self,
@@ -1015,10 +1023,12 @@ class JoinHello(_message.Message):
         either_role: _builtins.bool = ...,
         tells_cold: _builtins.bool = ...,
         process: _builtins.str = ...,
+        kv_domain: _builtins.str = ...,
+        unsupported: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "kv_domain", b"kv_domain", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -132,6 +132,8 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         capacity_bytes=hello.capacity_bytes,
         switches_role=hello.either_role,
         reports_ssd=hello.tells_cold,
+        kv_domain=hello.kv_domain,
+        unsupported=tuple(hello.unsupported),
     )
 
 

@@ -337,6 +337,7 @@ def read_request(
         resumed=None if resume is None else resume.state,
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
+        needs=sampling.uncommon,
     )
     return ValidRequest(
         spec=spec,

@@ -84,6 +84,11 @@ class ClusterView:
         pools = [one.facts.id for one in self.prefills], [one.facts.id for one in self.decodes]
         return any(all(name in suspects for name in pool) for pool in pools)
 
+    def paired(self, prefill: str, decode: str) -> bool:
+        """Whether KV can go from a prefill to a decode instance; both must be here."""
+        sender, receiver = self.prefills.get(prefill), self.decodes.get(decode)
+        return sender is not None and receiver is not None and sender.facts.kv_domain == receiver.facts.kv_domain
+
     def should_drain(self, instance_id: str) -> bool:
         """Whether requests must be moved away from an engine: it is slow, or drains (decode), and there is another."""
         leaving = self.decodes.slow_mask | self.decodes.draining_mask

@@ -201,15 +201,15 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         return instance.load.answer_tokens if instance is not None else 0
 
     def choose(
-        self, demand: Demand, model: DecodeLatencyModel, prefixes: Sequence[tuple[int, int]], suspects: int
+        self, demand: Demand, model: DecodeLatencyModel, prefixes: Sequence[tuple[int, int]], suspects: int, domain: str
     ) -> list[DecodeChoice]:
-        """A few instances that could take the request, best first; none if no instance is large enough.
+        """A few instances of a KV domain that could take the request, best first; none if no instance is large enough.
 
         Instances without free memory by their last report come after the others: the report may be stale, and
         `CallReserve` decides. Memory is counted for the answer that each instance expects, not for the longest.
         Instances of the mask `suspects`, which failed this request before, come last.
         """
-        able = self.eligible_mask(demand.total_blocks)
+        able = self.eligible_mask(demand.total_blocks, demand.needs, self.domain_mask(domain))
 
         def has_memory(slot: int) -> bool:
             one = self.by_slot[slot]

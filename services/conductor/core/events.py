@@ -208,6 +208,7 @@ class RequestSpec:
         resumed: progress of a resumed request; None = new.
         priority: among the requests of its tenant; lower ones go first.
         weight: the tenant's share relative to other tenants.
+        needs: sampling options that not every engine has, as far as the request sets them.
     """
 
     number: int
@@ -225,6 +226,7 @@ class RequestSpec:
     resumed: ResumeState | None = None
     priority: int = 0
     weight: float = 1.0
+    needs: tuple[str, ...] = ()
 
     @property
     def queue_key(self) -> QueueKey:

@@ -40,6 +40,8 @@ class InstanceFacts:
         capacity_bytes: of a kvstore; 0 = not known.
         either: an engine that comes back in the other role when it is ordered to.
         reports_ssd: a kvstore that reports which of its blocks are on SSD only.
+        kv_domain: its KV goes to and comes from instances of this domain only. Kvstores are in the domain "".
+        unsupported: sampling options that it does not have.
     """
 
     id: str
@@ -53,6 +55,8 @@ class InstanceFacts:
     capacity_bytes: int = 0
     switches_role: bool = False
     reports_ssd: bool = False
+    kv_domain: str = ""
+    unsupported: tuple[str, ...] = ()
 
 
 @frozen
@@ -445,6 +449,7 @@ class PoolInstance(Protocol):
 
 
 I = TypeVar("I", bound=PoolInstance)  # noqa: E741
+K = TypeVar("K")
 
 
 class InstancePool(Generic[I]):
@@ -465,6 +470,8 @@ class InstancePool(Generic[I]):
         self.largest_blocks = 0
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
+        self._by_domain: dict[str, int] = {}
+        self._lacking: dict[str, int] = {}  # by sampling option, mask of those that do not have it
         self._turn = 0
         self._unproven: dict[str, int] = {}  # those that served nothing yet, and the turn before which each joined
 
@@ -492,7 +499,10 @@ class InstancePool(Generic[I]):
         """Takes an instance in."""
         blocks, bit = instance.facts.total_blocks, 1 << instance.slot
         self._by_id[instance.facts.id] = self.by_slot[instance.slot] = instance
-        self._by_size[blocks] = self._by_size.get(blocks, 0) | bit
+        _add_bit(self._by_size, blocks, bit)
+        _add_bit(self._by_domain, instance.facts.kv_domain, bit)
+        for option in instance.facts.unsupported:
+            _add_bit(self._lacking, option, bit)
         self.largest_blocks = max(self.largest_blocks, blocks)
         if not instance.turn:
             self._unproven[instance.facts.id] = self._turn
@@ -503,9 +513,10 @@ class InstancePool(Generic[I]):
         blocks, bit = instance.facts.total_blocks, 1 << instance.slot
         del self._by_id[instance.facts.id], self.by_slot[instance.slot]
         self._unproven.pop(instance.facts.id, None)
-        self._by_size[blocks] &= ~bit
-        if not self._by_size[blocks]:
-            del self._by_size[blocks]
+        _remove_bit(self._by_size, blocks, bit)
+        _remove_bit(self._by_domain, instance.facts.kv_domain, bit)
+        for option in instance.facts.unsupported:
+            _remove_bit(self._lacking, option, bit)
         self.draining_mask &= ~bit
         self.slow_mask &= ~bit
         self._tried &= ~bit
@@ -555,13 +566,41 @@ class InstancePool(Generic[I]):
         instance.slot = slot
         self.add(instance)
 
-    def eligible_mask(self, blocks: int) -> int:
-        """Mask of the instances that take requests and have `blocks` blocks or more; slow ones only if all are slow."""
+    @property
+    def domains(self) -> Iterable[str]:
+        """KV domains of the instances."""
+        return self._by_domain
+
+    def domain_mask(self, domain: str) -> int:
+        """Mask of the instances of a KV domain."""
+        return self._by_domain.get(domain, 0)
+
+    def lacking_mask(self, needs: Iterable[str]) -> int:
+        """Mask of the instances that do not have one of these sampling options."""
+        mask = 0
+        for option in needs:
+            mask |= self._lacking.get(option, 0)
+        return mask
+
+    def nobody_has(self, needs: Iterable[str]) -> str:
+        """The first of these sampling options that no instance has; "" = there is none."""
+        return next((option for option in needs if self.mask and self._lacking.get(option) == self.mask), "")
+
+    def eligible_mask(self, blocks: int, needs: Iterable[str] = (), within: int = ~0) -> int:
+        """Mask of the instances that take a request.
+
+        Slow ones are in it only if all are slow.
+
+        Args:
+            blocks: they have so many blocks or more.
+            needs: sampling options that they have.
+            within: mask of those that count.
+        """
         mask = 0
         for size, slots in self._by_size.items():
             if size >= blocks:
                 mask |= slots
-        mask &= ~self.draining_mask
+        mask &= ~self.draining_mask & ~self.lacking_mask(needs) & within
         return mask & ~self.slow_mask or mask
 
     def should_drain(self, instance_id: str, leaving: int | None = None) -> bool:
@@ -591,12 +630,24 @@ class InstancePool(Generic[I]):
         assert self.draining_mask == sum(1 << i.slot for i in self._by_id.values() if i.load.draining)
         assert self.slow_mask & ~self.mask == 0
         assert all(self.by_slot[slot].health.slow for slot in slots_in(self.slow_mask))
-        assert sum(self._by_size.values()) == self.mask
+        assert sum(self._by_size.values()) == sum(self._by_domain.values()) == self.mask
+        for option, slots in self._lacking.items():
+            assert slots == sum(1 << one.slot for one in self._by_id.values() if option in one.facts.unsupported)
         assert self._unproven.keys() == {name for name, one in self._by_id.items() if not one.turn}
         for instance_id, instance in self._by_id.items():
             assert instance.facts.id == instance_id
             assert self._by_size[instance.facts.total_blocks] >> instance.slot & 1
             assert self.largest_blocks >= instance.facts.total_blocks
+
+
+def _add_bit(masks: dict[K, int], key: K, bit: int) -> None:
+    masks[key] = masks.get(key, 0) | bit
+
+
+def _remove_bit(masks: dict[K, int], key: K, bit: int) -> None:
+    masks[key] &= ~bit
+    if not masks[key]:
+        del masks[key]
 
 
 def blocks_at(prefixes: Sequence[tuple[int, int]], slot: int) -> int:

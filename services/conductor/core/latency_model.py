@@ -214,6 +214,7 @@ class Demand:
         total_blocks: for the prompt and the longest answers at decode.
         decode_tokens: expected from decode, in each of `choices` answers.
         choices: answers that run together.
+        needs: sampling options that the instances must have.
     """
 
     prompt_tokens: int
@@ -221,6 +222,7 @@ class Demand:
     total_blocks: int
     decode_tokens: int
     choices: int = 1
+    needs: tuple[str, ...] = ()
 
 
 @frozen
@@ -270,14 +272,19 @@ class PrefillLatencyModel:
         self._loads: list[_RatedSource] = []
         self._loadable_at: dict[int, list[_LoadableSource]] = {}
 
-    def cost(self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int) -> PrefillCost:
-        """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself."""
+    def cost(
+        self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int, *, loads: bool = True
+    ) -> PrefillCost:
+        """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself.
+
+        `loads`: it can load a longer prefix from others.
+        """
         if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # those of a class are asked about in a row
             self._asked, self._loads = (speeds, step_tokens), self._loads_at(speeds, step_tokens)
         local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
         compute_s = least_s = work_seconds(speeds, *local)
         best, least_blocks, shape = None, max(local_blocks, self._threshold * local_blocks), self._shape
-        for load in self._loads:
+        for load in self._loads if loads else ():
             source, blocks, rest, rest_s, rate = load
             if blocks > least_blocks:
                 nbytes = (rest.prefix_tokens - local.prefix_tokens) * shape.token_bytes

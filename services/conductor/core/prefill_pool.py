@@ -541,6 +541,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         now: float,
         suspects: int,
         prompt: PromptToPlace,
+        paired: int = ~0,
     ) -> list[PrefillChoice]:
         """Predictions for the best instances by the policy, best first, then for some that cannot be used.
 
@@ -551,9 +552,10 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
             prompt: the prompt.
+            paired: mask of instances whose KV a decode instance could take.
         """
         self._decisions += 1
-        able = self.eligible_mask(demand.prompt_blocks)
+        able = self.eligible_mask(demand.prompt_blocks, demand.needs, paired)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
@@ -594,7 +596,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Predicts a prompt on an instance that holds so many leading blocks; `excluded`: why it cannot be used."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
-        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks)
+        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks, loads=not facts.kv_domain)
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         queue_s, growing_s = max(free_at - now, 0.0), (prefill_s - fixed_s) / learnt.growing
         waits = facts.step_tokens and queue_s
@@ -628,9 +630,17 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def _excluded(
         self, model: PrefillLatencyModel, prefixes: Sequence[tuple[int, int]], now: float, slot: int, demand: Demand
     ) -> PrefillChoice:
-        has = self.by_slot[slot].facts.total_blocks
-        small = f"too small: {has} blocks, the prompt needs {demand.prompt_blocks}"
-        why = "draining" if self.draining_mask >> slot & 1 else "slow" if self.slow_mask >> slot & 1 else small
+        facts = self.by_slot[slot].facts
+        if self.draining_mask >> slot & 1:
+            why = "draining"
+        elif self.slow_mask >> slot & 1:
+            why = "slow"
+        elif lacks := [option for option in demand.needs if option in facts.unsupported]:
+            why = f"cannot serve {lacks[0]}"
+        elif facts.total_blocks < demand.prompt_blocks:
+            why = f"too small: {facts.total_blocks} blocks, the prompt needs {demand.prompt_blocks}"
+        else:
+            why = "no decode instance can take its KV now"
         return self.predict(model, slot, blocks_at(prefixes, slot), now, why)
 
     def digest(self) -> bytes:

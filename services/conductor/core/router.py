@@ -286,7 +286,10 @@ class PrefixHolders:
             suspects: mask of the instances of a pool that are not asked.
             now: seconds.
         """
-        there = [(pool, pool.mask & ~pool.draining_mask & ~pool.slow_mask & ~suspects(pool)) for pool in self._pools]
+        there = [
+            (pool, pool.domain_mask("") & ~pool.draining_mask & ~pool.slow_mask & ~suspects(pool))
+            for pool in self._pools
+        ]
         allowed = sum([mask for _, mask in there])
         found: list[PrefixHolder] = []
         for blocks, mask in reversed(prefixes):
@@ -540,7 +543,7 @@ class DecodeSidePrefill:
         Best is the least TTFT and cost to others together. `other` is the best prefill instance.
         """
         pool, model = self._decodes, DecodeLatencyModel(demand, shape)
-        allowed = pool.eligible_mask(demand.total_blocks) & ~pool.mask_of(suspects)
+        allowed = pool.eligible_mask(demand.total_blocks, demand.needs) & ~pool.mask_of(suspects)
         for blocks, mask in reversed(prefixes):
             tokens = demand.prompt_tokens - shape.reused_tokens(demand.prompt_tokens, blocks)
             if tokens > self._max_tokens:
@@ -626,6 +629,7 @@ class RoutingRequest:
         limit_s: seconds from now within which the client wants the first token; None = not told.
         priority: among the requests of its tenant.
         queue_key: position among requests that wait, by its arrival at the conductor.
+        needs: sampling options that the instances must have.
     """
 
     tokens: int
@@ -640,6 +644,7 @@ class RoutingRequest:
     limit_s: float | None = None
     priority: int = 0
     queue_key: QueueKey = NO_KEY
+    needs: tuple[str, ...] = ()
 
     def to_place(self, demand: Demand) -> PromptToPlace:
         """The prompt, as it arrives at an instance now."""
@@ -658,6 +663,7 @@ class RoutingRequest:
             total_blocks=shape.blocks_for_choices(self.tokens, self.answer_tokens, self.choices),
             decode_tokens=min(self.answer_tokens - 1, EXPECTED_ANSWER_TOKENS),
             choices=self.choices,
+            needs=self.needs,
         )
 
 
@@ -690,16 +696,22 @@ class Router:
 
         Raises:
             Unavailable: no instance that is large enough takes requests now.
-            InvalidRequest: no instance that was ever here is large enough.
+            InvalidRequest: no instance that was ever here is large enough, or none has an option that the request sets.
         """
         demand, keys, stores = request.demand(shape), request.keys, self._stores
+        for pool in (self._prefills, self._decodes) if demand.needs else ():
+            if option := pool.nobody_has(demand.needs):
+                raise InvalidRequest(f"sampling.{option}", "no engine of this cluster can serve it")
         prefixes = self._index.match(keys)
         views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []
         sources = self._holders.of(views, prefixes, lambda pool: pool.mask_of(request.suspects), request.now)
         model = PrefillLatencyModel(demand, shape, sources, self._threshold)
         candidates = self._prefill(request, demand, self._prefills.soon(prefixes, keys), model)
-        decodes = self._decode(request, demand, shape, prefixes) if demand.decode_tokens else []
         best = candidates[0]
+        domain = self._domain(best.id)
+        decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
+        if domain:  # it neither loads from others nor writes to kvstores
+            sources, stores = [], None
         decision = RoutingDecision(
             prefill=best,
             decodes=tuple(decodes),
@@ -721,13 +733,37 @@ class Router:
     def _prefill(
         self, request: RoutingRequest, demand: Demand, prefixes: Prefixes, model: PrefillLatencyModel
     ) -> list[PrefillChoice]:
-        pool, suspects = self._prefills, self._prefills.mask_of(request.suspects)
-        choices = pool.choose(demand, model, prefixes, request.now, suspects, request.to_place(demand))
+        pool, suspects = self._prefills, self._suspected(request.suspects)
+        choices = pool.choose(
+            demand, model, prefixes, request.now, suspects, request.to_place(demand), self._paired(demand)
+        )
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
             raise InvalidRequest("prompt", f"no prefill instance can take it ({choices[0].excluded})")
         return choices
+
+    def _suspected(self, suspects: Collection[str]) -> int:
+        """Mask of the prefill instances that are suspects, or from which KV goes to suspects only."""
+        mask, decodes = self._prefills.mask_of(suspects), self._decodes.mask_of(suspects)
+        for domain in self._prefills.domains if decodes else ():
+            if domain and not self._decodes.domain_mask(domain) & ~decodes:
+                mask |= self._prefills.domain_mask(domain)
+        return mask
+
+    def _paired(self, demand: Demand) -> int:
+        """Mask of the prefill instances whose KV a decode instance could take, if the request needs one."""
+        domains = list(self._prefills.domains)
+        if domains == [""] or not demand.decode_tokens:
+            return ~0
+        decodes, mask = self._decodes, 0
+        for domain in domains:
+            if decodes.eligible_mask(demand.total_blocks, demand.needs, decodes.domain_mask(domain)):
+                mask |= self._prefills.domain_mask(domain)
+        return mask
+
+    def _domain(self, prefill: str) -> str:
+        return self._prefills.by_slot[self._index.slot(prefill)].facts.kv_domain
 
     def _send_s(
         self,
@@ -753,7 +789,7 @@ class Router:
         source = max(sources, key=lambda it: it.blocks)
         found: list[tuple[float, str, PrefillChoice, PrefillInstanceState]] = []
         for choice in choices:
-            if not choice.excluded and choice.local_blocks < source.blocks:
+            if not choice.excluded and choice.local_blocks < source.blocks and not self._domain(choice.id):
                 instance = self._prefills.by_slot[self._index.slot(choice.id)]
                 facts, learnt = instance.facts, instance.learnt
                 optimism = self._prefills.optimism_factor(instance)
@@ -772,10 +808,10 @@ class Router:
         return ReplicationHint(source.blocks, target, source.id, gain_s, read_s)
 
     def _decode(
-        self, request: RoutingRequest, demand: Demand, shape: KVShape, prefixes: Prefixes
+        self, request: RoutingRequest, demand: Demand, shape: KVShape, prefixes: Prefixes, domain: str
     ) -> list[DecodeChoice]:
         pool, suspects = self._decodes, self._decodes.mask_of(request.suspects)
-        choices = pool.choose(demand, DecodeLatencyModel(demand, shape), prefixes, suspects)
+        choices = pool.choose(demand, DecodeLatencyModel(demand, shape), prefixes, suspects, domain)
         if not choices:
             need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
             if demand.total_blocks <= pool.largest_blocks:

@@ -349,6 +349,7 @@ class RequestScheduler:
             limit_s=None if spec.slo.ttft_s is None else spec.slo.ttft_s - request.elapsed_s(now),
             priority=spec.priority,
             queue_key=spec.queue_key,
+            needs=spec.needs,
         )
         try:
             decision = self._cluster.plan(routing)
@@ -432,6 +433,11 @@ class RequestScheduler:
         if isinstance(decision, Failure):
             self._calls.end_attempt(request, now)
             self._no_instance(now, request, decision)
+            return
+        target = attempt.reservation
+        if target is not None and not self._cluster.paired(decision.prefill.id, target.decode):
+            self._calls.end_attempt(request, now)  # the KV would not get there
+            self._place(now, request)
             return
         self._calls.replace_decision(request, attempt, decision, now)
         self._placed(now, request, attempt)
