@@ -9,6 +9,7 @@ from typing import NoReturn
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.kv_service import PoolCalls
 from moonpool.engine.request import IncomingRequest
+from moonpool.engine.subscriber import Subscriber, conductor_identity
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
@@ -71,8 +72,6 @@ from services.decode.live_requests import (
     LiveSequence,
     OutputLog,
     RequestOutput,
-    Subscriber,
-    conductor_identity,
     search_rules_of,
     stores_of,
 )

@@ -1,18 +1,14 @@
-"""Requests with what the scheduler never sees: tokens, transfers, subscribed conductors and the output log.
+"""Requests with what the scheduler never sees: tokens, transfers, subscribed conductors and the output log."""
 
-A conductor that reads slowly gets fewer, larger messages: waiting tokens of a sequence are merged, so memory is
-bounded by what the admitted sequences may generate.
-"""
-
-import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hmac import compare_digest
 from typing import Self
 
-from moonpool.contracts import logprobs_from_proto, logprobs_to_proto
+from moonpool.contracts import logprobs_from_proto
 from moonpool.engine.request import IncomingRequest
+from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
 from moonpool.kv.keys import BlockKey, block_keys, tokens_digest, tokens_to_bytes
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.logprobs import Logprobs
@@ -28,124 +24,6 @@ from services.decode.core.actions import (
     RequestParked,
 )
 from services.decode.core.events import Candidates, ReserveBlocks, SearchRules
-
-MAX_CANCEL_ANSWERS = 4096
-"""Failures, and answers to cancels and resumes, that wait at most.
-
-The conductor's next message is read when there is room again.
-"""
-
-
-class Subscriber:
-    """The sending side of one conductor's Steps stream: a queue of messages, merged while they wait."""
-
-    def __init__(self, conductor: kv_pb2.Instance) -> None:
-        self.conductor = conductor
-        self._tokens: dict[tuple[str, int], decode_pb2.SequenceTokens] = {}  # by request and choice
-        self._rest = decode_pb2.StepsResponse()
-        self._wake = asyncio.Event()
-        self._read = asyncio.Event()
-        self._closed = False
-
-    @property
-    def waiting(self) -> int:
-        """Sequences and answers not sent yet."""
-        return len(self._tokens) + len(self._rest.tokens) + self._answers
-
-    def tokens(
-        self,
-        request_id: str,
-        position: int,
-        token_ids: list[int],
-        reason: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED,
-        choice: int = 0,
-        score: float | None = None,
-        logprobs: Logprobs | None = None,
-    ) -> None:
-        """Queues new tokens of one answer, sent at the next `flush`. A hypothesis comes whole, with its score."""
-        waiting = self._tokens.get((request_id, choice))
-        if waiting is None:
-            waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
-            self._tokens[request_id, choice] = waiting
-        assert waiting.position + len(waiting.token_ids) == position, "tokens of a sequence come in order"
-        waiting.token_ids.extend(token_ids)
-        if score is not None:
-            waiting.score = score
-        if logprobs is not None:
-            waiting.logprobs.MergeFrom(logprobs_to_proto(logprobs))
-        waiting.finish_reason = reason
-        if reason:
-            self._rest.tokens.append(self._tokens.pop((request_id, choice)))
-
-    def failed(self, request_id: str, reason: str, *, transfer: bool = False) -> None:
-        """A request cannot continue; `transfer`: because its prompt's KV has not arrived whole."""
-        self._rest.tokens.extend(self._take(request_id))
-        self._rest.failed.add(request_id=request_id, reason=reason, transfer=transfer)
-        self.flush()
-
-    def cancelled(self, request_id: str, outcome: kv_pb2.CancelOutcome.ValueType) -> None:
-        """Answers a cancel. Queued tokens of the request are dropped."""
-        if outcome != kv_pb2.CANCEL_OUTCOME_UNKNOWN:
-            self.drop(request_id)
-        self._rest.cancelled.add(request_id=request_id, outcome=outcome)
-        self.flush()
-
-    def fenced(self, request_id: str) -> None:
-        """Another conductor has the request. Queued tokens of the request are dropped."""
-        self.drop(request_id)
-        self._rest.fenced.add(request_id=request_id)
-        self.flush()
-
-    def drop(self, request_id: str) -> None:
-        """Drops queued tokens of a request."""
-        self._take(request_id)
-
-    def _take(self, request_id: str) -> list[decode_pb2.SequenceTokens]:
-        """Takes the request's queued tokens: later tokens under this id belong to another request."""
-        return [self._tokens.pop(key) for key in list(self._tokens) if key[0] == request_id]
-
-    @property
-    def _answers(self) -> int:
-        rest = self._rest
-        return len(rest.failed) + len(rest.cancelled) + len(rest.fenced)
-
-    async def wait_until_read(self) -> None:
-        """Waits while too many answers are unread, so that no further message of this conductor is read."""
-        while self._answers >= MAX_CANCEL_ANSWERS and not self._closed:
-            self._read.clear()
-            await self._read.wait()
-
-    def flush(self) -> None:
-        """Sends queued messages; called after a step."""
-        if self.waiting:
-            self._wake.set()
-
-    def close(self) -> None:
-        """Ends the stream; `next` still returns queued messages."""
-        self._closed = True
-        self._wake.set()
-        self._read.set()
-
-    async def next(self) -> decode_pb2.StepsResponse | None:
-        """The next message; None after the last."""
-        while not self.waiting:
-            if self._closed:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-        message, self._rest = self._rest, decode_pb2.StepsResponse()
-        self._read.set()
-        message.tokens.extend(self._tokens.values())
-        self._tokens.clear()
-        self._wake.clear()
-        if self._closed:
-            self._wake.set()
-        return message
-
-
-def conductor_identity(conductor: kv_pb2.Instance) -> str:
-    """A conductor's identity for the scheduler; "" if it has none."""
-    return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -235,12 +113,6 @@ class RequestOutput:
     def without_prompt(self) -> Self:
         """The same output, without the tokens of the prompt."""
         return replace(self, answers=[answer.without_prompt() for answer in self.answers])
-
-
-def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
-    """For each answer, the tokens known behind its first one."""
-    further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
-    return [message.known_token_ids, *(further or [()] * (answers - 1))]
 
 
 GATHERED_TOKENS = 16

@@ -12,6 +12,7 @@ from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
+from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader
@@ -34,7 +35,7 @@ from services.decode.core.request import COPYING, RequestStatus
 from services.decode.core.scheduler import DecodeScheduler
 from services.decode.core.settings import DecodeSettings, Preemption
 from services.decode.executor import DecodeExecutor
-from services.decode.live_requests import LiveRequest, Subscriber, conductor_identity, known_tokens
+from services.decode.live_requests import LiveRequest
 from services.decode.receiver import TransferReceiver
 
 log = get_logger(__name__)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from moonpool.engine.instance import ExecutorParts
+from moonpool.engine.subscriber import Subscriber
 from moonpool.errors import Internal
 from moonpool.scheduling.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
@@ -17,7 +18,6 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import StartRun
 from services.decode.core.events import AbortRequest
 from services.decode.executor import RunLoop
-from services.decode.live_requests import Subscriber
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import GARBLED, continuation
 from tests.unit.instances import Decode, decoding, prompt, spec

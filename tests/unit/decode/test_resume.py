@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from moonpool.engine.subscriber import Subscriber
 from moonpool.errors import InvalidRequest
 from moonpool.kv.keys import BlockKey, tokens_digest
 from moonpool.logprobs import Logprobs
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.live_requests import AnswerOutput, RequestOutput, Subscriber
+from services.decode.live_requests import AnswerOutput, RequestOutput
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
 from tests.unit.instances import Decode, decoding, prompt, spec

@@ -2,8 +2,8 @@
 
 import asyncio
 
+from moonpool.engine.subscriber import MAX_CANCEL_ANSWERS, Subscriber
 from moonpool.v1 import decode_pb2, kv_pb2
-from services.decode.live_requests import MAX_CANCEL_ANSWERS, Subscriber
 
 STOP, UNKNOWN = kv_pb2.FINISH_REASON_STOP, kv_pb2.CANCEL_OUTCOME_UNKNOWN
 
