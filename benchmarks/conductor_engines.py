@@ -25,7 +25,7 @@ from services.conductor.registry import Checkpoint
 TOKEN = 100
 BLOCKS = 1 << 20
 STEP_S = 0.01
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=16, block_tokens=64, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=16, block_tokens=64, dtype="float32")
 
 
 class FreePrefill:

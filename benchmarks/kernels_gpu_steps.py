@@ -16,7 +16,7 @@ from benchmarks.frame import Row, paired
 from moonpool.checkpoint import kv_layout, load_config
 from moonpool.engine.cuda_graphs import DecodeGraphs, GraphCache
 from moonpool.kv.pool import KVPool
-from moonpool.models.batch import PackedBatch
+from moonpool.models.batch import LayersKV, PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
@@ -123,9 +123,9 @@ def _rows_of(on: On, case: StepCase, model: StageModel, place: StagePlatform, ba
     return found
 
 
-def _kv_bytes(kv: Tensor) -> int:
+def _kv_bytes(kv: LayersKV) -> int:
     """Of a token in all layers."""
-    return kv[:, 0].nbytes // kv.shape[4]
+    return sum(layer[0].nbytes // layer.shape[3] for layer in kv)
 
 
 def _forwards(

@@ -136,7 +136,7 @@ class Stage:
 @contextlib.contextmanager
 def opened(shape: Shape) -> Iterator[Stage]:
     """A stage with a pool for the shape's sequences."""
-    layout = KVLayout(shape.layers, 1, shape.token_bytes // 4, BLOCK_TOKENS, "float16")
+    layout = KVLayout.uniform(shape.layers, 1, shape.token_bytes // 4, BLOCK_TOKENS, "float16")
     pool = KVPool.create(layout, sum(map(len, shape.tables)), [(0, shape.layers)])
     callbacks = CallbackThread(lambda error: None)
     memory = TieredKVMemory(pool.parts[0], UnpaidDevice(), callbacks)

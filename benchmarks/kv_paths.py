@@ -57,7 +57,9 @@ def filled_pool(shape: Shape = SMALL) -> KVPool:
     pool = KVPool.create(layout, blocks, [(0, layout.layers)])
     for layer in range(layout.layers):
         for block in range(blocks):
-            pool.slice(layer, block)[:] = (layer * blocks + block + 1).to_bytes(4, "little") * (layout.slice_bytes // 4)
+            pool.slice(layer, block)[:] = (layer * blocks + block + 1).to_bytes(4, "little") * (
+                layout.slice_bytes(0) // 4
+            )
             pool.seal(layer, block, layout.block_tokens)
     return pool
 

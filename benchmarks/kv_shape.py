@@ -61,8 +61,8 @@ class Shape:
         return kv_pb2.StreamHello(sender=instance, namespace=self.namespace, layout=self.layout.to_proto())
 
 
-SMALL = Shape(KVLayout(layers=8, kv_heads=4, head_dim=64, block_tokens=64, dtype="bfloat16"), 128)
+SMALL = Shape(KVLayout.uniform(layers=8, kv_heads=4, head_dim=64, block_tokens=64, dtype="bfloat16"), 128)
 """64 KiB per layer slice: a small model's. Frames near one MiB hold sixteen of them. 64 MiB."""
-HALF_B = Shape(KVLayout(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype="bfloat16"), 32)
+HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype="bfloat16"), 32)
 """A prompt of 2,048 tokens of Qwen2.5-0.5B: 24 MiB, 1 MiB of each layer."""
 SHAPES = {"small": SMALL, "0.5b": HALF_B}

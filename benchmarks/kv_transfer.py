@@ -41,7 +41,7 @@ async def transport_rows(
 ) -> list[Row]:
     """Both figures of one transport."""
     layout = HALF_B.layout
-    layer_bytes = HALF_B.blocks * layout.slice_bytes
+    layer_bytes = HALF_B.blocks * layout.slice_bytes(0)
     rows = []
     for how, layer_s, nbytes in (
         ("layer by layer", options.layer_ms / 1e3, layer_bytes),

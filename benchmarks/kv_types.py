@@ -30,7 +30,7 @@ from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
-from moonpool.platforms.kv_memory import typed_kv
+from moonpool.platforms.kv_memory import StageSlices
 
 KINDS = ("int8", "fp8")
 TYPES = {"auto": "bfloat16", **{kind: kind for kind in KINDS}}
@@ -64,8 +64,10 @@ class Pool:
     def of(cls, config: ModelConfig, layers: int, blocks: int, kind: str, *, random: bool = True) -> "Pool":
         """`kind`: as --kv-cache-dtype, "auto" for bfloat16."""
         layout = kv_layout(config, "bfloat16", BLOCK, kind)
-        slices = torch.zeros((layers, blocks, layout.slice_bytes), dtype=torch.uint8)
-        kv, scales = typed_kv(slices, layout)
+        flat = torch.zeros(blocks * layout.layers_bytes(range(layers)), dtype=torch.uint8)
+        kv, scales = StageSlices(flat, layout, range(layers), blocks).typed()
+        assert isinstance(kv, Tensor), "layers are alike"
+        assert scales is None or isinstance(scales, Tensor)
         if random:
             numbers = torch.randn(RANDOM_BYTES)
             stored = (numbers * 30).clamp(-127, 127).to(kv.dtype) if scales is not None else numbers.to(kv.dtype)
@@ -85,7 +87,7 @@ def attention_call(config: ModelConfig, kind: str) -> Callable[[], None]:
     """One layer's decode attention, each time over other blocks, until the caches hold nothing of the first."""
     blocks = CONTEXT // BLOCK
     layout = kv_layout(config, "bfloat16", BLOCK, kind)
-    parts = max(1, -(-working_set_bytes() // (BATCH * blocks * layout.slice_bytes)))
+    parts = max(1, -(-working_set_bytes() // (BATCH * blocks * layout.slice_bytes(0))))
     kv, scales = Pool.of(config, 1, parts * BATCH * blocks, kind).layer(0)
     tables = torch.randperm(parts * BATCH * blocks).int().view(parts, BATCH, blocks)
     q = torch.randn(BATCH, config.num_heads, config.head_dim).bfloat16()

@@ -49,7 +49,7 @@ class StoreClient:
         Raises:
             IncompleteError: the store held some of it already, or refused it.
         """
-        size, source, slice_bytes = self.layout.block_bytes, self.memory.source, self.layout.slice_bytes
+        size, source, slice_bytes = self.layout.block_bytes, self.memory.source, self.layout.slice_bytes(0)
         places = [self.memory.at(first + index, size, source) for index in range(len(keys))]
 
         def read(layer: int, index: int) -> tuple[memoryview, int]:
@@ -69,7 +69,7 @@ class StoreClient:
         Raises:
             IncompleteError: the store does not hold all of it.
         """
-        size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes
+        size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes(0)
         places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
 
         def into(layer: int, index: int) -> memoryview:

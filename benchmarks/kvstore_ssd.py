@@ -253,7 +253,7 @@ async def one_run(
     pitch = LAYOUT.block_bytes + HEADER_BYTES
     bands = LAYOUT.block_bytes // PIECE_BYTES
     orders = (
-        (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes, pitch, CHAIN_BLOCKS), False),
+        (figures.read, layer_major(blocks, LAYOUT.layers, LAYOUT.slice_bytes(0), pitch, CHAIN_BLOCKS), False),
         (figures.read_whole, whole_blocks(blocks, LAYOUT.block_bytes, pitch), False),
         (figures.read_direct, layer_major(blocks, bands, PIECE_BYTES, pitch, CHAIN_BLOCKS), True),
     )

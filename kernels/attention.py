@@ -28,7 +28,7 @@ def selected(device: torch.device | str, dtype: torch.dtype) -> str:
 
 def paged_attention(
     q: Tensor,  # [T, heads, head_dim], each row dense, stride(0) free
-    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim], each block dense, stride(0) free
+    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], each block dense, stride(0) free
     block_tables: Tensor,  # [S, max_blocks] int32, entries past a sequence's blocks are never read
     query_start: Tensor,  # [S + 1] int32, from 0 to T
     context_lens: Tensor,  # [S] int32
@@ -36,7 +36,7 @@ def paged_attention(
     out: Tensor | None = None,  # [T, heads, head_dim], contiguous
     *,
     kind: AttentionKind = PLAIN,
-    scales: Tensor | None = None,  # [blocks, kv_heads, 2, block_tokens] float32, of quantised KV
+    scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_tokens] float32, of quantised KV
     plan: AttentionPlan | None = None,
     deterministic: bool = False,
 ) -> Tensor:
@@ -45,6 +45,8 @@ def paged_attention(
     Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
     context_lens[s] - n + i and sees the keys up to its own position. Token t of a sequence is slot t % block_tokens of
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
+
+    Planes are two, K and V; or one of latent vectors, which are K and V both. Native kernels and Triton have two.
 
     `kind` adds a window, a soft cap or sinks. Native kernels have none of them: plain torch attends then.
 
@@ -69,7 +71,7 @@ def paged_attention(
     name = choose("attention", q.device, q.dtype)
     if name == "native" and native_head(kv) and kind.plain:
         _native(q, kv, scales, block_tables, plan, scale, out)
-    elif name == "triton" and kv.shape[4] <= triton.MAX_HEAD_DIM and scale > 0.0:
+    elif name == "triton" and triton_head(kv) and scale > 0.0:
         from kernels.triton import ops
 
         tables = block_tables if block_tables.stride(-1) == 1 else block_tables.contiguous()
@@ -86,12 +88,12 @@ def paged_attention(
 
 def write_kv(
     k: Tensor,  # [T, kv_heads, head_dim], each row dense
-    v: Tensor,  # [T, kv_heads, head_dim], each row dense
-    kv: Tensor,  # [blocks, kv_heads, 2, block_tokens, head_dim], each block dense
+    v: Tensor | None,  # [T, kv_heads, head_dim], each row dense; None where kv has one plane
+    kv: Tensor,  # [blocks, kv_heads, planes, block_tokens, head_dim], each block dense
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
     *,
-    scales: Tensor | None = None,  # [blocks, kv_heads, 2, block_tokens] float32, of quantised KV
+    scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_tokens] float32, of quantised KV
 ) -> None:
     """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
@@ -104,8 +106,11 @@ def write_kv(
     """
     _check_pool(kv, scales)
     expected = (k.shape[0], kv.shape[1], kv.shape[4])
+    if (v is None) != (kv.shape[2] == 1):
+        raise ValueError(f"v: kv has {kv.shape[2]} planes; values are given where they are two")
     for name, tensor in (("k", k), ("v", v)):
-        expect(name, tensor, expected, kv.dtype if scales is None else k.dtype, kv.device, dense_from=1)
+        if tensor is not None:
+            expect(name, tensor, expected, kv.dtype if scales is None else k.dtype, kv.device, dense_from=1)
     if scales is not None and not k.dtype.is_floating_point:
         raise ValueError(f"k: must be of a floating type, not {k.dtype}")
     for name, tensor in (("block_ids", block_ids), ("offsets", offsets)):
@@ -114,9 +119,9 @@ def write_kv(
     _check_index("block_ids", block_ids, kv.shape[0], least=-1)
     _check_index("offsets", offsets, kv.shape[3])
     native = library.get() if chosen == "native" and native_head(kv) else None
-    if native is not None:
+    if native is not None and v is not None:
         native.write_kv(k, v, kv, scales, block_ids, offsets)
-    elif chosen == "triton":
+    elif chosen == "triton" and v is not None:
         from kernels.triton import ops
 
         ops.write_kv(k, v, kv, scales, block_ids, offsets)
@@ -181,8 +186,8 @@ def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: Atte
 
 
 def _check_pool(kv: Tensor, scales: Tensor | None) -> None:
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv: must be [blocks, kv_heads, 2, block_tokens, head_dim], not {list(kv.shape)}")
+    if kv.dim() != 5 or kv.shape[2] not in (1, 2):
+        raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_tokens, head_dim], not {list(kv.shape)}")
     if not dense(kv, 1):
         raise ValueError(f"kv: each block must be contiguous, has strides {kv.stride()}")
     quantized = kv.dtype in reference.QUANTIZED_MAX
@@ -206,5 +211,10 @@ def _check_index(name: str, index: Tensor, limit: int, least: int = 0) -> None:
 
 
 def native_head(kv: Tensor) -> bool:
-    """Return whether the native kernels take this head_dim."""
-    return kv.shape[4] % 16 == 0 and kv.shape[4] <= library.MAX_HEAD_DIM
+    """Return whether the native kernels take such heads."""
+    return kv.shape[2] == 2 and kv.shape[4] % 16 == 0 and kv.shape[4] <= library.MAX_HEAD_DIM
+
+
+def triton_head(kv: Tensor) -> bool:
+    """Return whether Triton's kernels take such heads."""
+    return kv.shape[2] == 2 and kv.shape[4] <= triton.MAX_HEAD_DIM

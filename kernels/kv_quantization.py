@@ -1,7 +1,8 @@
 """Typed views of a pool of quantised KV: values of one byte, and their scales behind them in every layer slice.
 
-A slice is [kv_heads, 2 (K, V), block_tokens, head_dim] bytes, then `scale_bytes`: [kv_heads, 2, block_tokens]
-float32. A number is its stored value (int8, or float8_e4m3fn) times its token's scale for this head and plane.
+A slice is [kv_heads, planes, block_tokens, head_dim] bytes, then `scale_bytes`: [kv_heads, planes, block_tokens]
+float32; planes are K and V, or one of latent vectors. A number is its stored value (int8, or float8_e4m3fn) times its
+token's scale for this head and plane.
 """
 
 from __future__ import annotations
@@ -12,24 +13,24 @@ from torch import Tensor
 DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
-def scale_bytes(kv_heads: int, block_tokens: int) -> int:
+def scale_bytes(kv_heads: int, block_tokens: int, planes: int = 2) -> int:
     """Return the bytes of scales in one layer slice."""
-    return kv_heads * 2 * block_tokens * 4
+    return kv_heads * planes * block_tokens * 4
 
 
 def views(
-    slices: Tensor, dtype: torch.dtype, *, kv_heads: int, block_tokens: int, head_dim: int
+    slices: Tensor, dtype: torch.dtype, *, kv_heads: int, block_tokens: int, head_dim: int, planes: int = 2
 ) -> tuple[Tensor, Tensor]:
     """Return (values, scales) over the same memory as `slices`, uint8 [..., blocks, slice_bytes].
 
-    Values are [..., blocks, kv_heads, 2, block_tokens, head_dim], scales float32 without the last dimension. Slices are
-    dense.
+    Values are [..., blocks, kv_heads, planes, block_tokens, head_dim], scales float32 without the last dimension.
+    Slices are dense.
 
     Raises:
         ValueError: `slices` or `dtype` does not fit; the message begins with the name.
     """
-    data = kv_heads * 2 * block_tokens * head_dim
-    size = data + scale_bytes(kv_heads, block_tokens)
+    data = kv_heads * planes * block_tokens * head_dim
+    size = data + scale_bytes(kv_heads, block_tokens, planes)
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype: must be one of {', '.join(DTYPES)}, not {dtype}")
     if slices.dtype != torch.uint8 or slices.dim() < 2 or slices.shape[-1] != size:
@@ -39,6 +40,6 @@ def views(
     if slices.stride(-1) != 1 or any(stride % 4 for stride in slices.stride()[:-1]) or data % 4:
         raise ValueError("slices: a slice must be dense and begin at a multiple of 4 bytes")
     outer = slices.shape[:-1]
-    values = slices[..., :data].view(*outer, kv_heads, 2, block_tokens, head_dim).view(dtype)
-    scales = slices[..., data:].view(torch.float32).view(*outer, kv_heads, 2, block_tokens)
+    values = slices[..., :data].view(*outer, kv_heads, planes, block_tokens, head_dim).view(dtype)
+    scales = slices[..., data:].view(torch.float32).view(*outer, kv_heads, planes, block_tokens)
     return values, scales

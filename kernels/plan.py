@@ -16,12 +16,12 @@ from torch import Tensor
 class DecodeGroup:
     """Sequences with one query row each and similar lengths, computed together, padded to the longest.
 
-    Rows of the gathered copy are of one token of one head each: [2 (K, V), G, kv_heads, blocks * block_tokens].
+    Rows of the gathered copy are of one token of one head each: [planes, G, kv_heads, blocks * block_tokens].
     """
 
     rows: Tensor | None  # [G] int64: query rows; None: all rows of the batch, in order
     members: int  # G
-    gather: Tensor  # [2 * G * kv_heads * blocks] int64: pool as [blocks * kv_heads * 2, block_tokens * head_dim]
+    gather: Tensor  # [planes * G * kv_heads * blocks] int64: rows of the pool, each of one plane of one block and head
     stale: Tensor | None  # [n] int64: gathered rows that belong to no token of their sequence
     mask: Tensor | None  # [G * kv_heads, 1, blocks * block_tokens]: 0 or -inf; None: all slots are seen
 
@@ -33,13 +33,14 @@ class PrefillItem:
     begin: int  # first query row
     end: int  # one past the last
     context: int  # tokens seen by the last row
-    gather: Tensor  # [2 * kv_heads * blocks] int64
+    gather: Tensor  # [planes * kv_heads * blocks] int64
 
 
 @dataclass(slots=True)
 class Division:
     """A batch in parts, and memory for gathered copies that is reused from layer to layer."""
 
+    planes: int  # 2 (K, V), or 1 of latent vectors
     decode: list[DecodeGroup] = field(default_factory=list)
     prefill: list[PrefillItem] = field(default_factory=list)
     buffers: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
@@ -68,13 +69,13 @@ def divide(
     """
     if window is not None:
         tables, lengths = _within(window, kv.shape[3], tables, starts, lengths)
-    division = Division()
-    kv_heads = kv.shape[1]
+    kv_heads, planes = kv.shape[1:3]
+    division = Division(planes)
     singles = []
     for s, (begin, end) in enumerate(pairwise(starts)):
         count = end - begin
         if count > 1:
-            gather = _gather_index(torch.tensor([tables[s]]), kv_heads)
+            gather = _gather_index(torch.tensor([tables[s]]), kv_heads, planes)
             division.prefill.append(PrefillItem(begin, end, lengths[s], gather))
         elif count == 1:
             singles.append(s)
@@ -116,13 +117,13 @@ def _decode_group(
     window: int | None,
 ) -> DecodeGroup:
     """Return the indices of one group; padding reads the sequence's own first block, which is masked."""
-    _, kv_heads, _, block_tokens, _ = kv.shape
+    _, kv_heads, planes, block_tokens, _ = kv.shape
     width = max(len(tables[s]) for s in group)
     padded = torch.tensor([tables[s] + tables[s][:1] * (width - len(tables[s])) for s in group])
     lengths = [contexts[s] for s in group]
     rows = [starts[s] for s in group]
     index = None if rows == list(range(starts[-1])) else torch.tensor(rows)
-    gather = _gather_index(padded, kv_heads)
+    gather = _gather_index(padded, kv_heads, planes)
     tokens = width * block_tokens
     if min(lengths) == tokens and (window is None or tokens <= window):
         return DecodeGroup(index, len(group), gather, None, None)
@@ -139,17 +140,20 @@ def _decode_group(
     own = position < torch.tensor([len(tables[s]) * block_tokens for s in group])[:, None]
     where = (unwritten & (own | single)).flatten().nonzero().flatten()  # index into [G * tokens]
     member, slot = where // tokens, where % tokens
-    planes = torch.arange(2)[:, None, None] * len(group)
+    each = torch.arange(planes)[:, None, None] * len(group)
     heads = torch.arange(kv_heads)[None, :, None]
-    stale = (((planes + member[None, None]) * kv_heads + heads) * tokens + slot[None, None]).flatten()
+    stale = (((each + member[None, None]) * kv_heads + heads) * tokens + slot[None, None]).flatten()
     return DecodeGroup(index, len(group), gather, stale, mask.repeat_interleave(kv_heads, 0)[:, None])
 
 
-def _gather_index(tables: Tensor, kv_heads: int) -> Tensor:
-    """Return where [2, G, kv_heads, n] lie in the pool seen as [blocks * kv_heads * 2, ...]; `tables` is [G, n]."""
+def _gather_index(tables: Tensor, kv_heads: int, planes: int) -> Tensor:
+    """Return where [planes, G, kv_heads, n] lie in the pool seen as [blocks * kv_heads * planes, ...].
+
+    `tables` is [G, n].
+    """
     heads = torch.arange(kv_heads)[:, None]
-    keys = (tables[:, None, :] * kv_heads + heads) * 2  # [G, kv_heads, blocks]
-    return torch.stack((keys, keys + 1)).flatten()
+    keys = (tables[:, None, :] * kv_heads + heads) * planes  # [G, kv_heads, blocks]
+    return torch.stack([keys + plane for plane in range(planes)]).flatten()
 
 
 @dataclass(slots=True)
@@ -221,8 +225,8 @@ def make_plan(
     Raises:
         ValueError: an argument has a wrong shape, type or value; the message begins with its name.
     """
-    if kv.dim() != 5 or kv.shape[2] != 2:
-        raise ValueError(f"kv: must be [blocks, kv_heads, 2, block_tokens, head_dim], not {list(kv.shape)}")
+    if kv.dim() != 5 or kv.shape[2] not in (1, 2):
+        raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_tokens, head_dim], not {list(kv.shape)}")
     for name, tensor, dims in (("block_tables", block_tables, 2), ("query_start", query_start, 1)):
         if tensor.dim() != dims or tensor.dtype != torch.int32:
             raise ValueError(f"{name}: must be {dims}-dimensional int32, not {list(tensor.shape)} {tensor.dtype}")

@@ -6,9 +6,10 @@ implements them. Arguments have been checked by the dispatch. Every element of `
 The code stays simple, so that reading it shows that it is right.
 
 Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G.
-`kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; a block is dense, the distance between
-two blocks is free (`kv.stride(0)`). `kv` is in q's type and `scales` is None; or `kv` is int8 or float8_e4m3fn, and
-`scales` [blocks, kv_heads, 2, block_tokens] float32 holds what each token's values are multiplied with (see
+`kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; or, with one plane, of latent vectors that
+are K and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and
+`scales` is None; or `kv` is int8 or float8_e4m3fn, and
+`scales` [blocks, kv_heads, planes, block_tokens] float32 holds what each token's values are multiplied with (see
 `kernels.kv_quantization`).
 Token t of a sequence is slot t % block_tokens of block block_tables[s, t // block_tokens]; entries past a sequence's
 blocks are never read, slots past its context never reach the result.
@@ -66,8 +67,8 @@ def prefill_attention(
             continue
         used = block_tables[s, : -(-context // kv.shape[3])].long()
         blocks = dequantize(kv[used], None if scales is None else scales[used], precision)
-        both = blocks.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, head_dim)[:, :, :context]
-        keys, values = both.repeat_interleave(q.shape[1] // kv_heads, dim=1)  # [heads, context, D] each
+        planes = blocks.permute(2, 1, 0, 3, 4).reshape(kv.shape[2], kv_heads, -1, head_dim)[:, :, :context]
+        keys, values = planes.expand(2, -1, -1, -1).repeat_interleave(q.shape[1] // kv_heads, dim=1)  # [heads, ...]
         scores = torch.matmul(q[begin:end].transpose(0, 1).to(precision), keys.transpose(1, 2)) * scale
         key_position = torch.arange(context, device=q.device)
         query_position = torch.arange(context - (end - begin), context, device=q.device)
@@ -86,7 +87,7 @@ def prefill_attention(
 
 def write_kv(
     k: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
-    v: Tensor,  # [T, kv_heads, D], rows dense, stride(0) free
+    v: Tensor | None,  # [T, kv_heads, D], rows dense, stride(0) free; None where kv has one plane
     kv: Tensor,
     scales: Tensor | None,
     block_ids: Tensor,  # [T] int64
@@ -101,19 +102,12 @@ def write_kv(
     """
     stays = block_ids >= 0
     if not bool(stays.all()):
-        k, v, block_ids, offsets = k[stays], v[stays], block_ids[stays], offsets[stays]
-    if scales is None:
-        _put(kv, k, v, block_ids, offsets)
-        return
-    stored = [_quantize(part.float(), kv.dtype) for part in (k, v)]
-    _put(kv, stored[0][0], stored[1][0], block_ids, offsets)
-    _put(scales, stored[0][1], stored[1][1], block_ids, offsets)
-
-
-def _put(pool: Tensor, k: Tensor, v: Tensor, block_ids: Tensor, offsets: Tensor) -> None:
-    """Store [T, kv_heads, ...] in slots of `pool` [blocks, kv_heads, 2, block_tokens, ...]."""
-    pool[block_ids, :, 0, offsets] = k
-    pool[block_ids, :, 1, offsets] = v
+        k, v, block_ids, offsets = k[stays], None if v is None else v[stays], block_ids[stays], offsets[stays]
+    for plane, part in enumerate((k,) if v is None else (k, v)):
+        stored = part
+        if scales is not None:
+            stored, scales[block_ids, :, plane, offsets] = _quantize(part.float(), kv.dtype)
+        kv[block_ids, :, plane, offsets] = stored
 
 
 def _quantize(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

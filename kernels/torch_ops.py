@@ -66,13 +66,13 @@ def paged_attention(
     At most about `gather_bytes` of keys and values are gathered for a group of sequences, and about `tile_bytes` of
     scores are computed at once.
     """
-    blocks, kv_heads, _, block_tokens, head_dim = kv.shape
+    blocks, kv_heads, planes, block_tokens, head_dim = kv.shape
     if scales is not None:
         kv = _widen(kv, scales, plan, q.dtype)
     elif not kv.is_contiguous():
         kv = kv.contiguous()
     q = q.contiguous()
-    pool = kv.view(blocks * kv_heads * 2, block_tokens * head_dim)
+    pool = kv.view(blocks * kv_heads * planes, block_tokens * head_dim)
     division = plan.division(kv, gather_bytes)
     for group in division.decode:
         _decode(q, pool, group, division, plan.kv_shape[1], scale, out, kind)
@@ -103,7 +103,7 @@ def _decode(
     gathered = _gather(pool, group.gather, division).view(-1, head_dim)
     if group.stale is not None:
         gathered.index_fill_(0, group.stale, 0.0)
-    keys, values = gathered.view(2, members * kv_heads, -1, head_dim)
+    keys, values = gathered.view(division.planes, members * kv_heads, -1, head_dim).expand(2, -1, -1, -1)
     shape = (members * kv_heads, heads // kv_heads, head_dim)
     queries = (q if group.rows is None else q[group.rows]).reshape(shape).to(keys.dtype)
     if group.mask is not None and kind.soft_cap is None:
@@ -133,7 +133,8 @@ def _prefill(
     """Attend with the rows of one sequence, in tiles of rows and key/value heads."""
     heads, head_dim = q.shape[1:]
     share = heads // kv_heads
-    keys, values = _gather(pool, item.gather, division).view(2, kv_heads, -1, head_dim)
+    gathered = _gather(pool, item.gather, division).view(division.planes, kv_heads, -1, head_dim)
+    keys, values = gathered.expand(2, -1, -1, -1)
     row_bytes = share * item.context * keys.element_size()
     # With many query heads to a KV head (latent attention) a few rows are a matrix already.
     step = max(-(-16 // share), min(_TILE_ROWS, tile_bytes // row_bytes))

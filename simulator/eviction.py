@@ -11,7 +11,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.eviction.base import EvictionPolicy
 
-_FORMAT = BlockFormat(bytes(32), KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
+_FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 
 
 def chains_of(requests: Sequence[tuple[str, Sequence[int]]]) -> list[list[BlockKey]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from moonpool.kv.frames import Slice
 from moonpool.kv.keys import bind, slice_hash
@@ -25,8 +24,7 @@ def slice_to_send(
     valid = layout.block_tokens if valid_tokens is None else valid_tokens
     cleaned = bytearray(data)
     if valid < layout.block_tokens:
-        narrow = layout if heads is None else replace(layout, kv_heads=len(heads))
-        narrow.zero_invalid(memoryview(cleaned), valid)
+        layout.zero_invalid(layer, memoryview(cleaned), valid)
     value = slice_hash(cleaned)
     return Slice(layer, block, memoryview(data), valid, value if key is None else bind(value, key, layer), heads)
 

@@ -18,8 +18,8 @@ import tokenizers
 from blake3 import blake3
 
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.families.spec import DecoderSpec, FeedForwardSpec, RopeSpec
-from moonpool.kv.layout import QUANTISED, KVLayout
+from moonpool.families.spec import AttentionSpec, DecoderSpec, FeedForwardSpec, RopeSpec
+from moonpool.kv.layout import QUANTISED, KVKind, KVLayout, LayerKV
 
 END_OF_TURN = (
     "<|im_end|>",
@@ -101,13 +101,13 @@ class ModelConfig:
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads that the KV pool holds of each token, in every layer."""
-        return self.decoder.layers[0].attention.num_kv_heads
+        """Heads that the KV pool holds of each token in the layer that has most."""
+        return max(layer.attention.num_kv_heads for layer in self.decoder.layers)
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head in the KV pool."""
-        return self.decoder.layers[0].attention.head_dim
+        """Elements of a head in the KV pool, in the layer with the widest."""
+        return max(layer.attention.head_dim for layer in self.decoder.layers)
 
     @property
     def intermediate_size(self) -> int:
@@ -190,21 +190,22 @@ def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str 
 
     Its element type is that of the weights, `dtype`, where `kv_dtype` is "auto"; else it is quantised, "int8" or "fp8".
     """
-    return KVLayout(
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_tokens=block_tokens,
-        dtype=dtype if kv_dtype == "auto" else QUANTISED[kv_dtype],
-    )
+    stored = dtype if kv_dtype == "auto" else QUANTISED[kv_dtype]
+    return KVLayout.of_layers(block_tokens, [_layer_kv(layer.attention, stored) for layer in config.decoder.layers])
+
+
+def _layer_kv(attention: AttentionSpec, dtype: str) -> LayerKV:
+    if attention.latent is not None:
+        return LayerKV(attention.num_kv_heads, attention.head_dim, dtype, "latent")
+    kind: KVKind = "full" if attention.window is None else "window"
+    return LayerKV(attention.num_kv_heads, attention.head_dim, dtype, kind, attention.window or 0)
 
 
 def check_shape(config: ModelConfig, source: str) -> None:
-    """Refuse shapes that no weights can have, and KV that differs between layers.
+    """Refuse shapes that no weights can have.
 
     Raises:
         CheckpointError: names `source`.
-        UnsupportedModel: layers differ in the shape of their KV.
     """
     for layer in config.decoder.layers:
         attention = layer.attention
@@ -215,5 +216,3 @@ def check_shape(config: ModelConfig, source: str) -> None:
             )
         if attention.head_dim % 2:
             raise CheckpointError(f"{source}: head_dim ({attention.head_dim}) must be even")
-        if (attention.num_kv_heads, attention.head_dim) != (config.num_kv_heads, config.head_dim):
-            raise UnsupportedModel("head_dim", "layers whose KV has different shapes are not supported")

@@ -15,7 +15,7 @@ from moonpool.checkpoint.model_cards import card_sampling
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, InvalidRequest
 from moonpool.families import names_of
-from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
+from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
 
 
 def load_config(path: Path | str) -> ModelConfig:
@@ -78,9 +78,10 @@ class CheckpointReport:
     """Sizes of one model in one element type.
 
     `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk.
-    `kv_token_bytes` is the KV of one token over all layers, `kv_block_bytes` that of a block. `fit_blocks` and
-    `fit_tokens` say how much KV fits beside the weights into the given memory; None when none was given.
-    `context_tokens` is the longest sequence, `kv_context_bytes` its KV. `computed`: how layers compute on a CPU.
+    `kv_token_bytes` is the KV of one token over all layers, `kv_block_bytes` that of a block. `kv_groups` says what
+    layers of each kind have of them. `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the
+    given memory; None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` its KV.
+    `computed`: how layers compute on a CPU.
     """
 
     config: ModelConfig
@@ -91,6 +92,7 @@ class CheckpointReport:
     block_tokens: int
     kv_token_bytes: int
     kv_block_bytes: int
+    kv_groups: str
     context_tokens: int
     kv_context_bytes: int
     computed: str
@@ -119,7 +121,7 @@ def inspect_checkpoint(
     layout = kv_layout(config, chosen, block_tokens)
     tensors = tensor_index(path)
     parameters = _count_parameters(config, tensors)
-    weight_bytes = parameters * layout.element_bytes
+    weight_bytes = parameters * ELEMENT_BYTES[chosen]
     context = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     blocks = None
     if memory_bytes is not None:
@@ -135,6 +137,7 @@ def inspect_checkpoint(
         block_tokens=block_tokens,
         kv_token_bytes=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
+        kv_groups="; ".join(_described(group, layout) for group in layout.groups),
         context_tokens=context,
         kv_context_bytes=layout.blocks_for(context) * layout.block_bytes,
         computed=_computed(config),
@@ -152,3 +155,11 @@ def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> in
     """Count the parameters; a tied output head is the embedding and counts once, stored or not."""
     head = names_of(config.architecture).head
     return sum(info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == head))
+
+
+def _described(group: KVGroup, layout: KVLayout) -> str:
+    what = {"full": "", "window": f" with a window of {group.window:,} tokens", "latent": " of latent vectors"}[
+        group.kind
+    ]
+    token_bytes = -(-layout.slice_bytes(group.layers[0]) // layout.block_tokens)
+    return f"{len(group.layers)} layers{what}, {token_bytes:,} bytes a token each"

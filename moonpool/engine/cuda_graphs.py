@@ -170,7 +170,7 @@ class DecodeGraphs:
         self._device, self._model, self._memory, self._captures = device, model, memory, captures
         self._graphs: dict[GraphShape, CapturedGraph] = {}
         self._inputs_of: dict[GraphShape, _Inputs] = {}
-        self._block_tokens = memory.kv.shape[4]
+        self._block_tokens = memory.block_tokens
         where = device.torch_device
         self._hidden = torch.zeros(MAX_GRAPH_ROWS, model.config.hidden_size, dtype=model.dtype, device=where)
         most = self._inputs(GraphShape(MAX_GRAPH_ROWS, longest)).nbytes

@@ -225,8 +225,8 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     def _layers(self, message: kv_pb2.ReadOpen) -> range:
         layout = self._reads.pool.layout
         layers = range(message.layer_begin, message.layer_end)
-        layout.check_part(layers, range(layout.kv_heads))
-        if (message.head_begin, message.head_end) != (0, layout.kv_heads):
+        layout.check_part(layers, range(layout.head_shares))
+        if (message.head_begin, message.head_end) != (0, layout.head_shares):
             raise InvalidRequest("head_end", "slices are read whole")
         return layers
 

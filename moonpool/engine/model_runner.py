@@ -599,7 +599,7 @@ class StageRunner:
         """Return a run whose first step goes layer by layer, or as a graph."""
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
-        packed = PackedBatch.build(parts, self.platform.memory.kv.shape[4], full_hits=full_hits)
+        packed = PackedBatch.build(parts, self.platform.memory.block_tokens, full_hits=full_hits)
         return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
 
     def _begin_native(self, step: Step, masks: PendingMasks | None) -> StepRun | None:
@@ -610,7 +610,7 @@ class StageRunner:
             return None
         # As the step before left it: native code begins with each sequence's next token.
         parts = [(it.token_ids, it.start - 1, it.block_table) for it in step.sequences]
-        packed = PackedBatch.build(parts, self.platform.memory.kv.shape[4])
+        packed = PackedBatch.build(parts, self.platform.memory.block_tokens)
         run = StepRun(step, packed, masks, None, self.model.layer_begin, step.steps - 1)
         run.sampler = StepSampler(self.model, step, self.kv_gates.dropped(step.step_id))
         run.sampler.set_previous(packed.arrays["token_ids"].tolist())

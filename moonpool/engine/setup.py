@@ -306,7 +306,7 @@ def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
         fingerprint = blake3(
             b"moonpool packed weights v1\0" + spec.quantization.encode() + b"\0" + fingerprint
         ).digest()
-    if not spec.layout.scale_bytes:
+    if not spec.layout.scaled:
         return fingerprint
     return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()
 

@@ -45,13 +45,13 @@ def choose_sizes(
     Raises:
         ConfigError: there is no room for a block; names the field `kv_cache_memory_bytes`.
     """
-    layers = [end - begin for begin, end in stage_ranges(spec.layout.layers, spec.stages)]
+    slices = [spec.layout.layers_bytes(range(*its)) for its in stage_ranges(spec.layout.layers, spec.stages)]
     lefts = _left(spec, rooms)
-    given = [spec.blocks * spec.layout.slice_bytes * count for count in layers]
+    given = [spec.blocks * nbytes for nbytes in slices]
     least = min(left - pool for left, pool in zip(lefts, given, strict=True))
     tokens = spec.step_tokens or _step_tokens(model, spec, rooms, least)
     beside = _beside(model, spec, tokens)
-    by_stage = [(left - beside) // (spec.layout.slice_bytes * count) for left, count in zip(lefts, layers, strict=True)]
+    by_stage = [(left - beside) // nbytes for left, nbytes in zip(lefts, slices, strict=True)]
     blocks, bound = min(by_stage), "device's memory"
     on_host = (
         blocks if host_free is None else int(spec.memory_share * _HOST_SHARE * host_free) // spec.layout.block_bytes

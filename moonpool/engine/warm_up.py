@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kernels.attention import triton_head
 from kernels.choice import choose
 from kernels.triton.tiles import limits_of
 from kernels.triton.variants import AttentionShape, BatchShape
@@ -42,7 +43,7 @@ def warm_up(runner: StageRunner, step_tokens: int, longest: int, say: Callable[[
         runner, links=_NoNeighbours(runner.model), kv_gates=KVGates(), emit=lambda event: None, masks=None, graphs=None
     )
     steps = list(_steps(runner, step_tokens, longest))
-    copies = ((0, 1),) if runner.platform.memory.kv.shape[1] > 1 else ()
+    copies = ((0, 1),) if runner.platform.memory.blocks > 1 else ()
     for number, sequences in enumerate(steps, 1):
         say(f"compiling kernels (step {number} of {len(steps)})")
         quiet.run(Step(number, sequences, copies=copies))
@@ -52,7 +53,7 @@ def warm_up(runner: StageRunner, step_tokens: int, longest: int, say: Callable[[
 
 def _steps(runner: StageRunner, step_tokens: int, longest: int) -> Iterator[tuple[SequenceStep, ...]]:
     """What is run: every way to sample, every variant of attention, and the most tokens."""
-    size = runner.platform.memory.kv.shape[4]
+    size = runner.platform.memory.block_tokens
     prompt = min(_PROMPT, longest)
     every = SampleSpec(_EVERY_WAY, history=bytes(4 * prompt), prompt_tokens=prompt, banned=(2,))
     for spec in (SampleSpec(), SampleSpec(SamplingParams(temperature=0.8)), every):
@@ -64,13 +65,17 @@ def _steps(runner: StageRunner, step_tokens: int, longest: int) -> Iterator[tupl
 
 def _batches(runner: StageRunner, step_tokens: int, longest: int) -> list[BatchShape]:
     """Batches that take every variant of Triton's attention; none where other kernels attend."""
-    model, device, kv = runner.model, runner.platform.torch_device, runner.platform.memory.kv
+    model, device = runner.model, runner.platform.torch_device
     if choose("attention", device, model.dtype) != "triton":
         return []
-    shape = AttentionShape(
-        model.dtype, kv.dtype, model.config.num_heads, kv.shape[2], kv.shape[5], model.deterministic, limits_of(device)
+    layers = model.config.decoder.layers[model.layer_begin : model.layer_end]
+    limits, exact = limits_of(device), model.deterministic
+    shapes = dict.fromkeys(
+        AttentionShape(model.dtype, kv.dtype, layer.attention.num_heads, kv.shape[1], kv.shape[4], exact, limits)
+        for layer, kv in zip(layers, runner.platform.memory.kv, strict=True)
+        if triton_head(kv)
     )
-    return shape.batches(step_tokens, longest)
+    return list(dict.fromkeys(batch for shape in shapes for batch in shape.batches(step_tokens, longest)))
 
 
 def _sequence(rows: int, context: int, block_tokens: int) -> SequenceStep:

@@ -70,7 +70,7 @@ class BlockInfo:
 class DramBlock:
     """A whole block in DRAM.
 
-    `data` is `[layers, slice_bytes]`, layer after layer; `hashes` has one hash per layer, bound to the block.
+    `data` is one slice per layer, layer after layer; `hashes` has one hash per layer, bound to the block.
 
     `holds` counts users that need the block in DRAM: readers, and the writer until the block is on SSD. `pinned`: a
     pin keeps the block. The memory is free when the block and all views of the memory are gone.
@@ -93,9 +93,8 @@ class DramBlock:
         return own is block_format or own == block_format
 
     def slice(self, layer: int) -> memoryview:
-        """The bytes of one layer, `[kv_heads, 2, block_tokens, head_dim]` and scales; all heads."""
-        size = self.info.format.layout.slice_bytes
-        return self.data[layer * size : (layer + 1) * size]
+        """The bytes of one layer, all heads, with their scales."""
+        return self.data[self.info.format.layout.place(layer)]
 
     @property
     def is_intact(self) -> bool:

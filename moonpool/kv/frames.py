@@ -11,7 +11,7 @@ import itertools
 import operator
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
@@ -29,7 +29,7 @@ MAX_FRAME_SLICES = 1024
 
 
 class SliceRun(NamedTuple):
-    """Consecutive blocks of one layer, heads `[head_begin, head_end)`.
+    """Consecutive blocks of one layer, heads `[head_begin, head_end)` in shares (`KVLayout.head_shares`).
 
     Blocks are indices in the session's key list. `valid_tokens` counts the last block's; all others are full.
     """
@@ -49,10 +49,10 @@ class Slice:
     Attributes:
         layer: of the model.
         block: index in the session's key list.
-        data: `part_bytes(heads, layout)` bytes, which must stay as they are until sent.
+        data: `part_bytes(layer, heads, layout)` bytes, which must stay as they are until sent.
         valid_tokens: of the block.
         hash: `slice_hash` of the data with invalid token slots as zeros; bound where the session is a kvstore's.
-        heads: consecutive heads that `data` holds; None for the whole slice, as those with scales must travel.
+        heads: consecutive shares of heads that `data` holds; None for the whole slice: those with scales travel so.
     """
 
     layer: int
@@ -63,9 +63,9 @@ class Slice:
     heads: range | None = None
 
 
-def part_bytes(heads: range | None, layout: KVLayout) -> int:
-    """Bytes of these heads of one layer slice; of all of it if None."""
-    return layout.slice_bytes if heads is None else len(heads) * layout.head_bytes
+def part_bytes(layer: int, heads: range | None, layout: KVLayout) -> int:
+    """Bytes of these shares of heads in a slice of this layer; of all of it if None."""
+    return layout.slice_bytes(layer) if heads is None else len(heads) * layout.share_bytes(layer)
 
 
 class DamagedSliceError(FrameError):
@@ -115,8 +115,9 @@ def pack_frames(
 ) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
     """Packs slices into frames of at most `target_bytes`, in order; consecutive blocks of a layer form one run.
 
-    What is larger than `target_bytes` is split between heads (one head is never split, whatever its size). Token slots
-    that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
+    What is larger than `target_bytes` is split between shares of heads (one share is never split, whatever its size).
+    Token slots that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own
+    memory.
 
     Args:
         session: The receiver's session.
@@ -126,12 +127,12 @@ def pack_frames(
         target_bytes: Payload size aimed at.
     """
     frame = _Frame(layout)
-    whole = layout.slice_bytes <= target_bytes or layout.scale_bytes > 0
-    all_heads = range(layout.kv_heads)
+    whole = layout.scaled or layout.largest_slice_bytes <= target_bytes
+    all_heads = range(layout.head_shares)
     for item in slices:
         data = _zero_invalid(item, layout)
         heads = all_heads if item.heads is None else item.heads
-        pieces = ((heads.start, heads.stop, data),) if whole else _pieces(data, heads, layout, target_bytes)
+        pieces = ((heads.start, heads.stop, data),) if whole else _pieces(item.layer, data, heads, layout, target_bytes)
         for head_begin, head_end, piece in pieces:
             if frame.nbytes and (frame.nbytes + piece.nbytes > target_bytes or len(frame.hashes) == MAX_FRAME_SLICES):
                 yield frame.finish(session, generation)
@@ -163,14 +164,12 @@ class FrameOpener:
 
         Args:
             layout: Arrangement of the slices.
-            heads: Heads that the session carries of each slice; None for all.
+            heads: Shares of heads that the session carries of each slice; None for all.
             keys: The session's blocks, where hashes are bound to them.
         """
         self._layout = layout
-        self._heads = range(layout.kv_heads) if heads is None else heads
+        self._heads = range(layout.head_shares) if heads is None else heads
         self._bindings = None if keys is None else key_bindings(keys)
-        whole = len(self._heads) == layout.kv_heads
-        self._bytes = layout.slice_bytes if whole else part_bytes(self._heads, layout)
         self._piece: tuple[SliceRun, bytearray] | None = None  # the beginning of a slice that comes in pieces
         self.unfinished_bytes = 0
 
@@ -249,7 +248,7 @@ class FrameOpener:
         return (before, memoryview(buffer)) if whole else None
 
     def _verify(self, run: SliceRun, data: memoryview, expected: Sequence[int]) -> None:
-        size, at = self._bytes, 0
+        size, at = data.nbytes // len(expected), 0
         for block, value in enumerate(expected, run.first_block):
             if slice_hash(data[at : at + size]) != value:
                 raise DamagedSliceError(run.layer, block)
@@ -262,16 +261,14 @@ def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> lis
     None where `FrameOpener.open` must look at it: some slices come in pieces, or something is wrong.
     """
     runs, hashes = list(map(_run_of, header.runs)), list(header.slice_hashes)
-    heads = all((run.head_begin, run.head_end) == (0, layout.kv_heads) for run in runs)
+    heads = all((run.head_begin, run.head_end) == (0, layout.head_shares) for run in runs)
     if not heads or len(hashes) > MAX_FRAME_SLICES or sum(run.block_count for run in runs) != len(hashes):
         return None
     if _checksum(header.session, header.generation, runs, hashes) != header.checksum:
         return None
-    if (
-        not runs
-        or len(hashes) * layout.slice_bytes != nbytes
-        or not all(0 <= run.layer < layout.layers for run in runs)
-    ):
+    if not runs or not all(0 <= run.layer < layout.layers for run in runs):
+        return None
+    if sum([run.block_count * layout.slice_bytes(run.layer) for run in runs]) != nbytes:
         return None
     ends = itertools.accumulate((run.block_count for run in runs), initial=0)
     return [(run, hashes[begin : begin + run.block_count]) for run, begin in zip(runs, ends, strict=False)]
@@ -286,50 +283,46 @@ def run_bytes(run: SliceRun, layout: KVLayout) -> int:
     layer, first_block, block_count, head_begin, head_end, valid_tokens = run
     if not (0 <= layer < layout.layers and block_count >= 1 and first_block >= 0):
         raise FrameError(f"{run}: no such layer or no blocks")
-    if not 0 <= head_begin < head_end <= layout.kv_heads:
+    if not 0 <= head_begin < head_end <= layout.head_shares:
         raise FrameError(f"{run}: no such heads")
     if not 1 <= valid_tokens <= layout.block_tokens:
         raise FrameError(f"{run}: no such number of valid tokens")
-    if head_end - head_begin == layout.kv_heads:
-        return block_count * layout.slice_bytes
-    if layout.scale_bytes:
+    if head_end - head_begin == layout.head_shares:
+        return block_count * layout.slice_bytes(layer)
+    if layout.scaled:
         raise FrameError(f"{run}: slices with scales travel whole")
-    return block_count * (head_end - head_begin) * layout.head_bytes
+    return block_count * (head_end - head_begin) * layout.share_bytes(layer)
 
 
 def split_run(run: SliceRun, data: memoryview, layout: KVLayout) -> Iterator[tuple[int, int, memoryview]]:
     """The parts of an opened run: (block index, byte offset in that block's layer slice, bytes to be put there)."""
     size = data.nbytes // run.block_count
-    offset = run.head_begin * layout.head_bytes
+    offset = run.head_begin * layout.share_bytes(run.layer)
     for index in range(run.block_count):
         yield run.first_block + index, offset, data[index * size : (index + 1) * size]
 
 
 def _zero_invalid(item: Slice, layout: KVLayout) -> memoryview:
     """The slice's bytes, with invalid token slots zeroed in a copy where there are any."""
-    whole = item.heads is None
-    assert item.data.nbytes == (layout.slice_bytes if whole else part_bytes(item.heads, layout)), (
-        "not the bytes of a slice or of its heads"
-    )
-    assert whole or not layout.scale_bytes, "slices with scales travel whole"
+    assert item.heads is None or not layout.scaled, "slices with scales travel whole"
+    assert item.data.nbytes == part_bytes(item.layer, item.heads, layout), "not the bytes of a slice or of its heads"
     if item.valid_tokens == layout.block_tokens:
         return item.data
     assert 1 <= item.valid_tokens < layout.block_tokens, "valid_tokens out of range"
     copy = memoryview(bytearray(item.data))
-    narrow = layout if item.heads is None else replace(layout, kv_heads=len(item.heads))
-    narrow.zero_invalid(copy, item.valid_tokens)
+    layout.zero_invalid(item.layer, copy, item.valid_tokens)
     return copy
 
 
 def _pieces(
-    data: memoryview, heads: range, layout: KVLayout, target_bytes: int
+    layer: int, data: memoryview, heads: range, layout: KVLayout, target_bytes: int
 ) -> Iterator[tuple[int, int, memoryview]]:
-    """Some heads of a slice in pieces of at most `target_bytes`, or of one head: (head_begin, head_end, bytes)."""
-    step = max(1, target_bytes // layout.head_bytes)
+    """Some heads of a slice in pieces of at most `target_bytes`, or of one share: (head_begin, head_end, bytes)."""
+    share = layout.share_bytes(layer)
+    step = max(1, target_bytes // share)
     for begin in range(heads.start, heads.stop, step):
         end = min(begin + step, heads.stop)
-        offset = (begin - heads.start) * layout.head_bytes
-        yield begin, end, data[offset : offset + (end - begin) * layout.head_bytes]
+        yield begin, end, data[(begin - heads.start) * share : (end - heads.start) * share]
 
 
 class _Frame:

@@ -40,8 +40,12 @@ def _field(data: bytes) -> bytes:
 def namespace(weights_fingerprint: bytes, layout: KVLayout) -> bytes:
     """32-byte hash of everything that makes KV differ: the weights and the layout (dtype and block size included)."""
     parts = [_field(_NAMESPACE_CONTEXT), _field(weights_fingerprint)]
-    shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.block_tokens)
-    identity = (*shape, layout.dtype, layout.scale_bytes, layout.version)
+    identity: list[object] = [layout.layers]
+    for group in layout.groups:
+        identity += (group.kv_heads, group.head_dim, layout.block_tokens)
+        identity += (group.dtype, group.scale_bytes(layout.block_tokens), layout.version)
+        if not layout.is_uniform:
+            identity += (group.kind, group.window, *group.layers)
     parts.extend(_field(str(value).encode()) for value in identity)
     return blake3(b"".join(parts)).digest()
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal, NamedTuple, get_args
 
 from moonpool.errors import ConfigError, InvalidRequest, Mismatch
 from moonpool.v1 import kv_pb2
@@ -14,92 +19,273 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Types whose numbers are stored with a scale, by the names that flags have for them."""
 SCALE_BYTES = 4
-"""Of one scale, a little-endian float32; each token has one per head and plane (K or V)."""
-LAYOUT_VERSION = 1
+"""Of one scale, a little-endian float32; each token has one per head and plane."""
+UNIFORM_VERSION, GROUPED_VERSION = 1, 2
+"""Of layouts with one group of full attention, and of all others."""
 _BLOCK_TOKENS_MULTIPLE = 16
+
+KVKind = Literal["full", "window", "latent"]
+"""What a group's layers attend to: keys and values of all tokens; keys and values of the last tokens; one latent vector
+a token, from which keys and values come (MLA)."""
+_KINDS = get_args(KVKind)
 
 MAX_OF = {
     "layers": 4096,
     "kv_heads": 1024,
     "head_dim": 4096,
     "block_tokens": 4096,
-    "version": 1 << 16,
+    "window": 1 << 31,
 }
 """Largest value of each field: some ten times what any known model has."""
 MAX_PIECE_BYTES = 4 << 20
-"""Largest part of a slice that travels undivided, in one message: a head, or a whole slice that has scales."""
+"""Largest part of a slice that travels undivided, in one message: a share of heads, or a whole slice with scales."""
 MAX_SLICE_BYTES = 16 << 20
 MAX_BLOCK_BYTES = 512 << 20
 """A block is hashed whole, on the event loop, when a reader says that it is damaged."""
 
 
-@dataclass(frozen=True)
-class KVLayout:
-    """Arrangement of a block: per layer `[kv_heads, 2 (K, V), block_tokens, head_dim]`, then its scales.
+def _check_range(name: str, value: int) -> None:
+    if not 1 <= value <= MAX_OF[name]:
+        raise ConfigError(name, f"must be in [1, {MAX_OF[name]}], is {value}")
 
-    Heads are outermost, so that the share of some heads is one run of bytes. Only quantised KV has scales,
-    `[kv_heads, 2, block_tokens]` float32: a number is its stored value times its token's scale. Its slices travel
-    whole.
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose slices have one shape: `[kv_heads, planes, block_tokens, head_dim]`, then their scales.
+
+    Attributes:
+        layers: indices in the model, rising.
+        kv_heads: of each layer; heads are outermost, so that a share of them is one run of bytes.
+        head_dim: elements of a head's key, and of its value.
+        dtype: element type. Quantised KV has scales, `[kv_heads, planes, block_tokens]` float32: a number is its
+            stored value times its token's scale.
+        kind: what the layers attend to.
+        window: tokens that a query sees, itself included; 0 unless `kind` is "window".
 
     Raises:
         ConfigError: A field is out of range; names it.
     """
 
-    layers: int
+    layers: tuple[int, ...]
     kv_heads: int
     head_dim: int
-    block_tokens: int
     dtype: str
-    version: int = LAYOUT_VERSION
-
-    def __hash__(self) -> int:
-        """Of what differs most: layouts are keys of what is looked up for every message."""
-        return hash((self.layers, self.kv_heads, self.head_dim, self.block_tokens))
+    kind: KVKind = "full"
+    window: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("layers", "kv_heads", "head_dim", "block_tokens", "version"):
-            value = getattr(self, name)
-            if not 1 <= value <= MAX_OF[name]:
-                raise ConfigError(name, f"must be in [1, {MAX_OF[name]}], is {value}")
-        if self.block_tokens % _BLOCK_TOKENS_MULTIPLE:
-            raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
+        _check_range("layers", len(self.layers))
+        if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
+            raise ConfigError("layers", "must be indices in rising order")
+        _check_range("kv_heads", self.kv_heads)
+        _check_range("head_dim", self.head_dim)
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
-        if self.version != LAYOUT_VERSION:
-            raise ConfigError("version", f"only version {LAYOUT_VERSION} is known, not {self.version}")
-        self._check_sizes()
+        if self.kind not in _KINDS:
+            raise ConfigError("kind", f"must be one of {', '.join(_KINDS)}, is {self.kind!r}")
+        if self.kind == "window":
+            _check_range("window", self.window)
+        elif self.window:
+            raise ConfigError("window", f"layers of kind {self.kind!r} have none, not {self.window}")
 
-    def _check_sizes(self) -> None:
-        pieces = ("kv_heads", self.slice_bytes) if self.scale_bytes else ("head_dim", self.head_bytes)
-        sizes = ((*pieces, MAX_PIECE_BYTES, "a message"), ("kv_heads", self.slice_bytes, MAX_SLICE_BYTES, "a slice"))
-        for name, size, limit, what in (*sizes, ("layers", self.block_bytes, MAX_BLOCK_BYTES, "a block")):
-            if size > limit:
-                raise ConfigError(name, f"{what} would have {size} bytes; {limit} at most")
+    @property
+    def planes(self) -> int:
+        """Vectors of `head_dim` elements per token and head: key and value, or the latent vector alone."""
+        return 1 if self.kind == "latent" else 2
 
     @cached_property
     def element_bytes(self) -> int:
         """Bytes of one element."""
         return ELEMENT_BYTES[self.dtype]
 
-    @cached_property
-    def scale_bytes(self) -> int:
+    @property
+    def scaled(self) -> bool:
+        """Whether numbers have scales."""
+        return self.dtype in QUANTISED.values()
+
+    def scale_bytes(self, block_tokens: int) -> int:
         """Bytes of the scales behind one layer's values; 0 where KV is not quantised."""
-        return self.kv_heads * 2 * self.block_tokens * SCALE_BYTES if self.dtype in QUANTISED.values() else 0
+        return self.kv_heads * self.planes * block_tokens * SCALE_BYTES if self.scaled else 0
+
+    def value_bytes(self, block_tokens: int) -> int:
+        """Bytes of one layer's values, without their scales."""
+        return self.kv_heads * self.planes * block_tokens * self.head_dim * self.element_bytes
+
+    def slice_bytes(self, block_tokens: int) -> int:
+        """Bytes of one layer in one block."""
+        return self.value_bytes(block_tokens) + self.scale_bytes(block_tokens)
+
+
+class LayerKV(NamedTuple):
+    """KV of one layer: the fields of `KVGroup`."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    kind: KVKind = "full"
+    window: int = 0
+
+
+class LayoutDifference(NamedTuple):
+    """The first field in which two layouts differ, and what the two have there."""
+
+    field: str
+    here: object
+    there: object
+
+
+class EqualSlices(NamedTuple):
+    """Consecutive layers whose slices have the same size."""
+
+    layers: range
+    slice_bytes: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Arrangement of a block: one slice per layer, layer after layer, each of its group's shape.
+
+    Attributes:
+        block_tokens: tokens of a block.
+        groups: each layer is in one of them.
+
+    Raises:
+        ConfigError: A field is out of range; names it.
+    """
+
+    block_tokens: int
+    groups: tuple[KVGroup, ...]
+
+    @classmethod
+    def uniform(cls, layers: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: str) -> KVLayout:
+        """A layout of layers that are all alike, with full attention."""
+        _check_range("layers", layers)
+        return cls(block_tokens, (KVGroup(tuple(range(layers)), kv_heads, head_dim, dtype),))
+
+    @classmethod
+    def of_layers(cls, block_tokens: int, layers: Iterable[LayerKV]) -> KVLayout:
+        """A layout of layers in their order; those that are alike become one group."""
+        found: dict[LayerKV, list[int]] = {}
+        for index, layer in enumerate(layers):
+            found.setdefault(layer, []).append(index)
+        return cls(block_tokens, tuple(KVGroup(tuple(of), *shape) for shape, of in found.items()))
+
+    def __hash__(self) -> int:
+        """Of numbers that are there: layouts are keys of what is looked up for every message."""
+        return hash((self.block_tokens, self.layers, self.block_bytes))
+
+    def __post_init__(self) -> None:
+        _check_range("block_tokens", self.block_tokens)
+        if self.block_tokens % _BLOCK_TOKENS_MULTIPLE:
+            raise ConfigError("block_tokens", f"must be a multiple of {_BLOCK_TOKENS_MULTIPLE}, is {self.block_tokens}")
+        _check_range("layers", self.layers)
+        if sorted(itertools.chain.from_iterable(group.layers for group in self.groups)) != list(range(self.layers)):
+            raise ConfigError("groups", f"each of {self.layers} layers must be in one group")
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for group in self.groups:
+            size = group.slice_bytes(self.block_tokens)
+            undivided = ("kv_heads", size) if group.scaled else ("head_dim", size // self.head_shares)
+            for (name, nbytes), limit, what in (
+                (undivided, MAX_PIECE_BYTES, "a message"),
+                (("kv_heads", size), MAX_SLICE_BYTES, "a slice"),
+            ):
+                if nbytes > limit:
+                    raise ConfigError(name, f"{what} would have {nbytes} bytes; {limit} at most")
+        if self.block_bytes > MAX_BLOCK_BYTES:
+            raise ConfigError("layers", f"a block would have {self.block_bytes} bytes; {MAX_BLOCK_BYTES} at most")
 
     @cached_property
-    def head_bytes(self) -> int:
-        """Bytes of one head's K and V in one layer of one block, without their scales."""
-        return 2 * self.block_tokens * self.head_dim * self.element_bytes
+    def layers(self) -> int:
+        """Number of layers."""
+        return sum(len(group.layers) for group in self.groups)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers are alike, with full attention."""
+        return len(self.groups) == 1 and self.groups[0].kind == "full"
+
+    @property
+    def version(self) -> int:
+        """Version of the arrangement: layouts of version 1 are those that older programs know."""
+        return UNIFORM_VERSION if self.is_uniform else GROUPED_VERSION
+
+    @property
+    def dtype(self) -> str:
+        """Element types of the groups, each named once."""
+        return "+".join(dict.fromkeys(group.dtype for group in self.groups))
 
     @cached_property
-    def slice_bytes(self) -> int:
+    def head_shares(self) -> int:
+        """Number of equal shares into which the heads of every layer divide: a head each where layers are alike."""
+        return math.gcd(*(group.kv_heads for group in self.groups))
+
+    @cached_property
+    def scaled(self) -> bool:
+        """Whether slices have scales. Such slices travel whole, because scales lie behind all heads."""
+        return any(group.scaled for group in self.groups)
+
+    @cached_property
+    def _groups_by_layer(self) -> tuple[KVGroup, ...]:
+        by_layer = {layer: group for group in self.groups for layer in group.layers}
+        return tuple(by_layer[layer] for layer in range(self.layers))
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(group.slice_bytes(self.block_tokens) for group in self._groups_by_layer)
+
+    @cached_property
+    def _offsets(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate(self._sizes, initial=0))
+
+    def group(self, layer: int) -> KVGroup:
+        """The group of one layer."""
+        return self._groups_by_layer[layer]
+
+    def slice_bytes(self, layer: int) -> int:
         """Bytes of one layer in one block: the unit in which KV lies in the pool, travels and is stored."""
-        return self.kv_heads * self.head_bytes + self.scale_bytes
+        return self._sizes[layer]
+
+    def share_bytes(self, layer: int) -> int:
+        """Bytes of one of `head_shares` in a slice of this layer that has no scales."""
+        return self._sizes[layer] // self.head_shares
+
+    @cached_property
+    def largest_slice_bytes(self) -> int:
+        """Bytes of the largest slice."""
+        return max(self._sizes)
+
+    @property
+    def mean_slice_bytes(self) -> int:
+        """Bytes of a slice on average, rounded up."""
+        return -(-self.block_bytes // self.layers)
+
+    def layers_bytes(self, layers: range) -> int:
+        """Bytes of consecutive layers of one block."""
+        return self._offsets[layers.stop] - self._offsets[layers.start]
+
+    def place(self, layer: int, first: int = 0) -> slice:
+        """Where a layer's slice lies in bytes that begin with layer `first` of a block."""
+        begin = self._offsets[layer] - self._offsets[first]
+        return slice(begin, begin + self._sizes[layer])
+
+    def layers_in(self, first: int, nbytes: int) -> range:
+        """The layers from `first` on whose slices are `nbytes` of a block."""
+        return range(first, bisect_left(self._offsets, self._offsets[first] + nbytes))
+
+    def equal_slices(self, layers: range) -> Iterator[EqualSlices]:
+        """Some consecutive layers, divided where slices begin to have another size."""
+        begin = layers.start
+        for size, same in itertools.groupby(self._sizes[layers.start : layers.stop]):
+            end = begin + sum(1 for _ in same)
+            yield EqualSlices(range(begin, end), size)
+            begin = end
 
     @cached_property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self.layers * self.slice_bytes
+        return self._offsets[-1]
 
     @cached_property
     def token_bytes(self) -> int:
@@ -115,7 +301,7 @@ class KVLayout:
         return max(0, min(self.block_tokens, tokens - block * self.block_tokens))
 
     def check_part(self, layers: range, heads: range) -> None:
-        """Checks which part of each block a request names.
+        """Checks which part of each block a request names; `heads` in shares.
 
         Raises:
             InvalidRequest: naming `layer_end` or `head_end`: the layout has no such layers or heads, or they cannot be
@@ -123,15 +309,27 @@ class KVLayout:
         """
         if not 0 <= layers.start < layers.stop <= self.layers:
             raise InvalidRequest("layer_end", f"no such layers as {layers}; the layout has {self.layers}")
-        if not 0 <= heads.start < heads.stop <= self.kv_heads:
-            raise InvalidRequest("head_end", f"no such heads as {heads}; the layout has {self.kv_heads}")
-        if self.scale_bytes and len(heads) != self.kv_heads:
+        if not 0 <= heads.start < heads.stop <= self.head_shares:
+            raise InvalidRequest("head_end", f"no such heads as {heads}; the layout has {self.head_shares}")
+        if self.scaled and len(heads) != self.head_shares:
             raise InvalidRequest("head_end", "slices with scales travel whole")
 
     def to_proto(self) -> kv_pb2.KVLayout:
-        """The layout as it is sent."""
-        names = (*(f.name for f in fields(self)), "scale_bytes")
-        return kv_pb2.KVLayout(**{name: getattr(self, name) for name in names})
+        """The layout as it is sent. The bytes of a uniform layout are those that version 1 has."""
+        first = self.groups[0]
+        uniform = self.is_uniform
+        message = kv_pb2.KVLayout(
+            version=self.version,
+            layers=self.layers,
+            kv_heads=self.head_shares,
+            head_dim=first.head_dim,
+            block_tokens=self.block_tokens,
+            dtype=first.dtype,
+            scale_bytes=first.scale_bytes(self.block_tokens) if uniform else 0,
+        )
+        if not uniform:
+            message.groups.extend(_group_to_proto(group, self.block_tokens) for group in self.groups)
+        return message
 
     @classmethod
     def from_proto(cls, message: kv_pb2.KVLayout) -> KVLayout:
@@ -140,37 +338,65 @@ class KVLayout:
         Raises:
             Mismatch: this version cannot hold such a layout; names the field.
         """
+        version, size = message.version, message.block_tokens
+        if version not in (UNIFORM_VERSION, GROUPED_VERSION):
+            raise Mismatch("layout.version", f"{UNIFORM_VERSION} and {GROUPED_VERSION} are known, not {version}")
         try:
-            found = cls(**{f.name: getattr(message, f.name) for f in fields(cls)})
+            if version == UNIFORM_VERSION:
+                found = cls.uniform(message.layers, message.kv_heads, message.head_dim, size, message.dtype)
+            else:
+                found = cls(size, tuple(map(_group_from_proto, message.groups)))
         except ConfigError as error:
             raise Mismatch(f"layout.{error.field}", error.message) from error
-        if message.scale_bytes != found.scale_bytes:
-            raise Mismatch(
-                "layout.scale_bytes", f"{found.dtype} has {found.scale_bytes} bytes here, not {message.scale_bytes}"
-            )
+        expected = found.to_proto()
+        for field in ("version", "layers", "scale_bytes"):
+            here, there = getattr(expected, field), getattr(message, field)
+            if here != there:
+                raise Mismatch(f"layout.{field}", f"such a layout has {here} here, not {there}")
+        if len(expected.groups) != len(message.groups):
+            raise Mismatch("layout.groups", f"version {version} has none")
+        for here, there in zip(expected.groups, message.groups, strict=True):
+            if (here.planes, here.scale_bytes) != (there.planes, there.scale_bytes):
+                raise Mismatch(
+                    "layout.groups",
+                    f"{here.kind} layers in {here.dtype} have {here.planes} planes and {here.scale_bytes} bytes of "
+                    f"scales here, not {there.planes} and {there.scale_bytes}",
+                )
         return found
 
-    def difference(self, other: KVLayout) -> str | None:
-        """Name of the first field in which the two differ, or None when KV may be exchanged."""
-        for field in fields(self):
-            if getattr(self, field.name) != getattr(other, field.name):
-                return field.name
-        return None
+    def difference(self, other: KVLayout) -> LayoutDifference | None:
+        """The first field in which the two differ, or None when KV may be exchanged."""
+        if self == other:
+            return None
+        for name in ("version", "layers", "block_tokens"):
+            if getattr(self, name) != getattr(other, name):
+                return LayoutDifference(name, getattr(self, name), getattr(other, name))
+        if len(self.groups) != len(other.groups):
+            return LayoutDifference("groups", len(self.groups), len(other.groups))
+        for number, (here, there) in enumerate(zip(self.groups, other.groups, strict=True)):
+            for field in fields(KVGroup):
+                if getattr(here, field.name) != getattr(there, field.name):
+                    name = field.name if self.is_uniform else f"groups[{number}].{field.name}"
+                    return LayoutDifference(name, getattr(here, field.name), getattr(there, field.name))
+        raise AssertionError("unequal layouts differ in a field")
 
-    def zero_invalid(self, slice_: memoryview, valid_tokens: int) -> None:
-        """Zeroes the token slots from `valid_tokens` on in one writable layer slice (they may be another request's).
+    def zero_invalid(self, layer: int, data: memoryview, valid_tokens: int) -> None:
+        """Zeroes the token slots from `valid_tokens` on in one writable slice (they may be another request's).
 
         Args:
-            slice_: Exactly `slice_bytes` bytes.
+            layer: of the slice.
+            data: The slice, or some shares of the heads of one without scales.
             valid_tokens: In `[0, block_tokens]`.
         """
-        assert slice_.nbytes == self.slice_bytes, "not a whole layer slice"
+        group = self.group(layer)
+        whole = data.nbytes == self.slice_bytes(layer)
+        assert whole or not (group.scaled or data.nbytes % self.share_bytes(layer)), "neither a slice nor some heads"
         assert 0 <= valid_tokens <= self.block_tokens, "valid_tokens out of range"
         if valid_tokens == self.block_tokens:
             return
-        values = self.kv_heads * self.head_bytes
-        self._zero_planes(slice_[:values], self.head_dim * self.element_bytes, valid_tokens)
-        self._zero_planes(slice_[values:], SCALE_BYTES, valid_tokens)
+        values = group.value_bytes(self.block_tokens)
+        self._zero_planes(data[:values], group.head_dim * group.element_bytes, valid_tokens)
+        self._zero_planes(data[values:], SCALE_BYTES, valid_tokens)
 
     def _zero_planes(self, planes: memoryview, token: int, valid_tokens: int) -> None:
         """Zeroes slots of `token` bytes from `valid_tokens` on in each plane of `block_tokens` slots."""
@@ -178,3 +404,31 @@ class KVLayout:
         zeros = bytes(plane - begin)
         for start in range(0, planes.nbytes, plane):
             planes[start + begin : start + plane] = zeros
+
+
+_PROTO_KINDS: dict[KVKind, kv_pb2.KVKind.ValueType] = {
+    "full": kv_pb2.KV_KIND_FULL,
+    "window": kv_pb2.KV_KIND_WINDOW,
+    "latent": kv_pb2.KV_KIND_LATENT,
+}
+_KINDS_BY_PROTO = {value: name for name, value in _PROTO_KINDS.items()}
+
+
+def _group_to_proto(group: KVGroup, block_tokens: int) -> kv_pb2.KVGroup:
+    return kv_pb2.KVGroup(
+        layers=group.layers,
+        kv_heads=group.kv_heads,
+        planes=group.planes,
+        head_dim=group.head_dim,
+        dtype=group.dtype,
+        scale_bytes=group.scale_bytes(block_tokens),
+        kind=_PROTO_KINDS[group.kind],
+        window=group.window,
+    )
+
+
+def _group_from_proto(message: kv_pb2.KVGroup) -> KVGroup:
+    kind = _KINDS_BY_PROTO.get(message.kind)
+    if kind is None:
+        raise ConfigError("groups", f"layers of kind {message.kind} are not known here")
+    return KVGroup(tuple(message.layers), message.kv_heads, message.head_dim, message.dtype, kind, message.window)

@@ -86,7 +86,7 @@ F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
 
 @dataclass(slots=True)
 class PoolPart:
-    """The share of one stage: `[layer_end - layer_begin, blocks, slice_bytes]`, mapped shared from a file descriptor.
+    """The share of one stage, mapped shared from a file descriptor: layer after layer, of each all blocks' slices.
 
     Behind these `nbytes` lie numbers of 8 bytes: the slices' hashes, `[layer_end - layer_begin, blocks]`, `written`,
     alike, and `landed`. A slice lands when it has come from elsewhere. `map` supports the buffer protocol. The part
@@ -110,9 +110,16 @@ class PoolPart:
     hashes: memoryview = field(repr=False)
     written: memoryview = field(repr=False)
     landed: memoryview = field(repr=False)
-    slice_bytes: int
     on_landed: Callable[[], None] | None = None
     _landing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _places: list[tuple[int, int]] = field(init=False, repr=False)  # of each layer: first byte, bytes of a slice
+
+    def __post_init__(self) -> None:
+        layout, first = self.layout, self.layer_begin
+        self._places = [
+            (layout.place(layer, first).start * self.blocks, layout.slice_bytes(layer))
+            for layer in range(first, self.layer_end)
+        ]
 
     @classmethod
     def attach(cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int) -> PoolPart:
@@ -122,23 +129,23 @@ class PoolPart:
             ConfigError: The descriptor's memory is not what the arguments say.
         """
         slices = (layer_end - layer_begin) * blocks
-        needed, size = _mapped_bytes(layout, layer_end - layer_begin, blocks), os.fstat(fd).st_size
+        needed, size = _mapped_bytes(layout, range(layer_begin, layer_end), blocks), os.fstat(fd).st_size
         if size != needed or slices <= 0:
             raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {needed} bytes, the pool has {size}")
         mapped = mmap.mmap(fd, needed, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        view, nbytes = memoryview(mapped), slices * layout.slice_bytes
+        view, nbytes = memoryview(mapped), blocks * layout.layers_bytes(range(layer_begin, layer_end))
         numbers = view[-(-nbytes // _NUMBER_BYTES) * _NUMBER_BYTES :]
         written, landed = (slices * _NUMBER_BYTES * times for times in (1, 2))
         hashes = numbers[:written].cast("Q")
         views = view[:nbytes], hashes, numbers[written:landed].cast("q"), numbers[landed:].cast("q")
-        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views, layout.slice_bytes)
+        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views)
 
     def slice(self, layer: int, block: int) -> memoryview:
         """The writable bytes of one layer (index in the model) of one block."""
         assert self.layer_begin <= layer < self.layer_end, "no such layer in this part"
         assert 0 <= block < self.blocks, "no such block"
-        size = self.slice_bytes
-        start = ((layer - self.layer_begin) * self.blocks + block) * size
+        start, size = self._places[layer - self.layer_begin]
+        start += block * size
         return self.view[start : start + size]
 
     def populate(self) -> None:
@@ -180,7 +187,7 @@ class PoolPart:
         data = self.slice(layer, block)
         if valid_tokens < self.layout.block_tokens:
             data = memoryview(bytearray(data))
-            self.layout.zero_invalid(data, valid_tokens)
+            self.layout.zero_invalid(layer, data, valid_tokens)
         self.set_hash(layer, block, slice_hash(data))
 
     def copy(self, source: int, block: int) -> None:
@@ -239,7 +246,7 @@ class KVPool:
             _check_room(layout, blocks, available or available_bytes)
             _check_ranges(layout, layer_ranges)
             for fd, (begin, end) in zip(fds, layer_ranges, strict=True):
-                os.truncate(fd, _mapped_bytes(layout, end - begin, blocks))
+                os.truncate(fd, _mapped_bytes(layout, range(begin, end), blocks))
                 parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
         except BaseException:
             for part in parts:
@@ -318,10 +325,10 @@ class PoolTarget:
             self._pool.write(layer, self._blocks[index], data, value)
 
 
-def _mapped_bytes(layout: KVLayout, layers: int, blocks: int) -> int:
+def _mapped_bytes(layout: KVLayout, layers: range, blocks: int) -> int:
     """Memory of a part: slices, and their numbers, which are aligned to their size."""
-    slices = layers * blocks
-    return (-(-slices * layout.slice_bytes // _NUMBER_BYTES) + 2 * slices + layers + 2) * _NUMBER_BYTES
+    slices, values = len(layers) * blocks, blocks * layout.layers_bytes(layers)
+    return (-(-values // _NUMBER_BYTES) + 2 * slices + len(layers) + 2) * _NUMBER_BYTES
 
 
 def _check_room(layout: KVLayout, blocks: int, available: Callable[[], int | None]) -> None:

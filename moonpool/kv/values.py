@@ -110,7 +110,7 @@ def _layout(room: int, dtype: str) -> KVLayout:
     layers = 1
     while room // layers > _SLICE_BYTES:
         layers *= 2
-    return KVLayout(layers, 1, room // layers // _UNIT, 16, dtype)
+    return KVLayout.uniform(layers, 1, room // layers // _UNIT, 16, dtype)
 
 
 def _hash(context: bytes, data: bytes) -> bytes:
@@ -132,8 +132,8 @@ class ValueSource:
 
     def slice(self, layer: int) -> memoryview:
         """The bytes of one layer; where they are the value's own they are not copied."""
-        size = self.layout.slice_bytes
-        own = self._data[layer * size : (layer + 1) * size]
+        size = self.layout.slice_bytes(layer)
+        own = self._data[self.layout.place(layer)]
         if own.nbytes == size:
             return own
         filled = bytearray(size)
@@ -158,7 +158,7 @@ class ValueTarget:
     def place(self, layer: int) -> memoryview | None:
         """Memory where a slice may land before `take`; None if the slice does not fit."""
         room = self._room(layer)
-        if room.nbytes < self._layout.slice_bytes:
+        if room.nbytes < self._layout.slice_bytes(layer):
             return None
         self._places[layer] = room
         return room
@@ -175,8 +175,7 @@ class ValueTarget:
         if self._memory is None:
             self._own = new_bytearray(self._layout.block_bytes)
             self._memory = memoryview(self._own)
-        size = self._layout.slice_bytes
-        return self._memory[layer * size : (layer + 1) * size]
+        return self._memory[self._layout.place(layer)]
 
     def length(self) -> int | None:
         """Bytes of the value, once all slices have come; None when the block is no value."""

@@ -98,14 +98,16 @@ class BlockingReader:
         found = self._shapes.get(blocks)
         if found is None:
             layout = self._layout
-            found = frame_shape(range(layout.layers), blocks, range(layout.kv_heads), layout.block_tokens)
+            found = frame_shape(range(layout.layers), blocks, range(layout.head_shares), layout.block_tokens)
             self._shapes = {**self._shapes, blocks: found} if len(self._shapes) < MAX_SHAPES else {blocks: found}
         return found
 
     def _targets(self, shape: FrameShape, into: Into) -> list[memoryview]:
         """Memory for the slices: that of `into`, or new memory."""
-        targets = [into(*cell) for cell in shape.cells]
-        return [new_bytes(self._layout.slice_bytes) if target is None else target for target in targets]
+        return [
+            new_bytes(self._layout.slice_bytes(layer)) if (target := into(layer, block)) is None else target
+            for layer, block in shape.cells
+        ]
 
     def _land(
         self, message: OneShotMessage, follow: int, all_targets: list[memoryview], bindings: Sequence[int], first: int
@@ -113,7 +115,7 @@ class BlockingReader:
         """Takes one part of the answer, from slice `first` on; returns the hashes of its slices."""
         end = first + len(message.numbers)
         targets = all_targets[first:end]
-        nbytes = len(targets) * self._layout.slice_bytes
+        nbytes = sum([target.nbytes for target in targets])
         is_some = len(targets) == end - first and bool(targets) == bool(all_targets)
         if message.kind != FOUND or message.first != first or not is_some:
             raise FrameError(f"a part of {len(message.numbers)} slices from {message.first} is not the next one")
@@ -191,11 +193,11 @@ class BlockingWriter:
     def _ask(self, blocks: BlocksToPut, about: bytes) -> int:
         """Sends blocks; returns the number of the answer."""
         layout, keys, count = self._layout, blocks.keys, len(blocks.keys)
-        shape = frame_shape(range(layout.layers), count, range(layout.kv_heads), layout.block_tokens)
+        shape = frame_shape(range(layout.layers), count, range(layout.head_shares), layout.block_tokens)
         bindings, packed = shape.bindings(keys), pack_keys((*keys, *blocks.parents))
         if self._staging is None:
             slices = itertools.starmap(blocks.read, shape.cells)
-            follow = len(bindings) * (layout.slice_bytes + HASH_BYTES)
+            follow = count * layout.block_bytes + len(bindings) * HASH_BYTES
             return self.connection.ask(
                 PUT, count, packed, rest=about, payload=_hashed_meanwhile(slices, bindings), follow=follow
             )

@@ -84,7 +84,7 @@ class PrefixRead:
         self._heads = plan.heads
         self._on_slice = plan.on_slice
         self._on_layer = plan.on_layer
-        self._into = plan.into if len(plan.heads) == layout.kv_heads else None
+        self._into = plan.into if len(plan.heads) == layout.head_shares else None
         self._offload = offload
         self._quiet = asyncio.Event()  # no thread writes to the reader's memory
         self._quiet.set()
@@ -114,8 +114,8 @@ class PrefixRead:
     def expect(self) -> None:
         """Prepares for a small read in one frame; call this after the request is sent."""
         layout, blocks = self._layout, len(self._keys)
-        slices = blocks * len(self._layers)
-        if self._into is not None and slices <= MAX_FRAME_SLICES and slices * layout.slice_bytes <= FRAME_BYTES:
+        slices, nbytes = blocks * len(self._layers), blocks * layout.layers_bytes(self._layers)
+        if self._into is not None and slices <= MAX_FRAME_SLICES and nbytes <= FRAME_BYTES:
             self._expected_all = self._targets(
                 frame_shape(self._layers, blocks, self._heads, layout.block_tokens), self._into
             )
@@ -129,7 +129,7 @@ class PrefixRead:
     def _all(self, opened: kv_pb2.ReadOpened, nbytes: int) -> ReceiveBuffer | None:
         """The memory for the whole read; None if the frame is not the whole read in the usual order."""
         into, blocks, layout = self._into, opened.blocks, self._layout
-        if nbytes != blocks * len(self._layers) * layout.slice_bytes or self._received is not None or into is None:
+        if nbytes != blocks * layout.layers_bytes(self._layers) or self._received is not None or into is None:
             return None
         shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
         if shape is None:
@@ -409,7 +409,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             StreamBroken: the stream has ended, or the source cannot be reached.
             Mismatch: the source does not take this KV.
         """
-        heads = range(self._layout.kv_heads) if heads is None else heads
+        heads = range(self._layout.head_shares) if heads is None else heads
         if not keys or not layers or not heads:
             return 0
         self._check_heads(heads)
@@ -427,10 +427,10 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
 
     def _check_heads(self, heads: range) -> None:
         """Checks heads here: the source would end the stream, and with the stream all other reads."""
-        whole = range(self._layout.kv_heads)
+        whole = range(self._layout.head_shares)
         if heads.step != 1 or heads.start not in whole or heads.stop > whole.stop:
-            raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.kv_heads}")
-        if self._layout.scale_bytes and heads != whole:
+            raise InvalidRequest("heads", f"{heads} are not among the layout's {self._layout.head_shares}")
+        if self._layout.scaled and heads != whole:
             raise InvalidRequest("heads", "slices with scales travel whole")
 
     async def _read(self, number: int, read: PrefixRead, plan: ReadPlan) -> None:

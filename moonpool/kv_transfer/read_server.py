@@ -41,8 +41,8 @@ def check_hello(
     theirs = KVLayout.from_proto(hello.layout)
     if len(hello.namespace) != KEY_BYTES:
         raise Mismatch("namespace", f"must have {KEY_BYTES} bytes, has {len(hello.namespace)}")
-    if layout is not None and (field := layout.difference(theirs)) is not None:
-        raise Mismatch(f"layout.{field}", f"here {getattr(layout, field)!r}, there {getattr(theirs, field)!r}")
+    if layout is not None and (found := layout.difference(theirs)) is not None:
+        raise Mismatch(f"layout.{found.field}", f"here {found.here!r}, there {found.there!r}")
     if namespace is not None and namespace != hello.namespace:
         raise Mismatch("namespace", f"here {namespace.hex()[:16]}, there {hello.namespace.hex()[:16]}")
     return theirs

@@ -183,7 +183,7 @@ class InboundTransfer:
         self._written = False
         self._trusted = True
         self._when_quiet: Callable[[], None] | None = None
-        self._ledger = SliceBitmap(range(layout.layers), num_blocks, range(layout.kv_heads), held_blocks)
+        self._ledger = SliceBitmap(range(layout.layers), num_blocks, range(layout.head_shares), held_blocks)
 
     @property
     def done(self) -> bool:

@@ -162,7 +162,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
                 layer_begin=0,
                 layer_end=self._layout.layers,
                 head_begin=0,
-                head_end=self._layout.kv_heads,
+                head_end=self._layout.head_shares,
                 tenant=tenant,
                 forgotten=forgotten,
             )
@@ -205,7 +205,7 @@ class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse])
             session.post(kvstore_pb2.PutRequest(open=opening))
             return None
         layout = self._layout
-        shape = frame_shape(range(layout.layers), len(keys), range(layout.kv_heads), layout.block_tokens)
+        shape = frame_shape(range(layout.layers), len(keys), range(layout.head_shares), layout.block_tokens)
         slices = [read(layer, index) for layer, index in shape.cells]
         hashes = bind_all([value for _, value in slices], shape.bindings(keys))
         header, pieces = frame_to_send((shape.header(opening.session, 0, hashes), [data for data, _ in slices]))
@@ -233,7 +233,7 @@ def missing_slices(
 
     A block that is no longer in `missing` is left out from then on, because another writer has finished the block.
     """
-    group = max(1, frame_bytes // layout.slice_bytes)
+    group = max(1, frame_bytes // layout.largest_slice_bytes)
     wanted = sorted(missing)
     bindings = key_bindings(keys)
     for start in range(0, len(wanted), group):

@@ -19,6 +19,12 @@ from torch import Tensor
 from kernels.plan import AttentionPlan
 from moonpool.errors import InvalidRequest
 
+LayersKV = Tensor | Sequence[Tensor]
+"""KV of a stage, by layer [blocks, kv_heads, planes, block_tokens, head_dim]: one tensor of layers that are alike, else
+a tensor for each."""
+LayersScales = Tensor | Sequence[Tensor | None]
+"""Of quantised KV, alike, by layer [blocks, kv_heads, planes, block_tokens] float32."""
+
 
 @dataclass(slots=True)
 class PackedBatch:

@@ -15,7 +15,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kernels import choice, ops
 from kernels.arranged_weights import ArrangedWeight
@@ -24,7 +23,7 @@ from kernels.int8_head import Int8Head
 from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families.spec import AttentionSpec
-from moonpool.models.batch import PackedBatch
+from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.models.layers import Linear, Norm, RopeTable
 from moonpool.models.native_step import (
     NativeRun,
@@ -157,29 +156,30 @@ class StageModel:
         self,
         hidden: Tensor,
         batch: PackedBatch,
-        kv: Tensor,
+        kv: LayersKV,
         first: int,
         last: int,
         *,
-        scales: Tensor | None = None,
+        scales: LayersScales | None = None,
         last_rows: Sequence[int] | None = None,
         signals: StepSignals | None = None,
         progress: Progress | None = None,
     ) -> tuple[int, Tensor]:
         """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
 
-        Writes the batch's keys and values into `kv`, the stage's pool
-        [layers, blocks, kv_heads, 2, block_tokens, head_dim], and attends to what is there: of quantised KV, whose
-        `scales` are [layers, blocks, kv_heads, 2, block_tokens] float32, to what the stored values stand for, also of
-        the batch's own tokens. So it makes no difference which of them were there before. `hidden` may be
-        overwritten. `last_rows`: number of each sequence's last rows that are needed of layer `last` - 1. The other
-        rows stay undefined; their keys and values are written all the same. Another thread may follow the layers by
-        `progress`, made by `self.progress`; several calls may belong to one step.
+        Writes the batch's keys and values into `kv`, the stage's pool, and attends to what is there: of quantised KV,
+        which has `scales`, to what the stored values stand for, also of the batch's own tokens. So it makes no
+        difference which of them were there before. `hidden` may be overwritten. `last_rows`: number of each sequence's
+        last rows that are needed of layer `last` - 1. The other rows stay undefined; their keys and values are written
+        all the same. Another thread may follow the layers by `progress`, made by `self.progress`; several calls may
+        belong to one step.
 
         Returns:
             The layer that it came to, `last` unless `signals` stopped it before, and the hidden states there.
         """
         if self._native is not None:
+            assert isinstance(kv, Tensor), "native layers are alike"
+            assert scales is None or isinstance(scales, Tensor)
             assert self.dtype == hidden.dtype
             assert scales is not None or kv.dtype == self.dtype
             assert hidden.is_contiguous()
@@ -222,11 +222,11 @@ class StageModel:
     def native_run(
         self,
         batch: PackedBatch,
-        kv: Tensor,
+        kv: LayersKV,
         steps: int,
         chosen: int,
         *,
-        scales: Tensor | None = None,
+        scales: LayersScales | None = None,
         out: Tensor | None = None,
         signals: StepSignals | None = None,
     ) -> NativeRun | None:
@@ -243,6 +243,8 @@ class StageModel:
         """
         if self._native is None or not (self.is_first and self.is_last) or self._factors:
             return None
+        assert isinstance(kv, Tensor), "native layers are alike"
+        assert scales is None or isinstance(scales, Tensor)
         assert self.final_norm is not None
         assert self.final_norm.weight is not None
         assert self.head is not None
@@ -259,7 +261,7 @@ class StageModel:
         return make_native_run(self._native, batch, parts, kv.shape[1], steps, chosen, out)
 
     def forward(
-        self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: Tensor, *, scales: Tensor | None = None
+        self, hidden_or_tokens: Tensor, batch: PackedBatch, kv: LayersKV, *, scales: LayersScales | None = None
     ) -> Tensor:
         """Run all layers of this stage, `kv` and `scales` as for `run`. Embeds on the first stage."""
         hidden = self.embed(hidden_or_tokens, batch.positions) if self.is_first else hidden_or_tokens
@@ -272,7 +274,7 @@ class StageModel:
         return decoder.embedding_factor != 1.0 or decoder.logits_factor != 1.0 or decoder.logits_soft_cap is not None
 
     def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None) -> Tensor:
-        """Run layer `index` in torch; `kv` [blocks, kv_heads, 2, block_tokens, head_dim] is its own part."""
+        """Run layer `index` in torch; `kv` [blocks, kv_heads, planes, block_tokens, head_dim] is its own part."""
         weights = self.layers[index - self.layer_begin]
         spec = weights.spec
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
@@ -343,8 +345,8 @@ class StageModel:
         absorbed = _by_head(q[..., : latent.key_width], weights.to_latent)
         q = torch.cat((absorbed, turned[:, :-1]), dim=-1)
         key = torch.cat((vector, turned[:, -1:]), dim=-1)
-        value = functional.pad(vector, (0, latent.rope_width))
-        attended = self._attended(spec, q, (key, value), batch, kv, scales)[..., : latent.kv_rank]
+        # A value is the key's first elements; of the others nothing is used.
+        attended = self._attended(spec, q, (key, None), batch, kv, scales)[..., : latent.kv_rank]
         return weights.output(_by_head(attended, weights.from_latent).flatten(1), deterministic=exact)
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
@@ -364,14 +366,14 @@ class StageModel:
         self,
         spec: AttentionSpec,
         q: Tensor,
-        stored: tuple[Tensor, Tensor],
+        stored: tuple[Tensor, Tensor | None],
         batch: PackedBatch,
         kv: Tensor,
         scales: Tensor | None,
         *,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Store keys and values, and attend: [T, heads, head_dim]."""
+        """Store keys and values, or latent vectors alone, and attend: [T, heads, head_dim]."""
         if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
             q = q * factors
         plan = self._plan(batch, kv, spec)

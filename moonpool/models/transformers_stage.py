@@ -19,7 +19,7 @@ from kernels.attention import AttentionKind, make_plan, paged_attention, write_k
 from kernels.choice import prepare
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.models.batch import PackedBatch
+from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.models.native_step import NativeRun, Progress, StepSignals
 from moonpool.models.stage import StageModel, in_inference_mode
 
@@ -58,7 +58,7 @@ class TransformersStage(StageModel):
         self._model, self._body = model, getattr(model, model.base_model_prefix)
         self._given = _Given()
         self._batch: PackedBatch | None = None
-        self._kv: tuple[Tensor, Tensor | None] | None = None
+        self._kv: tuple[LayersKV, LayersScales | None] | None = None
         self._seen: set[int] = set()
         self._windows: set[int | None] = set()
         # Of this stage alone: transformers keeps attention functions by name, for the whole process.
@@ -90,11 +90,11 @@ class TransformersStage(StageModel):
         self,
         hidden: Tensor,
         batch: PackedBatch,
-        kv: Tensor,
+        kv: LayersKV,
         first: int,
         last: int,
         *,
-        scales: Tensor | None = None,
+        scales: LayersScales | None = None,
         last_rows: Sequence[int] | None = None,
         signals: StepSignals | None = None,
         progress: Progress | None = None,
@@ -146,9 +146,8 @@ class TransformersStage(StageModel):
         assert self._kv is not None
         layer = getattr(module, "layer_idx", None)
         kv, scales = self._kv
-        wanted = (self.config.num_kv_heads, self.config.head_dim)
         for part in (key, value):
-            if not isinstance(layer, int) or (part.shape[1], part.shape[3]) != wanted:
+            if not isinstance(layer, int) or (part.shape[1], part.shape[3]) != (kv[layer].shape[1], kv[layer].shape[4]):
                 raise UnsupportedModel(
                     "architectures", f"{self.config.architecture} has KV of {part.shape[1]} heads of {part.shape[3]}"
                 )

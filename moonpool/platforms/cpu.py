@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.kv.pool import PoolPart
 from moonpool.platforms.base import DeviceEvent
-from moonpool.platforms.kv_memory import OnDone, pool_slices, typed_kv
+from moonpool.platforms.kv_memory import OnDone, StageSlices, pool_bytes
 from moonpool.scheduling.steps import Step, finished_blocks
 
 
@@ -36,7 +36,8 @@ class CpuKVMemory:
     """See `KVMemory`. Steps compute in the pool itself, and everything is done at once."""
 
     def __init__(self, part: PoolPart) -> None:
-        self.kv, self.scales = typed_kv(pool_slices(part), part.layout)
+        self.kv, self.scales = StageSlices.of_pool(part, pool_bytes(part)).typed()
+        self.blocks, self.block_tokens = part.blocks, part.layout.block_tokens
         self.host_bytes = part.nbytes
         self._part = part
         self._finished: Sequence[tuple[int, int]] = ()

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from kernels import kv_quantization
 from kernels.attention import copy_blocks
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import KVGroup, KVLayout
 from moonpool.kv.pool import NO_DEVICE, TELL_DEVICE, PoolPart
+from moonpool.models.batch import LayersKV, LayersScales
 from moonpool.models.loader import torch_dtype
 from moonpool.platforms.base import Device, DeviceEvent
 from moonpool.scheduling.steps import SequenceStep, Step, finished_blocks
@@ -104,10 +105,12 @@ class KVMemory(Protocol):
     into the pool with their hashes.
     """
 
-    kv: Tensor
-    """[layers of the stage, blocks, kv_heads, 2, block_tokens, head_dim]; belongs to the compute stream."""
-    scales: Tensor | None
-    """Of quantised KV, [layers, blocks, kv_heads, 2, block_tokens] float32; belongs to the compute stream."""
+    kv: LayersKV
+    """Of each layer of the stage [blocks, kv_heads, planes, block_tokens, head_dim]; belongs to the compute stream."""
+    scales: LayersScales | None
+    """Of quantised KV, of each layer [blocks, kv_heads, planes, block_tokens] float32; of the compute stream."""
+    blocks: int
+    block_tokens: int
     host_bytes: int
     """Host memory of KV, with the pool."""
 
@@ -142,20 +145,65 @@ class KVMemory(Protocol):
         """End the threads of this memory. Nothing is brought any more."""
 
 
-def pool_slices(part: PoolPart) -> Tensor:
-    """A stage's pool as bytes, uint8 [layers, blocks, slice_bytes], over the same memory."""
-    layers = part.layer_end - part.layer_begin
-    flat = torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes)
-    return flat.view(layers, part.blocks, part.slice_bytes)
+def pool_bytes(part: PoolPart) -> Tensor:
+    """A stage's pool as bytes, uint8 [nbytes], over the same memory."""
+    return torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes)
 
 
-def typed_kv(slices: Tensor, layout: KVLayout) -> tuple[Tensor, Tensor | None]:
-    """(`KVMemory.kv`, `KVMemory.scales`) over the memory of uint8 [layers, blocks, slice_bytes]."""
-    shape = (layout.kv_heads, 2, layout.block_tokens, layout.head_dim)
-    if layout.dtype not in kv_quantization.DTYPES:
-        return slices.view(torch_dtype(layout.dtype)).view(*slices.shape[:2], *shape), None
-    sizes = {"kv_heads": layout.kv_heads, "block_tokens": layout.block_tokens, "head_dim": layout.head_dim}
-    return kv_quantization.views(slices, kv_quantization.DTYPES[layout.dtype], **sizes)
+class StageSlices:
+    """All slices of a stage in one memory, numbered row * blocks + block.
+
+    Attributes:
+        flat: the memory, uint8 [nbytes].
+        parts: uint8 [rows, blocks, slice_bytes]: consecutive rows whose slices have the same size.
+    """
+
+    def __init__(self, flat: Tensor, layout: KVLayout, layers: range, blocks: int) -> None:
+        self.flat = flat
+        self._layout, self._layers = layout, layers
+        self.parts: list[Tensor] = []
+        for same, size in layout.equal_slices(layers):
+            begin = blocks * layout.place(same.start, layers.start).start
+            part = flat[begin : begin + len(same) * blocks * size]
+            self.parts.append(part.view(len(same), blocks, size))
+
+    @classmethod
+    def of_pool(cls, part: PoolPart, flat: Tensor) -> "StageSlices":
+        """The slices of a stage's pool, or of a device's copy of the pool."""
+        return cls(flat, part.layout, range(part.layer_begin, part.layer_end), part.blocks)
+
+    def typed(self) -> tuple[LayersKV, LayersScales | None]:
+        """(`KVMemory.kv`, `KVMemory.scales`) over the same memory."""
+        views = [
+            _typed(rows, self._layout.group(layer), self._layout.block_tokens)
+            for layer, rows in zip(self._layers, (row for part in self.parts for row in part), strict=True)
+        ]
+        kv, scales = [view for view, _ in views], [view for _, view in views]
+        if len(self.parts) == 1 and len({(view.shape, view.dtype) for view in kv}) == 1:
+            return _typed(self.parts[0], self._layout.group(self._layers.start), self._layout.block_tokens)
+        return kv, None if all(view is None for view in scales) else scales
+
+    def copy(self, device: Device, source: "StageSlices", slices: Tensor) -> None:
+        """Copy slices, by rising numbers, from another memory: `Device.copy_slices`."""
+        if len(self.parts) == 1:
+            device.copy_slices(self.parts[0].flatten(0, 1), source.parts[0].flatten(0, 1), slices)
+            return
+        first = 0
+        for target, its in zip(self.parts, source.parts, strict=True):
+            end = first + target.shape[0] * target.shape[1]
+            chosen = slices[(slices >= first) & (slices < end)]
+            if len(chosen):
+                device.copy_slices(target.flatten(0, 1), its.flatten(0, 1), chosen - first)
+            first = end
+
+
+def _typed(slices: Tensor, group: KVGroup, block_tokens: int) -> tuple[Tensor, Tensor | None]:
+    """Values, and scales of quantised KV, over uint8 [..., blocks, slice_bytes]."""
+    if not group.scaled:
+        shape = (group.kv_heads, group.planes, block_tokens, group.head_dim)
+        return slices.view(torch_dtype(group.dtype)).view(*slices.shape[:-1], *shape), None
+    sizes = {"kv_heads": group.kv_heads, "block_tokens": block_tokens, "head_dim": group.head_dim}
+    return kv_quantization.views(slices, kv_quantization.DTYPES[group.dtype], planes=group.planes, **sizes)
 
 
 _BATCH_BYTES = 16 << 20
@@ -184,8 +232,8 @@ class KVLoads:
     Args:
         part: the host's pool.
         device: copies with its `load_stream`.
-        source: the host's slices, registered, uint8 [layers * blocks, slice_bytes].
-        target: the device's, alike.
+        source: the host's slices, registered.
+        target: the device's.
         batch_slices: most slices of a batch.
         on_landed: is told of blocks that landed before they are brought; called under a lock.
         on_failure: called once, from the loading thread, with an error.
@@ -195,15 +243,15 @@ class KVLoads:
         self,
         part: PoolPart,
         device: Device,
-        source: Tensor,
-        target: Tensor,
+        source: StageSlices,
+        target: StageSlices,
         batch_slices: int,
         on_landed: Callable[[Iterable[int]], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         layers = part.layer_end - part.layer_begin
         self._part, self._stream, self._on_landed = part, device.load_stream, on_landed
-        self._copy, self._batch_slices = partial(device.copy_slices, target, source), batch_slices
+        self._copy, self._batch_slices = partial(target.copy, device, source), batch_slices
         self._written = torch.frombuffer(part.written, dtype=torch.int64).view(layers, part.blocks)
         self._brought = torch.zeros_like(self._written)
         self._landed, self._by_row = 0, [0] * layers
@@ -320,17 +368,17 @@ class TieredKVMemory:
         batch_slices: int = 0,
         beside: int = 0,
     ) -> None:
-        host_pool = pool_slices(part)
-        self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.slice_bytes)
-        device_pool = device.memory(tuple(host_pool.shape), beside)  # [layers, blocks, slice_bytes]
-        self.kv, self.scales = typed_kv(device_pool, part.layout)
+        host = StageSlices.of_pool(part, pool_bytes(part))
+        self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.layout.largest_slice_bytes)
+        its = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
+        self.kv, self.scales = its.typed()
+        self.blocks, self.block_tokens = part.blocks, part.layout.block_tokens
         part.populate()
-        device.register(host_pool)
-        host_slices, device_slices = host_pool.flatten(0, 1), device_pool.flatten(0, 1)
-        self._copy_home = partial(device.copy_slices, host_slices, device_slices)
-        self._device_pool = device_pool
+        device.register(host.flat)
+        self._copy_home = partial(host.copy, device, its)
+        self._device_slices = its
         self._part, self._device, self._size = part, device, part.layout.block_tokens
-        own = device_pool.nbytes if device_pool.device.type == "cpu" else 0
+        own = part.nbytes if its.flat.device.type == "cpu" else 0
         self.host_bytes = part.nbytes + own
         self._callbacks = callbacks
         self._unstored: set[int] = set()
@@ -341,7 +389,7 @@ class TieredKVMemory:
         self._finished: list[tuple[int, int]] = []
         self._leaving: list[int] = []  # layers whose finished blocks are not stored yet
         newer, on_failure = self._unstored.difference_update, callbacks.on_failure
-        self._loads = KVLoads(part, device, host_slices, device_slices, self._batch_slices, newer, on_failure)
+        self._loads = KVLoads(part, device, host, its, self._batch_slices, newer, on_failure)
 
     def begin(self, step: Step) -> None:
         """See `KVMemory.begin`."""
@@ -426,10 +474,11 @@ class TieredKVMemory:
         if not copies:
             return
         if self._awaited is not None:
-            for row in range(len(self._device_pool)):
+            for row in range(self._part.layer_end - self._part.layer_begin):
                 self._await(row)
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
-        self._device.compute.run(partial(_copy_blocks, self._device_pool, sources, targets))
+        for part in self._device_slices.parts:
+            self._device.compute.run(partial(_copy_blocks, part, sources, targets))
 
     def _store(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Store blocks, rising, of the layers that leave, as one batch, with a hash if they have valid tokens."""

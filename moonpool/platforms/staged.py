@@ -99,7 +99,7 @@ class StagedDevice:
         self._eager: StagedStream | None = None
         self._failed: BaseException | None = None
         self._closed = False
-        self._registered = set[int]()
+        self._registered = list[range]()  # addresses
         self._in_thread = threading.local()
         self.enter_thread()
         self.compute, self.load_stream, self.store_stream = (
@@ -128,11 +128,12 @@ class StagedDevice:
 
     def register(self, memory: Tensor) -> None:
         """See `Device.register`."""
-        self._registered.add(memory.data_ptr())
+        self._registered.append(range(memory.data_ptr(), memory.data_ptr() + memory.nbytes))
 
     def copy_slices(self, target: Tensor, source: Tensor, slices: Tensor) -> None:
         """See `Device.copy_slices`. The last slice comes first."""
-        assert not self._registered.isdisjoint((target.data_ptr(), source.data_ptr())), "memory is not registered"
+        ends = target.data_ptr(), source.data_ptr()
+        assert any(end in memory for memory in self._registered for end in ends), "memory is not registered"
         for number in reversed(slices.tolist()):
             target[number].copy_(source[number])
 

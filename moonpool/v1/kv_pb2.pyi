@@ -44,6 +44,32 @@ INSTANCE_KIND_DECODE: InstanceKind.ValueType  # 3
 INSTANCE_KIND_KVSTORE: InstanceKind.ValueType  # 4
 Global___InstanceKind: _TypeAlias = InstanceKind  # noqa: Y015
 
+class _KVKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _KVKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    KV_KIND_UNSPECIFIED: _KVKind.ValueType  # 0
+    KV_KIND_FULL: _KVKind.ValueType  # 1
+    """Keys and values of all tokens."""
+    KV_KIND_WINDOW: _KVKind.ValueType  # 2
+    """Keys and values of the last `window` tokens."""
+    KV_KIND_LATENT: _KVKind.ValueType  # 3
+    """One latent vector a token, from which keys and values come (multi-head latent attention)."""
+
+class KVKind(_KVKind, metaclass=_KVKindEnumTypeWrapper):
+    """What layers of a group attend to."""
+
+KV_KIND_UNSPECIFIED: KVKind.ValueType  # 0
+KV_KIND_FULL: KVKind.ValueType  # 1
+"""Keys and values of all tokens."""
+KV_KIND_WINDOW: KVKind.ValueType  # 2
+"""Keys and values of the last `window` tokens."""
+KV_KIND_LATENT: KVKind.ValueType  # 3
+"""One latent vector a token, from which keys and values come (multi-head latent attention)."""
+Global___KVKind: _TypeAlias = KVKind  # noqa: Y015
+
 class _LaneKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -239,22 +265,31 @@ class KVLayout(_message.Message):
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     SCALE_BYTES_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Version of the arrangement itself; 1 = [kv_heads, 2, block_tokens, head_dim], then scale_bytes, per layer."""
+    """Version of the arrangement itself; 1 = all layers are alike: [kv_heads, 2, block_tokens, head_dim], then scale_bytes,
+    per layer; 2 = `groups` say what each layer has.
+    """
     layers: _builtins.int
     """Number of transformer layers in a whole block."""
     kv_heads: _builtins.int
-    """Key/value heads per layer."""
+    """Key/value heads per layer; in version 2 the greatest common divisor of theirs: the shares in which heads are counted."""
     head_dim: _builtins.int
-    """Elements per head."""
+    """Elements per head; in version 2 of the first group."""
     block_tokens: _builtins.int
     """Tokens per block."""
     dtype: _builtins.str
-    """Element type: "float32", "bfloat16" or "float16"; of quantised KV "int8" or "float8_e4m3fn"."""
+    """Element type: "float32", "bfloat16" or "float16"; of quantised KV "int8" or "float8_e4m3fn". In version 2 of the
+    first group.
+    """
     scale_bytes: _builtins.int
     """Bytes of scales at the end of each layer slice: [kv_heads, 2, block_tokens] float32, what each token's stored
-    values are multiplied with; 0 when KV is not quantised.
+    values are multiplied with; 0 when KV is not quantised, and in version 2.
     """
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
+        """In version 2: each layer is in one of them."""
+
     def __init__(
         self,
         *,
@@ -265,14 +300,67 @@ class KVLayout(_message.Message):
         block_tokens: _builtins.int = ...,
         dtype: _builtins.str = ...,
         scale_bytes: _builtins.int = ...,
+        groups: _abc.Iterable[Global___KVGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "dtype", b"dtype", "groups", b"groups", "head_dim", b"head_dim", "kv_heads", b"kv_heads", "layers", b"layers", "scale_bytes", b"scale_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
+
+@_typing.final
+class KVGroup(_message.Message):
+    """Layers whose slices are alike: [kv_heads, planes, block_tokens, head_dim], then scale_bytes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LAYERS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    PLANES_FIELD_NUMBER: _builtins.int
+    HEAD_DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    SCALE_BYTES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    kv_heads: _builtins.int
+    """Key/value heads per layer."""
+    planes: _builtins.int
+    """2 = keys and values, 1 = one latent vector."""
+    head_dim: _builtins.int
+    """Elements per head and plane."""
+    dtype: _builtins.str
+    """Element type, as in KVLayout."""
+    scale_bytes: _builtins.int
+    """Bytes of scales at the end of each slice: [kv_heads, planes, block_tokens] float32; 0 when KV is not quantised."""
+    kind: Global___KVKind.ValueType
+    """What the layers attend to."""
+    window: _builtins.int
+    """Tokens that a query sees, itself included; 0 unless the kind is KV_KIND_WINDOW."""
+    @_builtins.property
+    def layers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices in the model, rising."""
+
+    def __init__(
+        self,
+        *,
+        layers: _abc.Iterable[_builtins.int] | None = ...,
+        kv_heads: _builtins.int = ...,
+        planes: _builtins.int = ...,
+        head_dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        scale_bytes: _builtins.int = ...,
+        kind: Global___KVKind.ValueType = ...,
+        window: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "kind", b"kind", "kv_heads", b"kv_heads", "layers", b"layers", "planes", b"planes", "scale_bytes", b"scale_bytes", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KVGroup: _TypeAlias = KVGroup  # noqa: Y015
 
 @_typing.final
 class Lane(_message.Message):
@@ -573,9 +661,9 @@ class SliceRun(_message.Message):
     block_count: _builtins.int
     """Number of consecutive blocks."""
     head_begin: _builtins.int
-    """First key/value head carried."""
+    """First key/value head carried, in shares (KVLayout.kv_heads)."""
     head_end: _builtins.int
-    """One past the last key/value head carried."""
+    """One past the last key/value head carried, in shares."""
     valid_tokens: _builtins.int
     """Valid tokens in the run's last block; the bytes of all other token slots are zero."""
     def __init__(
@@ -1340,9 +1428,9 @@ class ReadOpen(_message.Message):
     layer_end: _builtins.int
     """One past the last layer wanted."""
     head_begin: _builtins.int
-    """First head wanted."""
+    """First head wanted, in shares (KVLayout.kv_heads)."""
     head_end: _builtins.int
-    """One past the last head wanted."""
+    """One past the last head wanted, in shares."""
     takes_frame: _builtins.bool
     """The reader takes a frame together with ReadOpened."""
     @_builtins.property

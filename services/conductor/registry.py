@@ -199,11 +199,12 @@ class Registry:
         others = [m for m in self._members.values() if m.kind in ENGINES and m.id != hello.instance.id]
         if not others or self._model is None or self._layout is None:
             return
-        field_name = self._layout.difference(layout)
-        if field_name is not None:
-            ours, theirs = getattr(self._layout, field_name), getattr(layout, field_name)
-            flags = "; --dtype and --kv-cache-dtype must be those of the cluster" if field_name == "dtype" else ""
-            raise Mismatch(f"model.layout.{field_name}", f"the other engines have {ours!r}, not {theirs!r}{flags}")
+        found = self._layout.difference(layout)
+        if found is not None:
+            hint = "; --dtype and --kv-cache-dtype must be those of the cluster" if "dtype" in found.field else ""
+            raise Mismatch(
+                f"model.layout.{found.field}", f"the other engines have {found.here!r}, not {found.there!r}{hint}"
+            )
         if model.namespace != self._model.namespace:
             raise Mismatch("model.namespace", "the weights, or their --dtype, differ from those of the other engines")
 

@@ -26,7 +26,6 @@ from moonpool.kv.frames import (
     OpenedRun,
     Slice,
     frame_shape,
-    part_bytes,
     shape_of,
 )
 from moonpool.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash, unpack_keys
@@ -167,7 +166,7 @@ class GetResources:
 
 @dataclasses.dataclass(slots=True)
 class _RequestedPart:
-    """What a session wants of each block: layers, and heads (None for all of them).
+    """What a session wants of each block: layers, and shares of heads (None for all of them).
 
     The deletions `forgotten` of such blocks were carried out before.
     """
@@ -175,6 +174,10 @@ class _RequestedPart:
     layers: range
     heads: range | None
     forgotten: Sequence[str]
+
+    def wanted_of(self, nbytes: int, layout: KVLayout) -> int:
+        """Bytes that are wanted of slices with so many."""
+        return nbytes if self.heads is None else nbytes * len(self.heads) // layout.head_shares
 
     def slices(self, whole: Iterable[Slice], keys: Sequence[BlockKey], layout: KVLayout) -> Iterable[Slice]:
         return whole if self.heads is None else (self._cut(one, keys[one.block], layout) for one in whole)
@@ -194,7 +197,8 @@ class _RequestedPart:
         assert self.heads is not None
         if bind(slice_hash(whole.data), key, whole.layer) != whole.hash:
             raise DamagedSliceError(whole.layer, whole.block)
-        data = whole.data[self.heads.start * layout.head_bytes : self.heads.stop * layout.head_bytes]
+        share = layout.share_bytes(whole.layer)
+        data = whole.data[self.heads.start * share : self.heads.stop * share]
         value = bind(slice_hash(data), key, whole.layer)
         return Slice(whole.layer, whole.block, data, layout.block_tokens, value, self.heads)
 
@@ -203,7 +207,7 @@ def _requested_part(message: kv_pb2.ReadOpen, layout: KVLayout) -> _RequestedPar
     """The part of the blocks that a reader asks for; raises InvalidRequest when there is no such part."""
     layers, heads = range(message.layer_begin, message.layer_end), range(message.head_begin, message.head_end)
     layout.check_part(layers, heads)
-    return _RequestedPart(layers, None if len(heads) == layout.kv_heads else heads, message.forgotten)
+    return _RequestedPart(layers, None if len(heads) == layout.head_shares else heads, message.forgotten)
 
 
 class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRequest]):
@@ -244,12 +248,11 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         self._resources.reads.suspect(key)
 
     def _begin(self, number: int, lease: ReadLease, wanted: _RequestedPart) -> None:
-        resources, begin = self._resources, world.monotonic()
+        resources, layout, begin = self._resources, self.format.layout, world.monotonic()
         try:
             more = resources.reads.extend(lease)
-            sent_bytes = part_bytes(wanted.heads, self.format.layout)
             where = resources.reads, lease, wanted.layers, resources.pool, resources.ahead
-            reader = LayerReader(*where, sent_bytes=sent_bytes)
+            reader = LayerReader(*where, sent_bytes=wanted.wanted_of(layout.largest_slice_bytes, layout))
             self.serve(number, self._serve(number, reader, wanted, begin, more), reader.close)
         except BaseException:
             resources.reads.close(lease)
@@ -261,7 +264,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         blocks = self._resident(keys, wanted, self._resources.together_bytes)
         if not blocks:
             return False
-        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.kv_heads), layout.block_tokens)
+        shape = frame_shape(wanted.layers, len(blocks), wanted.heads or range(layout.head_shares), layout.block_tokens)
         try:
             pieces, hashes = wanted.parts(shape.cells, blocks)
         except DamagedSliceError as error:
@@ -280,14 +283,16 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         blocks = self._resident(keys, wanted, ONE_SHOT_BYTES) if self.send_queue.is_clear else None
         if blocks is None:
             return
-        shape = frame_shape(wanted.layers, len(blocks), range(layout.kv_heads), layout.block_tokens)
+        shape = frame_shape(wanted.layers, len(blocks), range(layout.head_shares), layout.block_tokens)
         pieces, hashes = wanted.parts(shape.cells, blocks)
         yield from found_answers(message.number, len(blocks), pieces, hashes)
         self._used(keys, blocks, begin)
 
     def _resident(self, keys: Sequence[BlockKey], wanted: _RequestedPart, most_bytes: int) -> list[DramBlock] | None:
-        most = min(MAX_FRAME_SLICES, most_bytes // part_bytes(wanted.heads, self.format.layout))
-        return self._resources.reads.resident(keys, self.format, most // len(wanted.layers))
+        layout = self.format.layout
+        sent_bytes = wanted.wanted_of(layout.layers_bytes(wanted.layers), layout)
+        most = min(MAX_FRAME_SLICES // len(wanted.layers), most_bytes // sent_bytes)
+        return self._resources.reads.resident(keys, self.format, most)
 
     def _used(self, keys: Sequence[BlockKey], blocks: Sequence[DramBlock], begin: float) -> None:
         self._resources.reads.used(keys, blocks)
@@ -470,11 +475,11 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
     def on_one_shot(self, message: OneShotMessage, payload: BytesLike) -> Iterator[OneShotAnswer]:
         layout, end = self.format.layout, message.blocks * KEY_BYTES
-        whole = range(layout.layers), range(layout.kv_heads)
+        whole = range(layout.layers), range(layout.head_shares)
         spec = self._spec(parse_put_open(message.rest), message.keys[:end], message.keys[end:], *whole)
         slices = len(spec.keys) * layout.layers
         payload, hashes = split_trailing_hashes(message, payload, slices)
-        if len(hashes) != slices or payload.nbytes != slices * layout.slice_bytes or self._waits(spec):
+        if len(hashes) != slices or payload.nbytes != len(spec.keys) * layout.block_bytes or self._waits(spec):
             return
         present = self._writes.put_whole(spec, payload, hashes, self._loop.time())
         if present is not None:

@@ -61,13 +61,13 @@ class LayerReader:
     ahead: ByteCredits
     _: dataclasses.KW_ONLY
     group_bytes: int = FRAME_BYTES  # aimed at
-    sent_bytes: int = 0  # what counts of each slice for the size of its group; 0 for all of it
+    sent_bytes: int = 0  # what counts of a slice for the size of its group; 0 for all of it
     piece_bytes: int = PIECE_BYTES
     layer_break_bytes: int = LAYER_BREAK_BYTES
 
     def __post_init__(self) -> None:
-        self._slice_bytes = self.lease.format.layout.slice_bytes
-        sent_bytes = self.sent_bytes or self._slice_bytes
+        self._layout = self.lease.format.layout
+        sent_bytes = self.sent_bytes or self._layout.largest_slice_bytes
         self._group_cells = max(1, self.group_bytes // sent_bytes)  # in a full group
         self._break_cells = min(self._group_cells, -(-self.layer_break_bytes // sent_bytes))  # at the end of a layer
         self._limit = self._told = 0  # blocks that can be read, and what the walker knows of them
@@ -112,15 +112,15 @@ class LayerReader:
 
     def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
         """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
-        sources, size, tokens = self.lease.sources, self._slice_bytes, self.lease.format.layout.block_tokens
-        begin = (layer - band.layers.start) * size
+        sources, layout = self.lease.sources, self._layout
+        size, tokens, place = layout.slice_bytes(layer), layout.block_tokens, layout.place(layer, band.layers.start)
         end = min(self._limit, block + self._group_cells - len(group))
         while block < end:
             source = sources[block]
             if source.block is not None:
                 data, value = source.block.slice(layer), source.block.hashes[layer]
             elif source.reader is not None and block in band.read:
-                data, value = band.read[block][begin : begin + size], source.reader.hashes[layer]
+                data, value = band.read[block][place], source.reader.hashes[layer]
                 if source.allocate is None:
                     self._walked += size
                     band.ahead -= size
@@ -155,7 +155,8 @@ class LayerReader:
             self._bands.append(self._next_band())
         band = self._bands[-1]
         blocks, end = self._next_blocks(band)
-        cost = self._cost(blocks) if len(band.layers) == 1 else 0  # a thicker band's was taken when it was opened
+        # A thicker band's was taken when it was opened.
+        cost = self._unread(blocks) * self._layout.layers_bytes(band.layers) if len(band.layers) == 1 else 0
         if cost and not self.ahead.take(cost):
             if self._held:
                 return False
@@ -172,23 +173,26 @@ class LayerReader:
 
     def _next_band(self) -> _Band:
         """The next layers: as many as a piece wants, if the read-ahead can take all of them, else one."""
-        cost = self._cost(range(self._limit))
+        unread = self._unread(range(self._limit))
         most = self.ahead.window // READER_SHARE
         count = min(self._thickness, len(self.layers))
-        while count > 1 and cost and not (count * cost <= most and self.ahead.take(count * cost)):
+        while count > 1 and (cost := unread * self._layout.layers_bytes(self.layers[:count])):
+            if cost <= most and self.ahead.take(cost):
+                break
             count //= 2
-        band = _Band(self.layers[:count], count * cost if count > 1 else 0)
+        band = _Band(self.layers[:count], cost if count > 1 else 0)
         self.layers = self.layers[count:]
-        self._thickness = min(2 * self._thickness, max(1, self.piece_bytes // self._slice_bytes))
+        self._thickness = min(2 * self._thickness, max(1, self.piece_bytes // self._layout.largest_slice_bytes))
         return band
 
-    def _cost(self, blocks: range | list[int]) -> int:
+    def _unread(self, blocks: range | list[int]) -> int:
+        """How many of some blocks come from the SSD tier to memory of the read-ahead."""
         sources = (self.lease.sources[block] for block in blocks)
-        return self._slice_bytes * sum(source.block is None and source.allocate is None for source in sources)
+        return sum(source.block is None and source.allocate is None for source in sources)
 
     def _next_blocks(self, band: _Band) -> tuple[list[int], int]:
         """Blocks of a band that one fetch should read, and before which block it ends."""
-        piece = len(band.layers) * self._slice_bytes
+        piece = self._layout.layers_bytes(band.layers)
         size = min(self.group_bytes, max(self.piece_bytes, self._limit * piece // MAX_FETCHES))
         blocks: list[int] = []
         for block in range(band.started, self._limit):

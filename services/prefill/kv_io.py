@@ -202,7 +202,7 @@ class BlockLoader:
         def layer_done(layer: int) -> None:
             nonlocal last_ns
             now_ns = world.monotonic_ns()
-            size = counts[layer] * self._layout.slice_bytes
+            size = counts[layer] * self._layout.slice_bytes(layer)
             self._spans.add("kv.load", last_ns, now_ns, request=read.request, layer=layer, bytes=size)
             last_ns = now_ns
             if counts[layer] == wanted:
@@ -312,7 +312,7 @@ class KVSender:
         for piece in pieces:
             blocks[piece.layer, piece.step] += len(piece.blocks)
         for (layer, step), count in blocks.items():
-            size = count * self._layout.slice_bytes
+            size = count * self._layout.slice_bytes(layer)
             self._spans.add("kv.send", start_ns, end_ns, request=request.request_id, step=step, layer=layer, bytes=size)
 
 

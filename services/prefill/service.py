@@ -225,7 +225,7 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         blocks=context.engine.blocks,
         block_tokens=layout.block_tokens,
         layers=layout.layers,
-        slice_bytes=layout.slice_bytes,
+        slice_bytes=layout.mean_slice_bytes,
         step_tokens=config.max_num_batched_tokens or context.engine.step_tokens,
         stages=context.engine.stages,
         max_queue=config.max_queue,

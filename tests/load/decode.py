@@ -52,7 +52,7 @@ def target(options: argparse.Namespace) -> Iterator[str]:
 
 def made_up(layout: KVLayout, tokens: int) -> Iterator[Slice]:
     """KV of a prompt, layer by layer."""
-    data = memoryview(SMALL_FLOATS * layout.slice_bytes)
+    data = memoryview(SMALL_FLOATS * layout.slice_bytes(0))
     for layer in range(layout.layers):
         for block in range(layout.blocks_for(tokens)):
             yield slice_to_send(layout, layer, block, data, layout.valid_tokens(tokens, block))

@@ -63,13 +63,13 @@ def target(options: argparse.Namespace) -> Iterator[str]:
 
 def layout_of(options: argparse.Namespace) -> KVLayout:
     """Blocks of the wanted sizes."""
-    return KVLayout(options.layers, 1, options.slice_bytes // (2 * 64 * 2), 64, "bfloat16")
+    return KVLayout.uniform(options.layers, 1, options.slice_bytes // (2 * 64 * 2), 64, "bfloat16")
 
 
 def content(key: bytes, layer: int, layout: KVLayout) -> bytes:
     """What a block's layer holds, a function of its key."""
     word = hashlib.blake2b(key + bytes([layer]), digest_size=16).digest()
-    return word * (layout.slice_bytes // len(word))
+    return word * (layout.slice_bytes(0) // len(word))
 
 
 class Chains:

@@ -111,6 +111,7 @@ def stage(where: Where, served: Served, tokens: int, longest: int, figures: Figu
     with closing(KVPool.create(layout, tokens // BLOCK, [(0, config.num_layers)])) as pool:
         place = stage_platform(device, pool.parts[0], errors.append)
         with closing(place):
-            place.memory.kv.zero_()
+            for layer in place.memory.kv:
+                layer.zero_()
             yield Stage(device, model, place, longest, config.vocab_size)
     expect(not errors, f"{served.shape}: {errors}")

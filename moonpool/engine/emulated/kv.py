@@ -30,10 +30,11 @@ class EmulatedKV:
     """Bytes of emulated KV in one layout."""
 
     def __init__(self, layout: KVLayout) -> None:
-        assert layout.head_dim * layout.element_bytes == SLOT_BYTES, "not a layout of emulated KV"
-        assert not layout.scale_bytes
+        (group,) = layout.groups
+        assert group.head_dim * group.element_bytes == SLOT_BYTES, "not a layout of emulated KV"
+        assert not group.scaled
         self.layout = layout
-        planes = 2 * layout.kv_heads
+        planes = group.planes * group.kv_heads
         self._plane_bytes = layout.block_tokens * SLOT_BYTES
         # a is odd, so that no two bytes become one; no two planes of up to 256 have the same a and b.
         self._tables = [

@@ -82,7 +82,7 @@ class Profile:
 
     def layout(self, block_tokens: int) -> KVLayout:
         """Arrangement of the emulated KV: 8 bytes per token, head, layer, and K or V."""
-        return KVLayout(self.layers, self.kv_heads, SLOT_BYTES // 2, block_tokens, KV_DTYPE)
+        return KVLayout.uniform(self.layers, self.kv_heads, SLOT_BYTES // 2, block_tokens, KV_DTYPE)
 
     @property
     def kv_scale(self) -> float:

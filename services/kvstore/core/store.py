@@ -42,12 +42,12 @@ class LeasedBlock:
 
     def memory(self, layers: range, layout: KVLayout) -> memoryview:
         """Memory to read layers to: in `fill`, else new; raises Overloaded when the operating system gives none."""
-        size = layout.slice_bytes
         if self.allocate is None:
-            return memoryview(bytearray(len(layers) * size))
+            return memoryview(bytearray(layout.layers_bytes(layers)))
         if self.fill is None:
             self.fill = self.allocate(layout.block_bytes)
-        return self.fill[layers.start * size : layers.stop * size]
+        begin = layout.place(layers.start).start
+        return self.fill[begin : begin + layout.layers_bytes(layers)]
 
     def promoted(self, layout: KVLayout) -> DramBlock | None:
         """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""

@@ -60,7 +60,7 @@ class PutSpec:
 
     @property
     def all_heads(self) -> bool:
-        return len(self.heads) == self.format.layout.kv_heads
+        return len(self.heads) == self.format.layout.head_shares
 
     @property
     def whole_blocks(self) -> bool:
@@ -112,11 +112,10 @@ class Assembly:
         layout = self.spec.format.layout
         if value is None:
             have = self.parts.pop(layer, 0) | heads
-            if have.bit_count() < layout.kv_heads:
+            if have.bit_count() < layout.head_shares:
                 self.parts[layer] = have
                 return False
-            size = layout.slice_bytes
-            value = bind(slice_hash(self.data[layer * size : (layer + 1) * size]), self.key, layer)
+            value = bind(slice_hash(self.data[layout.place(layer)]), self.key, layer)
         self.hashes[layer] = value
         return len(self.hashes) == layout.layers
 
@@ -176,7 +175,8 @@ class PutSession:
             values = self.opener.unbound(run, hashes)
             self.received.accept(run)
             layer, first, count = run.layer, run.first_block, run.block_count
-            size, begin = len(data) // count, layer * layout.slice_bytes + run.head_begin * layout.head_bytes
+            size = len(data) // count
+            begin = layout.place(layer).start + run.head_begin * layout.share_bytes(layer)
             place, heads = slice(begin, begin + size), (1 << run.head_end) - (1 << run.head_begin)
             wanted: list[Assembly | None] = []
             targets: list[memoryview] = []
@@ -200,12 +200,13 @@ def copy_whole_blocks(
 
     Raises what `PutSession.take` does.
     """
-    layout, count, size = spec.format.layout, len(spec.keys), spec.format.layout.slice_bytes
+    layout, count = spec.format.layout, len(spec.keys)
     memory = {at: allocate(layout.block_bytes) for at in range(count) if at not in present}
-    spare = memoryview(bytearray(size if present else 0))  # for slices that nobody needs
+    spare = memoryview(bytearray(layout.largest_slice_bytes if present else 0))  # for slices that nobody needs
     shape = frame_shape(spec.layers, count, spec.heads, layout.block_tokens)
     targets = [
-        memory[block][layer * size : (layer + 1) * size] if block in memory else spare for layer, block in shape.cells
+        memory[block][layout.place(layer)] if block in memory else spare[: layout.slice_bytes(layer)]
+        for layer, block in shape.cells
     ]
     good = copy_verified(targets, data, bind_all(hashes, shape.bindings(spec.keys)))
     if good < len(targets):

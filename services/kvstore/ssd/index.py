@@ -683,12 +683,21 @@ def _fit(image: IndexImage, number: int, size: int) -> bool:
     )
 
 
+_LONG = b"\0"
+"""In place of a layout's length, which is never 0: the length follows in four bytes."""
+_LENGTH = struct.Struct("<I")
+
+
 def _pack_kind(kind: RecordKind) -> bytes:
     layout = kind.format.layout.to_proto().SerializeToString(deterministic=True)
-    return kind.format.namespace + bytes([len(layout)]) + layout + kind.tenant.encode()
+    size = bytes([len(layout)]) if len(layout) < 1 << 8 else _LONG + _LENGTH.pack(len(layout))
+    return kind.format.namespace + size + layout + kind.tenant.encode()
 
 
 def _unpack_kind(data: bytes) -> RecordKind:
-    end = KEY_BYTES + 1 + data[KEY_BYTES]
-    layout = KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[KEY_BYTES + 1 : end]))
+    begin, size = KEY_BYTES + 1, data[KEY_BYTES]
+    if data[KEY_BYTES:begin] == _LONG:
+        (size,), begin = _LENGTH.unpack_from(data, begin), begin + _LENGTH.size
+    end = begin + size
+    layout = KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[begin:end]))
     return RecordKind(BlockFormat(data[:KEY_BYTES], layout), data[end:].decode())

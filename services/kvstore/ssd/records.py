@@ -8,13 +8,15 @@ All integers are little-endian.
     16      4             header_bytes: a multiple of 4096; the data begin there
     20      4             layers (also the number of slice hashes)
     24      32 · 3        key, parent key, namespace
-    120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes
-    140     16            dtype, ASCII, zero-padded
+    120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes; of layouts of version 2:
+                          version, bytes of the layout's message, zeros
+    140     16            dtype, ASCII, zero-padded; of layouts of version 2 zeros
     156     4             length of the tenant's name
     160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/keys.py), then 8 bytes:
             seconds since 1970 at which the store got the block, then 8 bytes: the number of the segment that it is of
-            (both 0 = not known, as in older records), then zeros
-    header_bytes          the data, [layers, slice_bytes], then zeros to a multiple of 4096
+            (both 0 = not known, as in older records), then, of a layout of version 2, its message
+            (KVLayout in protos/moonpool/v1/kv.proto), then zeros
+    header_bytes          the data, one slice per layer, then zeros to a multiple of 4096
 
 Each layer has its own hash, made where the KV was computed, so that a layer-major reader can use a slice without
 reading the block. It is bound to the key and the layer: bytes that are whole but belong elsewhere fail too. Records
@@ -35,12 +37,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import xxhash
+from google.protobuf.message import DecodeError
 
 from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
 from moonpool.kv.file_io import FileSpan, aligned_memory
 from moonpool.kv.keys import BlockKey, key_bindings, layer_binding, slice_hash
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import GROUPED_VERSION, KVLayout
+from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import ALIGN, FileLayer
 from services.kvstore.ssd.index import Segment
 
@@ -77,9 +81,9 @@ class RecordHeader:
         Raises:
             BadRecordError: the bytes are not the bytes that were written.
         """
-        size, (of_key,) = self.info.format.layout.slice_bytes, key_bindings([self.info.key])
-        layers = range(first, first + len(data) // size)
-        slices = [data[at : at + size] for at in range(0, len(data), size)] if self.seeded or not hashes else []
+        layout, (of_key,) = self.info.format.layout, key_bindings([self.info.key])
+        layers = layout.layers_in(first, len(data))
+        slices = [data[layout.place(layer, first)] for layer in layers] if self.seeded or not hashes else []
         made = hashes or map(slice_hash, slices)
         bound = [value ^ of_key ^ layer_binding(layer) for layer, value in zip(layers, made, strict=True)]
         found = bound
@@ -97,7 +101,14 @@ def _align(nbytes: int) -> int:
 
 def header_size(info: BlockInfo) -> int:
     """Bytes of a record's header, padding included."""
-    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * info.format.layout.layers + 16)
+    layout = info.format.layout
+    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * layout.layers + 16 + len(_layout_message(layout)))
+
+
+@functools.lru_cache(maxsize=64)
+def _layout_message(layout: KVLayout) -> bytes:
+    """What a header has of a layout beside its fixed fields."""
+    return b"" if layout.is_uniform else layout.to_proto().SerializeToString(deterministic=True)
 
 
 def data_size(block_format: BlockFormat) -> int:
@@ -118,9 +129,16 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> byt
     size = header_size(info)
     out = bytearray(size)
     names = info.key, info.parent, info.format.namespace
-    shape = (layout.version, layout.kv_heads, layout.head_dim, layout.block_tokens, layout.scale_bytes)
-    _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, layout.dtype.encode(), len(tenant))
-    struct.pack_into(f"<{len(tenant)}s{len(hashes) + 2}Q", out, _FIXED.size, tenant, *hashes, info.written_at, segment)
+    message, shape, dtype = _layout_message(layout), (layout.version, 0, 0, 0, 0), b""
+    if message:
+        shape = (layout.version, len(message), 0, 0, 0)
+    else:
+        (group,), tokens = layout.groups, layout.block_tokens
+        shape = (layout.version, group.kv_heads, group.head_dim, tokens, group.scale_bytes(tokens))
+        dtype = group.dtype.encode()
+    _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, dtype, len(tenant))
+    behind = struct.Struct(f"<{len(tenant)}s{len(hashes) + 2}Q{len(message)}s")
+    behind.pack_into(out, _FIXED.size, tenant, *hashes, info.written_at, segment, message)
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
@@ -153,13 +171,24 @@ def header_bytes_of(data: bytes | bytearray) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes) -> BlockFormat:
+def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes, message: bytes) -> BlockFormat:
     """A format as headers have it, cached: few differ, and a scan reads a million headers."""
     version, kv_heads, head_dim, block_tokens, scale_bytes = shape
-    name = dtype.rstrip(b"\0").decode("ascii")
-    layout = KVLayout(layers, kv_heads, head_dim, block_tokens, name, version)
-    if layout.scale_bytes != scale_bytes:
-        raise ConfigError("scale_bytes", f"{name} has {layout.scale_bytes} bytes, not {scale_bytes}")
+    if version == GROUPED_VERSION:
+        found = kv_pb2.KVLayout.FromString(message)
+    else:
+        found = kv_pb2.KVLayout(
+            version=version,
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_tokens=block_tokens,
+            dtype=dtype.rstrip(b"\0").decode("ascii"),
+            scale_bytes=scale_bytes,
+        )
+    layout = KVLayout.from_proto(found)
+    if layout.version != version or layout.layers != layers:
+        raise ConfigError("layout", f"has {layout.layers} layers, and the record {layers}")
     return BlockFormat(namespace, layout)
 
 
@@ -173,15 +202,17 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
         raise BadRecordError("checksum of the header is wrong")
     magic, _, _, layers, key, parent, namespace, *shape, dtype, tenant_len = fields
     sums_at = _FIXED.size + tenant_len
-    if tenant_len > MAX_TENANT_BYTES or sums_at + 8 * layers > size:
+    time_at = sums_at + 8 * layers
+    grouped = shape[1] if shape[0] == GROUPED_VERSION else 0
+    if tenant_len > MAX_TENANT_BYTES or time_at > size or (grouped and time_at + 16 + grouped > size):
         raise BadRecordError("the header's parts are larger than it")
     try:
-        block_format = _format(namespace, layers, tuple(shape), dtype)
+        message = bytes(data[time_at + 16 : time_at + 16 + grouped])
+        block_format = _format(namespace, layers, tuple(shape), dtype, message)
         tenant = data[_FIXED.size : sums_at].decode()
-    except (MoonpoolError, ValueError) as error:
+    except (MoonpoolError, ValueError, DecodeError) as error:
         raise BadRecordError(f"the header is intact but impossible: {error}") from error
     hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
-    time_at = sums_at + 8 * layers
     written_at, segment = (int.from_bytes(data[at : min(at + 8, size)], "little") for at in (time_at, time_at + 8))
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format, written_at)
     return RecordHeader(info, size, hashes, magic == SEEDED_MAGIC, segment)
@@ -220,9 +251,13 @@ class SsdReader:
 
     def spans(self, first: int, out: memoryview, start: memoryview) -> list[FileSpan]:
         """Places of the layers from `first` on, and of an unread header; `start` is memory for the header."""
-        size = self.format.layout.slice_bytes
-        layers = FileSpan(self._offset + self._header_bytes + first * size, out, size)
-        return [FileSpan(self._offset, start), layers] if start else [layers]
+        layout, data = self.format.layout, self._offset + self._header_bytes
+        found = [FileSpan(self._offset, start)] if start else []
+        for layers, size in layout.equal_slices(layout.layers_in(first, len(out))):
+            begin = layout.place(layers.start, first).start
+            span = out[begin : begin + len(layers) * size]
+            found.append(FileSpan(data + layout.place(layers.start).start, span, size))
+        return found
 
     @property
     def unread_bytes(self) -> int:
@@ -286,7 +321,7 @@ def _read_together(path: Path, first: int, bands: Sequence[Band]) -> tuple[int, 
         memory = memory[len(starts[-1]) :]
         spans += reader.spans(first, out, starts[-1])
     outcome = reader.files.read(path, spans)
-    layers = len(bands[0][1]) // reader.format.layout.slice_bytes
+    layers = len(reader.format.layout.layers_in(first, len(bands[0][1])))
     for number, ((reader, out), start) in enumerate(zip(bands, starts, strict=True)):
         values = outcome.hashes[number * layers : (number + 1) * layers]
         if len(values) < layers:

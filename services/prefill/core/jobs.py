@@ -107,7 +107,7 @@ class PrefillSettings:
 
     Attributes:
         blocks: of the pool.
-        slice_bytes: one layer of one block.
+        slice_bytes: one layer of one block, on average.
         step_tokens: most tokens of a step; at least one block.
         stages: most steps in flight.
         max_started: most jobs with blocks.

@@ -66,15 +66,15 @@ def frame(
 ) -> decode_pb2.ReceiveKVRequest:
     """All of the prompt's blocks in one layer, right but for what is said to be wrong."""
     layout = KVLayout.from_proto(stack.model.layout)
-    values = {"layer": layer, "block_count": 3, "head_end": layout.kv_heads, "valid_tokens": 4}
+    values = {"layer": layer, "block_count": 3, "head_end": layout.head_shares, "valid_tokens": 4}
     header = kv_pb2.FrameHeader(
         session=target.transfer_id,
         generation=wrong.pop("generation", target.generation),
         runs=[kv_pb2.SliceRun(**(values | wrong))],
     )
-    payload = bytes(3 * layout.slice_bytes if size is None else size)
+    payload = bytes(3 * layout.slice_bytes(0) if size is None else size)
     header.slice_hashes.extend(
-        [slice_hash(payload[: layout.slice_bytes]) ^ bad_hash] * max(1, min(3, (values | wrong)["block_count"]))
+        [slice_hash(payload[: layout.slice_bytes(0)]) ^ bad_hash] * max(1, min(3, (values | wrong)["block_count"]))
     )
     header.checksum = checksum(header) ^ bad_sum
     return decode_pb2.ReceiveKVRequest(frame=header, payload=payload)
@@ -158,7 +158,7 @@ def test_steps_for_an_unknown_request_and_twice(stack: Stack) -> None:
     with stack.stream("decode.ReceiveKV", hello, opening(first), opening(second)) as kv:
         for target in (first, second):
             for layer in range(stack.model.layout.layers):
-                size = 2 * KVLayout.from_proto(stack.model.layout).slice_bytes
+                size = 2 * KVLayout.from_proto(stack.model.layout).slice_bytes(0)
                 kv.send(frame(stack, target, layer, block_count=2, valid_tokens=BLOCK, size=size))
         assert kv.read().HasField("welcome")
         assert {verdict_on(kv).status for _ in range(2)} == {decode_pb2.TRANSFER_STATUS_COMPLETE}
@@ -292,7 +292,12 @@ BAD_GETS: list[dict[str, Any]] = [
 def test_bad_gets(stack: Stack, wrong: dict[str, Any]) -> None:
     """A read that can never be served is a miss; its stream goes on."""
     layout = stack.model.layout
-    values: dict[str, Any] = {"session": 1, "keys": bytes(32), "layer_end": layout.layers, "head_end": layout.kv_heads}
+    values: dict[str, Any] = {
+        "session": 1,
+        "keys": bytes(32),
+        "layer_end": layout.layers,
+        "head_end": layout.kv_heads,
+    }
     read = kvstore_pb2.GetRequest(open=kv_pb2.ReadOpen(**(values | wrong)))
     outcome = stack.call("kvstore.Get", kvstore_pb2.GetRequest(hello=stack.hello()), read)
     assert outcome.code is grpc.StatusCode.OK, outcome

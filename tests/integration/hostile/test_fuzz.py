@@ -136,9 +136,9 @@ def _reserves(stack: Stack) -> Iterable[dict[str, Any]]:
 def _frames(stack: Stack, blocks: int, last_valid: int) -> Iterable[dict[str, Any]]:
     layout = KVLayout.from_proto(stack.model.layout)
     for layer in range(layout.layers):
-        run = kv_pb2.SliceRun(layer=layer, block_count=blocks, head_end=layout.kv_heads, valid_tokens=last_valid)
+        run = kv_pb2.SliceRun(layer=layer, block_count=blocks, head_end=layout.head_shares, valid_tokens=last_valid)
         header = kv_pb2.FrameHeader(session=TRUE, generation=TRUE, runs=[run])
-        yield {"frame": header, "payload": bytes(blocks * layout.slice_bytes)}
+        yield {"frame": header, "payload": bytes(blocks * layout.slice_bytes(0))}
 
 
 def _receives(stack: Stack) -> Iterable[dict[str, Any]]:

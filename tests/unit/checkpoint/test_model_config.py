@@ -274,3 +274,43 @@ def test_dtype_and_layout(tmp_path: Path) -> None:
         resolve_dtype(config, "int8")
     layout = kv_layout(config, "float32", 32)
     assert layout.block_bytes == 2 * 2 * 2 * 32 * 16 * 4
+    assert layout.version == 1
+
+
+def test_latent_vectors_take_1152_bytes_a_token_and_layer(tmp_path: Path) -> None:
+    """Kimi K2's shape, with fewer layers."""
+    kimi = {
+        "architectures": ["KimiK2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "num_hidden_layers": 3,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    layout = kv_layout(load_config(write_config(tmp_path, **kimi)), "bfloat16", 64)
+    (group,) = layout.groups
+    assert (group.kind, group.planes, group.kv_heads, group.head_dim) == ("latent", 1, 1, 576)
+    assert layout.token_bytes == 3 * 1152
+    assert layout.version == 2
+
+
+def test_layers_with_windows_are_a_group_of_their_own(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    gemma = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "layer_types": kinds,
+        "sliding_window": 20,
+        "query_pre_attn_scalar": 16,
+        "rope_theta": None,
+    }
+    layout = kv_layout(load_config(write_config(tmp_path, **gemma)), "bfloat16", 16)
+    assert [(group.kind, group.window, group.layers) for group in layout.groups] == [
+        ("window", 20, (0, 2)),
+        ("full", 0, (1, 3)),
+    ]

@@ -99,6 +99,7 @@ def test_inspect(tmp_path: Path) -> None:
     report = inspect_checkpoint(tmp_path, block_tokens=16, memory_bytes=100_000)
     assert (report.parameters, report.weight_bytes, report.dtype) == (19206, 38412, "bfloat16")
     assert (report.kv_token_bytes, report.kv_block_bytes) == (256, 4096)
+    assert report.kv_groups == "2 layers, 128 bytes a token each"
     assert (report.fit_blocks, report.fit_tokens) == (15, 240)
     assert inspect_checkpoint(tmp_path, memory_bytes=0).fit_blocks == 0
     assert inspect_checkpoint(tmp_path).fit_blocks is None

@@ -49,7 +49,7 @@ def model_info(**changes: Any) -> conductor_pb2.ModelInfo:
         "vocab_size": 1000,
         "max_tokens": 512,
     }
-    return conductor_pb2.ModelInfo(layout=KVLayout(**layout).to_proto(), **{**model, **changes})
+    return conductor_pb2.ModelInfo(layout=KVLayout.uniform(**layout).to_proto(), **{**model, **changes})
 
 
 @dataclass

@@ -127,12 +127,12 @@ async def test_a_verdict_comes_when_everything_has_landed_and_credits_go_back_th
         outbound.close(aborted=False)
         await held(it, threads)
         [receiver], [live] = it.service.receivers, it.service.executor
-        assert sender.traffic.credits_out == 3 * 2 * LAYOUT.slice_bytes
+        assert sender.traffic.credits_out == 3 * 2 * LAYOUT.slice_bytes(0)
         for layers in (1, 3):
             await held(it, threads)
             assert not live.transfer.done
             threads.release(1)
-            await it.until(lambda layers=layers: receiver.received_bytes == layers * 2 * LAYOUT.slice_bytes)  # type: ignore[misc]
+            await it.until(lambda layers=layers: receiver.received_bytes == layers * 2 * LAYOUT.slice_bytes(0))  # type: ignore[misc]
         await outbound.verdict(WAIT_S)
         await it.until(lambda: not sender.traffic.credits_out)
         threads.on = False

@@ -60,7 +60,7 @@ async def test_a_prompt_arrives_whole_and_is_what_prefill_computed(sockets: Path
         target = await reserve(it, spec("a", TOKENS, max_tokens=6))
         await conductor.start("a", target, 9)
         async with await sender.open(target) as outbound:
-            assert await outbound.send(slices(pool)) == LAYOUT.layers * pool.blocks * LAYOUT.slice_bytes
+            assert await outbound.send(slices(pool)) == LAYOUT.layers * pool.blocks * LAYOUT.slice_bytes(0)
             outbound.close(aborted=False)
             await outbound.verdict(WAIT_S)
         assert sender.transport == transport

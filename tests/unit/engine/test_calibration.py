@@ -14,7 +14,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import Step, StepResult
 
-LAYOUT = KVLayout(4, 1, 4, 64, "float16")
+LAYOUT = KVLayout.uniform(4, 1, 4, 64, "float16")
 SPEEDS = Speeds(0.004, 3e-5, 2e-8, 0.005, 2e-4, 1e-7)
 SHIPPED = Path(__file__).resolve().parents[3] / "moonpool/engine/emulated/profiles/tiny-cpu-2-cores.yaml"
 

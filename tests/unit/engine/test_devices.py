@@ -37,6 +37,8 @@ from moonpool.platforms.stage_platform import StagePlatform
 from moonpool.platforms.staged import StagedDevice
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step
+from tests.layouts import one_tensor
+from tests.unit.models.several_shapes import with_repeated_heads
 
 BLOCKS, SIZE = 12, 16
 FEW = [int(os.environ["SEED"])] if "SEED" in os.environ else list(range(6))
@@ -265,6 +267,18 @@ def test_nor_does_it_with_quantised_kv(model: StageModel, kv_dtype: str) -> None
             assert it.place.memory.host_bytes == 2 * it.pool.nbytes
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_nor_with_layers_whose_slices_differ(checkpoint: Path, kv_dtype: str, tmp_path: Path) -> None:
+    config = with_repeated_heads(checkpoint, tmp_path)
+    model = load_stage(tmp_path, config, torch.float32, 0, config.num_layers)
+    with rig(model, None, kv_dtype=kv_dtype) as it:
+        assert len({it.pool.layout.slice_bytes(layer) for layer in range(config.num_layers)}) == 2
+        expected = story(it)
+    for seed in FEW[:2]:
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
+            assert story(it) == expected
+
+
 @pytest.mark.parametrize("seed", FEW[:2])
 @pytest.mark.parametrize("length", [1, SIZE - 1, SIZE, SIZE + 1, 2 * SIZE])
 def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel, length: int, seed: int) -> None:
@@ -276,12 +290,13 @@ def test_a_full_hit_gives_the_prompts_token_and_writes_nothing(model: StageModel
         whole = [part(prompt, 0, table) for prompt, table in zip(prompts, tables, strict=True)]
         expected = it.run(*whole).sampled
         it.fetch(*range(BLOCKS))
-        kv = it.place.memory.kv.clone()
+        kv = [layer.clone() for layer in it.place.memory.kv]
         last = [replace(part(prompt, length - 1, sequence.block_table), full_hit=True)
                 for prompt, sequence in zip(prompts, whole, strict=True)]  # fmt: skip
         for _ in range(2):
             assert it.run(*last).sampled == expected
-        assert torch.equal(it.place.memory.kv.view(torch.uint8), kv.view(torch.uint8))
+        for layer, before in zip(it.place.memory.kv, kv, strict=True):
+            assert torch.equal(layer.view(torch.uint8), before.view(torch.uint8))
 
 
 @pytest.mark.slow
@@ -454,7 +469,7 @@ def blocks_of(model: StageModel) -> list[Slices]:
 
 def held(it: Rig, block: int) -> list[bytes]:
     """What the device has of a block."""
-    return [layer.numpy().tobytes() for layer in it.place.memory.kv[:, block]]
+    return [layer.numpy().tobytes() for layer in one_tensor(it.place.memory.kv)[:, block]]
 
 
 def test_what_is_written_while_it_is_brought_is_brought_once_more(model: StageModel) -> None:

@@ -25,7 +25,7 @@ from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 
 FAKE = (sys.executable, "-m", "tests.unit.engine.fake_worker")
-LAYOUT = KVLayout(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
 DIE, HANG, FAIL, WORK = 1, 2, 3, 10
 GREEDY = SampleSpec()
 

@@ -22,6 +22,7 @@ from moonpool.models.native_step import RunResult
 from moonpool.sampling.sampler import NOT_FINITE
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceStep, Step
+from tests.layouts import one_tensor
 from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 from tests.unit.fakes.engine import further
 
@@ -135,7 +136,7 @@ def test_a_grammar_is_waited_for_behind_the_layers_of_a_runs_first_step(checkpoi
     formed = SampleSpec(SamplingParams(temperature=0.0, response_format="regex", grammar="a"))
     with stages(checkpoint, 1) as one:
         one.run(whole())
-        block = one.runners[0].platform.memory.kv[:, 6]
+        block = one_tensor(one.runners[0].platform.memory.kv)[:, 6]
         block.zero_()
         with closing(Uncompiled(lambda: bool(block.any()))) as masks:
             one.runners[0].masks = masks
@@ -205,7 +206,7 @@ def test_a_sequence_whose_logits_are_not_finite_ends_a_run_and_the_others_have_t
         expected = [it.sampled for it in one.run(Step(2, shares, steps=2))[1:]]
         del one.events[:]
         assert one.runners[0].run(Step(3, shares, steps=6))
-        one.runners[0].platform.memory.kv[:, 6] = torch.nan
+        one_tensor(one.runners[0].platform.memory.kv)[:, 6] = torch.nan
         assert not one.runners[0].go_on()
         first, told = [it for it in one.events if isinstance(it, StageDone)]
         assert (first.sampled, told.sampled) == (expected[0], (None, expected[1][1]))

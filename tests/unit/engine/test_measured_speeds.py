@@ -18,7 +18,7 @@ TRUE = Speeds(0.01, 1e-4, 1e-7, 0.02, 1e-3, 1e-6)
 class ExactEngine:
     """Takes exactly the time that `TRUE` says, on paper."""
 
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
     stages = run_steps = 1
     step_tokens = 512
     speeds = Speeds()

@@ -14,9 +14,10 @@ from moonpool.engine.structured_output import MaskBuilder, MaskRequest
 from moonpool.kv.keys import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.platforms.kv_memory import pool_slices, typed_kv
+from moonpool.platforms.kv_memory import StageSlices, pool_bytes
 from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, finished_blocks
+from tests.layouts import one_tensor
 from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
 
 
@@ -30,11 +31,10 @@ def test_two_stages_and_chunks_compute_what_one_stage_computes_at_once(checkpoin
         assert [(d.stage, d.aborted) for d in done] == [(0, False), (1, False)]
         assert done[0].sampled == ()
         assert done[1].sampled == (None, *expected.sampled)
-        got = torch.cat([runner.platform.memory.kv for runner in two.runners])
-        torch.testing.assert_close(got[:, [4, 1]], one.runners[0].platform.memory.kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            got[:, 6, :, :, :8], one.runners[0].platform.memory.kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5
-        )
+        kv = one_tensor(one.runners[0].platform.memory.kv)
+        got = torch.cat([one_tensor(runner.platform.memory.kv) for runner in two.runners])
+        torch.testing.assert_close(got[:, [4, 1]], kv[:, [4, 1]], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got[:, 6, :, :, :8], kv[:, 6, :, :, :8], rtol=1e-4, atol=1e-5)
 
 
 def test_blocks_are_copied_in_all_layers_before_the_step_writes(checkpoint: Path) -> None:
@@ -136,10 +136,11 @@ def test_a_step_goes_on_without_a_dropped_share(checkpoint: Path, count: int) ->
 
 
 def test_the_pool_is_computed_in_without_copies() -> None:
-    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
-    kv, scales = typed_kv(pool_slices(pool.parts[1]), layout)
+    kv, scales = StageSlices.of_pool(pool.parts[1], pool_bytes(pool.parts[1])).typed()
     assert scales is None
+    assert isinstance(kv, torch.Tensor)
     assert (kv.shape, kv.dtype) == ((2, 4, 2, 2, 16, 8), torch.bfloat16)
     kv[1, 3, 1, 0, 2, 5] = 1.0
     offset = ((1 * 2 + 0) * 16 + 2) * 8 + 5  # head, K, token, element of the slice
@@ -150,10 +151,11 @@ def test_the_pool_is_computed_in_without_copies() -> None:
 
 
 def test_quantised_pools_have_their_scales_behind_the_values() -> None:
-    layout = KVLayout(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="float8_e4m3fn")
+    layout = KVLayout.uniform(layers=3, kv_heads=2, head_dim=8, block_tokens=16, dtype="float8_e4m3fn")
     pool = KVPool.create(layout, 4, [(0, 1), (1, 3)])
-    kv, scales = typed_kv(pool_slices(pool.parts[1]), layout)
-    assert scales is not None
+    kv, scales = StageSlices.of_pool(pool.parts[1], pool_bytes(pool.parts[1])).typed()
+    assert isinstance(scales, torch.Tensor)
+    assert isinstance(kv, torch.Tensor)
     assert (kv.shape, kv.dtype, scales.shape) == ((2, 4, 2, 2, 16, 8), torch.float8_e4m3fn, (2, 4, 2, 2, 16))
     kv[1, 3, 1, 0, 2, 5] = 1.0
     scales[1, 3, 1, 1, 15] = 2.0
@@ -171,7 +173,7 @@ def test_slices_that_are_ready_to_leave_get_their_hashes(checkpoint: Path, layer
             for block, valid in ((4, 16), (1, 16), (6, 8)):
                 data, value = two.pool.read(layer, block)
                 cleaned = bytearray(data)
-                layout.zero_invalid(memoryview(cleaned), valid)
+                layout.zero_invalid(0, memoryview(cleaned), valid)
                 # The part-filled last block leaves only where a prompt is sent layer by layer.
                 assert value == (slice_hash(cleaned) if valid == 16 or layer_events else 0)
 

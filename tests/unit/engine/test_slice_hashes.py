@@ -36,7 +36,7 @@ class Walk:
             blocks=BLOCKS,
             block_tokens=BT,
             layers=self.layout.layers,
-            slice_bytes=self.layout.slice_bytes,
+            slice_bytes=self.layout.slice_bytes(0),
             step_tokens=self.random.randint(BT, 3 * BT),
             stages=len(engine.runners),
         )
@@ -56,7 +56,7 @@ class Walk:
     def check(self, layer: int, block: int, valid_tokens: int = BT) -> None:
         data, value = self.pool.read(layer, block)
         cleaned = memoryview(bytearray(data))
-        self.layout.zero_invalid(cleaned, valid_tokens)
+        self.layout.zero_invalid(0, cleaned, valid_tokens)
         assert value == slice_hash(cleaned), f"layer {layer} of block {block}, {valid_tokens} tokens"
         self.checked += 1
 

@@ -18,6 +18,7 @@ from moonpool.kv.keys import slice_hash
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
 from moonpool.platforms.kv_memory import OnDone
 from moonpool.scheduling.steps import LayerDone
+from tests.layouts import one_tensor
 from tests.unit.engine.stages import Stages, stages, whole
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
@@ -63,7 +64,7 @@ class Told:
         """What a step tells, in a pool that was emptied."""
         self.names.clear()
         self.stream.given = 0
-        self.engine.runners[0].platform.memory.kv.zero_()
+        one_tensor(self.engine.runners[0].platform.memory.kv).zero_()
         for layer in range(LAYERS):
             for block, _ in BLOCKS:
                 self.engine.pool.parts[0].set_hash(layer, block, 0)
@@ -79,7 +80,7 @@ class Told:
         for block, valid in BLOCKS:
             data, value = self.engine.pool.read(layer, block)
             cleaned = bytearray(data)
-            layout.zero_invalid(memoryview(cleaned), valid)
+            layout.zero_invalid(0, memoryview(cleaned), valid)
             found.append(any(data) and value == slice_hash(cleaned))
         return all(found)
 

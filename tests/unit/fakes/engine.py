@@ -31,13 +31,13 @@ from tests.unit.transport.fakes import LAYOUT
 def slot(token: int, position: int, layer: int, head: int, plane: int, layout: KVLayout = LAYOUT) -> bytes:
     """KV of one token in one layer, one head, K or V: a byte unlike its neighbours'."""
     value = 1 + (token * 31 + position * 7 + layer * 13 + head * 5 + plane * 3) % 255
-    return bytes([value]) * (layout.head_dim * layout.element_bytes)
+    return bytes([value]) * (layout.groups[0].head_dim * layout.groups[0].element_bytes)
 
 
 def slots(layout: KVLayout, offset: int) -> Iterator[tuple[int, int, int, int]]:
     """(head, plane, first byte, end) of one token's places in a layer slice."""
-    size = layout.head_dim * layout.element_bytes
-    for head in range(layout.kv_heads):
+    size = layout.groups[0].head_dim * layout.groups[0].element_bytes
+    for head in range(layout.head_shares):
         for plane in range(2):
             start = ((head * 2 + plane) * layout.block_tokens + offset) * size
             yield head, plane, start, start + size
@@ -53,7 +53,7 @@ def write_tokens(target: memoryview, tokens: Sequence[int], first: int, layer: i
 
 def slice_of_tokens(tokens: Sequence[int], block: int, layer: int, layout: KVLayout = LAYOUT) -> bytearray:
     """The layer slice of a block of a sequence; zeroes where there is no token."""
-    data, size = bytearray(layout.slice_bytes), layout.block_tokens
+    data, size = bytearray(layout.slice_bytes(0)), layout.block_tokens
     write_tokens(memoryview(data), tokens[block * size : (block + 1) * size], block * size, layer, layout)
     return data
 
@@ -63,7 +63,7 @@ def digest_after(tokens: Sequence[int], layout: KVLayout = LAYOUT) -> int:
     digest = xxhash.xxh3_64()
     for layer in range(layout.layers):
         for position, token in enumerate(tokens):
-            for head in range(layout.kv_heads):
+            for head in range(layout.head_shares):
                 for plane in range(2):
                     digest.update(slot(token, position, layer, head, plane, layout))
     return digest.intdigest()

@@ -61,6 +61,35 @@ def test_small_groups_and_tiles_see_the_same_window(kind: str) -> None:
     case.check(out)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stored", [None, torch.int8])
+def test_one_plane_holds_keys_that_are_values_too(
+    mode: str, stored: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of latent vectors gives what one with each vector twice gives, prompts and single rows alike."""
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    case = make([(7, 40), (1, 33), (1, 16), (3, 3)], heads=6, kv_heads=1, head_dim=24)
+    vectors = torch.randn((92, 1, 24), generator=torch.Generator().manual_seed(2))
+    lengths, size = case.context_lens.tolist(), case.kv.shape[3]
+    places = [(case.block_tables[s, t // size], t % size) for s, length in enumerate(lengths) for t in range(length)]
+    blocks, offsets = (torch.tensor(part, dtype=torch.int64) for part in zip(*places, strict=True))
+    found = []
+    for planes in (1, 2):
+        kv = torch.full((len(case.kv), 1, planes, size, 24), -1 if stored else torch.nan, dtype=stored or torch.float32)
+        scales = None if stored is None else torch.full(kv.shape[:4], torch.nan)
+        write_kv(vectors, vectors if planes == 2 else None, kv, blocks, offsets, scales=scales)
+        found.append(case.run(kv=kv, scales=scales))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+    assert not found[0].isnan().any()
+
+
+def test_values_are_given_where_there_are_two_planes() -> None:
+    k, index = torch.zeros(1, 1, 16), torch.zeros(1, dtype=torch.int64)
+    for planes, v in ((1, k), (2, None)):
+        with pytest.raises(ValueError, match=f"^v: kv has {planes} planes"):
+            write_kv(k, v, torch.zeros(1, 1, planes, 16, 16), index, index)
+
+
 def test_blocks_behind_the_window_are_not_read() -> None:
     """They may hold anything, as if their tokens' KV were gone."""
     case = replace(make([(1, 100), (3, 90)]), kind=KINDS["window"])

@@ -23,7 +23,7 @@ SHAPES = ((3, 32), (7, 64), (1, 128), (8, 48), (9, 80))
 
 def pool(dtype: torch.dtype, blocks: int = 5, head_dim: int = SIZE) -> tuple[Tensor, Tensor, Tensor]:
     """(slices, values, scales) full of bytes that are NaN in every type."""
-    size = KVLayout(1, HEADS, head_dim, TOKENS, "int8").slice_bytes
+    size = KVLayout.uniform(1, HEADS, head_dim, TOKENS, "int8").slice_bytes(0)
     slices = torch.full((blocks, size), 255, dtype=torch.uint8)
     return slices, *kv_quantization.views(slices, dtype, kv_heads=HEADS, block_tokens=TOKENS, head_dim=head_dim)
 

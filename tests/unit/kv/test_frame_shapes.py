@@ -18,17 +18,17 @@ from moonpool.kv.keys import bind
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
 
 
 def packed(layers: range, blocks: int, heads: range) -> tuple[kv_pb2.FrameHeader, list[int]]:
     """Such a frame, and its slices' own hashes."""
-    data = memoryview(bytes(len(heads) * LAYOUT.head_bytes))
+    data = memoryview(bytes(len(heads) * LAYOUT.share_bytes(0)))
     cells = [(layer, block) for layer in layers for block in range(blocks)]
     own = [1000 * layer + block for layer, block in cells]
     hashes = [bind(value, KEYS[block], layer) for value, (layer, block) in zip(own, cells, strict=True)]
-    part = None if len(heads) == LAYOUT.kv_heads else heads
+    part = None if len(heads) == LAYOUT.head_shares else heads
     slices = [Slice(*cell, data, LAYOUT.block_tokens, value, part) for cell, value in zip(cells, hashes, strict=True)]
     [(header, _)] = pack_frames(7, 2, slices, LAYOUT, FRAME_BYTES)
     return header, own

@@ -24,11 +24,12 @@ from moonpool.kv.frames import (
 from moonpool.kv.keys import bind, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.v1 import kv_pb2
+from tests.layouts import uniform_like
 from tests.slices import slice_to_send
 
 SMALL = settings(max_examples=60, derandomize=True, deadline=None, database=None)
-LAYOUT = KVLayout(layers=4, kv_heads=4, head_dim=2, block_tokens=16, dtype="float16")
-SLICE = LAYOUT.slice_bytes  # 512
+LAYOUT = KVLayout.uniform(layers=4, kv_heads=4, head_dim=2, block_tokens=16, dtype="float16")
+SLICE = LAYOUT.slice_bytes(0)  # 512
 FULL = LAYOUT.block_tokens
 
 
@@ -39,7 +40,7 @@ def content(layer: int, block: int) -> bytes:
 def slice_of(layer: int, block: int, valid_tokens: int = FULL, heads: range | None = None) -> Slice:
     data = memoryview(content(layer, block))
     if heads is not None:
-        data = data[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
+        data = data[heads.start * LAYOUT.share_bytes(0) : heads.stop * LAYOUT.share_bytes(0)]
     return slice_to_send(LAYOUT, layer, block, data, valid_tokens, heads)
 
 
@@ -86,7 +87,7 @@ def test_frames_are_cut_at_the_target() -> None:
 
 
 def test_a_large_slice_is_split_between_heads() -> None:
-    frames = pack([slice_of(2, 1)], LAYOUT.head_bytes * 3)
+    frames = pack([slice_of(2, 1)], LAYOUT.share_bytes(0) * 3)
     assert [[(r.head_begin, r.head_end) for r in header.runs] for header, _ in frames] == [[(0, 3)], [(3, 4)]]
     assert opened(frames) == {(2, 1): bytearray(content(2, 1))}
     assert len(pack([slice_of(2, 1)], 1)) == 4  # a head is never split
@@ -95,21 +96,21 @@ def test_a_large_slice_is_split_between_heads() -> None:
 def test_some_heads_travel_as_whole_slices_do() -> None:
     heads = range(1, 3)
     slices = [slice_of(0, block, heads=heads) for block in range(5)]
-    size = 2 * LAYOUT.head_bytes
-    assert part_bytes(heads, LAYOUT) == size
+    size = 2 * LAYOUT.share_bytes(0)
+    assert part_bytes(0, heads, LAYOUT) == size
     frames = pack(slices, 3 * size)
     opener = FrameOpener(LAYOUT, heads)
     runs = [[run for run, _, _ in opener.open(header, memoryview(data))] for header, data in frames]
     assert runs == [[SliceRun(0, 0, 3, 1, 3, FULL)], [SliceRun(0, 3, 2, 1, 3, FULL)]]
     for (_, block), data in opened(frames, heads).items():
-        assert data[LAYOUT.head_bytes : LAYOUT.head_bytes * 3] == slices[block].data
-        assert not any(data[: LAYOUT.head_bytes] + data[LAYOUT.head_bytes * 3 :])
+        assert data[LAYOUT.share_bytes(0) : LAYOUT.share_bytes(0) * 3] == slices[block].data
+        assert not any(data[: LAYOUT.share_bytes(0)] + data[LAYOUT.share_bytes(0) * 3 :])
 
 
 def test_large_parts_are_split_between_heads() -> None:
-    frames = pack([slice_of(2, 1, heads=range(1, 4))], 2 * LAYOUT.head_bytes)
+    frames = pack([slice_of(2, 1, heads=range(1, 4))], 2 * LAYOUT.share_bytes(0))
     assert [[(r.head_begin, r.head_end) for r in header.runs] for header, _ in frames] == [[(1, 3)], [(3, 4)]]
-    ((header, _),) = pack([slice_of(2, 1, heads=range(2, 4))], 2 * LAYOUT.head_bytes)  # the whole would not fit
+    ((header, _),) = pack([slice_of(2, 1, heads=range(2, 4))], 2 * LAYOUT.share_bytes(0))  # the whole would not fit
     assert [(r.head_begin, r.head_end) for r in header.runs] == [(2, 4)]
 
 
@@ -126,8 +127,8 @@ def test_a_part_must_have_its_heads_bytes() -> None:
     for item in (Slice(0, 0, memoryview(bytes(SLICE)), FULL, 0, range(2)), Slice(0, 0, memoryview(bytes(8)), FULL, 0)):
         with pytest.raises(AssertionError, match="heads"):
             pack([item], 1 << 20)
-    scaled = dataclasses.replace(LAYOUT, dtype="int8")
-    half = memoryview(bytes(2 * scaled.head_bytes))
+    scaled = uniform_like(LAYOUT, dtype="int8")
+    half = memoryview(bytes(2 * scaled.share_bytes(0)))
     with pytest.raises(AssertionError, match="whole"):
         pack([Slice(0, 0, half, FULL, 0, range(2))], 1 << 20, scaled)
 
@@ -137,7 +138,7 @@ def test_invalid_slots_are_zeroed_in_a_copy() -> None:
     frames = pack([slice_to_send(LAYOUT, 1, 2, data, 5)], 1 << 20)
     assert bytes(data) == content(1, 2)
     expected = bytearray(data)
-    LAYOUT.zero_invalid(memoryview(expected), 5)
+    LAYOUT.zero_invalid(0, memoryview(expected), 5)
     assert opened(frames) == {(1, 2): expected}
     assert expected != data
 
@@ -162,13 +163,13 @@ def test_nothing_makes_no_frame() -> None:
 def test_round_trip(cells: list[tuple[int, int]], target: int, last_valid: int, heads: range | None) -> None:
     slices = [slice_of(layer, block, last_valid if block == 6 else FULL, heads) for layer, block in cells]
     frames = pack(slices, target)
-    assert all(len(payload) <= max(target, LAYOUT.head_bytes) for _, payload in frames)
+    assert all(len(payload) <= max(target, LAYOUT.share_bytes(0)) for _, payload in frames)
     expected = {}
     for item in slices:
         data = expected[item.layer, item.block] = bytearray(SLICE)
-        begin = heads.start * LAYOUT.head_bytes if heads else 0
+        begin = heads.start * LAYOUT.share_bytes(0) if heads else 0
         data[begin : begin + item.data.nbytes] = item.data
-        LAYOUT.zero_invalid(memoryview(data), item.valid_tokens)
+        LAYOUT.zero_invalid(0, memoryview(data), item.valid_tokens)
     assert opened(frames, heads) == expected
 
 
@@ -228,12 +229,12 @@ def test_an_empty_frame_is_refused() -> None:
 
 
 def test_scaled_slices_travel_whole() -> None:
-    layout = dataclasses.replace(LAYOUT, dtype="int8")
-    item = slice_to_send(layout, 0, 0, bytes(layout.slice_bytes))
+    layout = uniform_like(LAYOUT, dtype="int8")
+    item = slice_to_send(layout, 0, 0, bytes(layout.slice_bytes(0)))
     ((header, payload),) = pack([item], 100, layout)
     ((run, data, _),) = FrameOpener(layout).open(header, memoryview(payload))
     assert run == SliceRun(0, 0, 1, 0, 4, FULL)
-    assert data.nbytes == layout.slice_bytes
+    assert data.nbytes == layout.slice_bytes(0)
     header.runs[0].head_end = 2
     header.checksum = checksum(header)
     with pytest.raises(FrameError, match="whole"):
@@ -269,7 +270,7 @@ def test_a_hash_that_is_bound_to_another_block_or_layer_is_not_taken() -> None:
 
 
 def test_pieces_of_a_slice_come_one_behind_the_other() -> None:
-    first, second = pack([slice_of(2, 1)], LAYOUT.head_bytes * 3)
+    first, second = pack([slice_of(2, 1)], LAYOUT.share_bytes(0) * 3)
     opener = FrameOpener(LAYOUT)
     with pytest.raises(FrameError, match="not expected"):
         opener.open(second[0], memoryview(second[1]))
@@ -284,8 +285,8 @@ def test_pieces_of_a_slice_come_one_behind_the_other() -> None:
 
 
 def test_a_sender_keeps_to_the_number_of_slices_in_a_frame() -> None:
-    tiny = KVLayout(layers=2, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
-    data = bytes(tiny.slice_bytes)
+    tiny = KVLayout.uniform(layers=2, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    data = bytes(tiny.slice_bytes(0))
     slices = [slice_to_send(tiny, 0, 2 * block, data) for block in range(MAX_FRAME_SLICES + 1)]
     frames = pack(slices, 1 << 20, tiny)
     opened_runs = [FrameOpener(tiny).open(header, memoryview(payload)) for header, payload in frames]

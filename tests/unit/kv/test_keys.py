@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from array import array
 from pathlib import Path
@@ -24,8 +23,9 @@ from moonpool.kv.keys import (
 )
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.native_library import chain_keys, load_native_keys, tokens_below
+from tests.layouts import uniform_like
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="bfloat16")
 FINGERPRINT = bytes(range(32))
 TOKENS = [0, 1, -1, 2**31 - 1, -(2**31), *range(100, 143)]
 
@@ -71,7 +71,7 @@ def test_everything_that_matters_changes_the_namespace() -> None:
         {"dtype": "float16"},
         {"dtype": "int8"},
     ):
-        spaces.add(namespace(FINGERPRINT, dataclasses.replace(LAYOUT, **change)))
+        spaces.add(namespace(FINGERPRINT, uniform_like(LAYOUT, **change)))
     assert len(spaces) == 8
     assert all(len(space) == 32 for space in spaces)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,14 +9,15 @@ import pytest
 from moonpool.errors import ConfigError, Mismatch
 from moonpool.kv.layout import QUANTISED, KVLayout
 from moonpool.v1 import kv_pb2
+from tests.layouts import uniform_like
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
 
 
 def test_sizes() -> None:
-    assert LAYOUT.element_bytes == 2
-    assert LAYOUT.head_bytes == 2 * 16 * 4 * 2 == 256
-    assert LAYOUT.slice_bytes == 512
+    assert LAYOUT.groups[0].element_bytes == 2
+    assert LAYOUT.share_bytes(0) == 2 * 16 * 4 * 2 == 256
+    assert [LAYOUT.slice_bytes(layer) for layer in range(3)] == [512] * 3
     assert LAYOUT.block_bytes == 1536
     assert LAYOUT.token_bytes == 96
 
@@ -25,12 +25,13 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("dtype", QUANTISED.values())
 def test_quantised_sizes(dtype: str) -> None:
     """A byte per number, and a scale of four for each token of each head's keys and values."""
-    layout = dataclasses.replace(LAYOUT, dtype=dtype)
-    assert (layout.head_bytes, layout.scale_bytes) == (2 * 16 * 4, 2 * 2 * 16 * 4)
-    assert (layout.slice_bytes, layout.block_bytes, layout.token_bytes) == (512, 1536, 96)
-    large = KVLayout(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype=dtype)
-    plain = dataclasses.replace(large, dtype="bfloat16")
-    assert large.slice_bytes * 128 == plain.slice_bytes * 68
+    layout = uniform_like(LAYOUT, dtype=dtype)
+    (group,) = layout.groups
+    assert (group.value_bytes(16), group.scale_bytes(16)) == (2 * 2 * 16 * 4, 2 * 2 * 16 * 4)
+    assert (layout.slice_bytes(2), layout.block_bytes, layout.token_bytes) == (512, 1536, 96)
+    large = KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype=dtype)
+    plain = uniform_like(large, dtype="bfloat16")
+    assert large.slice_bytes(0) * 128 == plain.slice_bytes(0) * 68
 
 
 def test_blocks_and_valid_tokens() -> None:
@@ -52,12 +53,11 @@ def test_blocks_and_valid_tokens() -> None:
         ("block_tokens", 24),
         ("block_tokens", 0),
         ("dtype", "int4"),
-        ("version", 2),
     ],
 )
 def test_refuses_by_field(field: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
+        uniform_like(LAYOUT, **{field: value})
     assert caught.value.field == field
 
 
@@ -73,12 +73,12 @@ def test_refuses_by_field(field: str, value: object) -> None:
 )
 def test_what_cannot_travel_or_is_larger_than_any_model_is_refused(field: str, shape: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="bytes") as caught:
-        dataclasses.replace(LAYOUT, **shape)
+        uniform_like(LAYOUT, **shape)
     assert caught.value.field == field
 
 
 def test_proto_round_trip_and_refusal() -> None:
-    quantised = dataclasses.replace(LAYOUT, dtype="int8")
+    quantised = uniform_like(LAYOUT, dtype="int8")
     for layout in (LAYOUT, quantised):
         assert KVLayout.from_proto(layout.to_proto()) == layout
     with pytest.raises(Mismatch) as caught:
@@ -96,8 +96,10 @@ def test_proto_round_trip_and_refusal() -> None:
     [("layers", 4), ("kv_heads", 1), ("head_dim", 8), ("block_tokens", 32), ("dtype", "float16")],
 )
 def test_difference_names_every_field(field: str, value: object) -> None:
-    other = dataclasses.replace(LAYOUT, **{field: value})  # type: ignore[arg-type]
-    assert LAYOUT.difference(other) == field
+    other = uniform_like(LAYOUT, **{field: value})
+    found = LAYOUT.difference(other)
+    assert found is not None
+    assert (found.field, found.there) == (field, value)
     assert LAYOUT.difference(LAYOUT) is None
 
 
@@ -107,7 +109,7 @@ def test_zero_invalid_clears_exactly_the_other_slots(valid_tokens: int) -> None:
         return (b"\xff" * slot * valid_tokens + b"\0" * slot * (16 - valid_tokens)) * 2 * 2
 
     for dtype, expected in (("bfloat16", planes(4 * 2)), ("int8", planes(4 * 1) + planes(4))):
-        layout = dataclasses.replace(LAYOUT, dtype=dtype)
-        data = bytearray(b"\xff" * layout.slice_bytes)
-        layout.zero_invalid(memoryview(data), valid_tokens)
+        layout = uniform_like(LAYOUT, dtype=dtype)
+        data = bytearray(b"\xff" * layout.slice_bytes(0))
+        layout.zero_invalid(0, memoryview(data), valid_tokens)
         assert bytes(data) == expected

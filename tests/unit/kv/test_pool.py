@@ -13,24 +13,24 @@ from moonpool.kv.keys import slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool, PoolPart, PoolTarget, available_bytes
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 
 
 def test_parts_and_slices() -> None:
     pool = KVPool.create(LAYOUT, 5, [(0, 2), (2, 3)])
     assert [(part.layer_begin, part.layer_end, part.nbytes) for part in pool.parts] == [
-        (0, 2, 2 * 5 * LAYOUT.slice_bytes),
-        (2, 3, 5 * LAYOUT.slice_bytes),
+        (0, 2, 2 * 5 * LAYOUT.slice_bytes(0)),
+        (2, 3, 5 * LAYOUT.slice_bytes(0)),
     ]
     assert pool.nbytes == 5 * LAYOUT.block_bytes
     for layer in range(3):
         for block in range(5):
             view = pool.slice(layer, block)
-            assert view.nbytes == LAYOUT.slice_bytes
-            assert bytes(view) == bytes(LAYOUT.slice_bytes)
-            view[:] = bytes([layer * 5 + block + 1]) * LAYOUT.slice_bytes
+            assert view.nbytes == LAYOUT.slice_bytes(0)
+            assert bytes(view) == bytes(LAYOUT.slice_bytes(0))
+            view[:] = bytes([layer * 5 + block + 1]) * LAYOUT.slice_bytes(0)
     raw = bytes(pool.parts[0].view)
-    assert [raw[i * LAYOUT.slice_bytes] for i in range(10)] == list(range(1, 11))
+    assert [raw[i * LAYOUT.slice_bytes(0)] for i in range(10)] == list(range(1, 11))
     assert pool.slice(2, 0)[0] == 11
     del view
     pool.close()
@@ -52,9 +52,9 @@ def test_slices_are_taken_where_they_landed_or_from_other_memory() -> None:
     pool = KVPool.create(LAYOUT, 4, [(0, 3)])
     target = PoolTarget(pool, [3, 1])
     landed = target.into(2, 0)
-    landed[:] = b"l" * LAYOUT.slice_bytes
+    landed[:] = b"l" * LAYOUT.slice_bytes(0)
     target.into(0, 1)
-    other = memoryview(b"o" * LAYOUT.slice_bytes)
+    other = memoryview(b"o" * LAYOUT.slice_bytes(0))
     target.take(2, 0, landed, 7)
     target.take(0, 1, other, 8)
     target.take(1, 1, other, 9)
@@ -65,7 +65,7 @@ def test_slices_are_taken_where_they_landed_or_from_other_memory() -> None:
 
 
 def test_a_populated_pool_has_all_its_memory_and_what_was_in_it() -> None:
-    layout = KVLayout(layers=2, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
+    layout = KVLayout.uniform(layers=2, kv_heads=4, head_dim=32, block_tokens=16, dtype="float16")
     with contextlib.closing(KVPool.create(layout, 64, [(0, 2)])) as pool:
         [part] = pool.parts
         pool.slice(1, 5)[:3] = b"abc"
@@ -138,7 +138,7 @@ def test_pages_of_files_are_free_memory_of_a_control_group(tmp_path: Path) -> No
 
 
 def test_hashes_lie_beside_the_slices_and_are_shared() -> None:
-    layout = KVLayout(layers=3, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")  # 64 bytes a slice
+    layout = KVLayout.uniform(layers=3, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")  # 64 bytes a slice
     with contextlib.closing(KVPool.create(layout, 5, [(0, 1), (1, 3)])) as pool:
         data = bytes(range(64))
         pool.write(2, 4, memoryview(data), 77)
@@ -155,10 +155,10 @@ def test_hashes_lie_beside_the_slices_and_are_shared() -> None:
 
 
 def test_the_hash_of_a_part_filled_block_is_that_of_its_valid_tokens() -> None:
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float16")
     with contextlib.closing(KVPool.create(layout, 1, [(0, 1)])) as pool:
         pool.slice(0, 0)[:] = bytes(range(64))
         pool.seal(0, 0, 3)
         cleaned = bytearray(range(64))
-        layout.zero_invalid(memoryview(cleaned), 3)
+        layout.zero_invalid(0, memoryview(cleaned), 3)
         assert (bytes(pool.read(0, 0)[0]), pool.read(0, 0)[1]) == (bytes(range(64)), slice_hash(cleaned))

@@ -31,7 +31,7 @@ def bytes_of(nbytes: int) -> bytes:
 def through(data: bytes, target: ValueTarget, source: ValueSource) -> None:
     for layer in reversed(range(source.layout.layers)):
         piece = source.slice(layer)
-        assert piece.nbytes == source.layout.slice_bytes
+        assert piece.nbytes == source.layout.slice_bytes(0)
         target.take(layer, piece)
 
 
@@ -82,7 +82,7 @@ def test_a_value_is_had_although_something_still_refers_to_its_memory() -> None:
 def test_a_block_is_at_most_a_quarter_larger_than_its_value(nbytes: int) -> None:
     layout = layout_of(nbytes)
     assert nbytes <= layout.block_bytes <= max(128, (nbytes + 8) * 5 // 4 + 64)
-    assert layout.slice_bytes <= 128 << 10
+    assert layout.slice_bytes(0) <= 128 << 10
     assert layout_of(layout.block_bytes).block_bytes == layout.block_bytes
 
 
@@ -101,13 +101,13 @@ def test_slices_are_the_values_own_bytes() -> None:
     data = memoryview(bytearray(1 << 20))
     source = ValueSource(data)
     source.slice(3)[:2] = b"ab"
-    assert bytes(data[3 * source.layout.slice_bytes :][:2]) == b"ab"
+    assert bytes(data[3 * source.layout.slice_bytes(0) :][:2]) == b"ab"
 
 
 def test_a_block_that_is_no_value() -> None:
     layout = layout_of(100)
     target = ValueTarget(layout)
-    target.take(0, memoryview(b"\xff" * layout.slice_bytes))
+    target.take(0, memoryview(b"\xff" * layout.slice_bytes(0)))
     assert (target.length(), target.value()) == (None, None)
 
 
@@ -130,7 +130,7 @@ def test_names_never_change() -> None:
     assert value_key(NAMESPACE, "ann", b"k").hex()[:16] == "c8c50c235d4ce276"
     assert tenant_tag("").hex() == "54de29095672aeedb7810658a8a33bd2"
     layout = layout_of(1000)
-    assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (1, 1, 16, "bfloat16")
+    assert (layout.layers, layout.head_shares, layout.groups[0].head_dim, layout.dtype) == (1, 1, 16, "bfloat16")
 
 
 @pytest.mark.parametrize("key", [b"", bytes(MAX_KEY_BYTES + 1)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moonpool.kv.keys import BlockKey, block_keys
 from tests.unit.transport.fakes import LAYOUT, ROOT, FakeStore, content
 
-SLICE = LAYOUT.slice_bytes
+SLICE = LAYOUT.slice_bytes(0)
 WAIT_S = 60.0
 KEYS = block_keys(ROOT, range(16 * 5), 16)
 PARENTS = [BlockKey(ROOT), *KEYS[:-1]]

@@ -45,7 +45,7 @@ def good(**changes: Any) -> OneShotMessage:
     return OneShotMessage(**fields | changes)
 
 
-PART = good(numbers=HASHES[:1]).encoded(LAYOUT.slice_bytes) + WHOLE[: LAYOUT.slice_bytes]
+PART = good(numbers=HASHES[:1]).encoded(LAYOUT.slice_bytes(0)) + WHOLE[: LAYOUT.slice_bytes(0)]
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def read(connection: BlockingConnection, timeout_s: float = 10.0) -> list[bytes]
     handed: list[tuple[int, int]] = []
 
     def into(layer: int, index: int) -> memoryview:
-        return memoryview(memory[index])[layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+        return memoryview(memory[index])[layer * LAYOUT.slice_bytes(0) :][: LAYOUT.slice_bytes(0)]
 
     def take(layer: int, index: int, data: memoryview, value: int) -> None:
         handed.append((layer, index))
@@ -144,7 +144,7 @@ async def test_what_is_not_an_answer_is_not_taken(what: str) -> None:
 @pytest.mark.parametrize("shown", [True, False])
 async def test_a_proper_answer_is_taken_however_it_comes(shown: bool, spin_s: float) -> None:
     """In many pieces, in two parts, with what the store does not bring at its end."""
-    first, size = 4, 4 * LAYOUT.slice_bytes
+    first, size = 4, 4 * LAYOUT.slice_bytes(0)
     places = ((PayloadExtent(1, size, 0),), (PayloadExtent(1, len(WHOLE) - size, size),)) if shown else ((), ())
     parts = [
         good(numbers=HASHES[:first], extents=places[0]),
@@ -216,7 +216,7 @@ async def test_a_lane_that_has_ended_keeps_nothing_of_the_caller() -> None:
         memory = bytearray(BLOCK * len(KEYS))
 
         def into(layer: int, index: int) -> memoryview:
-            return memoryview(memory)[index * BLOCK + layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+            return memoryview(memory)[index * BLOCK + layer * LAYOUT.slice_bytes(0) :][: LAYOUT.slice_bytes(0)]
 
         arguments: dict[str, Any] = {"into": into, "on_slice": lambda *_: None, "timeout_s": 10.0}
         assert await asyncio.to_thread(BlockingReader(connection, LAYOUT).read, KEYS, **arguments) is None

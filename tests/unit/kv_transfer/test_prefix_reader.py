@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -19,12 +18,13 @@ from moonpool.rpc.channels import Channels
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.base import FilledBuffer
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.layouts import uniform_like
 from tests.slices import slice_to_send
 from tests.unit.fakes.beside import Held
 from tests.unit.kv_transfer.stored import KEYS, SLICE, WAIT_S, fill
 from tests.unit.transport.fakes import HELLO, LAYOUT, STORE, FakeStore, content, served
 
-WIDE = dataclasses.replace(LAYOUT, kv_heads=5)
+WIDE = uniform_like(LAYOUT, kv_heads=5)
 
 
 @asynccontextmanager
@@ -67,7 +67,7 @@ class Taken:
 
     def check(self, blocks: int, layers: range = range(3), heads: range = range(2)) -> None:
         assert self.layers == list(layers)
-        part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
+        part = slice(heads.start * LAYOUT.share_bytes(0), heads.stop * LAYOUT.share_bytes(0))
         wanted = {(layer, index): bytes(content(layer, index)[part]) for layer in layers for index in range(blocks)}
         assert {cell: data for cell, data in self.slices.items() if cell[1] < blocks} == wanted
 
@@ -126,11 +126,11 @@ async def test_slices_land_where_their_reader_wants_them(frame_bytes: int, some:
         assert all(bytes(memory[cell]) == data for cell, data in taken.slices.items() if cell in memory)
 
 
-@pytest.mark.parametrize("target_bytes", [1, 2 * WIDE.head_bytes, 1 << 20])
+@pytest.mark.parametrize("target_bytes", [1, 2 * WIDE.share_bytes(0), 1 << 20])
 def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int) -> None:
-    data = memoryview(bytes(index % 251 for index in range(WIDE.slice_bytes)))
+    data = memoryview(bytes(index % 251 for index in range(WIDE.slice_bytes(0))))
     heads = range(1, 4)
-    part = data[WIDE.head_bytes : 4 * WIDE.head_bytes]
+    part = data[WIDE.share_bytes(0) : 4 * WIDE.share_bytes(0)]
     taken = Taken()
     read = PrefixRead(WIDE, ReadPlan(KEYS[:2], range(2), heads, taken.on_slice, taken.on_layer))
     read.on_message(kvstore_pb2.GetResponse(opened=kv_pb2.ReadOpened(session=1, blocks=2)), memoryview(b""))
@@ -149,7 +149,7 @@ def test_some_heads_are_handed_out_together_however_they_come(target_bytes: int)
 
 @pytest.mark.parametrize("layers", [range(3), range(2)], ids=["all of the read", "a frame of the read"])
 def test_each_slice_that_lands_is_verified(layers: range) -> None:
-    whole = range(LAYOUT.kv_heads)
+    whole = range(LAYOUT.head_shares)
     shape = frame_shape(layers, 2, whole, LAYOUT.block_tokens)
     data = [bytes(content(*cell)) for cell in shape.cells]
     header = shape.header(1, 0, bind_all([slice_hash(one) for one in data], shape.bindings(KEYS[:2])))
@@ -184,7 +184,7 @@ def test_nothing_lands_once_all_has_come() -> None:
     memory = {(layer, index): memoryview(bytearray(SLICE)) for layer in range(3) for index in range(2)}
     data = [content(*cell) for cell in memory]
     taken = Taken()
-    whole = range(LAYOUT.kv_heads)
+    whole = range(LAYOUT.head_shares)
     read = PrefixRead(
         LAYOUT,
         ReadPlan(KEYS[:2], range(3), whole, taken.on_slice, taken.on_layer, lambda *cell: memory[cell]),
@@ -231,7 +231,7 @@ async def test_heads_that_the_layout_lacks_are_refused_before_anything_is_sent(h
 
 
 async def test_scaled_slices_are_read_whole() -> None:
-    scaled = dataclasses.replace(LAYOUT, dtype="int8")
+    scaled = uniform_like(LAYOUT, dtype="int8")
     async with Channels() as channels:
         reader = BlockReader(KVEndpoint(channels, "127.0.0.1:1", HELLO, scaled))
         with pytest.raises(InvalidRequest, match="whole"):

@@ -17,7 +17,7 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.transport.fakes import HELLO, LAYOUT, NAMESPACE, SERVER, content
 
-SLICE = LAYOUT.slice_bytes
+SLICE = LAYOUT.slice_bytes(0)
 
 
 def changed(**changes: object) -> kv_pb2.StreamHello:
@@ -38,7 +38,7 @@ def test_check_hello() -> None:
         (changed(namespace=b"short"), "namespace"),
         (changed(head_dim=8), "layout.head_dim"),
         (changed(dtype="int4"), "layout.dtype"),
-        (kv_pb2.StreamHello(), "layout.layers"),
+        (kv_pb2.StreamHello(), "layout.version"),
     ):
         with pytest.raises(Mismatch) as caught:
             check_hello(hello, namespace=NAMESPACE, layout=LAYOUT)
@@ -134,8 +134,8 @@ async def test_frame_writer_offers_only_what_needs_no_waiting() -> None:
 
 async def test_frame_writer_takes_credits_for_what_it_offers() -> None:
     writer = make_writer(SendQueue())
-    writer.grant(kv_pb2.Credit(bytes=LAYOUT.head_bytes))
-    data = memoryview(content(0, 0))[LAYOUT.head_bytes :]
+    writer.grant(kv_pb2.Credit(bytes=LAYOUT.share_bytes(0)))
+    data = memoryview(content(0, 0))[LAYOUT.share_bytes(0) :]
     [frame] = pack_frames(1, 0, [slice_to_send(LAYOUT, 0, 0, data, heads=range(1, 2))], LAYOUT)
     assert writer.offer(*frame, lambda header: kvstore_pb2.GetResponse(frame=header))
     assert writer.credits.available == 0

@@ -9,7 +9,7 @@ from moonpool.kv.frames import SliceRun
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 
 
 def transfer(*, blocks: list[int] | None = None, num_blocks: int = 3, held: int = 1) -> InboundTransfer:

@@ -22,7 +22,7 @@ from moonpool.v1 import kv_pb2
 from tests.slices import slice_to_send
 from tests.unit.transport.fakes import DECODE, HELLO, LAYOUT, FakeDecode, content, served
 
-SLICE = LAYOUT.slice_bytes
+SLICE = LAYOUT.slice_bytes(0)
 WAIT_S = 60.0
 
 
@@ -69,7 +69,7 @@ async def test_the_whole_way_layer_by_layer() -> None:
         for block in range(1, 4):
             expected = content(layer, block)
             if block == 3:
-                LAYOUT.zero_invalid(memoryview(expected), 5)
+                LAYOUT.zero_invalid(0, memoryview(expected), 5)
             assert decode.memory[11, layer, block] == expected
     assert decode.frames == 6
 

@@ -28,7 +28,7 @@ from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
 from tests.unit.kvstore.invariants import check
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 FORMAT = BlockFormat(b"n" * 32, LAYOUT)
 OTHER_FORMAT = BlockFormat(b"o" * 32, LAYOUT)
 BLOCK = LAYOUT.block_bytes
@@ -49,7 +49,7 @@ def data_of(key: BlockKey, layout: KVLayout = LAYOUT) -> bytes:
 
 
 def slice_of(key: BlockKey, layer: int, layout: KVLayout = LAYOUT) -> bytes:
-    return data_of(key, layout)[layer * layout.slice_bytes : (layer + 1) * layout.slice_bytes]
+    return data_of(key, layout)[layout.place(layer)]
 
 
 def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> BlockInfo:
@@ -58,7 +58,7 @@ def info_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT)
 
 def block_of(key: BlockKey, tenant: str = "", block_format: BlockFormat = FORMAT) -> DramBlock:
     layout, data = block_format.layout, bytearray(data_of(key, block_format.layout))
-    slices = [memoryview(data)[at : at + layout.slice_bytes] for at in range(0, len(data), layout.slice_bytes)]
+    slices = [memoryview(data)[layout.place(layer)] for layer in range(layout.layers)]
     hashes = [bind(slice_hash(one), key, layer) for layer, one in enumerate(slices)]
     return DramBlock(info_of(key, tenant, block_format), data, hashes)
 
@@ -79,7 +79,7 @@ def spec_of(
         [],
         tenant,
         layers or range(layout.layers),
-        heads or range(layout.kv_heads),
+        heads or range(layout.head_shares),
         written_at,
         durable=durable,
     )
@@ -87,7 +87,7 @@ def spec_of(
 
 def run_of(key: BlockKey, index: int, layer: int, heads: range = range(2)) -> OpenedRun:
     """One block's heads of one layer, as `FrameOpener` hands them out."""
-    data = slice_of(key, layer)[heads.start * LAYOUT.head_bytes : heads.stop * LAYOUT.head_bytes]
+    data = slice_of(key, layer)[heads.start * LAYOUT.share_bytes(0) : heads.stop * LAYOUT.share_bytes(0)]
     run = SliceRun(layer, index, 1, heads.start, heads.stop, LAYOUT.block_tokens)
     return OpenedRun(run, memoryview(data), [bind(slice_hash(data), key, layer)])
 

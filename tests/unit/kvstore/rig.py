@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moonpool.errors import MoonpoolError
+from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.frames import FRAME_BYTES, pack_frames
 from moonpool.kv.keys import BlockKey, pack_keys
 from moonpool.kv_transfer.endpoint import KVEndpoint
@@ -43,18 +44,18 @@ class Rig:
     dialer: TransportDialer | None = None
     """Opens the transports of its clients."""
 
-    def hello(self, block_format: Any = FORMAT) -> kv_pb2.StreamHello:
+    def hello(self, block_format: BlockFormat = FORMAT) -> kv_pb2.StreamHello:
         return kv_pb2.StreamHello(namespace=block_format.namespace, layout=block_format.layout.to_proto())
 
-    def writer(self, block_format: Any = FORMAT) -> StoreWriter:
-        return StoreWriter(
-            KVEndpoint(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
-        )
+    def writer(self, block_format: BlockFormat = FORMAT) -> StoreWriter:
+        return StoreWriter(self._endpoint(block_format))
 
-    def reader(self, block_format: Any = FORMAT) -> BlockReader:
-        return BlockReader(
-            KVEndpoint(self.channels, self.address, self.hello(block_format), LAYOUT, StreamSettings(self.dialer))
-        )
+    def reader(self, block_format: BlockFormat = FORMAT) -> BlockReader:
+        return BlockReader(self._endpoint(block_format))
+
+    def _endpoint(self, block_format: BlockFormat) -> KVEndpoint:
+        settings = StreamSettings(self.dialer)
+        return KVEndpoint(self.channels, self.address, self.hello(block_format), block_format.layout, settings)
 
     @property
     def stub(self) -> Any:
@@ -66,16 +67,28 @@ class Rig:
             self.channels.get(self.address), "moonpool.v1.KVStoreService", method, request, response
         )()
 
-    async def put(self, keys: Sequence[BlockKey], tenant: str = "", forgotten: Sequence[str] = ()) -> tuple[int, int]:
-        writer = self.writer()
+    async def put(
+        self,
+        keys: Sequence[BlockKey],
+        tenant: str = "",
+        forgotten: Sequence[str] = (),
+        block_format: BlockFormat = FORMAT,
+    ) -> tuple[int, int]:
+        writer = self.writer(block_format)
         try:
-            read = hashed(lambda layer, i: slice_of(keys[i], layer))
+            read = hashed(lambda layer, i: slice_of(keys[i], layer, block_format.layout))
             outcome = await writer.put(keys, PARENTS[: len(keys)], tenant, read, timeout_s=10, forgotten=forgotten)
         finally:
             await writer.aclose()
         return outcome.present, outcome.stored
 
-    async def read(self, keys: Sequence[BlockKey], layers: range = range(3), block_format: Any = FORMAT) -> list[bytes]:
+    async def read(
+        self,
+        keys: Sequence[BlockKey],
+        layers: range = range(3),
+        block_format: BlockFormat = FORMAT,
+        heads: range | None = None,
+    ) -> list[bytes]:
         reader = self.reader(block_format)
         out: dict[int, bytes] = {}
 
@@ -84,7 +97,9 @@ class Rig:
 
         done: list[int] = []
         try:
-            count = await reader.read(keys, layers=layers, on_slice=take, on_layer=done.append, timeout_s=10)
+            count = await reader.read(
+                keys, layers=layers, heads=heads, on_slice=take, on_layer=done.append, timeout_s=10
+            )
         finally:
             await reader.aclose()
         assert done == (list(layers) if count else [])

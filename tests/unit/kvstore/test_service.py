@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 
 from moonpool.errors import InvalidRequest, Mismatch, Unavailable
+from moonpool.kv.blocks import BlockFormat
 from moonpool.kv.keys import pack_keys, unpack_keys
+from moonpool.kv.layout import KVLayout, LayerKV
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.layouts import GROUPED
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, RECORD, data_of, slice_of
-from tests.unit.kvstore.rig import KEYS, failure, frames_of, opened_put, rig
+from tests.unit.kvstore.recorded import write_folder
+from tests.unit.kvstore.rig import KEYS, Rig, failure, frames_of, opened_put, rig
 
 A, B, C, D = KEYS[:4]
 
@@ -32,6 +36,45 @@ async def test_what_was_put_is_read_layer_by_layer(tmp_path: Path) -> None:
         await store.at_rest()
         assert (store.gauges()["dram_blocks"], store.gauges()["ssd_hits_total"]) == (6, 6)
         assert await store.put(KEYS[:6]) == (6, 0)
+
+
+@pytest.mark.parametrize("together_bytes", [0, 1 << 20])
+async def test_blocks_of_groups_of_layers_are_put_read_and_kept(tmp_path: Path, together_bytes: int) -> None:
+    """Beside blocks of another layout, whole or in part, from memory and from the disk of a store that started anew."""
+    grouped = BlockFormat(b"g" * 32, GROUPED)
+    kinds = LayerKV(1, 4, "bfloat16"), LayerKV(1, 2, "bfloat16", "window", 20)
+    deep = BlockFormat(b"d" * 32, KVLayout.of_layers(16, kinds * 75))
+    expected = [data_of(key, GROUPED) for key in KEYS[:5]]
+
+    async def check(store: Rig) -> None:
+        assert await store.read(KEYS[:6], range(4), grouped) == expected
+        assert await store.read(KEYS[:2], range(1, 3), grouped) == [
+            slice_of(key, 1, GROUPED) + slice_of(key, 2, GROUPED) for key in KEYS[:2]
+        ]
+        second = [slice_of(key, 1, GROUPED)[1024:] + slice_of(key, 2, GROUPED)[512:] for key in KEYS[:2]]
+        assert await store.read(KEYS[:2], range(1, 3), grouped, heads=range(1, 2)) == second
+        assert await store.read(KEYS[5:7]) == [data_of(key) for key in KEYS[5:7]]
+        assert await store.read(KEYS[7:], range(150), deep) == [data_of(KEYS[7], deep.layout)]
+
+    async with rig(tmp_path, together_bytes=together_bytes) as store:
+        assert await store.put(KEYS[:5], block_format=grouped) == (0, 5)
+        assert await store.put(KEYS[5:7]) == (0, 2)
+        assert await store.put(KEYS[7:], block_format=deep) == (0, 1)
+        await check(store)
+        await store.durable()
+    async with rig(tmp_path, together_bytes=together_bytes) as store:
+        assert store.gauges()["ssd_blocks"] == 8
+        await check(store)
+        await store.at_rest()
+
+
+async def test_a_folder_of_the_program_before_groups_is_read_as_it_is(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    index = (tmp_path / "index" / "data.mdb").read_bytes()
+    async with rig(tmp_path) as store:
+        assert (store.gauges()["ssd_blocks"], store.gauges()["ssd_indexed"]) == (1, 1)
+        assert await store.read([A]) == [data_of(A)]
+    assert (tmp_path / "index" / "data.mdb").read_bytes() == index
 
 
 async def test_a_store_on_two_disks_takes_what_is_reused_and_what_its_writer_waits_for(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from simulator.traces.mooncake import TraceRequest, write_trace
 from tests.load.kvstore import Chains, content
 from tests.load.program import Program, main
 
-LAYOUT = KVLayout(2, 1, 16, 64, "bfloat16")
+LAYOUT = KVLayout.uniform(2, 1, 16, 64, "bfloat16")
 
 
 class Fake:
@@ -110,5 +110,5 @@ def test_a_store_is_read_only_where_it_was_written() -> None:
     assert chains.next(1) == (False, keys)
     assert Chains(options, [], LAYOUT).next(0) == (True, keys)
     assert Chains(options, [TraceRequest(0.0, 512, 1, (7,))], LAYOUT).next(0)[1] == keys[:1]
-    assert len(content(keys[0], 0, LAYOUT)) == LAYOUT.slice_bytes
+    assert len(content(keys[0], 0, LAYOUT)) == LAYOUT.slice_bytes(0)
     assert content(keys[0], 0, LAYOUT) != content(keys[0], 1, LAYOUT)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moonpool.checkpoint import ModelConfig, load_config
+from moonpool.checkpoint import ModelConfig, kv_layout, load_config
 from moonpool.checkpoint.tensor_info import Quantization
-from moonpool.models.batch import PackedBatch
+from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.stage import StageModel
 
@@ -30,7 +30,7 @@ class Sequence_:
 class Runner:
     """One model in one or more stages over a pool whose free slots hold NaN, with blocks handed out in no order.
 
-    `stored`: the type of quantised KV; None: the weights'.
+    `stored`: the type of quantised KV; None: the weights'. `config`: of the model, where config.json does not say it.
     """
 
     def __init__(
@@ -41,15 +41,23 @@ class Runner:
         blocks: int = 64,
         stored: torch.dtype | None = None,
         quantization: Quantization = "auto",
+        config: ModelConfig | None = None,
     ) -> None:
-        self.config: ModelConfig = load_config(path)
+        self.config: ModelConfig = config or load_config(path)
         ends = [0, *borders, self.config.num_layers]
         self.stages: list[StageModel] = [
             load_stage(path, self.config, dtype, begin, end, quantization=quantization) for begin, end in pairwise(ends)
         ]
-        shape = (self.config.num_layers, blocks, self.config.num_kv_heads, 2, BLOCK, self.config.head_dim)
-        self.pool = torch.full(shape, -1 if stored == torch.int8 else torch.nan, dtype=stored or dtype)
-        self.scales = None if stored is None else torch.full(shape[:5], torch.nan)
+        layout = kv_layout(self.config, "float32", BLOCK)
+        groups = [layout.group(layer) for layer in range(layout.layers)]
+        shapes = [(blocks, group.kv_heads, group.planes, BLOCK, group.head_dim) for group in groups]
+        free = -1 if stored == torch.int8 else torch.nan
+        pools = [torch.full(shape, free, dtype=stored or dtype) for shape in shapes]
+        self.pool: LayersKV = torch.stack(pools) if len(set(shapes)) == 1 else pools
+        self.scales: LayersScales | None = None
+        if stored is not None:
+            scales = [torch.full(shape[:4], torch.nan) for shape in shapes]
+            self.scales = torch.stack(scales) if len(set(shapes)) == 1 else scales
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
     def step(self, work: Sequence[tuple[Sequence_, int]], *, dropped: int = 0) -> Tensor:

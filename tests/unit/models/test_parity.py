@@ -9,6 +9,7 @@ import transformers
 
 from moonpool.checkpoint import load_config
 from tests.unit.models.forward import Runner, Sequence_
+from tests.unit.models.several_shapes import with_repeated_heads
 
 SHAPES = ("tiny-llama", "tiny-llama3", "tiny-mistral", "tiny-qwen2", "tiny-qwen3")
 LENGTHS = (5, 16, 75, 33)
@@ -46,6 +47,21 @@ def assert_greedy(model: transformers.PreTrainedModel, prompt: list[int], output
             assert token == int(top.indices[row, 0]), f"token {row}"
         else:
             assert token in top.indices[row].tolist(), f"token {row}"
+
+
+@pytest.mark.parametrize("stored", [None, torch.int8])
+def test_layers_may_differ_in_the_shape_of_their_kv(
+    stored: torch.dtype | None, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Each KV head twice in every other layer changes no token."""
+    path = checkpoint("tiny-llama")
+    config = with_repeated_heads(path, tmp_path)
+    texts = prompts(config.vocab_size)
+    runner = Runner(tmp_path, torch.float32, borders=(1,), stored=stored, config=config)
+    assert [layer.shape[1] for layer in runner.pool] == [2, 4, 2, 4]
+    found = runner.generate(texts, NEW, chunk=16, budget=40)
+    expected = Runner(path, torch.float32, borders=(1,), stored=stored).generate(texts, NEW, chunk=16, budget=40)
+    assert found == expected
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -53,7 +53,7 @@ async def test_cancel_while_loading() -> None:
             await asyncio.Event().wait()
 
     tokens = prompt(4 * BLOCK + 3)
-    frame = 4 * LAYOUT.slice_bytes
+    frame = 4 * LAYOUT.slice_bytes(0)
     async with storing(tokens, frame_bytes=frame) as (store, place), prefilling() as it, decoding() as decode:
         reached, go = it.engine.hold()
         go.set()
@@ -74,7 +74,7 @@ async def test_cancel_while_loading() -> None:
 async def test_cancel_while_sending() -> None:
     """The prompt is computed, its KV still leaves: decode is told, and both sides are at rest."""
     tokens = prompt(4 * BLOCK)
-    async with prefilling(rate=LAYOUT.slice_bytes * 4.0) as it, decoding() as decode:
+    async with prefilling(rate=LAYOUT.slice_bytes(0) * 4.0) as it, decoding() as decode:
         sequence = spec("a", tokens)
         story = await begin(it, sequence, target=await promised(decode, sequence))
         await story.first_token()

@@ -13,7 +13,7 @@ async def test_the_journal_of_a_busy_instance_reruns_equal(tmp_path: Path) -> No
     """Loads, lost blocks, shared steps, a transfer, write-back, a cancel and a drain."""
     tokens = prompt(4 * BLOCK + 3)
     async with (
-        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes) as (store, place),
+        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
         storing() as (_, copy),
         prefilling(journal_dir=str(tmp_path), stages=2) as it,
         decoding() as decode,

@@ -54,7 +54,7 @@ async def test_loads_beyond_the_local_prefix() -> None:
 async def test_the_step_follows_the_load() -> None:
     """With layer 0 loaded and the rest held back, layer 0 computes and layer 1 waits at its gate."""
     tokens = prompt(3 * BLOCK + 3)
-    slice_bytes = 3 * LAYOUT.slice_bytes
+    slice_bytes = 3 * LAYOUT.slice_bytes(0)
     async with storing(tokens, frame_bytes=slice_bytes) as (store, place), prefilling() as it, decoding() as decode:
         passed: list[tuple[bool, int]] = []
         gate = asyncio.Event()
@@ -84,7 +84,7 @@ async def test_the_step_follows_the_load() -> None:
 async def test_load_lost_midway(lost_at: tuple[int, int]) -> None:
     """A block is found missing when some layers are there and computed with: the rest is computed, all is right."""
     tokens = prompt(4 * BLOCK + 3)
-    frame = 4 * LAYOUT.slice_bytes
+    frame = 4 * LAYOUT.slice_bytes(0)
     async with storing(tokens, frame_bytes=frame) as (store, place), prefilling() as it, decoding() as decode:
         store.lost_at = lost_at
         sequence = spec("a", tokens)
@@ -129,7 +129,7 @@ async def test_store_does_not_give_what_it_has(fault: str) -> None:
 async def test_another_store_serves_what_the_first_does_not(fault: str) -> None:
     """As long as nothing has been handed on; after that what is missing is computed."""
     tokens = prompt(4 * BLOCK + 3)
-    frame = 4 * LAYOUT.slice_bytes
+    frame = 4 * LAYOUT.slice_bytes(0)
     async with (
         storing(tokens, frame_bytes=frame) as (store, place),
         storing(tokens) as (other, replica),

@@ -15,7 +15,7 @@ KEYS = block_keys(ROOT, TOKENS, BLOCK)
 
 
 def full_store() -> FakeStore:
-    store = FakeStore(frame_bytes=4 * LAYOUT.slice_bytes)
+    store = FakeStore(frame_bytes=4 * LAYOUT.slice_bytes(0))
     for index, key in enumerate(KEYS):
         store.blocks[key] = {n: bytes(slice_of_tokens(TOKENS, index, n)) for n in range(LAYOUT.layers)}
     return store

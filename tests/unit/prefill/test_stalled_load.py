@@ -24,7 +24,7 @@ async def test_others_go_on_while_a_load_stalls_and_it_is_used_when_it_comes() -
     """The step that follows the load waits at layer 1; when another prompt comes, it goes on without the late one."""
     tokens, others = prompt(4 * BLOCK + 3), [prompt(2 * BLOCK + 1, seed) for seed in (1, 2, 3)]
     async with (
-        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes) as (store, place),
+        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
         prefilling(load_timeout_s=20.0) as it,
         decoding() as decode,
     ):
@@ -48,7 +48,7 @@ async def test_others_go_on_while_a_load_stalls_and_it_is_used_when_it_comes() -
 async def test_a_shared_step_goes_on_without_the_prompt_whose_load_stalls() -> None:
     tokens, other = prompt(4 * BLOCK + 3), prompt(BLOCK + 1, 1)
     async with (
-        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes) as (store, place),
+        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
         prefilling(load_timeout_s=20.0) as it,
         decoding() as decode,
     ):
@@ -79,7 +79,7 @@ async def test_a_shared_step_goes_on_without_the_prompt_whose_load_stalls() -> N
 async def test_past_its_deadline_the_rest_is_computed_while_others_go_on() -> None:
     tokens, other = prompt(4 * BLOCK + 3), prompt(2 * BLOCK + 1, 1)
     async with (
-        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes) as (store, place),
+        storing(tokens, frame_bytes=4 * LAYOUT.slice_bytes(0)) as (store, place),
         prefilling(load_timeout_s=0.5) as it,
         decoding() as decode,
     ):

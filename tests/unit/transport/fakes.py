@@ -20,7 +20,7 @@ from moonpool.transport.send_queue import SendQueue
 from moonpool.v1 import decode_pb2, kv_pb2, kvstore_pb2
 from tests.slices import slice_to_send
 
-LAYOUT = KVLayout(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+LAYOUT = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 NAMESPACE = namespace(bytes(32), LAYOUT)
 ROOT = chain_root(NAMESPACE, "")
 HELLO = kv_pb2.StreamHello(
@@ -35,7 +35,7 @@ SERVER = kv_pb2.Instance(id="server-0", incarnation=77)
 
 def content(layer: int, block: int) -> bytearray:
     """A slice unlike any other."""
-    return bytearray((layer * 101 + block * 7 + i) % 255 + 1 for i in range(LAYOUT.slice_bytes))
+    return bytearray((layer * 101 + block * 7 + i) % 255 + 1 for i in range(LAYOUT.slice_bytes(0)))
 
 
 @asynccontextmanager
@@ -156,7 +156,7 @@ class FakeDecode(FakeStreams):
                 transfer.accept(run)
                 for block, offset, piece in split_run(run, data, LAYOUT):
                     cell = (header.session, run.layer, block)
-                    memory = self.memory.setdefault(cell, bytearray(LAYOUT.slice_bytes))
+                    memory = self.memory.setdefault(cell, bytearray(LAYOUT.slice_bytes(0)))
                     memory[offset : offset + piece.nbytes] = piece
         except MoonpoolError as error:
             transfer.fail(str(error))
@@ -178,7 +178,7 @@ class FakeDecode(FakeStreams):
 class FakeStore(FakeStreams):
     """Keeps blocks in a dictionary: key -> layer -> slice."""
 
-    def __init__(self, *, window: int = 1 << 20, frame_bytes: int = 4 * LAYOUT.slice_bytes) -> None:
+    def __init__(self, *, window: int = 1 << 20, frame_bytes: int = 4 * LAYOUT.slice_bytes(0)) -> None:
         super().__init__()
         self.window = window
         self.frame_bytes = frame_bytes
@@ -274,9 +274,9 @@ class FakeStore(FakeStreams):
         keys, parts = self.puts[header.session]
         for run, data, _ in self.openers[header.session].open(header, payload):
             for block, offset, piece in split_run(run, data, LAYOUT):
-                memory = parts.setdefault(block, {}).setdefault(run.layer, bytearray(LAYOUT.slice_bytes))
+                memory = parts.setdefault(block, {}).setdefault(run.layer, bytearray(LAYOUT.slice_bytes(0)))
                 memory[offset : offset + piece.nbytes] = piece
-                last_head = run.head_end == LAYOUT.kv_heads
+                last_head = run.head_end == LAYOUT.head_shares
                 if last_head and len(parts[block]) == LAYOUT.layers:
                     self.blocks[keys[block]] = {layer: bytes(part) for layer, part in parts.pop(block).items()}
                     if self.acks:
@@ -325,7 +325,7 @@ class FakeStore(FakeStreams):
             send_queue.post(kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=number)))
             return
         heads = self.heads or range(opening.head_begin, opening.head_end)
-        part = slice(heads.start * LAYOUT.head_bytes, heads.stop * LAYOUT.head_bytes)
+        part = slice(heads.start * LAYOUT.share_bytes(0), heads.stop * LAYOUT.share_bytes(0))
         for layer in range(opening.layer_begin, opening.layer_end):
             if self.before_layer is not None:
                 await self.before_layer(layer)
@@ -345,7 +345,7 @@ class FakeStore(FakeStreams):
                         slice_hashes=[0],
                     )
                 )
-                await writer.credits.acquire(LAYOUT.slice_bytes, timeout_s=10)
+                await writer.credits.acquire(LAYOUT.slice_bytes(0), timeout_s=10)
                 await send_queue.put(session, slices[0].data, timeout_s=10)
                 return
             await writer.send(number, 0, slices, timeout_s=10)

@@ -32,8 +32,8 @@ from moonpool.transport.registry import open_transports
 from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 
-LAYOUT = KVLayout(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
-MAILBOX = 4 * LAYOUT.slice_bytes
+LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
+MAILBOX = 4 * LAYOUT.slice_bytes(0)
 REQUEST = kvstore_pb2.PutRequest(close=kvstore_pb2.PutClose(session=7))
 RESPONSE = kvstore_pb2.GetResponse(done=kv_pb2.ReadDone(session=7))
 
@@ -43,7 +43,7 @@ def pool_of(blocks: int = 4) -> KVPool:
     pool = KVPool.create(LAYOUT, blocks, [(0, LAYOUT.layers)])
     for layer in range(LAYOUT.layers):
         for block in range(blocks):
-            pool.slice(layer, block)[:] = bytes([16 * layer + block + 1]) * LAYOUT.slice_bytes
+            pool.slice(layer, block)[:] = bytes([16 * layer + block + 1]) * LAYOUT.slice_bytes(0)
     return pool
 
 

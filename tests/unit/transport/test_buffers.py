@@ -14,7 +14,7 @@ from moonpool.v1 import kvstore_pb2
 from tests.slices import slice_to_send
 from tests.unit.transport.pairs import LAYOUT, REQUEST, RESPONSE, pair, pool_of, read
 
-SIZE = LAYOUT.slice_bytes
+SIZE = LAYOUT.slice_bytes(0)
 
 
 def nothing(intact: int, error: Exception | None) -> None:
@@ -123,14 +123,14 @@ def test_frames_of_whole_slices_are_told_apart_from_those_that_must_be_opened() 
     ]
     [(header, pieces)] = pack_frames(4, 1, slices, LAYOUT, FRAME_BYTES)
     nbytes = sum(piece.nbytes for piece in pieces)
-    tokens, heads = LAYOUT.block_tokens, LAYOUT.kv_heads
+    tokens, heads = LAYOUT.block_tokens, LAYOUT.head_shares
     assert whole_runs(header, nbytes, LAYOUT) == [
         (SliceRun(0, 2, 2, 0, heads, tokens), [slices[0].hash, slices[1].hash]),
         (SliceRun(1, 2, 2, 0, heads, tokens), [slices[2].hash, slices[3].hash]),
     ]
     assert whole_runs(header, nbytes - 1, LAYOUT) is None
-    [(part, _), *_] = pack_frames(4, 1, slices, LAYOUT, LAYOUT.head_bytes)
-    assert whole_runs(part, LAYOUT.head_bytes, LAYOUT) is None
+    [(part, _), *_] = pack_frames(4, 1, slices, LAYOUT, LAYOUT.share_bytes(0))
+    assert whole_runs(part, LAYOUT.share_bytes(0), LAYOUT) is None
     for change in ("generation", "session"):
         header.ClearField(change)
         assert whole_runs(header, nbytes, LAYOUT) is None

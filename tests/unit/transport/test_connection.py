@@ -20,7 +20,7 @@ from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
 from tests.unit.transport.pairs import LAYOUT, MAILBOX, REQUEST, RESPONSE, came, pair, pool_of, read
 
-SLICE = LAYOUT.slice_bytes
+SLICE = LAYOUT.slice_bytes(0)
 REGION = 4 * LAYOUT.layers * (SLICE + 16) + 8 * (LAYOUT.layers + 2)
 """Bytes of a pool of four blocks: slices, and two numbers of each."""
 

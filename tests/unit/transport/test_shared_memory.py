@@ -102,7 +102,7 @@ def test_regions_are_mapped_as_they_were_told() -> None:
 def test_bytes_are_found_in_the_region_in_which_they_lie() -> None:
     first, second = pool_of(), pool_of()
     own = ExportedRegions([*shared(first)(), *shared(second)()])
-    size = LAYOUT.slice_bytes
+    size = LAYOUT.slice_bytes(0)
     assert own.find(first.slice(0, 0)) == (1, 0)
     assert own.find(second.slice(1, 2)) == (2, (4 + 2) * size)
     assert own.find(second.slice(1, 3)[4:8]) == (2, (4 + 3) * size + 4)

@@ -15,7 +15,7 @@ from tests.slices import hashed
 from tests.unit.kv_transfer.test_transfers import slices
 from tests.unit.transport.fakes import DECODE, HELLO, LAYOUT, STORE, FakeDecode, FakeStore, content, served
 
-SLICE = LAYOUT.slice_bytes
+SLICE = LAYOUT.slice_bytes(0)
 WAIT_S = 60.0
 
 

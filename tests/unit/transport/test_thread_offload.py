@@ -13,7 +13,7 @@ from moonpool.transport.base import FilledBuffer, ReceiveBuffer, ReceiveCallback
 from tests.unit.fakes.beside import Held
 from tests.unit.transport.pairs import LAYOUT, REQUEST, Pair, pair, pool_of
 
-SIZE = LAYOUT.slice_bytes
+SIZE = LAYOUT.slice_bytes(0)
 
 
 class Serving:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
 from moonpool.platforms.base import Device, DeviceStream
-from moonpool.platforms.kv_memory import pool_slices
+from moonpool.platforms.kv_memory import StageSlices, pool_bytes
 from moonpool.platforms.registry import DeviceName
 from moonpool.platforms.stage_platform import StagePlatform, open_device, stage_platform
 from moonpool.scheduling.steps import SequenceStep, Step
@@ -50,10 +50,10 @@ def check(where: Where, figures: Figures) -> None:
         _peak(device, size.peak_bytes, figures)
     for shape in list(KV_HEADS)[: 1 if where.tiny else None]:
         with closing(_opened(where)) as device:  # of its own: a pool is registered until the device is closed
-            layout = KVLayout(size.layers, KV_HEADS[shape], HEAD_DIM[shape], 64, "bfloat16")
+            layout = KVLayout.uniform(size.layers, KV_HEADS[shape], HEAD_DIM[shape], 64, "bfloat16")
             with closing(KVPool.create(layout, size.blocks, [(0, size.layers)])) as pool:
-                _as_today(device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
-                _straight(device, pool, f"{shape}, slices of {layout.slice_bytes >> 10} KiB", figures)
+                _as_today(device, pool, f"{shape}, slices of {layout.largest_slice_bytes >> 10} KiB", figures)
+                _straight(device, pool, f"{shape}, slices of {layout.largest_slice_bytes >> 10} KiB", figures)
 
 
 def _opened(where: Where) -> Device:
@@ -103,18 +103,18 @@ def _as_today(device: Device, pool: KVPool, shape: str, figures: Figures) -> Non
     try:
         for block in range(pool.blocks):
             for layer in range(pool.layout.layers):
-                pool.slice(layer, block)[:] = bytes([1 + (layer + block) % 250]) * pool.layout.slice_bytes
+                pool.slice(layer, block)[:] = bytes([1 + (layer + block) % 250]) * pool.layout.slice_bytes(layer)
         table = tuple(range(pool.blocks))
         whole = bytes(4 * tokens)
         loads = [_load(place, pool, Step(number, (SequenceStep(bytes(4), tokens - 1, table),))) for number in range(3)]
         launched, arrived = min(it[0] for it in loads), min(it[1] for it in loads)
         figures[f"{shape}, as today, to the device"] = _gb_per_s(pool.nbytes, arrived)
         figures[f"{shape}, as today, launching the step that has it, ms"] = round(1e3 * launched, 3)
-        expected = pool_slices(pool.parts[0]).clone()
-        pool_slices(pool.parts[0]).zero_()
+        expected = pool_bytes(pool.parts[0]).clone()
+        pool_bytes(pool.parts[0]).zero_()
         stored = _store(place, pool, Step(9, (SequenceStep(whole, 0, table),)))
         figures[f"{shape}, as today, to the host"] = _gb_per_s(pool.nbytes, stored)
-        expect(torch.equal(pool_slices(pool.parts[0]), expected), f"{shape}: what came back is not what went there")
+        expect(torch.equal(pool_bytes(pool.parts[0]), expected), f"{shape}: what came back is not what went there")
         expect(not errors, f"{shape}: {errors}")
         figures[f"{shape}, hashed by one thread"] = _gb_per_s(pool.nbytes, _best(partial(_hash, pool)))
         figures[f"{shape}, tokens of a block"] = size
@@ -160,7 +160,7 @@ def _store(place: StagePlatform, pool: KVPool, step: Step) -> float:
 
 def _straight(device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
     """Slices in a drawn order, by one call of the device, without what services do beside that."""
-    host = pool_slices(pool.parts[0]).flatten(0, 1)
+    host = StageSlices.of_pool(pool.parts[0], pool_bytes(pool.parts[0])).parts[0].flatten(0, 1)
     there = device.memory(tuple(host.shape), 0)
     slices = torch.randperm(len(host))[: len(host) // 2].sort().values
     for way, target, source, stream in (
@@ -170,7 +170,7 @@ def _straight(device: Device, pool: KVPool, shape: str, figures: Figures) -> Non
         launching: list[float] = []
         give = partial(device.copy_slices, target, source, slices)
         seconds = _best(partial(_give_and_wait, stream, give, launching))
-        nbytes = len(slices) * pool.layout.slice_bytes
+        nbytes = len(slices) * host.shape[1]
         figures[f"{shape}, one call, {way}"] = _gb_per_s(nbytes, seconds)
         figures[f"{shape}, one call, {way}, launching"] = _gb_per_s(nbytes, min(launching))
 

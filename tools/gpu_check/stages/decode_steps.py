@@ -56,7 +56,7 @@ def check(where: Where, figures: Figures) -> None:
                 step = Decode(it, batch, context)
                 eager, graph = (measure(step, runner, f"{name}, {way}", figures) for way, runner in ways.items())
                 if copy_rate:
-                    kv = it.place.memory.kv[:, : batch * context // BLOCK].nbytes
+                    kv = sum(layer[: batch * context // BLOCK].nbytes for layer in it.place.memory.kv)
                     rate = (it.model.weight_bytes + kv) / graph * 1e3
                     figures[f"{name}: weights and KV read, of a copy's rate"] = round(rate / copy_rate, 3)
                 times[name] = eager, graph

@@ -230,7 +230,7 @@ def slices_of(tokens: list[int]) -> Callable[[int], bytes]:
 
     def at(layer: int) -> bytes:
         kv = EmulatedKV(PROFILE.layout(BT))
-        view = memoryview(bytearray(kv.layout.slice_bytes))
+        view = memoryview(bytearray(kv.layout.slice_bytes(0)))
         kv.write(view, layer, kv.base(ROOT, array("i", tokens)))
         return bytes(view)
 

@@ -20,7 +20,7 @@ def test_content_is_what_it_was() -> None:
     base = kv.base(bytes(32), array("i", [1, 2]))
     # The blake3 hash of 32 zero bytes is 2ada83c1819a5372 dae1238fc1ded123 ...
     assert base.hex() == "2bda83c1819a5372d8e1238fc1ded123"
-    view = memoryview(bytearray(kv.layout.slice_bytes))
+    view = memoryview(bytearray(kv.layout.slice_bytes(0)))
     kv.write(view, 1, base, first_slot=3)
     assert bytes(view[24:40]).hex() == bytes((x * 5 + 146) % 256 for x in base).hex()
     assert bytes(view[128 + 24 : 128 + 40]) == bytes((x * 7 + 219) % 256 for x in base)

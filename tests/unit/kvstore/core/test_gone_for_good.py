@@ -12,6 +12,7 @@ from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import BlockKey
 from services.kvstore.core.store import DeletedCount
 from services.kvstore.core.writes import DeletedBlocksError, PutSpec
+from tests.layouts import uniform_like
 from tests.unit.kvstore.core.test_deletion import all_of, on_disk, tier_of
 from tests.unit.kvstore.faulty_files import FaultyFiles
 from tests.unit.kvstore.helpers import (
@@ -121,7 +122,7 @@ def test_a_key_that_is_named_twice_is_dropped_once(tmp_path: Path) -> None:
 
 def test_leases_of_two_blocks_that_had_one_key_count_what_each_has() -> None:
     """The first one is leaving; the second, of another size, was put after it had been dropped."""
-    larger = BlockFormat(b"n" * 32, dataclasses.replace(LAYOUT, layers=5))
+    larger = BlockFormat(b"n" * 32, uniform_like(LAYOUT, layers=5))
     driven = Driven()
     driven.put(OURS[:1])
     reads, tiers = driven.store.reads, driven.store.tiers

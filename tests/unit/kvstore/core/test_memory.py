@@ -216,7 +216,7 @@ def test_a_reader_keeps_its_blocks() -> None:
     lease = driven.store.reads.open([A, B, C], FORMAT, promote=False)
     assert lease.blocks == 2
     assert driven.open(spec_of([C])) is None
-    assert bytes(view_of(lease.sources[0], 1)) == data_of(A)[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
+    assert bytes(view_of(lease.sources[0], 1)) == data_of(A)[LAYOUT.slice_bytes(0) : 2 * LAYOUT.slice_bytes(0)]
     driven.store.reads.close(lease)
     driven.store.reads.close(lease)
     driven.put([C])
@@ -300,16 +300,16 @@ def test_without_room_ahead_a_session_has_what_its_frame_needs() -> None:
     assert not driven.store.writes.write(other, [run_of(C, 0, 0)])
 
 
-TINY = KVLayout(layers=64, kv_heads=4, head_dim=1, block_tokens=16, dtype="bfloat16")
-LARGE = KVLayout(layers=1, kv_heads=8, head_dim=2048, block_tokens=128, dtype="float32")
+TINY = KVLayout.uniform(layers=64, kv_heads=4, head_dim=1, block_tokens=16, dtype="bfloat16")
+LARGE = KVLayout.uniform(layers=1, kv_heads=8, head_dim=2048, block_tokens=128, dtype="float32")
 
 
 def parts_of(layout: KVLayout, layers: int, blocks: int) -> list[list[OpenedRun]]:
     """The parts of a frame of zeros, whose hashes count the slices."""
-    size = blocks * layout.slice_bytes
+    size = blocks * layout.slice_bytes(0)
     runs = [
         OpenedRun(
-            SliceRun(layer, 0, blocks, 0, layout.kv_heads, layout.block_tokens),
+            SliceRun(layer, 0, blocks, 0, layout.head_shares, layout.block_tokens),
             memoryview(bytes(size)),
             list(range(layer * blocks, (layer + 1) * blocks)),
         )
@@ -332,13 +332,13 @@ def test_a_frame_of_many_blocks_is_written_in_parts(layers: int, blocks: int) ->
         (run.layer, run.first_block + at) for part in parts for run, _, _ in part for at in range(run.block_count)
     ]
     assert slices == [(layer, block) for layer in range(layers) for block in range(blocks)]
-    assert all(len(data) == run.block_count * TINY.slice_bytes for part in parts for run, data, _ in part)
+    assert all(len(data) == run.block_count * TINY.slice_bytes(0) for part in parts for run, data, _ in part)
 
 
 def test_large_slices_are_written_one_by_one() -> None:
     parts = parts_of(LARGE, 1, 3)
     assert [(run.first_block, run.block_count, len(data), hashes) for [(run, data, hashes)] in parts] == [
-        (block, 1, LARGE.slice_bytes, [block]) for block in range(3)
+        (block, 1, LARGE.slice_bytes(0), [block]) for block in range(3)
     ]
 
 

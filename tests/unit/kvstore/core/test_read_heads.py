@@ -1,7 +1,6 @@
 """Reading a part of the heads, as a tensor-parallel rank does, over a real server and the real client."""
 
 import asyncio
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.layouts import uniform_like
 from tests.slices import hashed, slice_to_send
 from tests.unit.kvstore.helpers import RECORD, keys_of, slice_of
 from tests.unit.kvstore.rig import Rig, rig
 
-WIDE = KVLayout(layers=3, kv_heads=4, head_dim=4, block_tokens=16, dtype="float32")
-SCALED = dataclasses.replace(WIDE, dtype="int8")
-LARGE = KVLayout(layers=1, kv_heads=4, head_dim=128, block_tokens=64, dtype="float32")  # heads of 64 KiB
+WIDE = KVLayout.uniform(layers=3, kv_heads=4, head_dim=4, block_tokens=16, dtype="float32")
+SCALED = uniform_like(WIDE, dtype="int8")
+LARGE = KVLayout.uniform(layers=1, kv_heads=4, head_dim=128, block_tokens=64, dtype="float32")  # heads of 64 KiB
 NAMESPACE = b"n" * 32
 ALL = range(3)
 HEADS = [range(begin, end) for begin in range(4) for end in range(begin + 1, 5)]
@@ -35,7 +35,7 @@ def hello(layout: KVLayout) -> kv_pb2.StreamHello:
 
 
 def part_of(key: BlockKey, layer: int, heads: range, layout: KVLayout = WIDE) -> bytes:
-    return slice_of(key, layer, layout)[heads.start * layout.head_bytes : heads.stop * layout.head_bytes]
+    return slice_of(key, layer, layout)[heads.start * layout.share_bytes(0) : heads.stop * layout.share_bytes(0)]
 
 
 async def put(store: Rig, keys: Sequence[BlockKey], layout: KVLayout = WIDE) -> None:
@@ -80,7 +80,7 @@ async def opened(store: Rig, layout: KVLayout, credit_bytes: int = 0, **fields: 
         "session": 1,
         "keys": pack_keys(KEYS),
         "layer_end": layout.layers,
-        "head_end": layout.kv_heads,
+        "head_end": layout.head_shares,
     }
     message = kv_pb2.ReadOpen(**opening | fields)
     await call.write(kvstore_pb2.GetRequest(open=message, credit_bytes=credit_bytes))
@@ -111,7 +111,7 @@ async def test_each_range_of_heads_from_dram(heads: range) -> None:
 async def test_what_is_asked_for_is_sent_and_no_more(together: bool) -> None:
     async with rig() as store:
         await put(store, KEYS)
-        size = len(KEYS) * 3 * 2 * WIDE.head_bytes  # credits for exactly that
+        size = len(KEYS) * 3 * 2 * WIDE.share_bytes(0)  # credits for exactly that
         call = await opened(store, WIDE, size, head_begin=1, head_end=3, takes_frame=together)
         answer = await call.read()
         assert answer.message.opened.blocks == 5
@@ -146,10 +146,10 @@ async def test_frames_of_some_heads_are_filled_too() -> None:
 
 async def test_parts_larger_than_a_frame_come_in_several() -> None:
     """Two of three heads of 768 KiB: one in each frame."""
-    layout = KVLayout(layers=1, kv_heads=3, head_dim=1536, block_tokens=64, dtype="float32")
+    layout = KVLayout.uniform(layers=1, kv_heads=3, head_dim=1536, block_tokens=64, dtype="float32")
     async with rig(dram_bytes=layout.block_bytes) as store:
         await put(store, KEYS[:1], layout)
-        call = await opened(store, layout, 2 * layout.head_bytes, head_begin=1, takes_frame=True)
+        call = await opened(store, layout, 2 * layout.share_bytes(0), head_begin=1, takes_frame=True)
         assert not (await call.read()).message.opened.HasField("frame")
         frames = await received(call, FrameOpener(layout, range(1, 3), KEYS))
         assert [[run for run, _ in runs] for runs in frames] == [[], [SliceRun(0, 0, 1, 1, 3, 64)]]

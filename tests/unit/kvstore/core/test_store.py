@@ -165,7 +165,7 @@ def test_frames_outside_the_declaration_are_refused(run: SliceRun) -> None:
     driven.store.writes.write(session, [run_of(A, 0, 0)])
     with pytest.raises(FrameError):
         driven.store.writes.write(
-            session, [OpenedRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes)), [0] * run.block_count)]
+            session, [OpenedRun(run, memoryview(bytes(run.block_count * LAYOUT.slice_bytes(0))), [0] * run.block_count)]
         )
     driven.store.writes.close(session)
     check(driven.store)

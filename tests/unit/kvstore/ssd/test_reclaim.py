@@ -171,9 +171,9 @@ def test_a_carried_block_is_readable_all_the_time(tmp_path: Path) -> None:
         ssd.committed(plan)
         assert ssd.readers == 2
         for reader in (early, late):
-            out = memoryview(bytearray(LAYOUT.slice_bytes))
+            out = memoryview(bytearray(LAYOUT.slice_bytes(0)))
             reader.read_layers(1, out)
-            assert out == data_of(KEYS[0])[LAYOUT.slice_bytes : 2 * LAYOUT.slice_bytes]
+            assert out == data_of(KEYS[0])[LAYOUT.slice_bytes(0) : 2 * LAYOUT.slice_bytes(0)]
             assert not ssd.drop(reader)
             reader.release()
         assert read(ssd, KEYS[0]) == data_of(KEYS[0])

@@ -1,11 +1,12 @@
-import dataclasses
 import random
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from moonpool.kv.blocks import BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey, bind, slice_hash
+from moonpool.kv.layout import KVLayout
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import (
     BadRecordError,
@@ -16,10 +17,12 @@ from services.kvstore.ssd.records import (
     read_record,
     read_whole,
     record_size,
+    rewrite_record,
     scan_segment,
     segment_path,
     unpack_header,
 )
+from tests.layouts import GROUPED, uniform_like
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, RECORD, block_of, info_of, keys_of, slice_of
 
 KEYS = keys_of(4)
@@ -61,6 +64,46 @@ def test_a_header_says_everything_of_its_block() -> None:
         assert header.check_slices(layer, data) == [hashes[layer]]
 
 
+def test_a_header_has_the_groups_of_its_layout() -> None:
+    info = BlockInfo(KEYS[0], KEYS[1], "tenant", BlockFormat(b"x" * 32, GROUPED), 7)
+    header = unpack_header(pack_header(info, [1, 2, 3, 4], 9))
+    assert (header.info, header.hashes, header.segment) == (info, (1, 2, 3, 4), 9)
+    record = bytearray(record_size(info))
+    record[: header.header_bytes] = pack_header(info, [1, 2, 3, 4], 9)
+    rewrite_record(record, 11)
+    again = unpack_header(record)
+    assert (again.info, again.segment) == (info, 11)
+
+
+@pytest.mark.parametrize("length", [1, 1 << 20])
+def test_groups_that_do_not_fit_their_header_are_refused(length: int) -> None:
+    info = BlockInfo(KEYS[0], KEYS[1], "", BlockFormat(b"x" * 32, GROUPED))
+    packed = bytearray(pack_header(info, [1, 2, 3, 4]))
+    packed[124:128] = length.to_bytes(4, "little")
+    packed[8:16] = xxhash.xxh3_64_intdigest(memoryview(packed)[16:]).to_bytes(8, "little")
+    with pytest.raises(BadRecordError):
+        unpack_header(bytes(packed))
+
+
+def test_headers_of_uniform_layouts_are_those_of_version_1() -> None:
+    """Recorded from the program before groups: an old data folder is read, and an older program reads ours."""
+    layout = KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8")
+    info = BlockInfo(BlockKey(b"k" * 32), BlockKey(b"p" * 32), "t", BlockFormat(b"n" * 32, layout), 7)
+    recorded = bytes.fromhex(RECORDED).ljust(4096, b"\0")
+    assert pack_header(info, [1, 2], 9) == recorded
+    header = unpack_header(recorded)
+    assert (header.info, header.hashes, header.segment) == (info, (1, 2), 9)
+
+
+RECORDED = (
+    "4d504b5652454332660d116959c99fed0010000002000000"
+    + "6b" * 32 + "70" * 32 + "6e" * 32
+    + "0100000002000000080000001000000000010000"
+    + "696e7438000000000000000000000000" + "01000000" + "74"
+    + "0100000000000000" + "0200000000000000" + "0700000000000000" + "0900000000000000"
+)  # fmt: skip
+
+
 def test_a_slice_of_another_layer_or_block_is_not_taken() -> None:
     header = unpack_header(header_of(KEYS[0]))
     with pytest.raises(BadRecordError):
@@ -98,7 +141,7 @@ def test_a_cut_header_is_refused(length: int) -> None:
 
 def test_a_long_tenant_makes_a_longer_header() -> None:
     info = info_of(KEYS[0], tenant="t" * 1000)
-    many = BlockFormat(FORMAT.namespace, type(LAYOUT)(500, 1, 1, 16, "float16"))
+    many = BlockFormat(FORMAT.namespace, type(LAYOUT).uniform(500, 1, 1, 16, "float16"))
     long = BlockInfo(KEYS[0], KEYS[1], info.tenant, many)
     packed = pack_header(long, [1] * 500)
     assert len(packed) == 8192
@@ -137,7 +180,7 @@ def record_of(key: BlockKey, block_format: BlockFormat, tenant: str) -> bytes:
 def test_a_scan_finds_what_looking_everywhere_finds(tmp_path: Path, seed: int, piece: int) -> None:
     """Records of several kinds, some broken, with remains between them and headers of several pages."""
     dice = random.Random(seed)
-    deep = dataclasses.replace(LAYOUT, layers=600)
+    deep = uniform_like(LAYOUT, layers=600)
     formats = [FORMAT, OTHER_FORMAT, BlockFormat(b"w" * 32, deep), BlockFormat(b"n" * 32, deep)]
     data, expected, broken = bytearray(), [], 0
     for key in keys_of(60, f"scan-{seed}"):
@@ -168,7 +211,7 @@ class CountedFiles(FileLayer):
 
 
 def test_a_scan_reads_small_records_together_and_of_large_ones_the_headers(tmp_path: Path) -> None:
-    large = BlockFormat(b"n" * 32, dataclasses.replace(LAYOUT, block_tokens=1024))
+    large = BlockFormat(b"n" * 32, uniform_like(LAYOUT, block_tokens=1024))
     keys = keys_of(80)
     data = b"".join(record_of(key, FORMAT, "") for key in keys[:64])
     (tmp_path / "0").write_bytes(data + b"".join(record_of(key, large, "") for key in keys[64:]))

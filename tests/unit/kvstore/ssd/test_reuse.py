@@ -205,7 +205,7 @@ def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(tmp_path: P
 
 def test_a_block_that_has_records_in_it_brings_none_of_them_in(tmp_path: Path) -> None:
     """Somebody makes up records, of others' keys, and a crash leaves them behind the end of the newest segment."""
-    large = BlockFormat(b"n" * 32, KVLayout(4, 2, 8, 64, "float32"))
+    large = BlockFormat(b"n" * 32, KVLayout.uniform(4, 2, 8, 64, "float32"))
     made_up, size = block_of(KEYS[59], "another"), large.layout.block_bytes
     record = (pack_header(made_up.info, made_up.hashes) + bytes(made_up.data)).ljust(RECORD, b"\0")
     files = FaultyFiles()
@@ -253,7 +253,7 @@ def test_a_store_may_be_killed_before_the_index_knows_who_has_the_file(tmp_path:
 def test_files_are_as_long_as_the_budget_says(tmp_path: Path) -> None:
     """Records of several sizes, which leave something of the older segment at the end of a file."""
     chance = random.Random(1)
-    formats = [BlockFormat(b"n" * 32, KVLayout(pages, 2, 8, 64, "float32")) for pages in (1, 2, 4)]
+    formats = [BlockFormat(b"n" * 32, KVLayout.uniform(pages, 2, 8, 64, "float32")) for pages in (1, 2, 4)]
     assert [one.layout.block_bytes for one in formats] == [8192, 16384, 32768]
     files = FaultyFiles()
     ssd = open_ssd(tmp_path, 1 << 19, 1 << 16, files=files)

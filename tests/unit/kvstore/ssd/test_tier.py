@@ -321,7 +321,7 @@ def test_promotion_brings_blocks_back_into_dram(tmp_path: Path) -> None:
 def test_a_bad_block_is_not_promoted(tmp_path: Path) -> None:
     with store(tmp_path) as (driven, _):
         driven.flush(KEYS[:2])
-    flip(tmp_path, RECORD + 4096 + LAYOUT.slice_bytes * 2)
+    flip(tmp_path, RECORD + 4096 + LAYOUT.slice_bytes(0) * 2)
     with store(tmp_path) as (driven, _ssd):
         assert driven.read(KEYS[:2], promote=True) == [data_of(KEYS[0])]
         assert set(driven.store.tiers.dram) == {KEYS[0]}
@@ -363,7 +363,7 @@ def test_blocks_of_one_segment_are_read_in_one_call(tmp_path: Path) -> None:
 def test_those_before_a_bad_block_are_read(tmp_path: Path, bad: int) -> None:
     with store(tmp_path, segment=2 * RECORD) as (driven, ssd):
         driven.flush(KEYS[:4])
-        flip(tmp_path, bad % 2 * RECORD + 4096 + LAYOUT.slice_bytes, 1 + bad // 2)
+        flip(tmp_path, bad % 2 * RECORD + 4096 + LAYOUT.slice_bytes(0), 1 + bad // 2)
         bands = bands_of(ssd, KEYS[:4])
         failure = read_bands(0, bands)
         assert failure is not None

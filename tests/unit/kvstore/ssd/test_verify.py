@@ -24,7 +24,7 @@ def test_a_check_finds_what_is_wrong_and_changes_nothing(tmp_path: Path) -> None
     assert (report.bytes_read, seen) == (8 * RECORD, [(1, 2), (2, 2)])
     first, second = sorted((tmp_path / "segments").iterdir())
     data = bytearray(first.read_bytes())
-    data[RECORD + 4096 + LAYOUT.slice_bytes] ^= 1  # layer 1 of the second block
+    data[RECORD + 4096 + LAYOUT.slice_bytes(0)] ^= 1  # layer 1 of the second block
     data[2 * RECORD + 40] ^= 1  # the third block's header
     first.write_bytes(data)
     second.write_bytes(second.read_bytes()[: 3 * RECORD])

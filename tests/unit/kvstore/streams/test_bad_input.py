@@ -47,8 +47,8 @@ def frame(**changes: Any) -> tuple[kv_pb2.FrameHeader, memoryview]:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"size": LAYOUT.slice_bytes - 1}, "its runs need"),
-        ({"size": LAYOUT.slice_bytes + 1}, "its runs need"),
+        ({"size": LAYOUT.slice_bytes(0) - 1}, "its runs need"),
+        ({"size": LAYOUT.slice_bytes(0) + 1}, "its runs need"),
         ({"size": 0}, "its runs need"),
         ({"layer": 3}, "no such layer"),
         ({"layer": (1 << 32) - 1}, "no such layer"),
@@ -56,7 +56,7 @@ def frame(**changes: Any) -> tuple[kv_pb2.FrameHeader, memoryview]:
         ({"block_count": (1 << 32) - 1}, "its runs need"),
         ({"first_block": 1}, "1"),
         ({"first_block": (1 << 32) - 1}, "429"),
-        ({"block_count": 2, "size": 2 * LAYOUT.slice_bytes}, "1"),
+        ({"block_count": 2, "size": 2 * LAYOUT.slice_bytes(0)}, "1"),
         ({"head_end": 3}, "no such heads"),
         ({"valid_tokens": 15}, "only full blocks"),
         ({"valid_tokens": 17}, "valid tokens"),
@@ -107,9 +107,9 @@ async def test_a_large_message_of_nothing_useful_is_refused() -> None:
 @pytest.mark.parametrize("together", [False, True])
 async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(together: bool) -> None:
     """Blocks become visible in portions; a frame with so many that came with its session's opening is dropped."""
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
-    slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes), key=key) for index, key in enumerate(many)]
+    slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes(0)), key=key) for index, key in enumerate(many)]
     [(header, pieces)] = pack_frames(1, 0, slices, layout)
     async with rig() as store:
         call = store.open_stream("Put")
@@ -132,9 +132,9 @@ async def test_a_frame_that_completes_many_blocks_lets_others_have_turns(togethe
 
 
 async def test_a_session_that_ends_between_the_parts_of_its_frame_leaves_nothing() -> None:
-    layout = KVLayout(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
+    layout = KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="bfloat16")
     many = keys_of(MAX_FRAME_SLICES, "many")
-    slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes), key=key) for index, key in enumerate(many)]
+    slices = [slice_to_send(layout, 0, index, bytes(layout.slice_bytes(0)), key=key) for index, key in enumerate(many)]
     [(header, pieces)] = pack_frames(1, 0, slices, layout)
     async with rig() as store:
         call = store.open_stream("Put")
@@ -170,10 +170,10 @@ async def test_a_read_of_many_blocks_is_opened_in_portions() -> None:
 
 async def test_slices_that_come_in_part_only_are_bounded() -> None:
     """Each session sends three of the four heads of a slice of 16 MiB, and no more."""
-    layout = KVLayout(layers=1, kv_heads=4, head_dim=4096, block_tokens=128, dtype="float32")
-    assert layout.slice_bytes == MAX_SLICE_BYTES
-    piece = memoryview(bytes(layout.head_bytes))
-    fits = MAX_UNFINISHED_BYTES // (3 * layout.head_bytes)
+    layout = KVLayout.uniform(layers=1, kv_heads=4, head_dim=4096, block_tokens=128, dtype="float32")
+    assert layout.slice_bytes(0) == MAX_SLICE_BYTES
+    piece = memoryview(bytes(layout.share_bytes(0)))
+    fits = MAX_UNFINISHED_BYTES // (3 * layout.share_bytes(0))
     async with rig(dram_bytes=8 * layout.block_bytes) as store:
         call = store.open_stream("Put")
         hello = kv_pb2.StreamHello(namespace=FORMAT.namespace, layout=layout.to_proto())

@@ -86,7 +86,7 @@ async def until(rig: Rig, reached: Callable[[], bool]) -> None:
 async def test_every_credit_comes_back(one_message: bool, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     corruptor = FrameCorruptor(0.3, seed)
     monkeypatch.setattr(fault_injection, "corruptor", corruptor)
-    frame_bytes = 1 << 20 if one_message else LAYOUT.slice_bytes * 2
+    frame_bytes = 1 << 20 if one_message else LAYOUT.slice_bytes(0) * 2
     async with rig(together_bytes=1 << 20 if one_message else 0) as r:
         client = Client(r, seed, frame_bytes)
         try:

@@ -27,7 +27,7 @@ def flip(store: Rig, at: int = 5) -> None:
 
 @pytest.mark.parametrize("lands", [False, True])
 async def test_a_flip_in_dram_is_found_by_the_reader_and_the_block_is_dropped(lands: bool) -> None:
-    spare = memoryview(bytearray(LAYOUT.slice_bytes))
+    spare = memoryview(bytearray(LAYOUT.slice_bytes(0)))
     async with rig() as store:
         await store.put(KEYS)
         flip(store)
@@ -80,7 +80,7 @@ def test_a_flip_in_dram_before_the_write_to_ssd_is_found_when_it_is_read(tmp_pat
         block.data[5] ^= 1
         driven.flush()
         assert driven.durable == [(B,)]
-        reader, out = ssd.reader(B), memoryview(bytearray(LAYOUT.slice_bytes))
+        reader, out = ssd.reader(B), memoryview(bytearray(LAYOUT.slice_bytes(0)))
         with pytest.raises(BadRecordError):
             reader.read_layers(0, out)
         reader.read_layers(1, out)

@@ -24,8 +24,8 @@ from services.kvstore.layer_reader import LayerReader, LostBlock
 from services.kvstore.ssd.records import BadRecordError, SsdReader
 from tests.unit.kvstore.helpers import data_of, keys_of, slice_of
 
-SHAPE = KVLayout(layers=9, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
-SLICE = SHAPE.slice_bytes
+SHAPE = KVLayout.uniform(layers=9, kv_heads=1, head_dim=4, block_tokens=16, dtype="float32")
+SLICE = SHAPE.slice_bytes(0)
 FORMAT = BlockFormat(b"n" * 32, SHAPE)
 KEYS = keys_of(9)
 

@@ -77,7 +77,7 @@ async def read(lane: BlockingConnection, keys: Sequence[BlockKey]) -> list[bytes
     memory = [bytearray(BLOCK) for _ in keys]
 
     def place(layer: int, index: int) -> memoryview:
-        return memoryview(memory[index])[layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+        return memoryview(memory[index])[layer * LAYOUT.slice_bytes(0) :][: LAYOUT.slice_bytes(0)]
 
     def take(layer: int, index: int, data: memoryview, value: int) -> None:
         assert value == slice_hash(data)
@@ -170,7 +170,7 @@ async def test_what_takes_a_session_changes_nothing(sockets: Path) -> None:
         selection = kv_pb2.Selection(tenants=["ann"])
         await store.stub.Forget(kv_pb2.ForgetRequest(deletions=[kv_pb2.Deletion(id="d", selection=selection)]))
         anns = kvstore_pb2.PutOpen(tenant="ann").SerializeToString()
-        damaged = [memoryview(bytes(LAYOUT.slice_bytes))] * LAYOUT.layers
+        damaged = [memoryview(bytes(LAYOUT.slice_bytes(0)))] * LAYOUT.layers
         cases: list[tuple[list[BlockKey], dict[str, Any]]] = [
             (KEYS[1:2], {"payload": damaged}),
             (KEYS[1:2], {"payload": damaged[:2]}),

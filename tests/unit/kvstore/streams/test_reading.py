@@ -51,8 +51,8 @@ class Reading:
 async def test_reading_is_layer_major_in_groups() -> None:
     driven = Driven()
     driven.store.writes.close(driven.put(KEYS[:3]))
-    reading = Reading(driven, group_bytes=2 * LAYOUT.slice_bytes)
-    assert await reading.all(KEYS, range(1, 3)) == [data_of(key)[LAYOUT.slice_bytes :] for key in KEYS[:3]]
+    reading = Reading(driven, group_bytes=2 * LAYOUT.slice_bytes(0))
+    assert await reading.all(KEYS, range(1, 3)) == [data_of(key)[LAYOUT.slice_bytes(0) :] for key in KEYS[:3]]
     assert reading.order == [[(1, 0), (1, 1)], [(1, 2), (2, 0)], [(2, 1), (2, 2)]]
     check(driven.store)
 
@@ -60,7 +60,7 @@ async def test_reading_is_layer_major_in_groups() -> None:
 async def test_a_large_layer_does_not_wait_for_the_next() -> None:
     driven = Driven()
     driven.store.writes.close(driven.put(KEYS[:2]))
-    reading = Reading(driven, group_bytes=1 << 20, layer_break_bytes=LAYOUT.slice_bytes)
+    reading = Reading(driven, group_bytes=1 << 20, layer_break_bytes=LAYOUT.slice_bytes(0))
     await reading.all(KEYS[:2])
     assert reading.order == [[(0, 0), (0, 1)], [(1, 0), (1, 1)], [(2, 0), (2, 1)]]
 
@@ -75,7 +75,7 @@ async def test_cold_blocks_are_read_in_threads(tmp_path: Path, promote: bool) ->
     driven = Driven(ssd)
     driven.store.writes.close(driven.put([KEYS[4]]))
     driven.flush()
-    reading = Reading(driven, group_bytes=2 * LAYOUT.slice_bytes)
+    reading = Reading(driven, group_bytes=2 * LAYOUT.slice_bytes(0))
     assert await reading.all(KEYS[:5], promote=promote) == [data_of(key) for key in KEYS[:5]]
     assert [cell for group in reading.order for cell in group] == [
         (layer, block) for layer in range(3) for block in range(5)
@@ -93,11 +93,11 @@ async def test_a_bad_slice_ends_the_prefix_before_its_block(tmp_path: Path, laye
     first.store.tiers.ssd.close()
     segment = next((tmp_path / "segments").iterdir())
     data = bytearray(segment.read_bytes())
-    data[2 * RECORD + 4096 + layer * LAYOUT.slice_bytes] ^= 1
+    data[2 * RECORD + 4096 + layer * LAYOUT.slice_bytes(0)] ^= 1
     segment.write_bytes(data)
     ssd = open_ssd(tmp_path)
     driven = Driven(ssd)
-    reading = Reading(driven, group_bytes=4 * LAYOUT.slice_bytes)
+    reading = Reading(driven, group_bytes=4 * LAYOUT.slice_bytes(0))
     assert await reading.all(KEYS[:4], promote=True) == [data_of(A), data_of(B)]
     assert reading.lost == [2]
     assert driven.removed == [C]
@@ -124,7 +124,7 @@ async def test_a_reader_that_leaves_gives_everything_back(tmp_path: Path) -> Non
     pool = ThreadPoolExecutor(1)
     ahead = ByteCredits(1 << 20)
     lease = driven.store.reads.open(KEYS[:4], FORMAT, promote=True)
-    reader = LayerReader(driven.store.reads, lease, range(3), pool, ahead, group_bytes=LAYOUT.slice_bytes)
+    reader = LayerReader(driven.store.reads, lease, range(3), pool, ahead, group_bytes=LAYOUT.slice_bytes(0))
     groups = reader.groups()
     await anext(groups)
     reader.close()

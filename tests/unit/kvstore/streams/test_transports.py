@@ -24,7 +24,7 @@ from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
 from tests.unit.transport.pairs import Cuttable, shared
 
 NAMES = ["local", "tcp", "grpc"]
-FRAME = 2 * LAYOUT.slice_bytes
+FRAME = 2 * LAYOUT.slice_bytes(0)
 
 
 @asynccontextmanager
@@ -83,7 +83,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
         memory = [bytearray(BLOCK) for _ in (*KEYS, "none")]
 
         def into(layer: int, index: int) -> memoryview:
-            return memoryview(memory[index])[layer * LAYOUT.slice_bytes :][: LAYOUT.slice_bytes]
+            return memoryview(memory[index])[layer * LAYOUT.slice_bytes(0) :][: LAYOUT.slice_bytes(0)]
 
         layers: list[int] = []
         blocks = await reader.read(
@@ -189,7 +189,7 @@ async def test_what_waits_for_room_is_the_store_s_own_by_then(sockets: Path, sca
         putting = asyncio.ensure_future(writer.put(keys, PARENTS[:2], "", read, timeout_s=10))
         await store.until("sessions_waiting_for_room", 1)
         for index in table:
-            pool.slice(0, index)[:] = b"?" * LAYOUT.slice_bytes
+            pool.slice(0, index)[:] = b"?" * LAYOUT.slice_bytes(0)
         others.cancel()
         assert (await putting).stored == 2
         assert writer.transport == "local"

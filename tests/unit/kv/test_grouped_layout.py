@@ -1,0 +1,222 @@
+"""Layouts of several groups of layers, and what older programs make of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from moonpool.errors import ConfigError, FrameError, InvalidRequest, Mismatch
+from moonpool.kv.frames import FrameOpener, pack_frames, run_bytes, whole_runs
+from moonpool.kv.keys import namespace, slice_hash
+from moonpool.kv.layout import KVGroup, KVLayout, LayerKV
+from moonpool.kv.pool import KVPool
+from moonpool.v1 import kv_pb2
+from tests.layouts import GROUPED, uniform_like
+from tests.slices import slice_to_send
+
+UNIFORM = KVLayout.uniform(layers=3, kv_heads=2, head_dim=4, block_tokens=16, dtype="bfloat16")
+FULL, WINDOWED = GROUPED.groups
+
+
+def test_slices_have_the_sizes_of_their_groups() -> None:
+    assert [GROUPED.slice_bytes(layer) for layer in range(4)] == [1024, 2048, 1024, 2048]
+    assert GROUPED.block_bytes == 6144
+    assert GROUPED.token_bytes == 384
+    assert GROUPED.mean_slice_bytes == 1536
+    assert GROUPED.largest_slice_bytes == 2048
+    assert GROUPED.place(2) == slice(3072, 4096)
+    assert GROUPED.place(2, 1) == slice(2048, 3072)
+    assert GROUPED.layers_bytes(range(1, 3)) == 3072
+    assert GROUPED.layers_in(1, 3072) == range(1, 3)
+    assert [tuple(it) for it in GROUPED.equal_slices(range(4))] == [
+        (range(layer, layer + 1), size) for layer, size in enumerate((1024, 2048, 1024, 2048))
+    ]
+
+
+def test_heads_divide_into_shares_that_all_layers_have() -> None:
+    assert GROUPED.head_shares == 2
+    assert [GROUPED.share_bytes(layer) for layer in range(2)] == [512, 1024]
+    with pytest.raises(InvalidRequest):
+        GROUPED.check_part(range(4), range(3))
+
+
+def test_a_latent_vector_has_one_plane() -> None:
+    """DeepSeek V3 and Kimi K2: 512 elements and 64 that are rotated, of bfloat16."""
+    latent = KVLayout.of_layers(64, [LayerKV(1, 576, "bfloat16", "latent")] * 61)
+    assert latent.slice_bytes(0) == 64 * 1152
+    assert latent.token_bytes == 61 * 1152
+    assert len(latent.groups) == 1
+    assert not latent.is_uniform
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [
+        ((dataclasses.replace(FULL, layers=(0,)), WINDOWED), "groups"),
+        ((FULL, WINDOWED, WINDOWED), "groups"),
+        ((), "layers"),
+    ],
+)
+def test_each_layer_is_in_one_group(groups: tuple[KVGroup, ...], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KVLayout(16, groups)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("layers", (1, 0)), ("layers", ()), ("kv_heads", 0), ("head_dim", 4097), ("kind", "state"), ("window", 0)],
+)
+def test_a_group_names_what_is_wrong(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(WINDOWED, **{field: value})
+    assert caught.value.field == field
+    with pytest.raises(ConfigError, match="have none"):
+        dataclasses.replace(WINDOWED, kind="full")
+
+
+def test_a_grouped_layout_comes_back_as_it_was_sent() -> None:
+    latent = KVLayout.of_layers(16, [LayerKV(1, 24, "float32", "latent")] * 3)
+    quantised = KVLayout.of_layers(16, [LayerKV(2, 8, "int8"), LayerKV(1, 16, "int8", "window", 20)])
+    for layout in (GROUPED, latent, quantised):
+        found = KVLayout.from_proto(kv_pb2.KVLayout.FromString(layout.to_proto().SerializeToString()))
+        assert found == layout
+        assert found.version == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"version": 3}, "layout.version"),
+        ({"version": 1}, "layout.groups"),
+        ({"layers": 5}, "layout.layers"),
+    ],
+)
+def test_a_message_that_contradicts_itself_is_refused_by_field(change: dict[str, int], field: str) -> None:
+    message = GROUPED.to_proto()
+    for name, value in change.items():
+        setattr(message, name, value)
+    with pytest.raises(Mismatch) as caught:
+        KVLayout.from_proto(message)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("planes", 1, "layout.groups"),
+        ("scale_bytes", 4, "layout.groups"),
+        ("kind", 9, "layout.groups"),
+        ("window", 0, "layout.window"),
+        ("head_dim", 0, "layout.head_dim"),
+    ],
+)
+def test_a_group_that_is_not_known_is_refused_by_field(name: str, value: int, field: str) -> None:
+    message = GROUPED.to_proto()
+    setattr(message.groups[1], name, value)
+    with pytest.raises(Mismatch) as caught:
+        KVLayout.from_proto(message)
+    assert caught.value.field == field
+
+
+def test_a_difference_names_the_group_and_the_field() -> None:
+    other = KVLayout(16, (FULL, dataclasses.replace(WINDOWED, window=32)))
+    found = GROUPED.difference(other)
+    assert found == ("groups[1].window", 20, 32)
+    assert UNIFORM.difference(GROUPED) == ("version", 1, 2)
+    assert GROUPED.difference(KVLayout(16, (FULL, WINDOWED))) is None
+
+
+# --- recorded from the program before groups (version 1) -------------------------------------------------------------
+
+RECORDED = {
+    "08011003180220042810320862666c6f61743136": (
+        UNIFORM,
+        "25d6fbb1c1cbdf878f82df868685a3883d0dfa70b1ec50afff4c7bd8aad107fd",
+    ),
+    "080110021802200828103204696e7438388002": (
+        KVLayout.uniform(layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="int8"),
+        "592428fea9e26412c04b68aff0854211fef39fe59182ab9eb9851872f53b48cd",
+    ),
+}
+
+
+@pytest.mark.parametrize("message", RECORDED)
+def test_uniform_layouts_are_those_of_version_1(message: str) -> None:
+    layout, space = RECORDED[message]
+    assert layout.to_proto().SerializeToString(deterministic=True).hex() == message
+    assert KVLayout.from_proto(kv_pb2.KVLayout.FromString(bytes.fromhex(message))) == layout
+    assert namespace(bytes(range(32)), layout).hex() == space
+
+
+def test_a_program_of_version_1_refuses_groups_by_version() -> None:
+    """That program looks at ranges first, then at the version: all other fields must be within its ranges."""
+    message = GROUPED.to_proto()
+    assert message.version == 2
+    assert 1 <= message.layers <= 4096
+    assert 1 <= message.kv_heads <= 1024
+    assert 1 <= message.head_dim <= 4096
+    assert message.block_tokens % 16 == 0
+    assert message.dtype in ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+
+
+# --- identity and movement -------------------------------------------------------------------------------------------
+
+
+def test_whatever_a_group_says_changes_the_namespace() -> None:
+    changes: list[dict[str, Any]] = [{"window": 32}, {"head_dim": 16}, {"kv_heads": 2}]
+    changed = [dataclasses.replace(WINDOWED, **its) for its in changes]
+    layouts = [GROUPED, *(KVLayout(16, (FULL, it)) for it in changed), uniform_like(UNIFORM, layers=4)]
+    swapped = (dataclasses.replace(FULL, layers=(1, 3)), dataclasses.replace(WINDOWED, layers=(0, 2)))
+    layouts.append(KVLayout(16, swapped))
+    assert len({namespace(bytes(32), layout) for layout in layouts}) == len(layouts)
+
+
+def filled(layer: int, block: int) -> bytearray:
+    return bytearray((17 * layer + 5 * block + at) % 251 for at in range(GROUPED.slice_bytes(layer)))
+
+
+@pytest.mark.parametrize("target_bytes", [600, 1500, 1 << 20])
+def test_slices_of_all_sizes_travel(target_bytes: int) -> None:
+    slices = [
+        slice_to_send(GROUPED, layer, block, filled(layer, block), 16 if block == 0 else 5)
+        for layer in range(4)
+        for block in range(2)
+    ]
+    opener, found = FrameOpener(GROUPED), dict[tuple[int, int], bytes]()
+    for header, pieces in pack_frames(1, 1, slices, GROUPED, target_bytes):
+        payload = memoryview(b"".join(pieces))
+        for run, data, _ in opener.open(header, payload):
+            size = run_bytes(run, GROUPED) // run.block_count
+            for at in range(run.block_count):
+                found[run.layer, run.first_block + at] = bytes(data[at * size : (at + 1) * size])
+        if target_bytes == 1 << 20:
+            assert whole_runs(header, payload.nbytes, GROUPED) is not None
+    for layer in range(4):
+        last = memoryview(filled(layer, 1))
+        GROUPED.zero_invalid(layer, last, 5)
+        assert (found[layer, 0], found[layer, 1]) == (bytes(filled(layer, 0)), bytes(last))
+
+
+def test_a_run_of_a_layer_that_there_is_not_is_refused() -> None:
+    ((header, pieces),) = pack_frames(1, 1, [slice_to_send(GROUPED, 3, 0, filled(3, 0))], GROUPED)
+    with pytest.raises(FrameError, match="no such layer"):
+        FrameOpener(UNIFORM).parse(header, memoryview(b"".join(pieces)))
+
+
+def test_a_pool_holds_slices_of_all_sizes() -> None:
+    pool = KVPool.create(GROUPED, 3, [(0, 1), (1, 4)])
+    cells = [(layer, block) for layer in range(4) for block in range(3)]
+    for layer, block in cells:
+        pool.write(layer, block, memoryview(filled(layer, block)), layer * 10 + block)
+    for layer, block in cells:
+        data, value = pool.read(layer, block)
+        assert (bytes(data), value) == (bytes(filled(layer, block)), layer * 10 + block)
+    assert pool.nbytes == 3 * GROUPED.block_bytes
+    pool.seal(1, 2, 5)
+    cleaned = memoryview(filled(1, 2))
+    GROUPED.zero_invalid(1, cleaned, 5)
+    assert pool.read(1, 2)[1] == slice_hash(cleaned)
+    pool.close()
