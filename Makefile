@@ -12,7 +12,7 @@ GPU_PYTHON ?=
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu check lint format protos bench clients load soak clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu test-engines check lint format protos bench clients load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -70,16 +70,22 @@ test-containers: $(DEV_STAMP)  ## build the images, run them, one request, stop;
 test test-all: export PYTHONDONTWRITEBYTECODE =
 
 test: $(DEV_STAMP)  ## the tests that gate every change (minutes)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder -m "not slow and not engines"
 
 test-all: $(DEV_STAMP)  ## all tests, one after the other: some measure
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not engines"
 
 # Collects only files with such tests, and lets packages warn: a machine with a GPU has packages of its own.
 test-gpu: export PYTEST_ADDOPTS = -W default
 test-gpu: export PYTHONPATH := $(CURDIR):$(PYTHONPATH)
 test-gpu: $(if $(GPU_PYTHON),,$(DEV_STAMP))  ## the tests that need a GPU; GPU_PYTHON=python3 takes the packages at hand, without .venv
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -rs -m gpu $$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
+
+test-engines: $(DEV_STAMP)  ## run a real vLLM on the CPU behind a conductor (8 minutes, 1.7 GB); installs it below .engines
+	@test -x .engines/vllm/bin/python || { $(PYTHON) -m venv .engines/vllm && .engines/vllm/bin/python -m pip install \
+		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt; } || \
+		{ rm -rf .engines/vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
+	$(BIN)/python -m pytest -rs -m engines tests/engines
 
 lint: $(DEV_STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .
@@ -113,4 +119,4 @@ soak: $(DEV_STAMP)  ## an hour of load: answers right, memory flat; SOAK_SECONDS
 	$(BIN)/python -m tests.load.soak --seconds $(SOAK_SECONDS) $(if $(MODEL),--model $(MODEL))
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .clients .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .clients .engines .mypy_cache .ruff_cache .pytest_cache .hypothesis

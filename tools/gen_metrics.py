@@ -14,6 +14,7 @@ from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.transport.handshake import DIALER_METRICS, LISTENER_METRICS
+from services.adapter.service import ADAPTER_METRICS
 from services.conductor.explain import PredictionMetrics
 from services.conductor.servicer import CONDUCTOR_METRICS
 from services.decode.service import DECODE_METRICS
@@ -47,6 +48,7 @@ SERVICES: dict[str, Sequence[Table]] = {
     "decode": (DECODE_METRICS, *_INSTANCE, EMULATED_METRICS, PROCESS_METRICS),
     "kvstore": (STORE_METRICS, SSD_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, LISTENER_METRICS, PROCESS_METRICS),
     "gateway": (SERVER_METRICS, RESPONSE_METRICS, BODY_METRICS, PROCESS_METRICS),
+    "adapter": (ADAPTER_METRICS, PROCESS_METRICS),
 }
 
 

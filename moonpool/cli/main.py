@@ -740,6 +740,25 @@ _add_service_verb(
 )
 
 
+ADAPTER_PACKAGES = ("aiohttp", "msgspec", "zmq")
+"""Modules of the extra `adapter`."""
+
+
+@app.command("adapter", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
+def adapter_(context: typer.Context) -> None:
+    """Join a vLLM server to the cluster: adapter vllm --engine URL --model MODEL --conductor ADDRESS."""
+    from moonpool.errors import ConfigError
+
+    kind = ["--kind", context.args[0]] if context.args and not context.args[0].startswith("-") else []
+    try:
+        main = importlib.import_module("services.adapter.__main__").main
+    except ModuleNotFoundError as error:
+        if error.name not in ADAPTER_PACKAGES:
+            raise
+        raise ConfigError("adapter", f"needs {error.name}: pip install 'moonpool[adapter]'") from error
+    raise typer.Exit(main([*kind, *context.args[len(kind) // 2 :]]))
+
+
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
 def kvstore_(context: typer.Context) -> None:
     """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""

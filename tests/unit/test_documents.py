@@ -12,6 +12,7 @@ import typer.main
 from moonpool.cli import contexts, kvstore
 from moonpool.cli.main import app
 from moonpool.config import ServiceConfig
+from services.adapter.config import AdapterConfig
 from services.conductor.config import ConductorConfig
 from services.decode.config import DecodeConfig
 from services.gateway.config import GatewayConfig
@@ -27,9 +28,10 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "decode": DecodeConfig,
     "kvstore": KVStoreConfig,
     "gateway": GatewayConfig,
+    "adapter": AdapterConfig,
 }
-FOREIGN = {"--variant", "--include", "--scale", "--default-ulimit"}
-"""Flags of programs that are not ours: debootstrap and docker."""
+FOREIGN = {"--variant", "--include", "--scale", "--default-ulimit", "--kv-events-config"}
+"""Flags of programs that are not ours: debootstrap, docker and vLLM."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bMOONPOOL_[A-Z0-9_]*[A-Z0-9]\b")
 
@@ -142,7 +144,7 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
     index = (ROOT / "docs/extend/README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| [^|]+ \| [^|]+ \| `([\w/.]+)` \| \[(\w+\.md)\]\(\2\) \|$", index, re.MULTILINE)
     assert sorted(page for _, page in rows) == sorted(path.name for path in EXTEND if path.name != "README.md")
-    assert len(rows) == 14
+    assert len(rows) == 15
     for contract, page in rows:
         text = (ROOT / "docs/extend" / page).read_text(encoding="utf-8")
         assert (ROOT / contract).is_file(), page
@@ -151,7 +153,7 @@ def test_the_index_of_extending_lists_every_page_and_contract() -> None:
         assert re.search(r"^## .*[Tt]est", text, re.MULTILINE), page
     seams = re.findall(r"^([\w/]+/) +base\.py", index, re.MULTILINE)
     assert [seam for seam in seams if not (ROOT / seam / "base.py").is_file()] == []
-    assert len(seams) == 8
+    assert len(seams) == 9
 
 
 FOREIGN_NAMES = {

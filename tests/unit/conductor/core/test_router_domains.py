@@ -1,5 +1,7 @@
 """Clusters of several kinds of engines: KV stays within a domain, and requests go where they can be served."""
 
+from typing import Any
+
 import pytest
 
 from moonpool.errors import InvalidRequest, Unavailable
@@ -8,10 +10,10 @@ from services.conductor.core.router import RoutingDecision
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts
 
 CHAIN = [bytes([number]) * 32 for number in range(4)]
-PROMPT = {"tokens": 4 * BLOCK_TOKENS, "keys": CHAIN}
+PROMPT: dict[str, Any] = {"tokens": 4 * BLOCK_TOKENS, "keys": CHAIN}
 
 
-def mixed(**settings: object) -> World:
+def mixed(**settings: Any) -> World:
     """An engine of the domain "a", one of "b", and two instances of the cluster's own, with a kvstore."""
     world = World(**settings)
     for domain in ("a", "b"):

@@ -1,0 +1,293 @@
+"""Requests at the engine: promises of memory, answers that the engine generates, and the conductors that read them."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from moonpool import world
+from moonpool.contracts import logprobs_to_proto
+from moonpool.engine.request import IncomingRequest
+from moonpool.engine.subscriber import Subscriber
+from moonpool.errors import Internal, MoonpoolError, Unavailable
+from moonpool.logprobs import Logprobs
+from moonpool.sampling_params import stream_seed
+from moonpool.telemetry.logs import get_logger
+from moonpool.v1 import kv_pb2, prefill_pb2
+from services.adapter.base import EngineClient, EnginePrompt
+
+FINISHES = {"stop": kv_pb2.FINISH_REASON_STOP, "length": kv_pb2.FINISH_REASON_LENGTH}
+log = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class EngineAnswer:
+    """One answer, as far as the engine has generated it.
+
+    Attributes:
+        prompt: what the engine was asked for.
+        changed: called when tokens have come, or the answer is over.
+        told_cached: see `EnginePart`.
+        tokens: generated so far.
+        logprobs: of the tokens, if they are wanted.
+        finish: why the answer has ended; unspecified while it goes on.
+        error: why the engine cannot go on.
+        began, first_at, last_at: when it was asked for, and when its first and last tokens came, seconds.
+    """
+
+    prompt: EnginePrompt
+    changed: Callable[["EngineAnswer"], None]
+    told_cached: Callable[[int], None]
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
+    error: MoonpoolError | None = None
+    began: float = field(default_factory=world.monotonic)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes."""
+        return bool(self.finish) or self.error is not None
+
+    def start(self, client: EngineClient, token_timeout_s: float) -> None:
+        """Asks the engine."""
+        self.task = asyncio.create_task(self._run(client, token_timeout_s))
+
+    def stop(self) -> None:
+        """Nothing more is wanted; may be called again."""
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+
+    async def _run(self, client: EngineClient, token_timeout_s: float) -> None:
+        outputs = client.generate(self.prompt)
+        try:
+            while True:
+                async with asyncio.timeout(token_timeout_s):
+                    output = await anext(outputs, None)
+                if output is None:
+                    break
+                if output.cached_tokens is not None:
+                    self.told_cached(output.cached_tokens)
+                if not output.token_ids and not output.finish:
+                    continue
+                self.last_at = world.monotonic()
+                self.first_at = self.first_at or self.last_at
+                self.tokens.extend(output.token_ids)
+                if output.logprobs is not None:
+                    self.logprobs.extend(output.logprobs)
+                if output.finish:
+                    self.finish = FINISHES[output.finish]
+                self.changed(self)
+            if not self.finish:
+                raise Unavailable("the engine ended an answer without a reason")
+        except TimeoutError:
+            self._failed(Unavailable(f"the engine gave no token for {token_timeout_s:g} s"))
+        except MoonpoolError as error:
+            self._failed(error)
+        except Exception:
+            log.exception("an answer of the engine cannot be read")
+            self._failed(Internal("a defect: an answer of the engine cannot be read"))
+        finally:
+            await outputs.aclose()
+
+    def _failed(self, error: MoonpoolError) -> None:
+        if not self.finish:  # what comes behind the last token matters to nobody
+            self.error = error
+            self.changed(self)
+
+
+@dataclass(slots=True, eq=False)
+class EnginePart:
+    """What a request's answers are made of.
+
+    Args:
+        client: of the engine.
+        incoming: the request.
+        salt: of its prompt.
+        rank: rank that holds most of the prompt.
+        token_timeout_s: see `AdapterConfig`.
+        told_cached: called with the tokens of a prompt that the engine had cached, if it tells them.
+    """
+
+    client: EngineClient
+    incoming: IncomingRequest
+    salt: str
+    rank: int
+    token_timeout_s: float
+    told_cached: Callable[[int], None]
+
+    def answer(
+        self, choice: int, known: Sequence[int], changed: Callable[[EngineAnswer], None], *, alone: bool = False
+    ) -> EngineAnswer:
+        """Begins an answer behind its known tokens; `alone`: its first token is the only one that is wanted."""
+        incoming = self.incoming
+        sampling, params = incoming.sampling, incoming.sampling.params
+        tokens = incoming.token_ids + array("i", known)
+        generated = len(tokens) - sampling.prompt_tokens
+        found = EngineAnswer(
+            EnginePrompt(
+                f"{incoming.request_id}/{choice}",
+                tokens,
+                params,
+                stream_seed(params.seed or 0, choice),
+                1 if alone else params.max_tokens - generated,
+                0 if alone else max(0, params.min_tokens - generated),
+                tuple(sorted(sampling.end_token_ids)),
+                self.salt,
+                incoming.spec.priority,
+                self.rank,
+            ),
+            changed,
+            self.told_cached,
+        )
+        found.start(self.client, self.token_timeout_s)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class PromisedRequest:
+    """A request that memory was promised to, its answers, and the conductor that reads them.
+
+    Attributes:
+        number: id of its transfer; the generation of the transfer is the same.
+        part: begins its answers.
+        conductor: identity of the conductor that asked.
+        blocks: promised to the prompt.
+        answers: by choice; empty before its prompt is computed.
+        subscriber: gets its tokens; None before the start.
+        sent: for each choice, tokens of its answer object that the conductor has; and the output position of the
+            answer object's first token.
+    """
+
+    number: int
+    part: EnginePart
+    conductor: str
+    blocks: int
+    ended: Callable[["PromisedRequest"], None]
+    answers: list[EngineAnswer] = field(default_factory=list)
+    subscriber: Subscriber | None = None
+    sent: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    told: set[int] = field(default_factory=set)
+    expiry: "asyncio.TimerHandle | None" = None
+    over: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def request_id(self) -> str:
+        """Its id at the conductor."""
+        return self.part.incoming.request_id
+
+    @property
+    def width(self) -> int:
+        """Answers that are wanted."""
+        return self.part.incoming.spec.width
+
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of all its answers that run, with their prompts."""
+        return sum([len(it.prompt.token_ids) + len(it.tokens) for it in self.answers if not it.over])
+
+    def compute(self) -> None:
+        """Begins all answers."""
+        self.answers = [self.part.answer(choice, (), self._changed) for choice in range(self.width)]
+        base = len(self.part.incoming.token_ids) - self.part.incoming.sampling.prompt_tokens
+        self.positions, self.sent = [base] * self.width, [0] * self.width
+
+    def start(self, subscriber: Subscriber, known: Sequence[Sequence[int]]) -> None:
+        """Sends what comes behind the known tokens of each answer; an answer with others is begun anew."""
+        self.subscriber = subscriber
+        if not self.answers:
+            self.compute()
+        for choice, tokens in enumerate(known):
+            answer = self.answers[choice]
+            if len(tokens) == 1 and answer.error is None and answer.tokens[:1].tolist() == list(tokens):
+                self.sent[choice] = 1
+            elif tokens:
+                answer.stop()
+                self.positions[choice] += len(tokens)
+                self.answers[choice] = self.part.answer(choice, tokens, self._changed)
+        for answer in list(self.answers):
+            self._changed(answer)
+
+    def stop(self, choice: int) -> None:
+        """One answer is complete for the conductor."""
+        if choice < len(self.answers) and not self.answers[choice].over:
+            self.answers[choice].stop()
+            self.answers[choice].finish = kv_pb2.FINISH_REASON_STOP
+            self._changed(self.answers[choice])
+
+    def end(self) -> None:
+        """Ends all answers; may be called again."""
+        for answer in self.answers:
+            if not answer.over:  # else its last words are on their way
+                answer.stop()
+        if self.expiry is not None:
+            self.expiry.cancel()
+        if not self.over:
+            self.over = True
+            self.wake.set()
+            self.ended(self)
+
+    def fail(self, why: str) -> None:
+        """The request cannot go on here."""
+        if self.subscriber is not None and not self.over:
+            self.subscriber.failed(self.request_id, why)
+        self.end()
+
+    def _changed(self, answer: EngineAnswer) -> None:
+        self.wake.set()
+        if self.subscriber is None or self.over or answer not in self.answers:
+            return
+        choice = self.answers.index(answer)
+        if answer.error is not None:
+            self.fail(str(answer.error))
+            return
+        new = answer.tokens[self.sent[choice] :].tolist()
+        if (new or answer.finish) and choice not in self.told:
+            position = self.positions[choice] + self.sent[choice]
+            wanted = self.part.incoming.sampling.params.logprobs is not None
+            logprobs = answer.logprobs.part(self.sent[choice]) if wanted and new else None
+            self.sent[choice] += len(new)
+            self.subscriber.tokens(self.request_id, position, new, answer.finish, choice, logprobs=logprobs)
+            self.subscriber.flush()
+            if answer.finish:
+                self.told.add(choice)
+        if len(self.told) == self.width:
+            self.end()
+
+    async def first_tokens(self) -> None:
+        """Waits until each answer has a token.
+
+        Raises:
+            MoonpoolError: an answer cannot be generated, or the request was cancelled.
+        """
+        while True:
+            failed = [answer.error for answer in self.answers if answer.error is not None]
+            if failed:
+                raise failed[0]
+            if all(answer.tokens for answer in self.answers):
+                return
+            if self.over:
+                raise Unavailable("the request was cancelled")
+            self.wake.clear()
+            await self.wake.wait()
+
+
+def first_token_message(answers: Sequence[EngineAnswer], cached_tokens: int) -> prefill_pb2.FirstToken:
+    """What the conductor gets when each answer has its first token; `cached_tokens` of the prompt were held before."""
+    first, prompt = answers[0], answers[0].prompt
+    logprobs = Logprobs()
+    for answer in answers if prompt.params.logprobs is not None else ():
+        logprobs.extend(answer.logprobs.part(0, 1))
+    return prefill_pb2.FirstToken(
+        token_id=first.tokens[0],
+        further_token_ids=[answer.tokens[0] for answer in answers[1:]],
+        logprobs=logprobs_to_proto(logprobs) if len(logprobs) else None,
+        local_tokens=cached_tokens,
+        computed_tokens=len(prompt.token_ids) - cached_tokens,
+        prefill_s=first.first_at - first.began,
+    )

@@ -1,0 +1,140 @@
+"""The contract of engine clients: what an adapter needs of the engine that it joins to the cluster.
+
+An engine takes token ids and gives token ids, and publishes KV events over ZMQ (docs/extend/engine_adapter.md).
+"""
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from moonpool.logprobs import Logprobs
+from moonpool.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EventSource:
+    """Where one data-parallel rank of an engine publishes its KV events.
+
+    Attributes:
+        rank: the rank.
+        endpoint: of its PUB socket, as a client connects to it.
+        replay_endpoint: of its ROUTER socket; "" = it replays nothing.
+        topic: that it publishes under.
+    """
+
+    rank: int
+    endpoint: str
+    replay_endpoint: str = ""
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An engine, from its start to its end.
+
+    Attributes:
+        version: name and version of its software.
+        life: differs between two starts of the engine.
+        block_tokens: tokens per KV block.
+        blocks: KV blocks on its devices.
+        max_tokens: longest sequence.
+        sources: where its ranks publish KV events; one for each rank.
+        unsupported: options of `moonpool.sampling_params.UNCOMMON` that it does not have.
+    """
+
+    version: str
+    life: str
+    block_tokens: int
+    blocks: int
+    max_tokens: int
+    sources: tuple[EventSource, ...]
+    unsupported: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePrompt:
+    """One answer that the engine shall generate.
+
+    Attributes:
+        request_id: for the engine's logs.
+        token_ids: tokens before the answer.
+        params: how tokens are chosen; its lengths, seed and ends do not count.
+        seed: of this answer.
+        max_tokens, min_tokens: tokens to generate.
+        end_token_ids: any of them ends the answer; no other token does.
+        salt: prompts with different salts share no KV; "" = no salt.
+        priority: lower ones go first.
+        rank: data-parallel rank that holds most of the prompt; negative = any.
+    """
+
+    request_id: str
+    token_ids: "array[int]"
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    min_tokens: int
+    end_token_ids: tuple[int, ...]
+    salt: str
+    priority: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOutput:
+    """The next tokens of an answer.
+
+    Attributes:
+        token_ids: the tokens.
+        logprobs: of the tokens, if they are wanted.
+        finish: "stop" = an end token is the last one; "length"; "" = the answer goes on.
+        cached_tokens: tokens of the prompt that the engine had cached; None = not told.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: Logprobs | None = None
+    finish: str = ""
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """What runs on an engine. `usage`: share of its KV blocks that requests hold."""
+
+    running: int
+    waiting: int
+    usage: float
+
+
+class EngineClient(ABC):
+    """Speaks to one engine. Calls may be cancelled; a cancelled call ends its work at the engine."""
+
+    @abstractmethod
+    async def describe(self) -> EngineFacts:
+        """The engine as it is now.
+
+        Raises:
+            Unavailable: it does not answer, or is not ready.
+            ConfigError: it was started without something that an adapter needs; names what to add.
+        """
+
+    @abstractmethod
+    async def load(self) -> tuple[str, EngineLoad]:
+        """`EngineFacts.life`, and the load; raises Unavailable."""
+
+    @abstractmethod
+    def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
+        """Generates an answer; the last output has `finish`.
+
+        Raises:
+            Unavailable: the engine is lost, or cannot go on.
+            InvalidRequest: the engine refuses the prompt.
+        """
+
+    @abstractmethod
+    async def clear_cache(self) -> bool:
+        """Deletes all KV that no request uses; returns whether the engine could. Raises Unavailable."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """Closes all connections."""

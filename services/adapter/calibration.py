@@ -1,0 +1,44 @@
+"""First speeds of an engine, from a few prompts: the conductor's predictions start with them."""
+
+from array import array
+
+from moonpool import world
+from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.latency import Speeds
+from services.adapter.base import EngineClient, EngineFacts, EnginePrompt
+
+LONG_TOKENS = 512
+ANSWER_TOKENS = 8
+LEAST_S = 1e-6
+
+
+async def measured_speeds(client: EngineClient, facts: EngineFacts, vocab_size: int) -> Speeds:
+    """Speeds by a short and a long prompt that nobody shares.
+
+    Raises:
+        Unavailable: the engine does not answer.
+    """
+    short = facts.block_tokens
+    most = min(facts.max_tokens - ANSWER_TOKENS - 1, facts.blocks * facts.block_tokens // 2)
+    long = max(short + 1, min(LONG_TOKENS, most))
+    await _timed(client, short, vocab_size)  # an engine's first step takes longer
+    short_s, _ = await _timed(client, short, vocab_size)
+    long_s, token_s = await _timed(client, long, vocab_size)
+    per_token_s = max((long_s - short_s) / (long - short), LEAST_S)
+    return Speeds(
+        prefill_base_s=max(short_s - short * per_token_s, LEAST_S),
+        prefill_per_token_s=per_token_s,
+        decode_base_s=max(token_s, LEAST_S),
+        decode_per_sequence_s=max(token_s, LEAST_S) / 100,
+    )
+
+
+async def _timed(client: EngineClient, tokens: int, vocab_size: int) -> tuple[float, float]:
+    """Seconds to the first token, and from one to the next."""
+    ids = array("i", [world.random_bits(30) % vocab_size for _ in range(tokens)])
+    params, salt = SamplingParams(temperature=0.0), f"calibration:{world.random_hex(8)}"
+    prompt = EnginePrompt("calibration", ids, params, 0, ANSWER_TOKENS, ANSWER_TOKENS, (), salt, 0, -1)
+    began, times = world.monotonic(), list[float]()
+    async for output in client.generate(prompt):
+        times += [world.monotonic()] * len(output.token_ids)
+    return times[0] - began, (times[-1] - times[0]) / max(1, len(times) - 1)

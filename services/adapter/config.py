@@ -1,0 +1,46 @@
+"""Flags of an adapter."""
+
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from moonpool.config import PeerAddresses, ServiceConfig
+
+
+class AdapterConfig(ServiceConfig):
+    """Joins an engine of another make, such as a vLLM server, to the cluster as a prefill and a decode instance."""
+
+    flag_groups: ClassVar = {
+        "cluster": ("conductor",),
+        "engine": ("kind", "engine", "role", "model", "dtype"),
+    }
+    conductor: PeerAddresses = Field(
+        min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
+    )
+    kind: Literal["vllm"] = Field("vllm", description="make of the engine")
+    engine: str = Field(description="URL of the engine's HTTP server, http://HOST:PORT")
+    role: Literal["both"] = Field("both", description="what the engine does; both = it computes prompts and answers")
+    model: str = Field(
+        description="checkpoint that the engine serves, the same as the conductor's: a folder, or an id on the Hugging "
+        "Face hub"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="element type of the engine's weights and KV; auto = the checkpoint's own"
+    )
+    engine_api_key: str = Field("", description="API key that the engine's HTTP server wants; default: none")
+    max_running: int = Field(
+        0, ge=0, description="answers at the engine at once at most; more are refused; 0 = as its memory allows"
+    )
+    lease_s: float = Field(
+        10.0, gt=0, description="seconds for which memory is promised to a conductor that is not connected"
+    )
+    token_timeout_s: float = Field(
+        60.0, gt=0, description="seconds without a token after which an answer is placed at another engine"
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _check_url(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"must be http://HOST:PORT, got {value!r}")
+        return value

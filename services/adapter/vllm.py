@@ -1,0 +1,239 @@
+"""Speaks to vLLM: HTTP, token ids in and out (`/inference/v1/generate`, which `--enable-scale-out` opens)."""
+
+import re
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from moonpool.errors import ConfigError, InvalidRequest, Unavailable
+from moonpool.logprobs import Logprobs
+from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineOutput, EnginePrompt, EventSource
+
+CONNECT_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 5.0
+LINE_BYTES = 1 << 20
+"""Longest line of a stream of server-sent events."""
+MAX_SEED = (1 << 63) - 1
+UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
+"""Options that are not passed on. Grammars begin with the first token: an answer that moves would lose its grammar."""
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+
+class VllmClient(EngineClient):
+    """One vLLM server at "http://HOST:PORT"; `api_key` "" = it wants none."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self._url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            read_bufsize=LINE_BYTES,
+        )
+
+    async def describe(self) -> EngineFacts:
+        """See `EngineClient`."""
+        models = msgspec.json.decode(await self._get("/v1/models"))
+        version = msgspec.json.decode(await self._get("/version"))["version"]
+        samples = read_samples(await self._get("/metrics"))
+        cache = _labels(samples, "vllm:cache_config_info")
+        if cache.get("enable_prefix_caching") == "False":
+            raise ConfigError("engine", "vLLM runs without --enable-prefix-caching")
+        if "/inference/v1/generate" not in msgspec.json.decode(await self._get("/openapi.json"))["paths"]:
+            raise ConfigError("engine", "vLLM runs without --enable-scale-out, which opens /inference/v1/generate")
+        return EngineFacts(
+            version=f"vllm {version}",
+            life=_life(samples),
+            block_tokens=int(cache["block_size"]),
+            blocks=int(cache["num_gpu_blocks"]),
+            max_tokens=int(models["data"][0]["max_model_len"]),
+            sources=self._sources(msgspec.json.decode(await self._get("/kv_event_sources"))),
+            unsupported=UNSUPPORTED,
+        )
+
+    def _sources(self, told: Mapping[str, Mapping[str, Any]]) -> tuple[EventSource, ...]:
+        if not told or not all(one["enable_kv_cache_events"] and one["publisher"] == "zmq" for one in told.values()):
+            raise ConfigError(
+                "engine", "vLLM publishes no KV events; start it with --kv-events-config (docs/engines.md)"
+            )
+        host = urlsplit(self._url).hostname or ""
+        return tuple([
+            EventSource(
+                int(rank),
+                endpoint_for(one["endpoint"], int(rank), host),
+                endpoint_for(one.get("replay_endpoint") or "", int(rank), host),
+                one.get("topic") or "",
+            )
+            for rank, one in told.items()
+        ])  # fmt: skip
+
+    async def load(self) -> tuple[str, EngineLoad]:
+        """See `EngineClient`."""
+        samples = read_samples(await self._get("/metrics"))
+        usage = [value for _, value in samples.get("vllm:kv_cache_usage_perc", [])] or [0.0]
+        running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
+        waiting = sum([value for _, value in samples.get("vllm:num_requests_waiting", [])])
+        return _life(samples), EngineLoad(int(running), int(waiting), sum(usage) / len(usage))
+
+    async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
+        """See `EngineClient`."""
+        headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
+        finish, top = "", prompt.params.logprobs or 0
+        try:
+            url = f"{self._url}/inference/v1/generate"
+            async with self._session.post(url, json=request_body(prompt), headers=headers) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.text())
+                async for line in response.content:
+                    data = line[6:].strip() if line.startswith(b"data: ") else b""
+                    if data == b"[DONE]":
+                        if not finish:
+                            raise Unavailable("vLLM ended an answer without a reason")
+                        return
+                    output = read_chunk(msgspec.json.decode(data), top) if data else None
+                    if output is not None:
+                        finish = output.finish or finish
+                        yield output
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
+            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+        raise Unavailable("vLLM broke off an answer")
+
+    async def clear_cache(self) -> bool:
+        """See `EngineClient`. vLLM can where it runs with VLLM_SERVER_DEV_MODE=1."""
+        try:
+            async with self._session.post(f"{self._url}/reset_prefix_cache", timeout=_asking()) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+
+    async def aclose(self) -> None:
+        """See `EngineClient`."""
+        await self._session.close()
+
+    async def _get(self, path: str) -> str:
+        try:
+            async with self._session.get(self._url + path, timeout=_asking()) as response:
+                text = await response.text()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+        if response.status != 200:
+            raise Unavailable(f"vLLM at {self._url}: {path} answers {response.status}")
+        return text
+
+
+def _asking() -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+
+
+def request_body(prompt: EnginePrompt) -> dict[str, Any]:
+    """The request of an answer, as vLLM takes it."""
+    params = prompt.params
+    sampling: dict[str, Any] = {
+        "max_tokens": prompt.max_tokens,
+        "min_tokens": prompt.min_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
+        "seed": prompt.seed & MAX_SEED,
+        "ignore_eos": True,  # the end tokens are told
+        "stop_token_ids": list(prompt.end_token_ids),
+        "detokenize": False,
+    }
+    if params.logprobs is not None:
+        sampling["logprobs"] = params.logprobs
+    if params.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+    body: dict[str, Any] = {
+        "request_id": prompt.request_id,
+        "token_ids": prompt.token_ids.tolist(),
+        "sampling_params": sampling,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    if prompt.salt:
+        body["cache_salt"] = prompt.salt
+    if prompt.priority:
+        body["priority"] = prompt.priority
+    return body
+
+
+def read_chunk(message: Mapping[str, Any], top: int = 0) -> EngineOutput | None:
+    """The output in a chunk of a stream, with `top` likely tokens at each position; None if it has none.
+
+    Raises:
+        Unavailable: the engine cannot go on.
+    """
+    if (error := message.get("error")) is not None:
+        raise Unavailable(f"vLLM: {error.get('message', error) if isinstance(error, Mapping) else error}")
+    details = (message.get("usage") or {}).get("prompt_tokens_details") or {}
+    choices = message.get("choices") or ()
+    if not choices:
+        cached = details.get("cached_tokens")
+        return None if cached is None else EngineOutput(cached_tokens=cached)
+    [choice] = choices
+    finish = choice.get("finish_reason") or ""
+    if finish not in ("", "stop", "length"):
+        raise Unavailable(f"vLLM ended an answer: {finish}")
+    return EngineOutput(tuple(choice.get("token_ids") or ()), _read_logprobs(choice.get("logprobs"), top), finish)
+
+
+def _read_logprobs(message: Mapping[str, Any] | None, top: int) -> Logprobs | None:
+    """Log probabilities by position. vLLM lists the most likely tokens, and the token itself."""
+    if message is None:
+        return None
+    found = Logprobs()
+    for one in message["content"] or ():
+        found.logprobs.append(one["logprob"])
+        found.ranks.append(one.get("rank") or 1)
+        ranked = sorted(one.get("top_logprobs") or (), key=lambda it: (-it["logprob"], it["token_id"]))[:top]
+        found.top_token_ids.extend([it["token_id"] for it in ranked])
+        found.top_logprobs.extend([it["logprob"] for it in ranked])
+    return found
+
+
+def read_samples(text: str) -> Samples:
+    """Prometheus samples, by name: labels and value."""
+    found: Samples = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        found.setdefault(name, []).append((dict(_LABEL.findall(labels)), float(value)))
+    return found
+
+
+def endpoint_for(endpoint: str, rank: int, host: str) -> str:
+    """How a client connects to an endpoint at which the engine binds; the port of a rank is the first one + rank."""
+    scheme, _, place = endpoint.partition("://")
+    if scheme != "tcp":
+        return endpoint
+    bound, _, port = place.rpartition(":")
+    return f"tcp://{host if bound in ('*', '0.0.0.0', '[::]', '::') else bound}:{int(port) + rank}"  # noqa: S104
+
+
+def _labels(samples: Samples, name: str) -> dict[str, str]:
+    if name not in samples:
+        raise Unavailable(f"vLLM does not report {name} (yet)")
+    return samples[name][0][0]
+
+
+def _life(samples: Samples) -> str:
+    started = samples.get("process_start_time_seconds")
+    return str(started[0][1]) if started else ""
+
+
+def _refusal(status: int, text: str) -> Exception:
+    try:
+        told = msgspec.json.decode(text)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):
+        told = text[:200]
+    if 400 <= status < 500 and status not in (408, 429):
+        return InvalidRequest("sequence", f"vLLM refuses it: {told}")
+    return Unavailable(f"vLLM answers {status}: {told}")

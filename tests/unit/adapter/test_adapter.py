@@ -1,0 +1,211 @@
+"""A conductor, adapters, and fake engines behind them: answers, placement by what engines hold, losses."""
+
+import asyncio
+import io
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.kv.keys import block_keys, chain_root
+from moonpool.rpc.process import ProcessContext
+from moonpool.sampling_params import SamplingParams
+from moonpool.telemetry.spans import Recorder
+from services.adapter.config import AdapterConfig
+from services.adapter.service import serve
+from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
+from tests.unit.conductor.stack import TINY, Stack, stack
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+@asynccontextmanager
+async def adapter(url: str, conductor: str, name: str) -> AsyncIterator[ProcessContext]:
+    """An adapter beside the engine at a URL."""
+    context = ProcessContext(name, Recorder(name, None), io.StringIO())
+    config = AdapterConfig(engine=url, conductor=(conductor,), model=str(TINY), id=name, drain_s=2.0)
+    task = asyncio.create_task(serve(context, config))
+    try:
+        yield context
+    finally:
+        context.stopping.set()
+        await task
+
+
+@asynccontextmanager
+async def cluster(folder: Path, *names: str, **settings: Any) -> AsyncIterator[tuple[Stack, list[FakeVllm]]]:
+    """A conductor with an engine and its adapter of each name."""
+    async with stack(**settings) as running:
+        vocab, engines = running.checkpoint.config.vocab_size, list[FakeVllm]()
+        for name in names:
+            engine = await running.exit.enter_async_context(fake_vllm(folder, name, vocab))
+            await running.exit.enter_async_context(adapter(engine.url, running.address, name))
+            await running.until(lambda name=name: running.cluster.find(f"{name}-decode") is not None)  # type: ignore[misc]
+            engine.requests.clear()
+            engine.hits.clear()
+            engines.append(engine)
+        yield running, engines
+
+
+def prompts(count: int, vocab_size: int, seed: int = 7) -> list[list[int]]:
+    """Prompts, some of which continue others."""
+    draw, found = random.Random(seed), list[list[int]]()
+    for _ in range(count):
+        begin = draw.choice(found)[: draw.randrange(200)] if found and draw.random() < 0.7 else []
+        found.append(begin + [draw.randrange(vocab_size) for _ in range(draw.randrange(1, 60))])
+    return found
+
+
+async def test_a_hundred_answers_are_the_engines_and_the_index_is_its_cache(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one", "two") as (running, engines):
+        vocab = running.checkpoint.config.vocab_size
+        for at, prompt in enumerate(prompts(100, vocab)):
+            tenant = ("", "a")[at % 2]
+            result = await running.client.generate(
+                token_ids=prompt, tenant=tenant, sampling=SamplingParams(max_tokens=5, **GREEDY)
+            )
+            assert result.token_ids == answer_to(prompt, 5, vocab)
+        await running.rest()
+        assert sum(len(engine.requests) for engine in engines) == 100  # prompt and answer are one request each
+        namespace = running.cluster.registry.model.namespace  # type: ignore[union-attr]
+        index = running.servicer.core.cluster.index
+        for engine, name in zip(engines, ("one", "two"), strict=True):
+            for tenant in ("", "a"):
+                root = chain_root(namespace, tenant)
+                salt = f"moonpool:{root.hex()}" if tenant else ""
+                for prompt in prompts(100, vocab):
+                    keys = block_keys(root, prompt, BLOCK_TOKENS)
+                    held = 0
+                    while held < len(keys) and index.holds(f"{name}-prefill", keys[held]):
+                        held += 1
+                    assert held == engine.engine.hit(prompt, salt)
+            assert not engine.running
+
+
+async def test_what_an_engine_holds_draws_the_prompts_that_continue_it(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one", "two", policy="sglang") as (running, engines):  # the longest prefix decides
+        draw = random.Random(3)
+        first = [draw.randrange(100) for _ in range(20 * BLOCK_TOKENS)]
+        sampling = SamplingParams(max_tokens=2, **GREEDY)
+        before = await running.client.generate(token_ids=first, sampling=sampling)
+        await running.rest()
+        for _ in range(4):
+            again = await running.client.generate(token_ids=[*first, draw.randrange(100)], sampling=sampling)
+            assert again.placement.prefill == before.placement.prefill
+            assert again.usage.cached_tokens == 20 * BLOCK_TOKENS
+        served = next(engine for engine in engines if engine.requests)
+        assert served.hits == [0, 20, 20, 20, 20]
+
+
+async def test_several_answers_are_generated_side_by_side(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        result = await running.client.generate(
+            token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=4, n=3, **GREEDY)
+        )
+        expected = answer_to([1, 2, 3], 4, running.checkpoint.config.vocab_size)
+        assert [choice.token_ids for choice in result.choices] == [expected] * 3
+        assert len({body["sampling_params"]["seed"] for body in engine.requests}) == 3
+        await running.rest()
+
+
+async def test_an_answer_of_one_token_needs_no_promise(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        result = await running.client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=1, **GREEDY))
+        assert result.token_ids == answer_to([5, 6], 1, running.checkpoint.config.vocab_size)
+        assert engine.requests[0]["sampling_params"]["max_tokens"] == 1
+        await running.rest()
+
+
+@pytest.mark.parametrize(
+    ("option", "field"),
+    [({"beam_width": 2}, "sampling.beam_width"), ({"response_format": "json_object"}, "sampling.response_format")],
+)
+async def test_options_that_no_engine_has_are_refused_by_name(
+    tmp_path: Path, option: dict[str, Any], field: str
+) -> None:
+    async with cluster(tmp_path, "one") as (running, _):
+        with pytest.raises(InvalidRequest) as error:
+            await running.client.generate(token_ids=[1], sampling=SamplingParams(max_tokens=2, **option))
+        assert error.value.field == field
+
+
+async def test_a_client_that_leaves_ends_the_engines_work(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        engine.gate.clear()
+        stream = running.client.stream(token_ids=[1, 2], sampling=SamplingParams(max_tokens=9, **GREEDY))
+        async with stream:
+            async for _ in stream:
+                break
+        await running.until(lambda: not engine.running)
+        await running.rest()
+        assert not engine.running
+
+
+async def test_an_answer_goes_on_at_another_engine_when_its_own_dies(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one", "two") as (running, engines):
+        for engine in engines:
+            engine.gate.clear()
+        asking = asyncio.create_task(
+            running.client.generate(token_ids=[1, 2, 3], sampling=SamplingParams(max_tokens=6, **GREEDY))
+        )
+        await running.until(lambda: any(engine.running for engine in engines))
+        dead = next(engine for engine in engines if engine.running)
+        dead.dying = True
+        for engine in engines:
+            engine.gate.set()
+        result = await asking
+        assert result.token_ids == answer_to([1, 2, 3], 6, running.checkpoint.config.vocab_size)
+        assert len(result.placements) > 1
+        await running.rest()
+
+
+async def test_without_another_engine_the_request_fails_clearly(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        engine.gate.clear()
+        asking = asyncio.create_task(
+            running.client.generate(token_ids=[1, 2, 3], timeout_s=4.0, sampling=SamplingParams(max_tokens=6, **GREEDY))
+        )
+        await running.until(lambda: bool(engine.running))
+        engine.dying = True
+        engine.gate.set()
+        with pytest.raises(MoonpoolError):
+            await asking
+        await running.until(lambda: running.cluster.find("one-prefill") is None)
+        await running.rest()
+
+
+async def test_an_engine_that_restarts_joins_again_with_what_it_holds(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        prompt, sampling = list(range(4 * BLOCK_TOKENS)), SamplingParams(max_tokens=2, **GREEDY)
+        await running.client.generate(token_ids=prompt, sampling=sampling)
+        before = running.cluster.find("one-prefill")
+        assert before is not None
+        engine.restart()
+
+        def is_back() -> bool:
+            now = running.cluster.find("one-prefill")
+            return now is not None and now.incarnation != before.incarnation
+
+        await running.until(is_back)
+        await running.until(lambda: running.cluster.find("one-decode") is not None)
+        result = await running.client.generate(token_ids=prompt, sampling=sampling)
+        assert result.usage.cached_tokens == 0
+        await running.rest()
+
+
+async def test_deleted_kv_is_not_found_again(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        prompt, sampling = list(range(4 * BLOCK_TOKENS)), SamplingParams(max_tokens=2, **GREEDY)
+        await running.client.generate(token_ids=prompt, sampling=sampling)
+        await running.rest()
+        await running.client.delete_kv(tenants=[""])
+        result = await running.client.generate(token_ids=prompt, sampling=sampling)
+        assert (result.usage.cached_tokens, engine.hits[-1]) == (0, 0)
+        assert engine.requests[-1]["cache_salt"] != engine.requests[0].get("cache_salt")
+        again = await running.client.generate(token_ids=prompt, sampling=sampling)
+        assert engine.hits[-1] == 3
+        assert again.usage.cached_tokens == 3 * BLOCK_TOKENS
