@@ -35,8 +35,6 @@ class EngineSpec:
     """Arrangement of the KV of all layers, and its element type."""
     blocks: int
     """Blocks in the KV pool; 0 = as many as the device has room for (`moonpool.engine.sizes`)."""
-    quantization: Quantization = "auto"
-    """How weights are held: as the checkpoint has them, packed, or dense."""
     step_tokens: int = STEP_TOKENS
     """Tokens of the largest step that is run; the work space is bounded by them. 0 = by the device's memory."""
     memory_share: float = MEMORY_SHARE
@@ -56,6 +54,8 @@ class EngineSpec:
     are no graphs, which are of no use to prefill."""
     int8_head: bool = False
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
+    quantization: Quantization = "auto"
+    """How weights are held: as the checkpoint has them, packed, or dense."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0
