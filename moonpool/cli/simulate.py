@@ -16,6 +16,7 @@ from moonpool.cli.options import verb
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.errors import ConfigError
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
+from services.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from simulator.cluster.config import GB, ClusterConfig, SloTargets
 from simulator.experiments import faults as conductors_experiment
@@ -217,6 +218,9 @@ class RaceOptions(Traced, Machines):
     policy: Annotated[
         str, typer.Option(help="Policies, comma-separated, each as the conductor's flag names it; empty = all bundled.")
     ] = ""
+    decode_policy: Annotated[
+        str, typer.Option(help="Policies for decode, likewise: each races with each of --policy; empty = the default.")
+    ] = ""
     speed: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0
     link_gb: Annotated[
         float, typer.Option(min=0.0, help="GB per second that an instance loads over its link; 0 = own caches only.")
@@ -233,8 +237,9 @@ class RaceOptions(Traced, Machines):
 def race(options: RaceOptions) -> None:
     """Placement policies side by side: one trace, one load, one speed of links, several seeds of arrivals."""
     config = race_experiment.linked(options.machines(options.prefill, options.decode, options.speed), options.link_gb)
-    named = options.policy.split(",") if options.policy else list(POLICIES)
-    options.print(lambda say: race_experiment.race(config, options.source(), named, options.jitter_seeds, say))
+    decode = options.decode_policy.split(",") if options.decode_policy else [DEFAULT_DECODE_POLICY]
+    racers = race_experiment.Racers(options.policy.split(",") if options.policy else list(POLICIES), decode)
+    options.print(lambda say: race_experiment.race(config, options.source(), racers, options.jitter_seeds, say))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from moonpool.runtime.driver import CoreServiceConfig
 from services.conductor.core.admission import AdmissionMode
 from services.conductor.core.roles import RoleLimits
 from services.conductor.core.router import MAX_REPLICAS
+from services.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 
@@ -56,6 +57,11 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         DEFAULT_POLICY,
         description=f"how the prefill instance of a request is chosen: one of {', '.join(POLICIES)}, the name of an "
         "installed policy, or MODULE:OBJECT; docs/extend/placement_policy.md",
+    )
+    decode_policy: str = Field(
+        DEFAULT_DECODE_POLICY,
+        description=f"how the decode instance is chosen: one of {', '.join(DECODE_POLICIES)}, the name of an installed "
+        "policy, or MODULE:OBJECT; docs/extend/placement_policy.md",
     )
     policy_seed: int | None = Field(
         None,

@@ -33,7 +33,7 @@ from services.conductor.explain import (
     RequestReports,
     TraceRecording,
 )
-from services.conductor.placement.policies.registry import load_policy, seed_of
+from services.conductor.placement.policies.registry import load_decode_policy, load_policy, seed_of
 from services.conductor.records import RecordSync
 from services.conductor.registry import Checkpoint, ClusterMembers
 from services.conductor.request import RequestValidator
@@ -159,6 +159,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         balancing_threshold=config.balancing_threshold,
         kvstore_replicas=config.kvstore_replicas,
         policy=load_policy(config.policy),
+        decode_policy=load_decode_policy(config.decode_policy),
         seed=seed_of(config.id) if config.policy_seed is None else config.policy_seed,
         decode_prompt_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,

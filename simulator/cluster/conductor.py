@@ -38,7 +38,7 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.router import ReplicatePrefix, RoutingConfig
 from services.conductor.core.scheduler import ConductorCore
-from services.conductor.placement.policies.registry import load_policy
+from services.conductor.placement.policies.registry import load_decode_policy, load_policy
 from services.prefill.core.actions import ReportFirstToken
 from simulator.clock import PS, SimulatedWorld, ps
 from simulator.cluster.admission import FOREVER_S, LateCheck, PoolGate, limits_of, slo_of
@@ -319,6 +319,7 @@ def _routing(config: ClusterConfig, number: int) -> RoutingConfig:
     return RoutingConfig(
         balancing_threshold=config.threshold,
         policy=load_policy(config.policy),
+        decode_policy=load_decode_policy(config.decode_policy),
         seed=config.seed + number,
         decode_prompt_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,

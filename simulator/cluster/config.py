@@ -7,6 +7,7 @@ from moonpool.errors import ConfigError
 from moonpool.frozen import frozen
 from moonpool.scheduling.latency import DEFAULT_BYTES_PER_S
 from services.conductor.core.roles import RoleLimits
+from services.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY
 from services.decode.core.settings import DecodeSettings, Preemption
 from services.prefill.core.jobs import PrefillSettings
@@ -59,6 +60,7 @@ class ClusterConfig:
         host_slowdown: times as long as alone that steps take while another instance computes, if all share the cores of
             one machine; 1 = each has its own.
         policy: how prefill instances are chosen, as the conductor's flag.
+        decode_policy: how decode instances are chosen, likewise.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
         peers: prefixes are loaded from other engine instances too.
@@ -96,6 +98,7 @@ class ClusterConfig:
     role_change_s: float = 15.0
     host_slowdown: float = 1.0
     policy: str = DEFAULT_POLICY
+    decode_policy: str = DEFAULT_DECODE_POLICY
     decode_prompt_tokens: int = 0
     threshold: float = 1.0
     peers: bool = True

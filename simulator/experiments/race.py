@@ -1,14 +1,15 @@
 """Race of placement policies: one trace, one load, one speed of links, several seeds of arrivals."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from random import Random
 
 from moonpool.errors import ConfigError
 from moonpool.scheduling.latency import prefill_seconds
+from services.conductor.placement.decode_policies import DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY
-from services.conductor.placement.policies.registry import load_policy
+from services.conductor.placement.policies.registry import load_decode_policy, load_policy
 from simulator.clock import PS
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import GB, ClusterConfig
@@ -65,31 +66,47 @@ class Slowdowns:
         return {name: digits(one.at(0.99)) for name, one in zip(names, self._classes, strict=True) if one.count}
 
 
-def race(
-    config: ClusterConfig, source: RequestSource, policies: Sequence[str], seeds: int, progress: Progress
-) -> Result:
-    """A row per policy, over all seeds of arrivals and delays together.
+@dataclass(frozen=True, slots=True)
+class Racers:
+    """Who races: each policy for prefill with each policy for decode."""
 
-    Raises:
-        ConfigError: a policy is unknown, or named twice.
-    """
-    if len(set(policies)) < len(policies):
-        raise ConfigError("policy", f"names a policy twice: {', '.join(policies)}")
-    for policy in policies:
-        load_policy(policy)
+    policies: Sequence[str]
+    decode_policies: Sequence[str] = (DEFAULT_DECODE_POLICY,)
+
+    def __post_init__(self) -> None:
+        for field, names in (("policy", self.policies), ("decode_policy", self.decode_policies)):
+            if len(set(names)) < len(names):
+                raise ConfigError(field, f"names a policy twice: {', '.join(names)}")
+        for policy in self.policies:
+            load_policy(policy)
+        for policy in self.decode_policies:
+            load_decode_policy(policy)
+
+
+def race(config: ClusterConfig, source: RequestSource, racers: Racers, seeds: int, progress: Progress) -> Result:
+    """A row per pair of policies, over all seeds of arrivals and delays together."""
     requests = list(source.read())
     rows: list[Row] = []
-    for policy in policies:
-        rows.append(_row(replace(config, policy=policy), requests, seeds))
-        progress(f"{policy}: mean TTFT {rows[-1]['ttft_mean_s']} s, within limits {rows[-1]['within']}")
+    for decode_policy in racers.decode_policies:
+        for policy in racers.policies:
+            rows.append(_row(replace(config, policy=policy, decode_policy=decode_policy), requests, seeds))
+            ttft_s, within = rows[-1]["ttft_mean_s"], rows[-1]["within"]
+            progress(f"{policy}, {decode_policy}: mean TTFT {ttft_s} s, within limits {within}")
     series = {
         name: [(place, float(str(row[f"ttft_{name}_s"]))) for place, row in enumerate(rows)]
         for name in ("mean", "p50", "p99")
     }
-    chart = Chart("Time to first token by policy", "", "seconds", series, names=tuple(policies))
+    chart = Chart(
+        "Time to first token by policy", "", "seconds", series, names=tuple(_name(row, racers) for row in rows)
+    )
     facts = {name: value for name, value in assumptions(config, source).items() if name != "policy"}
     links = f"{config.load_bytes_per_s / GB:g} GB/s" if config.peers else "none: own caches only"
     return Result("race", {**facts, "links": links, "jitter_seeds": seeds}, rows, chart)
+
+
+def _name(row: Row, racers: Racers) -> str:
+    decode = f", {row['decode_policy']}" if len(racers.decode_policies) > 1 else ""
+    return f"{row['policy']}{decode}"
 
 
 def _row(config: ClusterConfig, requests: Sequence[TraceRequest], seeds: int) -> Row:
@@ -107,11 +124,13 @@ def _row(config: ClusterConfig, requests: Sequence[TraceRequest], seeds: int) ->
     summary = collector.summary()
     return {
         "policy": config.policy,
-        "default": config.policy == DEFAULT_POLICY,
+        "decode_policy": config.decode_policy,
+        "default": (config.policy, config.decode_policy) == (DEFAULT_POLICY, DEFAULT_DECODE_POLICY),
         "ttft_mean_s": summary.ttft_s.get("mean", 0.0),
         "ttft_p50_s": summary.ttft_s.get("p50", 0.0),
         "ttft_p99_s": summary.ttft_s.get("p99", 0.0),
         "tpot_mean_s": summary.tpot_s.get("mean", 0.0),
+        "tpot_p99_s": summary.tpot_s.get("p99", 0.0),
         "within": summary.goodput_share,
         "reused": summary.reused_share,
         "slowdown_p99": slowdowns.p99(),

@@ -10,9 +10,10 @@ from operator import itemgetter
 from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.core.decode_pool import LoadForecast, LoadForecaster
 from services.conductor.core.events import NO_DECODE_ROOM, Failure, FailureKind
-from services.conductor.core.latency_model import DecodeChoice, SloLimits, Stratum
+from services.conductor.core.latency_model import SloLimits, Stratum
 from services.conductor.core.prefill_pool import TtftLimit
 from services.conductor.core.router import RoutingDecision
+from services.conductor.placement.base import DecodeChoice
 
 HOPELESS_RETRY_S = 60.0
 """Retry time if even an idle instance would be too slow, or if load is not expected to fall sooner."""

@@ -28,7 +28,7 @@ from services.conductor.core.events import (
     StartDecode,
     TakeOverSequence,
 )
-from services.conductor.core.latency_model import DecodeChoice, LinkRead
+from services.conductor.core.latency_model import LinkRead
 from services.conductor.core.request import (
     Attempt,
     DecodePhase,
@@ -39,7 +39,7 @@ from services.conductor.core.request import (
     TimerKind,
 )
 from services.conductor.core.router import RoutingDecision
-from services.conductor.placement.base import PrefillChoice
+from services.conductor.placement.base import DecodeChoice, PrefillChoice
 
 MAX_RESERVES = 2
 """`CallReserve` calls of one request at once."""

@@ -53,7 +53,7 @@ class ClusterView:
         """Shape of the KV; None while there is no engine."""
         self._slow_factor = config.slow_factor
         self._instances: dict[str, AnyInstance] = {}
-        self.decodes = DecodePool()
+        self.decodes = DecodePool(config.decode_policy)
         self.prefills = PrefillPool(config.policy, config.seed)
         self.forecasts = LoadForecaster(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = StorePool(config.kvstore_replicas)

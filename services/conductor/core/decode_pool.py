@@ -1,7 +1,6 @@
 """The decode instances: what runs on each, what will run there later, and which is best for an answer."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moonpool.frozen import frozen
@@ -18,7 +17,6 @@ from services.conductor.core.instances import (
     blocks_at,
 )
 from services.conductor.core.latency_model import (
-    DecodeChoice,
     DecodeLatencyModel,
     Demand,
     KVLink,
@@ -27,9 +25,19 @@ from services.conductor.core.latency_model import (
     TpotModel,
     step_load_s,
 )
+from services.conductor.core.prefix_index import slots_in
+from services.conductor.placement.base import (
+    DecodeCandidates,
+    DecodeChoice,
+    DecodeLoad,
+    DecodePolicy,
+    PlacementRequest,
+    RankedInstance,
+)
+from services.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 
-SPEED_NOISE = 1.5
-"""Factor by which measured speeds of identical instances differ on noisy machines; also the width of a class."""
+CLASS_WIDTH = 1.5
+"""Factor by which measured speeds of identical instances differ on noisy machines."""
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 """Sequences and context tokens of the step by which an instance's speed is judged."""
 TRANSFER_BYTES = 1 << 28
@@ -100,6 +108,12 @@ class DecodeInstanceState:
     def busy(self) -> bool:
         """Whether an answer of this conductor is here."""
         return bool(self.answers)
+
+    @property
+    def there(self) -> DecodeLoad:
+        """What is here."""
+        blocks = self.available_blocks, self.facts.total_blocks
+        return DecodeLoad(self.sequences, self.context_tokens, *blocks, self.turn)
 
     def count(self) -> None:
         """Counts sequences, context and memory anew: the last report, and what it does not include."""
@@ -172,10 +186,15 @@ class DecodeInstanceState:
 
 
 class DecodePool(InstancePool[DecodeInstanceState]):
-    """All decode instances, ranked by what runs on them."""
+    """All decode instances, ranked by what runs on them.
 
-    def __init__(self) -> None:
-        super().__init__(LoadRanking(SPEED_NOISE, TypicalDecodeSeconds()))
+    Args:
+        policy: orders those that may take a request.
+    """
+
+    def __init__(self, policy: DecodePolicy = DECODE_POLICIES[DEFAULT_DECODE_POLICY]) -> None:
+        super().__init__(LoadRanking(CLASS_WIDTH, TypicalDecodeSeconds()))
+        self._policy = policy
 
     def rank(self, instance: DecodeInstanceState) -> None:
         """Ranks an instance anew, after its load or speeds have changed."""
@@ -201,7 +220,13 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         return instance.load.answer_tokens if instance is not None else 0
 
     def choose(
-        self, demand: Demand, model: DecodeLatencyModel, prefixes: Sequence[tuple[int, int]], suspects: int, domain: str
+        self,
+        demand: Demand,
+        model: DecodeLatencyModel,
+        prefixes: Sequence[tuple[int, int]],
+        suspects: int,
+        request: PlacementRequest,
+        domain: str,
     ) -> list[DecodeChoice]:
         """A few instances of a KV domain that could take the request, best first; none if no instance is large enough.
 
@@ -210,51 +235,57 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         Instances of the mask `suspects`, which failed this request before, come last.
         """
         able = self.eligible_mask(demand.total_blocks, demand.needs, self.domain_mask(domain))
-
-        def has_memory(slot: int) -> bool:
-            one = self.by_slot[slot]
-            return one.available_blocks >= model.blocks(one.load.answer_tokens)
-
-        def lacks_memory(slot: int) -> bool:
-            return not has_memory(slot)
-
         choices: list[DecodeChoice] = []
         for allowed in (able & ~suspects, able & suspects):
-            for fits in (has_memory, lacks_memory):
+            for roomy in (True, False):
                 if allowed and len(choices) < SHORTLIST:
-                    found = self.ranks.search(
-                        allowed,
-                        prefixes,
-                        lambda found, blocks: _decode_cost(model, found, blocks),
-                        model.load_s,
-                        SHORTLIST - len(choices),
-                        fits,
-                    )
-                    places = [(one.place.slot, one.blocks) for one in found]
-                    starved = self.starved_slot(allowed)
-                    if starved is not None and fits(starved) and all(slot != starved for slot, _ in places):
-                        places.append((starved, blocks_at(prefixes, starved)))
-                    choices += self._ordered(model, places)
+                    candidates = PoolDecodeCandidates(self, model, prefixes, request, allowed, roomy)
+                    choices += self._policy.order(candidates, SHORTLIST - len(choices))
         return choices
 
-    def _ordered(self, model: DecodeLatencyModel, found: Sequence[tuple[int, int]]) -> list[DecodeChoice]:
-        """Choices ordered by the instances' own speeds; if these differ by less than noise, by fewer sequences.
 
-        Otherwise the luckiest measurement at start would draw all light load to one instance.
-        """
-        rated = []
-        for slot, blocks in found:
-            one = self.by_slot[slot]
-            sequences = one.sequences
-            need = model.blocks(one.load.answer_tokens)
-            choice = model.choice(one.facts.id, one.speeds, sequences, one.context_tokens, blocks, need)
-            rated.append((sequences, choice.finish_s * self.optimism_factor(one), one.turn, choice))
-        near_s = SPEED_NOISE * min([finish_s for _, finish_s, _, _ in rated], default=0.0)
-        order = [
-            (sequences if finish_s <= near_s else sys.maxsize, finish_s, turn, choice.id, choice)
-            for sequences, finish_s, turn, choice in rated
-        ]
-        return [choice for *_, choice in sorted(order)]
+@frozen
+class PoolDecodeCandidates(DecodeCandidates):
+    """Instances of a pool that are large enough and take requests, with free memory or without: `allowed`, a mask."""
+
+    _pool: DecodePool
+    _model: DecodeLatencyModel
+    _prefixes: Sequence[tuple[int, int]]
+    request: PlacementRequest
+    _allowed: int
+    _roomy: bool
+
+    def __iter__(self) -> Iterator[RankedInstance]:
+        return (self._pool.ranks.place(slot) for slot in slots_in(self._allowed) if self._fits(slot))
+
+    def predict(self, instance: RankedInstance) -> DecodeChoice:
+        return self._predict(instance.slot, blocks_at(self._prefixes, instance.slot))
+
+    def least(self, limit: int) -> list[DecodeChoice]:
+        model, pool = self._model, self._pool
+        found = pool.ranks.search(
+            self._allowed,
+            self._prefixes,
+            lambda found, blocks: _decode_cost(model, found, blocks),
+            model.load_s,
+            limit,
+            self._fits,
+        )
+        places = [(one.place.slot, one.blocks) for one in found]
+        starved = pool.starved_slot(self._allowed)
+        if starved is not None and self._fits(starved) and all(slot != starved for slot, _ in places):
+            places.append((starved, blocks_at(self._prefixes, starved)))
+        return [self._predict(slot, blocks) for slot, blocks in places]
+
+    def _fits(self, slot: int) -> bool:
+        one = self._pool.by_slot[slot]
+        return (one.available_blocks >= self._model.blocks(one.load.answer_tokens)) is self._roomy
+
+    def _predict(self, slot: int, held_blocks: int) -> DecodeChoice:
+        one = self._pool.by_slot[slot]
+        need = self._model.blocks(one.load.answer_tokens)
+        optimism = self._pool.optimism_factor(one)
+        return self._model.choice(one.facts.id, one.speeds, one.there, held_blocks, need, optimism)
 
 
 def _decode_cost(model: DecodeLatencyModel, found: SpeedClass, blocks: int) -> float:

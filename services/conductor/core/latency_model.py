@@ -27,7 +27,7 @@ from moonpool.scheduling.latency import (
     work_seconds,
 )
 from moonpool.scheduling.state_machine import digest_of
-from services.conductor.placement.base import PrefillChoice, PrefillCost
+from services.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice, PrefillCost
 
 RATE_WEIGHT = 0.2
 """Weight of one read in the learned rate of a link."""
@@ -180,22 +180,6 @@ class ReadsInFlight:
         both = [*self._links.items(), *self._sends.items()]
         assert all(number in link.reads for number, link in both)
         assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)
-
-
-class DecodeChoice(NamedTuple):
-    """The prediction of a request on one decode instance.
-
-    Attributes:
-        id: of the instance.
-        tbt_s: seconds between tokens.
-        finish_s: seconds until the request has ended there.
-        blocks: blocks that the request is expected to need there.
-    """
-
-    id: str
-    tbt_s: float
-    finish_s: float
-    blocks: int = 0
 
 
 _LoadableSource = tuple[PrefixHolder, int, PrefillWork]
@@ -371,12 +355,24 @@ class DecodeLatencyModel:
         return self._tokens * step_load_s
 
     def choice(
-        self, name: str, speeds: Speeds, sequences: int, context_tokens: int, held_blocks: int, blocks: int
+        self, name: str, speeds: Speeds, there: DecodeLoad, held_blocks: int, blocks: int, optimism: float = 1.0
     ) -> DecodeChoice:
-        """The prediction for an instance with this load; `blocks` is the expected memory of the request."""
+        """The prediction for an instance with this load.
+
+        Args:
+            name: of the instance.
+            speeds: of the instance.
+            there: what else is at the instance.
+            held_blocks: leading blocks of the prompt that are there.
+            blocks: expected memory of the request.
+            optimism: factor of the time by which instances are compared.
+        """
+        sequences, context_tokens = there.sequences, there.context_tokens
         tbt_s = decode_step_seconds(speeds, sequences + self._choices, context_tokens + self._context_tokens)
-        receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
-        return DecodeChoice(name, tbt_s, receive_s + self._tokens * tbt_s, blocks)
+        finish_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks)) + self._tokens * tbt_s
+        longer_s = tbt_s - decode_step_seconds(speeds, sequences, context_tokens) if sequences else 0.0
+        others_s = sequences * self._tokens * longer_s
+        return DecodeChoice(name, tbt_s, finish_s, blocks, held_blocks, finish_s * optimism, others_s, there)
 
     def _lacking_bytes(self, held_blocks: int) -> int:
         nbytes = self._lacking.get(held_blocks)

@@ -219,6 +219,23 @@ class RecentRate:
         return self.total * exp(min(self.at - now, 0.0) / RECENT_S)
 
 
+USUAL_S = 600.0
+"""Time constant of what is called usual, seconds."""
+
+
+@dataclass(slots=True)
+class UsualValue:
+    """A mean of samples over `USUAL_S`, each with the time since the one before as its weight."""
+
+    value: float = 0.0
+    at: float = 0.0
+
+    def sample(self, value: float, now: float) -> None:
+        """Takes a sample."""
+        kept = exp(min(self.at - now, 0.0) / USUAL_S)
+        self.value, self.at = kept * self.value + (1.0 - kept) * value, max(now, self.at)
+
+
 SAMPLED = 64
 """Instances whose queues stand for those of all, where there are more."""
 
@@ -490,7 +507,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._policy = policy
         self._seed = seed
         self._decisions = 0
-        self._prompts, self._work = RecentRate(), RecentRate()
+        self._prompts, self._work, self._backlog = RecentRate(), RecentRate(), UsualValue()
 
     def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
         """Predicted seconds that a prompt with this queue key waits at the instance of a choice.
@@ -555,11 +572,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
             paired: mask of instances whose KV a decode instance could take.
         """
         self._decisions += 1
+        arrivals = self._sampled(now)
         able = self.eligible_mask(demand.prompt_blocks, demand.needs, paired)
         choices: list[PrefillChoice] = []
         for allowed in (able & ~suspects, able & suspects):
             if allowed and len(choices) < SHORTLIST:
-                candidates = PoolCandidates(self, model, prefixes, now, prompt.request, allowed, prompt)
+                candidates = PoolCandidates(self, model, prefixes, now, prompt.request, arrivals, allowed, prompt)
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
@@ -582,13 +600,15 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         self._prompts.add(1.0, now)
         self._work.add(busy_s, now)
 
-    def arrivals(self, now: float) -> Arrivals:
-        """What was placed lately, and the mean queue; of many instances, that of some."""
+    def _sampled(self, now: float) -> Arrivals:
+        """What was placed lately, and the mean queue, as a sample of the usual one; of many instances, that of some."""
         count = max(1, len(self))
         looked_at = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
         waits = [max(it.free_at - now, 0.0) for it in looked_at]
         backlog_s = sum(waits) / len(waits) if waits else 0.0
-        return Arrivals(self._prompts.per_s(now) / count, self._work.per_s(now) / count, backlog_s)
+        self._backlog.sample(backlog_s, now)
+        prompts_per_s, work_per_s = self._prompts.per_s(now) / count, self._work.per_s(now) / count
+        return Arrivals(prompts_per_s, work_per_s, backlog_s, self._backlog.value)
 
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
@@ -645,7 +665,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(super().digest(), self._decisions, self.in_flight, self._prompts, self._work)
+        return digest_of(super().digest(), self._decisions, self.in_flight, self._prompts, self._work, self._backlog)
 
     def check_invariants(self) -> None:
         """As of all pools; and chains in flight belong to placed prompts."""
@@ -675,6 +695,7 @@ class PoolCandidates(Candidates):
     _prefixes: Sequence[tuple[int, int]]
     now: float
     request: PlacementRequest
+    arrivals: Arrivals
     _allowed: int
     _prompt: PromptToPlace
 
@@ -683,10 +704,6 @@ class PoolCandidates(Candidates):
 
     def __iter__(self) -> Iterator[RankedInstance]:
         return (self._pool.ranks.place(slot) for slot in slots_in(self._allowed))
-
-    @property
-    def arrivals(self) -> Arrivals:
-        return self._pool.arrivals(self.now)
 
     @property
     def holders(self) -> Sequence[StoredPrefix]:

@@ -15,8 +15,9 @@ from services.conductor.core.events import (
     FailureSeries,
     RequestSpec,
 )
-from services.conductor.core.latency_model import NO_TPOT_FORECAST, DecodeChoice, TpotForecast
+from services.conductor.core.latency_model import NO_TPOT_FORECAST, TpotForecast
 from services.conductor.core.router import RoutingDecision
+from services.conductor.placement.base import DecodeChoice
 
 S = TypeVar("S", bound=Enum)
 

@@ -20,7 +20,6 @@ from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.decode_pool import DecodeInstanceState, DecodePool
 from services.conductor.core.instances import SHORTLIST, InstanceFacts, LoadFacts, blocks_at
 from services.conductor.core.latency_model import (
-    DecodeChoice,
     DecodeLatencyModel,
     Demand,
     KVLink,
@@ -31,7 +30,14 @@ from services.conductor.core.latency_model import (
 )
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, PromptToPlace, TtftLimit
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in
-from services.conductor.placement.base import PlacementPolicy, PlacementRequest, PrefillChoice
+from services.conductor.placement.base import (
+    DecodeChoice,
+    DecodePolicy,
+    PlacementPolicy,
+    PlacementRequest,
+    PrefillChoice,
+)
+from services.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
 EXPECTED_ANSWER_TOKENS = 256
@@ -576,7 +582,7 @@ def _decode_side_choice(
     prefill = PrefillChoice(  # it waits for the step that is running, and is computed beside the batch
         name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
     )
-    decode = model.choice(name, speeds, running, instance.context_tokens, blocks, need)
+    decode = model.choice(name, speeds, instance.there, blocks, need)
     cost_s = running * compute_s
     return DecodeSideChoice(prefill, decode, cost_s, prefill.ttft_s + cost_s < other.ttft_s)
 
@@ -589,6 +595,7 @@ class RoutingConfig:
         balancing_threshold: a prefix elsewhere counts if it is this many times longer than the instance's own.
         kvstore_replicas: kvstores that keep each chain.
         policy: chooses prefill instances.
+        decode_policy: orders decode instances.
         seed: of the policy's random draws.
         decode_prompt_tokens: prompt tokens that decode computes itself, at most; 0 = none.
         slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
@@ -599,6 +606,7 @@ class RoutingConfig:
     balancing_threshold: float = 1.0
     kvstore_replicas: int = 1
     policy: PlacementPolicy = POLICIES[DEFAULT_POLICY]
+    decode_policy: DecodePolicy = DECODE_POLICIES[DEFAULT_DECODE_POLICY]
     seed: int = 0
     decode_prompt_tokens: int = 0
     slow_factor: float = 0.0
@@ -649,11 +657,14 @@ class RoutingRequest:
     def to_place(self, demand: Demand) -> PromptToPlace:
         """The prompt, as it arrives at an instance now."""
         key = self.queue_key
-        asked = PlacementRequest(
-            demand.prompt_tokens, demand.prompt_blocks, demand.decode_tokens, key.tenant, self.priority, self.limit_s
-        )
         there = QueueKey(key.tenant, priority_rank(self.now, self.priority), key.number, key.weight)
-        return PromptToPlace(asked, there, self.ttft_limit)
+        return PromptToPlace(self.placed(demand), there, self.ttft_limit)
+
+    def placed(self, demand: Demand) -> PlacementRequest:
+        """What policies see of the request."""
+        tenant, priority, limit_s = self.queue_key.tenant, self.priority, self.limit_s
+        blocks, tokens = demand.prompt_blocks, demand.decode_tokens
+        return PlacementRequest(demand.prompt_tokens, blocks, tokens, tenant, priority, limit_s)
 
     def demand(self, shape: KVShape) -> Demand:
         """Blocks and tokens that the request needs."""
@@ -811,7 +822,8 @@ class Router:
         self, request: RoutingRequest, demand: Demand, shape: KVShape, prefixes: Prefixes, domain: str
     ) -> list[DecodeChoice]:
         pool, suspects = self._decodes, self._decodes.mask_of(request.suspects)
-        choices = pool.choose(demand, DecodeLatencyModel(demand, shape), prefixes, suspects, domain)
+        model = DecodeLatencyModel(demand, shape)
+        choices = pool.choose(demand, model, prefixes, suspects, request.placed(demand), domain)
         if not choices:
             need = f"prompt and answer need {demand.total_blocks} KV blocks, no decode instance"
             if demand.total_blocks <= pool.largest_blocks:

@@ -53,7 +53,7 @@ from services.conductor.core.events import (
     TokensArrived,
     retries_exhausted,
 )
-from services.conductor.core.latency_model import DecodeChoice, MemoryNeed, expected_blocks, step_load_s
+from services.conductor.core.latency_model import MemoryNeed, expected_blocks, step_load_s
 from services.conductor.core.request import (
     REQUEST_TIMERS,
     Attempt,
@@ -67,7 +67,7 @@ from services.conductor.core.request import (
 from services.conductor.core.roles import FIXED_ROLES, RoleBalancer, RoleLimits
 from services.conductor.core.router import RoutingDecision, RoutingRequest
 from services.conductor.core.wait_queue import DecodeMemoryQueue, MemoryWaiter, SloQueue, TenantCounts, blocks_left_free
-from services.conductor.placement.base import PrefillChoice
+from services.conductor.placement.base import DecodeChoice, PrefillChoice
 
 MAX_CANDIDATES = 4
 """Decode instances asked for memory for one placement."""

@@ -1,4 +1,4 @@
-"""The contract of a placement policy, and what a policy decides by."""
+"""The contracts of placement policies, and what they decide by."""
 
 from __future__ import annotations
 
@@ -32,15 +32,12 @@ class Candidates(ABC):
     Attributes:
         now: seconds of the clock of `RankedInstance.load`, which is the time at which an instance will be free.
         request: what is placed.
+        arrivals: what was placed lately.
     """
 
     now: float
     request: PlacementRequest
-
-    @property
-    @abstractmethod
-    def arrivals(self) -> Arrivals:
-        """What was placed lately."""
+    arrivals: Arrivals
 
     @property
     @abstractmethod
@@ -114,17 +111,19 @@ class PlacementRequest(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Placements of this conductor over the last minute, and the queues now. Means over the instances.
+    """Placements of this conductor over the last minute, and the queues. Means over the instances.
 
     Attributes:
         prompts_per_s: prompts placed at an instance, per second.
         busy_share: predicted seconds of work placed at an instance, per second; above 1, queues grow.
         backlog_s: seconds until an instance is free.
+        usual_backlog_s: the same, over the last ten minutes.
     """
 
     prompts_per_s: float
     busy_share: float
     backlog_s: float
+    usual_backlog_s: float = 0.0
 
 
 class StoredPrefix(NamedTuple):
@@ -264,3 +263,81 @@ class PrefillCost(NamedTuple):
     def alone_s(self) -> float:
         """Time to first token."""
         return self.load_s + self.prefill_s
+
+
+class DecodePolicy(Protocol):
+    """How the decode instances of a request are ordered. It keeps no state: equal arguments give equal answers."""
+
+    def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
+        """The best of the candidates, best first, about `limit`; none if there are none. They are asked in turn."""
+        ...
+
+
+class DecodeCandidates(ABC):
+    """Decode instances that a request may go to. Instances with free memory are told apart from the others.
+
+    Attributes:
+        request: what is placed.
+    """
+
+    request: PlacementRequest
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[RankedInstance]:
+        """All instances, in a fixed order; `load` is the seconds that what runs there adds to a step."""
+
+    @abstractmethod
+    def predict(self, instance: RankedInstance) -> DecodeChoice:
+        """Predicts the answer on an instance, in some microseconds."""
+
+    @abstractmethod
+    def least(self, limit: int) -> list[DecodeChoice]:
+        """Predictions of the instances where the answer is expected to end soonest, without a look at each.
+
+        A starved instance, which has served nothing while others were preferred for long, is looked at as well.
+        """
+
+
+class DecodeLoad(NamedTuple):
+    """What is at a decode instance besides the request.
+
+    Attributes:
+        sequences: running and waiting, of all conductors.
+        context_tokens: of all of these.
+        available_blocks: could be reserved now.
+        total_blocks: of the pool.
+        turn: when the instance was chosen last, as in `RankedInstance`.
+    """
+
+    sequences: int = 0
+    context_tokens: int = 0
+    available_blocks: int = 0
+    total_blocks: int = 0
+    turn: int = 0
+
+
+NOTHING_RUNS = DecodeLoad()
+
+
+class DecodeChoice(NamedTuple):
+    """The prediction of a request on one decode instance. Times are seconds.
+
+    Attributes:
+        id: of the instance.
+        tbt_s: between tokens.
+        finish_s: until the request has ended there.
+        blocks: that the request is expected to need there.
+        held_blocks: leading blocks of the prompt that the instance holds.
+        compared_s: `finish_s`, or less for an instance that has long served nothing.
+        others_s: what all sequences that run there lose by the request together.
+        there: what else is at the instance.
+    """
+
+    id: str
+    tbt_s: float
+    finish_s: float
+    blocks: int = 0
+    held_blocks: int = 0
+    compared_s: float = 0.0
+    others_s: float = 0.0
+    there: DecodeLoad = NOTHING_RUNS

@@ -13,7 +13,7 @@ from services.conductor.placement.policies.sglang import SglangRouter
 from services.conductor.placement.policies.social import Social
 from services.conductor.placement.policies.vllm import VllmRouter
 
-DEFAULT_POLICY = "kvcache_centric"
+DEFAULT_POLICY = "social"
 POLICIES: Mapping[str, PlacementPolicy] = {
     "random": Random(),
     "round_robin": RoundRobin(),
@@ -27,7 +27,7 @@ POLICIES: Mapping[str, PlacementPolicy] = {
     "dynamo": DynamoCost(),
     "preble": Preble(),
     "lmetric": LMetric(),
-    "social": Social(),
-    DEFAULT_POLICY: KVCacheCentric(),
+    "kvcache_centric": KVCacheCentric(),
+    DEFAULT_POLICY: Social(),
 }
 """By name, the simplest first."""

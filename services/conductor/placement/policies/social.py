@@ -6,26 +6,35 @@ and those that come until the queues are empty. With arrivals at a rate r, a mea
 r * W / (1 - p), as the queue of an M/G/1 system lasts W / (1 - p) seconds. Their number is the same everywhere, since
 later prompts go where the queue is shortest: so the rule prefers the cheapest place the more, the more is queued.
 
-Each instance computes first what came first, where a prompt stands behind its arrival by a delay that grows with its
-work: nobody is overtaken by a prompt that came more than ten times its own work later.
+Each instance computes first what came first, where a prompt stands behind its arrival by a delay. Short prompts have
+short delays. A long prompt gives up half of the wait that first come, first served would cost it, and a quarter of
+its work, at most: so it is hardly later than there. Only in a lasting overload, prompts that miss their limit go last.
 """
 
 from collections.abc import Sequence
 from math import inf
 
 from moonpool.frozen import frozen
-from services.conductor.placement.base import Candidates, PrefillChoice, QueueWait
+from services.conductor.placement.base import Arrivals, Candidates, PrefillChoice, QueueWait
 
 MOST_GROWTH = 5.0
 """1 / (1 - load) at most: at a load of one and more, a queue ends when arrivals ebb."""
 PATIENCE = 10.0
 """A prompt waits for those that come so many times its own work later, at most."""
+QUEUE_SHARE = 0.5
+"""Share of the mean queue that a prompt's delay may take at most."""
+WORK_SHARE = 0.25
+"""Share of the prompt's work that comes on top."""
+LATE_PATIENCE = 20.0
+"""As `PATIENCE`, of a prompt that misses its limit in an overload."""
+OVERLOADED_SHARE = 0.5
+"""Share of the limit at which the usual queue means a lasting overload."""
 LIMIT_S = 30.0
 """Seconds within which the first token is wanted where the client does not say."""
 LIMIT_SHARE = 1 / 3
 """Share of the limit that a prompt's delay may take at most, while the limit is predicted to be kept."""
 MARGIN = 0.9
-"""Share of the limit at which a prompt is taken for late: prompts that come later may overtake it."""
+"""Share of the limit at which a prompt is taken for late."""
 LOOKED_AT = 24
 """Instances that are looked at each; of more, those of the least queue and cost, twice as many as are wanted."""
 
@@ -43,7 +52,7 @@ class Social:
         later = arrivals.prompts_per_s * arrivals.backlog_s * growth
         rated = []
         for at, choice in enumerate(_choices(candidates, limit, 1.0 + later)):
-            delay_s, wait = place_in_queue(candidates, choice)
+            delay_s, wait = _place_in_queue(candidates, choice, arrivals)
             placed = choice.with_place(delay_s, wait)
             rated.append((placed.known_s + placed.work_s * (wait.behind + later), choice.there.stages, at, placed))
         rated.sort()
@@ -59,24 +68,19 @@ def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[Pref
     )
 
 
-def place_in_queue(candidates: Candidates, choice: PrefillChoice) -> tuple[float, QueueWait]:
+def _place_in_queue(candidates: Candidates, choice: PrefillChoice, arrivals: Arrivals) -> tuple[float, QueueWait]:
     """The prompt's delay in the queue of an instance, and its wait there.
 
-    The delay is ten times the work, and a third of the limit at most. A prompt that would be late then goes where it
-    has its last chance to be in time, if it is in time there. A prompt that cannot be in time makes room for others, by
-    ten times its work.
+    The delay is ten times the work, half the mean queue and a quarter of the work, and a third of the limit, at most.
+    A prompt that would be late makes room for others, the more, the nearer the usual queue is to half the limit.
     """
     limit_s = candidates.request.limit_s
-    within_s = LIMIT_S if limit_s is None else limit_s
-    work_s, alone_s = choice.work_s, choice.alone_s
-    delay_s = min(PATIENCE * work_s, LIMIT_SHARE * max(within_s, 0.0))
+    within_s = max(0.0, LIMIT_S if limit_s is None else limit_s)
+    work_s, given_s = choice.work_s, QUEUE_SHARE * arrivals.backlog_s
+    delay_s = min(PATIENCE * work_s, given_s + WORK_SHARE * work_s, LIMIT_SHARE * within_s)
     wait = candidates.wait(choice, delay_s)
-    if wait.seconds + alone_s <= MARGIN * within_s:
+    if wait.seconds + choice.alone_s <= MARGIN * within_s:
         return delay_s, wait
-    last_s = max(0.0, MARGIN * within_s - alone_s)
-    if last_s < delay_s:
-        sooner = candidates.wait(choice, last_s)
-        if sooner.seconds + alone_s <= within_s:
-            return last_s, sooner
-    delay_s = PATIENCE * work_s
+    calm = 1.0 - arrivals.usual_backlog_s / (OVERLOADED_SHARE * within_s) if within_s else 0.0
+    delay_s = min(LATE_PATIENCE * work_s, given_s / calm if calm > 0.0 else inf)
     return delay_s, candidates.wait(choice, delay_s)

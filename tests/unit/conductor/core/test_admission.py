@@ -15,8 +15,9 @@ from services.conductor.core.admission import (
 )
 from services.conductor.core.decode_pool import LoadForecast, PlacedAnswer, load_at, load_now
 from services.conductor.core.events import Failure, FailureKind
-from services.conductor.core.latency_model import DecodeChoice, SloLimits
+from services.conductor.core.latency_model import SloLimits
 from services.conductor.core.router import RoutingDecision
+from services.conductor.placement.base import DecodeChoice
 
 from .worlds import World, decode_at, facts
 

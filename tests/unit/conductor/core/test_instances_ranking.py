@@ -217,7 +217,7 @@ def test_the_best_decodes_are_those_of_a_full_scan(
         return bool(suspects >> slot & 1), crowded, seconds, place
 
     best = sorted(pool.by_slot, key=order)[:SHORTLIST]
-    choices = [pool.get(choice.id) for choice in pool.choose(demand, model, prefixes, suspects, "")]
+    choices = [pool.get(choice.id) for choice in pool.choose(demand, model, prefixes, suspects, PROMPT.request, "")]
     assert {one.slot for one in choices if one is not None} == set(best)
     groups = [order(one.slot)[:2] for one in choices if one is not None]
     assert groups == sorted(groups), "suspects last, crowded ones after those with room"

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.scheduling.fair_share import QueueKey as Turn
 from moonpool.scheduling.latency import Speeds
-from services.conductor.core.decode_pool import SPEED_NOISE, PlacedAnswer
+from services.conductor.core.decode_pool import PlacedAnswer
 from services.conductor.core.instances import SHORTLIST
 from services.conductor.core.latency_model import DecodeLatencyModel
 from services.conductor.core.prefill_pool import CLASS_WIDTH, COMPARED_LENGTHS, TtftLimit
 from services.conductor.core.router import RoutingDecision
 from services.conductor.placement.base import Candidates, PrefillChoice
+from services.conductor.placement.decode_policies.least_time import SPEED_NOISE
 from services.conductor.placement.policies import POLICIES
 
 from .worlds import BLOCK_TOKENS, SHAPE, World, facts
@@ -215,22 +216,22 @@ def check_source(scene: Scene, plan: RoutingDecision, stores: bool) -> None:
 
 
 def best_decode(scene: Scene, world: World, plan: RoutingDecision) -> str:
-    """By predicting every decode instance: of those that did not fail and have room the one with least to do, among
-    those that are about as quick as the quickest."""
+    """By predicting every decode instance: of those that did not fail and have room the one with least to do and most
+    of the prompt, among those that are about as quick as the quickest."""
     model, pool = DecodeLatencyModel(plan.demand, SHAPE), world.cluster.decodes
-    groups: dict[tuple[bool, bool], list[tuple[int, float, int, str]]] = {}
+    groups: dict[tuple[bool, bool], list[tuple[float, tuple[int, int, int, int, str]]]] = {}
     for number, one in enumerate(scene.decodes):
         it = pool.get(f"decode-{number}")
         assert it is not None
         if one.total_blocks >= plan.demand.total_blocks:
             need, held = model.blocks(it.load.answer_tokens), min(one.held, scene.full)
-            choice = model.choice(it.facts.id, it.speeds, it.sequences, it.context_tokens, held, need)
+            choice = model.choice(it.facts.id, it.speeds, it.there, held, need)
             group = it.facts.id in scene.suspects, it.available_blocks < need
-            rated = (it.sequences, choice.finish_s * pool.optimism_factor(it), it.turn, it.facts.id)
-            groups.setdefault(group, []).append(rated)
+            rank = (it.sequences, -held, it.context_tokens, it.turn, it.facts.id)
+            groups.setdefault(group, []).append((choice.finish_s * pool.optimism_factor(it), rank))
     first = groups[min(groups)]
-    quickest = min(finish_s for _, finish_s, _, _ in first)
-    return min(one for one in first if one[1] <= SPEED_NOISE * quickest)[3]
+    quickest = min(finish_s for finish_s, _ in first)
+    return min(rank for finish_s, rank in first if finish_s <= SPEED_NOISE * quickest)[-1]
 
 
 ALIKE = st.lists(

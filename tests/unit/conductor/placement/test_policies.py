@@ -153,7 +153,9 @@ def test_arrivals_fade_by_the_times_of_events() -> None:
     assert lately.prompts_per_s == pytest.approx(5.76 / 60 / 2, rel=0.01)
     assert lately.busy_share == pytest.approx(10.0 * lately.prompts_per_s)
     assert lately.backlog_s == pytest.approx((60.0 - 5.0) / 2)
-    assert later == pytest.approx((lately.prompts_per_s / 2.71828, lately.busy_share / 2.71828, 0.0), rel=1e-4)
+    assert later[:3] == pytest.approx((lately.prompts_per_s / 2.71828, lately.busy_share / 2.71828, 0.0), rel=1e-4)
+    assert lately.usual_backlog_s == pytest.approx(27.5 * 5.0 / 600.0, rel=0.01), "of ten minutes, by time"
+    assert later.usual_backlog_s == pytest.approx(lately.usual_backlog_s / 1.10517, rel=1e-4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from moonpool.scheduling.fair_share import QueueKey
 from services.conductor.placement.base import PrefillChoice
 from services.conductor.placement.policies import POLICIES
-from services.conductor.placement.policies.social import LIMIT_S, MARGIN, PATIENCE
+from services.conductor.placement.policies.social import LATE_PATIENCE, LIMIT_S, PATIENCE
 
 from ..core.worlds import SECOND_PER_TOKEN, World, facts
 
@@ -76,18 +76,26 @@ class TestLimits:
         return best(found, tokens, limit_s=limit_s)
 
     def test_a_prompt_gives_way_for_a_third_of_its_limit_at_most(self) -> None:
-        assert self.alone(4, 30.0, []).delay_s == pytest.approx(10.0)
-        assert self.alone(4, 300.0, []).delay_s == pytest.approx(40.0)
-        assert self.alone(4, None, []).delay_s == pytest.approx(LIMIT_S / 3)
+        assert self.alone(4, 30.0, [(20.0, -1.0)]).delay_s == pytest.approx(10.0)
+        assert self.alone(4, None, [(20.0, -1.0)]).delay_s == pytest.approx(LIMIT_S / 3)
 
-    def test_it_goes_where_it_has_its_last_chance(self) -> None:
-        choice = self.alone(24, 30.0, [(1.0, 0.5), (8.0, 9.0)])
-        assert choice.delay_s == pytest.approx(30.0 * MARGIN - 24.0)
-        assert choice.ttft_s < 30.0
+    @pytest.mark.parametrize(("queue_s", "delay_s"), [(0.0, 1.0), (12.0, 7.0), (90.0, 40.0)])
+    def test_and_for_half_of_the_mean_queue_and_a_quarter_of_its_work(self, queue_s: float, delay_s: float) -> None:
+        """Ten times its work is the most."""
+        assert self.alone(4, 300.0, [(queue_s, -1.0)]).delay_s == pytest.approx(delay_s)
 
-    def test_one_that_cannot_be_in_time_makes_room_for_others(self) -> None:
-        assert self.alone(24, 30.0, [(20.0, 0.5)]).delay_s == pytest.approx(PATIENCE * 24.0)
-        assert self.alone(40, 30.0, []).delay_s == pytest.approx(PATIENCE * 40.0)
+    def test_one_that_would_be_late_gives_up_half_the_mean_queue(self) -> None:
+        assert self.alone(24, 30.0, [(20.0, 0.5)]).delay_s == pytest.approx(10.0)
+        assert self.alone(40, 30.0, []).delay_s == 0.0
+        assert self.alone(4, 0.0, [(20.0, 0.5)]).delay_s == pytest.approx(LATE_PATIENCE * 4.0)
+
+    @pytest.mark.parametrize(("minutes", "delay_s"), [(5, 21.1), (20, 480.0)])
+    def test_and_more_once_the_queue_has_long_been_half_the_limit(self, minutes: int, delay_s: float) -> None:
+        found = world(instances=1)
+        for minute in range(minutes + 1):
+            found.report("prefill-0", now=60.0 * minute, drain_s=20.0, running=1)
+            choice = best(found, 24, limit_s=30.0, now=60.0 * minute)
+        assert choice.delay_s == pytest.approx(delay_s, abs=0.1)
 
 
 def test_tenants_wait_for_their_turns() -> None:

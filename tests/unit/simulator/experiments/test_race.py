@@ -13,7 +13,7 @@ from moonpool.errors import ConfigError
 from services.conductor.placement.policies import DEFAULT_POLICY
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.frame import RequestSource
-from simulator.experiments.race import jittered, linked, race
+from simulator.experiments.race import Racers, jittered, linked, race
 from simulator.traces.mooncake import TraceRequest
 
 CLUSTER = ClusterConfig(profile=load_profile("llama-70b-a800"), prefill=2, decode=1, kvstore=2, rate=2.0)
@@ -43,7 +43,7 @@ def test_links_are_as_quick_as_asked_and_none_leave_own_caches_only() -> None:
 
 def test_a_row_has_the_requests_of_all_seeds() -> None:
     def mean(seed: int, seeds: int) -> float:
-        (row,) = race(replace(CLUSTER, seed=seed), SMALL, [DEFAULT_POLICY], seeds, silent).rows
+        (row,) = race(replace(CLUSTER, seed=seed), SMALL, Racers([DEFAULT_POLICY]), seeds, silent).rows
         return float(str(row["ttft_mean_s"]))
 
     assert mean(1, 2) == pytest.approx((mean(1, 1) + mean(2, 1)) / 2, rel=1e-3)
@@ -52,7 +52,9 @@ def test_a_row_has_the_requests_of_all_seeds() -> None:
 @pytest.mark.parametrize(("named", "match"), [(["nice"], "no policy 'nice'"), (["lmetric", "lmetric"], "twice")])
 def test_wrong_names_are_refused(named: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        race(CLUSTER, SMALL, named, 1, silent)
+        Racers(named)
+    with pytest.raises(ConfigError, match=match.replace("lmetric", "social")):
+        Racers([DEFAULT_POLICY], [name.replace("lmetric", "social") for name in named])
 
 
 def test_the_command_prints_rows_and_says_which_is_the_default() -> None:
@@ -64,6 +66,17 @@ def test_the_command_prints_rows_and_says_which_is_the_default() -> None:
         ("load_balance", False),
         (DEFAULT_POLICY, True),
     ]
-    figures = {"ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "within", "reused", "slowdown_p99"}
-    assert all(row.keys() == {"policy", "default"} | figures for row in result["rows"])
+    figures = {"ttft_mean_s", "ttft_p50_s", "ttft_p99_s", "tpot_mean_s", "tpot_p99_s", "within", "reused"}
+    names = {"policy", "decode_policy", "default", "slowdown_p99"}
+    assert all(row.keys() == names | figures for row in result["rows"])
     assert result["assumptions"]["links"] == "none: own caches only"
+
+
+def test_each_policy_races_with_each_policy_for_decode() -> None:
+    rows = race(CLUSTER, SMALL, Racers(["lmetric", "social"], ["most_memory", "least_time"]), 1, silent).rows
+    assert [(row["policy"], row["decode_policy"], row["default"]) for row in rows] == [
+        ("lmetric", "most_memory", False),
+        ("social", "most_memory", False),
+        ("lmetric", "least_time", False),
+        ("social", "least_time", True),
+    ]

@@ -1,0 +1,21 @@
+"""The fewest sequences.
+
+Source: the load balancer of vLLM's data-parallel engines, which sends a request to the engine with the fewest, and the
+default of SGLang's router for decode workers among two drawn ones; here all are looked at.
+"""
+
+from collections.abc import Sequence
+from heapq import nsmallest
+
+from moonpool.frozen import frozen
+from services.conductor.placement.base import DecodeCandidates, DecodeChoice
+
+
+@frozen
+class FewestSequences:
+    """The instance with the fewest sequences, then the one that was chosen least recently."""
+
+    def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
+        """By the number."""
+        choices = [candidates.predict(instance) for instance in candidates]
+        return nsmallest(limit, choices, key=lambda it: (it.there.sequences, it.there.turn, it.id))
