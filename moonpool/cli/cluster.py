@@ -99,6 +99,8 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         console.print(_candidate_table(found.candidates, ""))
         typer.echo(f"refused: {found.refused}")
     typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")
+    if found.better:
+        typer.echo(f"in hindsight {found.better} would have been {_seconds_text(found.regret_s)} sooner")
     if drawn := request_phases(found):
         console.print(_timeline(drawn))
         for name in dict.fromkeys(phase.name for phase in drawn):

@@ -24,6 +24,7 @@ from simulator.experiments import memory as memory_experiment
 from simulator.experiments import pipeline as pipeline_experiment
 from simulator.experiments import prefix_caching as cache_experiment
 from simulator.experiments import race as race_experiment
+from simulator.experiments import replay as replay_experiment
 from simulator.experiments import serving
 from simulator.experiments.frame import Progress, RequestSource, Result, simulate
 from simulator.experiments.report import Summary
@@ -240,6 +241,25 @@ def race(options: RaceOptions) -> None:
     decode = options.decode_policy.split(",") if options.decode_policy else [DEFAULT_DECODE_POLICY]
     racers = race_experiment.Racers(options.policy.split(",") if options.policy else list(POLICIES), decode)
     options.print(lambda say: race_experiment.race(config, options.source(), racers, options.jitter_seeds, say))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(Printed):
+    """Options of `replay`."""
+
+    journal: Annotated[Path, typer.Option(help="A journal's file, or the folder that journal_dir names.")]
+    policy: Annotated[
+        str, typer.Option(help="Policies, comma-separated, each as the conductor's flag names it; empty = all bundled.")
+    ] = ""
+    module: Annotated[str, typer.Option(help="Module of a recorded policy that is not built in; its code runs.")] = ""
+
+
+@app.command()
+@verb
+def replay(options: ReplayOptions) -> None:
+    """Other placement policies on a conductor's journal: what each would have decided where the recorded one did."""
+    named = options.policy.split(",") if options.policy else list(POLICIES)
+    options.print(lambda say: replay_experiment.replay(options.journal, named, say, options.module))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -218,6 +218,9 @@ class Explanation:
         timeline: the course of the request.
         transport: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
         attempts: all placements, in their order.
+        regret_s: seconds to first token that the last placement lost against its best alternative, by what was measured
+            since; 0 until the request has ended.
+        better: instance that would have been sooner; "" if none would.
     """
 
     placement: Placement | None
@@ -230,3 +233,5 @@ class Explanation:
     timeline: Timeline = Timeline()
     transport: str = ""
     attempts: tuple[Attempt, ...] = ()
+    regret_s: float = 0.0
+    better: str = ""

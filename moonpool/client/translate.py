@@ -317,6 +317,8 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         timeline=from_message(Timeline, message.timeline),
         transport=message.lane,
         attempts=tuple(from_message(Attempt, attempt) for attempt in message.attempts),
+        regret_s=message.regret_s,
+        better=message.better,
     )
 
 

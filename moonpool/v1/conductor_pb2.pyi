@@ -1653,6 +1653,8 @@ class ExplainResponse(_message.Message):
     TIMELINE_FIELD_NUMBER: _builtins.int
     LANE_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
+    REGRET_S_FIELD_NUMBER: _builtins.int
+    BETTER_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1665,6 +1667,12 @@ class ExplainResponse(_message.Message):
     """Seconds that it waited at the conductor, for room or for a limit that could be kept."""
     lane: _builtins.str
     """The transport that carried the prompt's KV to decode (docs/transports.md); empty before the first token, and if no KV went."""
+    regret_s: _builtins.float
+    """Seconds to first token that the last placement lost against its best alternative, by what was measured since;
+    known once the request has ended. 0 = none would have been sooner.
+    """
+    better: _builtins.str
+    """The instance that would have been sooner; empty when none would."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1696,10 +1704,12 @@ class ExplainResponse(_message.Message):
         timeline: Global___Timeline | None = ...,
         lane: _builtins.str = ...,
         attempts: _abc.Iterable[Global___Attempt] | None = ...,
+        regret_s: _builtins.float = ...,
+        better: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "candidates", b"candidates", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "candidates", b"candidates", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -63,6 +63,11 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description=f"how the decode instance is chosen: one of {', '.join(DECODE_POLICIES)}, the name of an installed "
         "policy, or MODULE:OBJECT; docs/extend/placement_policy.md",
     )
+    shadow_policy: str = Field(
+        "",
+        description="a policy for prefill that decides beside --policy without acting: metrics tell how often both "
+        "agree, and the predicted difference; empty = none; docs/extend/placement_policy.md",
+    )
     policy_seed: int | None = Field(
         None,
         ge=0,

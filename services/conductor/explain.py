@@ -22,6 +22,7 @@ from moonpool.errors import ConfigError, NotFound
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.v1 import conductor_pb2
+from services.conductor.core.hindsight import PlacementRegret
 from services.conductor.core.scheduler import RequestScheduler
 from services.conductor.placement.base import PrefillChoice
 from services.conductor.proto_conversion import candidate_proto
@@ -88,6 +89,12 @@ class DecisionLog:
             record.timeline.CopyFrom(timeline)
             del record.attempts[:]
             record.attempts.extend(attempts)
+
+    def regretted(self, request_id: str, regret: PlacementRegret) -> None:
+        """Note what the placement has lost."""
+        record = self._records.get(request_id)
+        if record is not None:
+            record.regret_s, record.better = regret.lost_s, regret.better
 
     def has_ended(self, request_id: str) -> bool:
         """Whether the timeline of a request is known."""
@@ -420,12 +427,14 @@ class RequestReports:
         predictions: for the metrics.
         recent: for the cluster's state.
         recording: of a trace; None if none is wanted.
+        regret_of: what the placement of a request, by number, has lost.
     """
 
     decisions: DecisionLog
     predictions: PredictionMetrics
     recent: RecentRequests
     recording: TraceRecording | None
+    regret_of: Callable[[int], PlacementRegret | None]
 
     def opened(self, session: Session) -> None:
         """The core gets a request."""
@@ -458,5 +467,7 @@ class RequestReports:
     def ended(self, session: Session) -> None:
         """The core has ended the request."""
         self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
+        if (regret := self.regret_of(session.number)) is not None:
+            self.decisions.regretted(session.spec.id, regret)
         if self.recording is not None:
             self.recording.ended(session.number, -(-session.tokens // len(session.choices)))

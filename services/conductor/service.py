@@ -100,7 +100,7 @@ async def assembled(
         calls = InstanceCalls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
-        reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording)
+        reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording, core.cluster.hindsight.of)
         reader = RequestValidator(checkpoint, cluster.registry, tokenizing, checking, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)
@@ -160,6 +160,7 @@ def _core(config: ConductorConfig) -> ConductorCore:
         kvstore_replicas=config.kvstore_replicas,
         policy=load_policy(config.policy),
         decode_policy=load_decode_policy(config.decode_policy),
+        shadow_policy=load_policy(config.shadow_policy) if config.shadow_policy else None,
         seed=seed_of(config.id) if config.policy_seed is None else config.policy_seed,
         decode_prompt_tokens=config.decode_prompt_tokens,
         slow_factor=config.slow_factor,

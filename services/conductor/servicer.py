@@ -411,6 +411,36 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
         lambda it: it.core.scheduler.stale,
     ),
     counter(
+        "placements_measured_total",
+        "Prompts whose measured time to first token was compared with their alternatives.",
+        lambda it: it.core.cluster.hindsight.totals.placements,
+    ),
+    counter(
+        "placements_regretted_total",
+        "Of these, those that another instance would have computed sooner, by what is known since.",
+        lambda it: it.core.cluster.hindsight.totals.regretted,
+    ),
+    counter(
+        "placement_regret_seconds_total",
+        "Seconds to first token that these have lost together.",
+        lambda it: it.core.cluster.hindsight.totals.lost_s,
+    ),
+    counter(
+        "shadow_decisions_total",
+        "Placements for which the shadow policy was asked, too.",
+        lambda it: it.core.cluster.prefills.shadow.decisions,
+    ),
+    counter(
+        "shadow_agreed_total",
+        "Of these, those with the same instance.",
+        lambda it: it.core.cluster.prefills.shadow.agreed,
+    ),
+    Metric(
+        "shadow_sooner_seconds",
+        "Predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.",
+        lambda it: it.core.cluster.prefills.shadow.sooner_s,
+    ),
+    counter(
         "copies_ordered_total",
         "Copies of hot prefixes that were ordered.",
         lambda it: it.core.cluster.replication.ordered,

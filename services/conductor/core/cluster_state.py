@@ -11,6 +11,7 @@ from moonpool.scheduling.fair_share import QueueKey
 from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.decode_pool import DecodeInstanceState, DecodePool, LoadForecaster, PlacedAnswer
 from services.conductor.core.events import KeysChanged
+from services.conductor.core.hindsight import Hindsight
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import NO_READ, KVShape, LinkRead, PrefillCorrections, ReadsInFlight
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool
@@ -54,7 +55,8 @@ class ClusterView:
         self._slow_factor = config.slow_factor
         self._instances: dict[str, AnyInstance] = {}
         self.decodes = DecodePool(config.decode_policy)
-        self.prefills = PrefillPool(config.policy, config.seed)
+        self.prefills = PrefillPool(config.policy, config.seed, config.shadow_policy)
+        self.hindsight = Hindsight()
         self.forecasts = LoadForecaster(self.decodes, EXPECTED_ANSWER_TOKENS)
         self._stores = StorePool(config.kvstore_replicas)
         self.replication = PrefixReplication(config.copy_share if config.policy.stores else 0.0)
@@ -119,6 +121,7 @@ class ClusterView:
         if instance is not None:
             self._take_out(instance)
             self.index.remove_instance(instance_id)
+            self.hindsight.lost(instance_id)
 
     def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
         """Takes a load report; it includes the claims that the instance knew (`acknowledged`). Unknown ids are fine."""
@@ -367,8 +370,8 @@ class ClusterView:
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        parts = (self.index, self.prefills, self.decodes, self._stores, self.forecasts, self.replication)
-        return digest_of(*parts, self.shape, sorted(self._claims), self._next_claim)
+        pools, learnt = (self.prefills, self.decodes, self._stores), (self.forecasts, self.replication, self.hindsight)
+        return digest_of(self.index, *pools, *learnt, self.shape, sorted(self._claims), self._next_claim)
 
     def check_invariants(self) -> None:
         """Asserts that instances, pools, index and claims agree."""

@@ -492,19 +492,44 @@ class PromptToPlace:
     limit: TtftLimit | None = None
 
 
+@dataclass(slots=True)
+class ShadowTally:
+    """Decisions of a shadow policy beside the real one.
+
+    Attributes:
+        decisions: of both.
+        agreed: of these, those with the same instance.
+        sooner_s: predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.
+    """
+
+    decisions: int = 0
+    agreed: int = 0
+    sooner_s: float = 0.0
+
+    def compare(self, real: PrefillChoice, shadow: PrefillChoice) -> None:
+        """Counts a decision."""
+        self.decisions += 1
+        self.agreed += real.id == shadow.id
+        self.sooner_s += real.ttft_s - shadow.ttft_s if real.id != shadow.id else 0.0
+
+
 class PrefillPool(InstancePool[PrefillInstanceState]):
     """All prefill instances, ranked by when they will be free.
 
     Args:
         policy: which is chosen.
         seed: of its draws.
+        shadow_policy: what another policy would have chosen is counted in `shadow`; None = none is asked.
     """
 
-    def __init__(self, policy: PlacementPolicy, seed: int = 0) -> None:
+    def __init__(self, policy: PlacementPolicy, seed: int = 0, shadow_policy: PlacementPolicy | None = None) -> None:
         super().__init__(LoadRanking(CLASS_WIDTH, TypicalPrefillSeconds()))
         self.in_flight = InFlightPrefixes()
         """Prefixes that are being computed."""
         self._policy = policy
+        self.shadow_policy = shadow_policy
+        self.shadow = ShadowTally()
+        """How the shadow policy's choices compare."""
         self._seed = seed
         self._decisions = 0
         self._prompts, self._work, self._backlog = RecentRate(), RecentRate(), UsualValue()
@@ -581,6 +606,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
                 found = self._policy.order(candidates, SHORTLIST - len(choices))
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
+                if self.shadow_policy is not None and not choices:
+                    self.shadow.compare(found[0], self.shadow_policy.order(candidates, SHORTLIST)[0])
                 choices += found
         if len(choices) < SHORTLIST:
             others = islice(slots_in(self.mask & ~able), SHORTLIST - len(choices))
@@ -665,7 +692,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     def digest(self) -> bytes:
         """Hash of the state."""
-        return digest_of(super().digest(), self._decisions, self.in_flight, self._prompts, self._work, self._backlog)
+        lately = self._prompts, self._work, self._backlog, self.shadow
+        return digest_of(super().digest(), self._decisions, self.in_flight, *lately)
 
     def check_invariants(self) -> None:
         """As of all pools; and chains in flight belong to placed prompts."""

@@ -596,6 +596,7 @@ class RoutingConfig:
         kvstore_replicas: kvstores that keep each chain.
         policy: chooses prefill instances.
         decode_policy: orders decode instances.
+        shadow_policy: decides beside `policy` without acting; None = none does.
         seed: of the policy's random draws.
         decode_prompt_tokens: prompt tokens that decode computes itself, at most; 0 = none.
         slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
@@ -607,6 +608,7 @@ class RoutingConfig:
     kvstore_replicas: int = 1
     policy: PlacementPolicy = POLICIES[DEFAULT_POLICY]
     decode_policy: DecodePolicy = DECODE_POLICIES[DEFAULT_DECODE_POLICY]
+    shadow_policy: PlacementPolicy | None = None
     seed: int = 0
     decode_prompt_tokens: int = 0
     slow_factor: float = 0.0

@@ -595,7 +595,7 @@ class RequestScheduler:
             for read in event.how.loads:
                 self._cluster.read_measured(attempt.prefill_claim, *read, now)
             self._calls.first_token(attempt, now)
-            self._learn(now, attempt, event.how)
+            self._learn(now, request, attempt, event.how)
             self._cluster.answer_grew(attempt.decode_claim, max(request.tokens, 1), now)
         if request.spec.choices == 1:
             self._lengths.begin(request.spec.number, request.spec.stratum)
@@ -604,11 +604,13 @@ class RequestScheduler:
         elif attempt is not None and attempt.decode_phase is DecodePhase.RESERVED:
             self._calls.start_sequence(request, attempt)
 
-    def _learn(self, now: float, attempt: Attempt, how: PrefillMeasurements) -> None:
+    def _learn(self, now: float, request: ScheduledRequest, attempt: Attempt, how: PrefillMeasurements) -> None:
         overhead_s = now - attempt.begun - how.there_s
         self._cluster.first_token(
             attempt.decision, how.computed_tokens, how.there_s, overhead_s, now, overtaken=attempt.overtaken
         )
+        if not attempt.decision.at_decode:
+            self._cluster.hindsight.measured(request.spec.number, attempt.decision.candidates, attempt.begun, now)
         for store, key in how.misses:
             self._cluster.forget(store, [key], attempt.decision.index_version)
 

@@ -1,15 +1,18 @@
 """What a conductor decided is decided again by the same core from its journal, with members that fail meanwhile."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from moonpool.cli.main import app
-from moonpool.errors import MoonpoolError, TransferFailed, Unavailable
+from moonpool.errors import ConfigError, MoonpoolError, TransferFailed, Unavailable
 from moonpool.runtime.journal import JournalWriter, journal_files, read_journal, rerun
 from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.fair_share import FairShares
+from simulator.experiments.replay import replay
 from tests.journals import check_journals
 
 from .fakes import decode, expected, no_room, prefill, store
@@ -71,3 +74,34 @@ async def test_a_journal_whose_halves_were_overwritten_begins_with_a_snapshot(tm
     files = journal_files(tmp_path)
     assert len(files) == 2
     assert [rerun(path, check=True).difference for path in files] == [None, None]
+
+
+async def test_another_policy_is_asked_on_a_journal_what_it_would_have_done(tmp_path: Path) -> None:
+    async with stack(prefill(0), prefill(1), decode(), journal_dir=tmp_path, shadow_policy="round_robin") as s:
+        for number in range(6):
+            answer = await s.client.generate(token_ids=[number + 9] * 40, sampling=GREEDY)
+        explained = await s.client.explain(answer.request_id)
+        gauges = {gauge.name: gauge.value for gauge in await s.client.stats()}
+        await s.rest()
+    assert gauges["placements_measured_total"] == gauges["shadow_decisions_total"] == 6
+    assert gauges["placement_regret_seconds_total"] >= explained.regret_s >= 0.0
+    assert bool(explained.better) == (explained.regret_s > 0.0)
+    lines: list[str] = []
+    same, turns = replay(tmp_path, ["social", "round_robin"], lines.append).rows
+    assert (same["decisions"], same["agreed"], same["predicted_sooner_mean_s"]) == (6, 6, 0.0)
+    assert (turns["decisions"], turns["agreed"]) == (6, gauges["shadow_agreed_total"])
+    assert turns["recorded_regret_mean_s"] == pytest.approx(gauges["placement_regret_seconds_total"] / 6, rel=1e-3)
+    assert lines == [f"{row['policy']}: {row['agreed']} of 6 decisions are the same" for row in (same, turns)]
+    shown = CliRunner().invoke(app, ["simulate", "replay", "--journal", str(tmp_path), "--policy", "social", "--json"])
+    assert shown.exit_code == 0, shown.output
+    result = json.loads(shown.stdout)
+    assert result["rows"] == [same]
+    assert "not those that the other would have" in result["assumptions"]["cannot_know"][0]
+
+
+def test_a_folder_without_decisions_is_named(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, "x", 1 << 20)
+    writer.before(FairShares())
+    writer.close()
+    with pytest.raises(ConfigError, match=r"journal: .* has no decision of a conductor"):
+        replay(tmp_path, ["social"], print)

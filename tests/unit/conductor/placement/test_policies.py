@@ -16,7 +16,7 @@ from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import Action, CallReserve, FailRequest, InstanceJoined, RequestArrived, RequestSpec
 from services.conductor.core.instances import InstanceFacts
 from services.conductor.core.latency_model import Demand, PrefillLatencyModel, SloLimits
-from services.conductor.core.prefill_pool import TtftLimit
+from services.conductor.core.prefill_pool import ShadowTally, TtftLimit
 from services.conductor.core.scheduler import ConductorCore
 from services.conductor.placement.base import (
     Candidates,
@@ -381,3 +381,26 @@ def test_equal_histories_give_equal_placements(
         return [found.serve(now=number / 10, tokens=tokens) for number, tokens in enumerate(prompts)]
 
     assert placed() == placed()
+
+
+class TestShadow:
+    def world(self, shadow: str) -> World:
+        engines = (facts(name, speeds=SECOND_PER_TOKEN) for name in NAMES)
+        return World(facts("decode-0"), *engines, shadow_policy=POLICIES[shadow])
+
+    def test_it_decides_beside_the_real_one_and_changes_nothing(self) -> None:
+        found, alone = self.world("load_balance"), world("social")
+        for cluster in (found, alone):
+            cluster.events("prefill-0", KEYS[:3])
+            cluster.report("prefill-0", drain_s=10.0)
+        plan = found.plan(64, keys=KEYS)
+        assert plan == alone.plan(64, keys=KEYS)
+        tally = found.cluster.prefills.shadow
+        assert (tally.decisions, tally.agreed) == (1, 0)
+        assert tally.sooner_s == pytest.approx(26.0 - 64.0), "the holder has its token in 26 s, the idle one in 64"
+
+    def test_it_agrees_with_itself(self) -> None:
+        found = self.world("social")
+        for tokens in (16, 64, 32):
+            found.serve(tokens=tokens)
+        assert found.cluster.prefills.shadow == ShadowTally(3, 3, 0.0)

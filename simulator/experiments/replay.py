@@ -1,0 +1,71 @@
+"""Another policy on a recorded journal: what it would have decided where the recorded one did."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from moonpool.errors import ConfigError
+from moonpool.runtime.journal import CORE_MODULES, journal_files, read_journal
+from services.conductor.core.scheduler import ConductorCore
+from services.conductor.placement.policies.registry import load_policy
+from simulator.experiments.frame import Progress, Result, Row
+from simulator.experiments.report import Chart, digits
+
+UNKNOWN = (
+    "Each decision meets the queues and caches that the recorded policy has left, not those that the other would have.",
+    "Differences are predicted, each by its own policy's prediction; nobody has measured the other's choices.",
+    "Requests that were never asked, or came later because answers were slow, are those of the recording.",
+)
+"""What a replay cannot know."""
+
+
+def replay(path: Path, policies: Sequence[str], progress: Progress, module: str = "") -> Result:
+    """A row per policy, over all journals of conductors at `path`.
+
+    Args:
+        path: a journal's file, or a folder of journals.
+        policies: asked beside the recorded one, each as the conductor's flag names it.
+        progress: is told of each policy.
+        module: whose classes the journals may name besides those of cores; its code runs.
+
+    Raises:
+        JournalError: there is no journal, or it is damaged.
+        ConfigError: a policy is unknown, or no journal is a conductor's.
+    """
+    rows = []
+    for policy in policies:
+        rows.append(_row(path, policy, module))
+        progress(f"{policy}: {rows[-1]['agreed']} of {rows[-1]['decisions']} decisions are the same")
+    points = [(place, float(str(row["agreed_share"]))) for place, row in enumerate(rows)]
+    chart = Chart("Same decisions as recorded", "", "share", {"agreed": points}, names=tuple(policies))
+    return Result("replay", {"journal": str(path), "cannot_know": list(UNKNOWN)}, rows, chart)
+
+
+def _row(path: Path, policy: str, module: str) -> Row:
+    modules = re.compile(f"{CORE_MODULES.pattern}|{re.escape(module)}") if module else CORE_MODULES
+    decisions, agreed, sooner_s, measured, lost_s = 0, 0, 0.0, 0, 0.0
+    for file in journal_files(path):
+        core, entries = read_journal(file, modules)
+        if not isinstance(core, ConductorCore):
+            continue
+        prefills, totals = core.cluster.prefills, core.cluster.hindsight.totals
+        prefills.shadow_policy = load_policy(policy)
+        before = prefills.shadow.decisions, prefills.shadow.agreed, prefills.shadow.sooner_s
+        regretted = totals.placements, totals.lost_s
+        for entry in entries:
+            core.handle(entry.now, entry.event, [])
+        decisions += prefills.shadow.decisions - before[0]
+        agreed += prefills.shadow.agreed - before[1]
+        sooner_s += prefills.shadow.sooner_s - before[2]
+        measured += totals.placements - regretted[0]
+        lost_s += totals.lost_s - regretted[1]
+    if not decisions:
+        raise ConfigError("journal", f"{path} has no decision of a conductor")
+    return {
+        "policy": policy,
+        "decisions": decisions,
+        "agreed": agreed,
+        "agreed_share": digits(agreed / decisions),
+        "predicted_sooner_mean_s": digits(sooner_s / decisions),
+        "recorded_regret_mean_s": digits(lost_s / measured) if measured else 0.0,
+    }
