@@ -15,12 +15,14 @@ import random
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from benchmarks.conductor_proxy import measure_proxy
 from benchmarks.conductor_world import SEED, ConductorWorld, Size, Told, chain_keys, hashing_seconds
 from benchmarks.frame import Progress, Row, paired, run
 from benchmarks.kvstore_match import percentile
 from moonpool.rpc.tuning import tune_gc
+from services.conductor.placement.policies import DEFAULT_POLICY
 
 WANTED_DECISIONS, WANTED_EVENTS = 2000.0, 200_000.0
 ASKED_CHAINS = 100
@@ -37,10 +39,10 @@ class Run:
     hashing: float
 
 
-def one_run(size: Size, decisions: int) -> Run:
+def one_run(size: Size, decisions: int, policy: str) -> Run:
     """Builds a world and places so many requests in it."""
     tune_gc()
-    world = ConductorWorld(size)
+    world = ConductorWorld(size, policy)
     told = world.tell()
     chains = [chain_keys(number) for number in range(min(ASKED_CHAINS, size.chains))]
     first = [world.decide(keys) for keys in chains]
@@ -55,10 +57,12 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     runs = []
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as processes:
-        for done in processes.map(one_run, [size] * options.runs, [options.decisions] * options.runs):
+        one = partial(one_run, size, options.decisions, options.policy)
+        for _ in range(options.runs):
+            done = processes.submit(one).result()
             runs.append(done)
             progress(f"run {len(runs)} of {options.runs}: {1e6 * statistics.mean(done.again):.0f} us a decision")
-    where = f"{size.prefills:,}+{size.decodes:,} instances, {size.chains} chains of 2,000 blocks"
+    where = f"{options.policy}, {size.prefills:,}+{size.decodes:,} instances, {size.chains} chains of 2,000 blocks"
     rate = [(1 / statistics.mean(done.again), WANTED_DECISIONS) for done in runs]
     events = [(done.told.events / done.told.seconds, WANTED_EVENTS) for done in runs]
     memory = [(done.told.nbytes / done.told.blocks, KEY_BYTES) for done in runs]
@@ -84,6 +88,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--prefills", type=int, default=1000, help="prefill instances (default 1,000)")
     add("--decodes", type=int, default=1000, help="decode instances (default 1,000)")
     add("--blocks", type=int, default=1_000_000, help="KV blocks in the index (default 1,000,000)")
+    add("--policy", default=DEFAULT_POLICY, help=f"chooses prefill instances (default {DEFAULT_POLICY})")
     add("--decisions", type=int, default=5000, help="requests placed in each run (default 5,000)")
     add("--requests", type=int, default=400, help="sent through a conductor in each run (default 400; 0 = none)")
 

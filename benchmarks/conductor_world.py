@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.processes import own_resident_bytes
 from moonpool.kv.keys import BlockKey, block_keys, unpack_keys
+from moonpool.scheduling.fair_share import QueueKey
 from moonpool.scheduling.latency import Speeds
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.decode_pool import PlacedAnswer
@@ -15,6 +16,8 @@ from services.conductor.core.events import KeysChanged
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import KVShape, LinkRead
 from services.conductor.core.router import RoutingConfig, RoutingRequest
+from services.conductor.placement.policies import DEFAULT_POLICY
+from services.conductor.placement.policies.registry import load_policy
 
 SEED = 1
 CHAIN_BLOCKS = 2000
@@ -74,15 +77,17 @@ def hashing_seconds() -> float:
 
 
 class ConductorWorld:
-    """The view of a cluster of this size, and requests that are placed from it."""
+    """The view of a cluster of this size, and requests that are placed from it by a policy."""
 
-    def __init__(self, size: Size) -> None:
+    def __init__(self, size: Size, policy: str = DEFAULT_POLICY) -> None:
         self._size = size
         self._random = random.Random(SEED)
-        self.cluster = ClusterView(RoutingConfig(peers=True, copy_share=0.1), 2 * size.blocks)
+        self.cluster = ClusterView(
+            RoutingConfig(policy=load_policy(policy), peers=True, copy_share=0.1), 2 * size.blocks
+        )
         self._sequences: dict[str, int] = {}
         self._open: deque[tuple[int, int]] = deque()
-        self._now = 0.0
+        self._now, self._number = 0.0, 0
         self._prefills = [f"prefill-{number}" for number in range(size.prefills)]
         self._decodes = [f"decode-{number}" for number in range(size.decodes)]
         self._stores = [f"kvstore-{number}" for number in range(STORES)]
@@ -120,9 +125,13 @@ class ConductorWorld:
         """
         self._now += 2e-3
         begin = time.thread_time()
-        plan = self.cluster.plan(RoutingRequest(len(keys) * BLOCK_TOKENS + 5, 400, keys, keys[0], self._now))
+        self._number += 1
+        key = QueueKey("", self._now, self._number)
+        tokens = len(keys) * BLOCK_TOKENS + 5
+        plan = self.cluster.plan(RoutingRequest(tokens, 400, keys, keys[0], self._now, queue_key=key))
         best = plan.prefill
-        read = best.source, None, LinkRead.of(best), plan.send_s
+        place = key if best.delay_s is None else key.delayed(best.delay_s)
+        read = best.source, place, LinkRead.of(best), plan.send_s
         prefill = self.cluster.claim_prefill(best.id, best.busy_s, self._now, *read)
         self.cluster.prefills.in_flight.placed(prefill, best.id, keys)
         self.cluster.replication.placed(keys, plan.hint, "", self._now)
