@@ -403,8 +403,9 @@ class PrefillInstanceState:
         left_s = sum([it for _, it in mine])
         before_s = sum([it for order, it in mine if order < last])
         reported = self.load.running + self.load.waiting
-        if reported > sum([it.covered for it in self.prompts.values()]) and left_s < all_s:
-            before_s += all_s - left_s  # of other conductors
+        others = reported > sum([it.covered for it in self.prompts.values()])
+        if (others or left_s <= 0.0) and left_s < all_s:
+            before_s += all_s - left_s  # of other conductors, or of prompts that take longer than predicted
         elif left_s > 0.0:
             before_s *= all_s / left_s
         return QueueWait(min(all_s, before_s + (self._step_s(self.prompts.values()) / 2 if behind else 0.0)), behind)
