@@ -11,6 +11,7 @@ from moonpool.cli.main import app
 from moonpool.errors import ConfigError
 from moonpool.runtime.journal import JournalError
 from moonpool.sampling_params import SamplingParams
+from services.conductor.placement.decode_policies import DECODE_POLICIES
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from services.conductor.placement.policies.registry import load_policy, seed_of
 
@@ -38,6 +39,8 @@ def test_the_page_lists_the_policies_there_are() -> None:
     listed = re.findall(r"^\| `(\w+)`", table, re.MULTILINE)
     assert sorted(listed) == sorted(POLICIES)
     assert load_policy(DEFAULT_POLICY) is POLICIES[DEFAULT_POLICY]
+    table = PAGE.read_text(encoding="utf-8").partition("## Policies for decode")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`(?! \| first)", table, re.MULTILINE)) == sorted(DECODE_POLICIES)
 
 
 @pytest.mark.parametrize(("drain_s", "chosen"), [(1.9, "prefill-1"), (2.1, "prefill-0")])
