@@ -14,7 +14,7 @@ from services.conductor.core.instances import SHORTLIST, LoadRanking, RankedMatc
 from services.conductor.core.latency_model import DecodeLatencyModel, Demand, PrefillLatencyModel, PrefixHolder
 from services.conductor.core.prefill_pool import PrefillPool, PromptToPlace
 from services.conductor.placement.base import PlacementRequest
-from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
+from services.conductor.placement.policies import POLICIES
 
 from .worlds import SECOND_PER_TOKEN, SHAPE, World, decode_at, facts, prefill_at
 
@@ -176,7 +176,7 @@ def test_the_best_prefills_equal_a_full_scan(
     need: int,
     stages: int,
 ) -> None:
-    pool, now = PrefillPool(POLICIES[DEFAULT_POLICY]), 0.05
+    pool, now = PrefillPool(POLICIES["kvcache_centric"]), 0.05
     for slot, (base, factor, free_at, _, blocks) in enumerate(engines):
         speeds = base.slowed_prefill(factor)
         one = facts(f"prefill-{slot}", speeds=speeds, total_blocks=blocks, stages=stages, step_tokens=64)

@@ -63,9 +63,10 @@ def test_a_prompt_is_computed_whole_where_steps_have_no_bound() -> None:
     assert place(flooded(step_tokens=0), "calm") == pytest.approx(0.2)
 
 
-def test_an_urgent_one_waits_for_the_step_under_way() -> None:
+def test_an_urgent_one_waits_for_half_of_the_step_under_way() -> None:
+    """That is the mean: nobody knows when it began."""
     world = flooded(priority=1)
-    assert place(world, "flood") == pytest.approx(0.1)
+    assert place(world, "flood") == pytest.approx(0.05)
     assert place(world, "flood", priority=1) == pytest.approx(5 * 0.2 + 0.2)
 
 
