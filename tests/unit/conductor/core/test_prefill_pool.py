@@ -9,6 +9,7 @@ from services.conductor.core.attempt_calls import StalePlacementCheck
 from services.conductor.core.events import StalePlacement
 from services.conductor.core.instances import InstanceFacts, LoadFacts
 from services.conductor.core.prefill_pool import COMPARED_LENGTHS, REPORTS_AWAITED, InFlightPrefixes, with_in_flight
+from services.conductor.placement.policies import POLICIES
 
 from .worlds import BLOCK_TOKENS, SECOND_PER_TOKEN, World, facts, prefill_at
 
@@ -171,7 +172,7 @@ def test_who_has_a_part_of_what_is_coming_is_named_in_case_that_it_does_not_come
 
 def test_a_short_queue_elsewhere_is_sooner() -> None:
     engines = [facts(name, speeds=SECOND_PER_TOKEN) for name in ("prefill-0", "prefill-1")]
-    world = World(facts("decode-0"), *engines)
+    world = World(facts("decode-0"), *engines, policy=POLICIES["kvcache_centric"])
     first = world.cluster.claim_prefill("prefill-0", 64.0 + 9.0, 0.0)
     world.cluster.prefills.in_flight.placed(first, "prefill-0", KEYS[:4])
     assert world.plan(4 * BLOCK_TOKENS + 8, keys=KEYS[:4]).prefill.id == "prefill-1"
