@@ -11,6 +11,13 @@ def choice(name: str, queue_s: float, excluded: str = "") -> PrefillChoice:
     return PrefillChoice(name, 0, 0, queue_s, 0.0, 1.0, 1.0, excluded=excluded)
 
 
+def check(found: Hindsight, request: int, lost_s: float, better: str) -> None:
+    regret = found.of(request)
+    assert regret is not None
+    assert regret.lost_s == pytest.approx(lost_s)
+    assert regret.better == better
+
+
 def test_a_placement_that_was_as_quick_as_any_is_not_regretted() -> None:
     found = Hindsight()
     found.measured(1, [choice("a", 1.0), choice("b", 3.0), choice("c", 0.0, excluded="slow")], 10.0, 12.0)
@@ -22,9 +29,7 @@ def test_a_placement_that_was_as_quick_as_any_is_not_regretted() -> None:
 def test_a_late_token_is_regretted_by_the_alternative_s_prediction() -> None:
     found = Hindsight()
     found.measured(1, [choice("a", 1.0), choice("b", 3.0)], 10.0, 17.5)
-    regret = found.of(1)
-    assert regret is not None
-    assert regret == (pytest.approx(3.5), "b")
+    check(found, 1, 3.5, "b")
     assert found.totals.lost_s == pytest.approx(3.5)
 
 
@@ -35,16 +40,14 @@ def test_an_alternative_was_as_late_as_the_prompt_placed_there_at_that_time(
     found = Hindsight()
     found.measured(1, [choice("b", 0.0)], 100.0 - apart_s, 103.0 - apart_s)  # two seconds late
     found.measured(2, [choice("a", 1.0), choice("b", 3.0)], 100.0, 107.5)
-    regret = found.of(2)
-    assert regret is not None
-    assert regret == (pytest.approx(lost_s), better)
+    check(found, 2, lost_s, better)
 
 
 def test_no_alternative_is_quicker_than_alone_and_a_lost_instance_tells_nothing() -> None:
     found = Hindsight()
     found.measured(1, [choice("b", 50.0)], 99.0, 100.0)  # fifty seconds early
     found.measured(2, [choice("a", 1.0), choice("b", 3.0)], 100.0, 102.0)
-    assert found.of(2) == (pytest.approx(1.0), "b")
+    check(found, 2, 1.0, "b")
     found.lost("b")
     found.measured(3, [choice("a", 1.0), choice("b", 3.0)], 100.0, 102.0)
     assert found.of(3) == PlacementRegret(0.0, "")
