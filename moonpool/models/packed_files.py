@@ -17,7 +17,7 @@ from moonpool.models.dequantise import BNB_INT8_UNIT, FP4, bnb_scales, group_of,
 from moonpool.models.packed import PackedWeight
 
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
-"""Values of IQ4_NL and IQ4_XS, `kvalues_iq4nl` of ggml."""
+"""Values of IQ4_NL and IQ4_XS, as in ggml."""
 
 
 def packed_of_gguf(kind: str, stored: Tensor) -> PackedWeight | None:
