@@ -103,7 +103,7 @@ def test_a_verb_installs_what_it_needs_and_no_more(verb: str, extras: list[str],
     make = shutil.which("make")
     if make is None:
         pytest.skip("no make")
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "requirements.lock"):
         shutil.copy(ROOT / name, tmp_path)
     planned = subprocess.run(
         [make, "--dry-run", "PYTHON=true", verb], capture_output=True, text=True, cwd=tmp_path, check=True
