@@ -113,6 +113,7 @@ class HttpConnection(HttpToolsProtocol):
     _blocked_since: float | None = None
     _closing_since: float | None = None
     _half_closed = False
+    _asked_to_close = False
     _lingers = False
     _in_head = False
     _in_message = False
@@ -183,6 +184,7 @@ class HttpConnection(HttpToolsProtocol):
         self._in_head = False
         super().on_headers_complete()
         cycle = self.cycle
+        self._asked_to_close = not cycle.keep_alive
         cycle.transport = ResponseTransport(self)  # type: ignore[assignment]
         self.scope["moonpool.unread"] = lambda: self._in_message and self.cycle is cycle  # type: ignore[typeddict-unknown-key]
 
@@ -226,7 +228,7 @@ class HttpConnection(HttpToolsProtocol):
         """
         if self._lingers or self._between_requests() or self._in_message or self.scheme == "https":
             return None
-        if self.cycle.keep_alive and self.scope["method"] != "GET":
+        if not self._asked_to_close and self.scope["method"] != "GET":
             if self.cycle.response_started:
                 return None
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -113,7 +113,7 @@ def test_a_verb_installs_what_it_needs_and_no_more(verb: str, extras: list[str],
 
 def test_make_test_shows_the_tests_that_need_a_gpu() -> None:
     """It selects them, and each file that has some says why they are skipped."""
-    assert '-m "not slow"\n' in read("Makefile")
+    assert '-m "not slow and not engines"\n' in read("Makefile")
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     assert len(marked) > 3
     for path in marked:

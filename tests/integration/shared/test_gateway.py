@@ -227,7 +227,7 @@ def test_client_that_leaves(stack: CheckedStack, address: str) -> None:
     body = json.dumps({"messages": TURNS, "max_tokens": 1000, "ignore_eos": True})
     host, _, port = address.rpartition(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n{body}".encode())
         wait_busy(stack.address, "decode-0", 20)
     wait_at_rest(stack.address, 20)

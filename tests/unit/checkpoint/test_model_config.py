@@ -137,7 +137,7 @@ def test_spellings_and_defaults(changed: dict[str, Any], expected: dict[str, Any
         ("architectures", {"architectures": ["LlamaForSequenceClassification"]}),
         ("architectures", {"architectures": []}),
         ("model_type", {"architectures": ..., "model_type": "mamba"}),
-        ("quantization_config", {"quantization_config": {"quant_method": "bitsandbytes"}}),
+        ("quantization_config.quant_method", {"quantization_config": {"quant_method": "hqq"}}),
         ("hidden_act", {"hidden_act": "xielu"}),
         ("layer_types", {**MISTRAL, "layer_types": ["full_attention", "linear_attention"]}),
         ("rope_scaling.rope_type", {"rope_scaling": {"type": "proportional", "factor": 4.0}}),
