@@ -8,7 +8,11 @@ import asyncio
 from collections.abc import Sequence
 
 from moonpool.contracts import logprobs_to_proto
+from moonpool.errors import Unavailable
 from moonpool.logprobs import Logprobs
+from moonpool.rpc.stream_writes import write_each
+from moonpool.transport.send_queue import STALL_S
+from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import decode_pb2, kv_pb2
 
 MAX_CANCEL_ANSWERS = 4096
@@ -134,3 +138,28 @@ def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequen
     """For each answer, the tokens known behind its first one."""
     further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
     return [message.known_token_ids, *(further or [()] * (answers - 1))]
+
+
+class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
+    """A conductor's Steps stream whose answers come from a `Subscriber`, which `on_hello` makes."""
+
+    _subscriber: Subscriber
+
+    async def room(self) -> None:
+        """Waits while too many answers were not read."""
+        await self._subscriber.wait_until_read()
+
+    async def write_answers(self, write: Write) -> None:
+        """Messages as they come, those that wait merged."""
+        try:
+            await write_each(write, self._subscriber.next, STALL_S)
+        except TimeoutError:
+            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
+
+    def on_closing(self) -> None:
+        """What waits still goes out."""
+        self.finish()
+
+    def finish(self) -> None:
+        """Nothing more will wait."""
+        self._subscriber.close()

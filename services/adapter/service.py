@@ -25,7 +25,7 @@ from moonpool.checkpoint import (
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport
 from moonpool.cluster.proto_conversion import read_deletions, speeds_to_proto
 from moonpool.engine.request import IncomingRequest, RequestReader
-from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
+from moonpool.engine.subscriber import SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey, chain_root, namespace
@@ -33,15 +33,13 @@ from moonpool.kv.layout import KVLayout
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
-from moonpool.rpc.stream_writes import bare_write, write_each
+from moonpool.rpc.stream_writes import bare_write
 from moonpool.rpc.tls import Security
 from moonpool.scheduling.latency import SpeedTracker
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.transport.async_utils import ThreadOffload
-from moonpool.transport.send_queue import STALL_S
-from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from services.adapter.answers import EngineAnswer, EnginePart, PromisedRequest, first_token_message
 from services.adapter.base import EngineClient, EngineFacts, EngineLoad
@@ -535,13 +533,12 @@ class DecodeServicer:
         return decode_pb2.DecodeStatsResponse(gauges=self._gauges.read())
 
 
-class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
+class _StepsStream(SubscribedStream):
     """Starts and cancels from one conductor, tokens to it."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter.closing)
         self._adapter = adapter
-        self._subscriber: Subscriber
 
     async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
         """Any conductor is served."""
@@ -595,25 +592,6 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
             return
         if not message.HasField("choice"):
             self._subscriber.cancelled(message.request_id, kv_pb2.CANCEL_OUTCOME_UNKNOWN)
-
-    async def room(self) -> None:
-        """Waits while too many answers were not read."""
-        await self._subscriber.wait_until_read()
-
-    async def write_answers(self, write: Write) -> None:
-        """Messages as they come, those that wait merged."""
-        try:
-            await write_each(write, self._subscriber.next, STALL_S)
-        except TimeoutError:
-            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
-
-    def on_closing(self) -> None:
-        """What waits still goes out."""
-        self.finish()
-
-    def finish(self) -> None:
-        """Nothing more will wait."""
-        self._subscriber.close()
 
     def end(self) -> None:
         """The conductor's requests end."""

@@ -12,7 +12,7 @@ from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
-from moonpool.engine.subscriber import Subscriber, conductor_identity, known_tokens
+from moonpool.engine.subscriber import SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader
@@ -23,12 +23,11 @@ from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, Write
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
-from moonpool.rpc.stream_writes import bare_write, write_each
+from moonpool.rpc.stream_writes import bare_write
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metric, MetricSet, counter
 from moonpool.transport.base import ReceiveBuffer
-from moonpool.transport.send_queue import STALL_S
-from moonpool.transport.streams import ServerStream, Write
+from moonpool.transport.streams import ServerStream
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
 from services.decode.config import DecodeConfig
 from services.decode.core.request import COPYING, RequestStatus
@@ -445,13 +444,12 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
             self._instance.retire(self._receiver)
 
 
-class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
+class _StepsStream(SubscribedStream):
     """Starts and cancels from one conductor, tokens to it."""
 
     def __init__(self, instance: DecodeInstance) -> None:
         super().__init__(instance.closing)
         self._instance = instance
-        self._subscriber: Subscriber
 
     async def on_hello(self, message: decode_pb2.StepsRequest) -> None:
         """Any conductor is served."""
@@ -489,25 +487,6 @@ class _StepsStream(ServerStream[decode_pb2.StepsRequest]):
             return outcome
         read = self._instance.request_reader.cancel(message.request_id, conductor_identity(self._subscriber.conductor))
         return kv_pb2.CANCEL_OUTCOME_BEFORE_START if read else outcome
-
-    async def room(self) -> None:
-        """Waits while too many answers were not read."""
-        await self._subscriber.wait_until_read()
-
-    async def write_answers(self, write: Write) -> None:
-        """Messages as they come, those that wait merged."""
-        try:
-            await write_each(write, self._subscriber.next, STALL_S)
-        except TimeoutError:
-            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
-
-    def on_closing(self) -> None:
-        """What waits still goes out."""
-        self.finish()
-
-    def finish(self) -> None:
-        """Nothing more will wait."""
-        self._subscriber.close()
 
     def end(self) -> None:
         """The conductor's sequences end, or wait for another conductor."""

@@ -85,7 +85,7 @@ def trace_path(given: str) -> Path | None:
 
 
 class Trace:
-    """A trace's file. Iterating reads it line by line, so that its length costs no memory.
+    """A trace's file. Iterating reads the file line by line: its length costs no memory, but names of requests do.
 
     Args:
         path: the file.
