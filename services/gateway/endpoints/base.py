@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from moonpool.client import AsyncClient, ClusterState
 from services.gateway.serving.auth import Authenticator
-from services.gateway.serving.background_responses import BackgroundResponses
+from services.gateway.serving.background_responses import BackgroundResponses, EventLogResponse
 from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import GenerationJob, GenerationResponse, RequestBuilder, ResponseFormatter
@@ -79,7 +79,7 @@ class GatewayContext:
         return GenerationResponse(self.client, self.metrics, job, formatter)
 
 
-Handler = Callable[[GatewayContext, Request], Awaitable[Response | GenerationResponse]]
+Handler = Callable[[GatewayContext, Request], Awaitable[Response | GenerationResponse | EventLogResponse]]
 """Answers one request, or raises a `MoonpoolError`, which becomes an error response."""
 
 

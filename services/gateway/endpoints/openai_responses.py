@@ -33,8 +33,9 @@ from services.gateway.endpoints.openai_protocol import (
 )
 from services.gateway.reasoning_parsers.base import ReasoningText
 from services.gateway.serving.auth import CheckedRequest
+from services.gateway.serving.background_responses import EventLog, EventLogResponse
 from services.gateway.serving.errors import ErrorResponse, HttpError, error_response
-from services.gateway.serving.generation import GenerationResponse, ResponseFormatter
+from services.gateway.serving.generation import GenerationResponse, ResponseFormatter, to_nobody
 from services.gateway.serving.json_body import (
     Body,
     FailFastList,
@@ -336,8 +337,6 @@ class ResponsesBody(GenerateBody):
             raise InvalidRequest("tools", "are not allowed together with log probabilities")
         if self.previous_response_id and self.conversation:
             raise InvalidRequest("previous_response_id", "is not allowed together with conversation")
-        if self.background and self.stream:
-            raise InvalidRequest("stream", "is not supported for background responses")
         if self.background and self.store is False:
             raise InvalidRequest("store", "must not be false for a background response, which is read later")
 
@@ -535,7 +534,7 @@ async def _referenced(store: ResponseStore, tenant: str, item_id: str) -> Respon
     return ResponsesItem.model_validate(await store.find_item(tenant, item_id))
 
 
-async def responses(gateway: GatewayContext, request: Request) -> Response | GenerationResponse:
+async def responses(gateway: GatewayContext, request: Request) -> Response | GenerationResponse | EventLogResponse:
     """Answer a conversation of items."""
     checked = await gateway.auth.read_body(request, ResponsesBody)
     body, state = checked.body, await gateway.cluster.state()
@@ -552,12 +551,19 @@ async def responses(gateway: GatewayContext, request: Request) -> Response | Gen
     )
     if not body.background:
         return gateway.generate(job, ResponsesFormatter(job.model_name, parser, logprobs, options))
-    name = f"resp_{turn.request_id}"
-    options = replace(options, keep=lambda response: turn.keep({**response, "id": name}))
-    waiting = BackgroundTurn(gateway, turn, name, {**_head(job.model_name, options.echoed_fields), "id": name})
-    job.on_placed = lambda: gateway.background.placed(turn.tenant, name)
-    await waiting.start(gateway.generate(job, ResponsesFormatter(job.model_name, parser, logprobs, options)))
-    return json_response(waiting.response("queued"), job.headers)
+    waiting = BackgroundTurn(
+        gateway,
+        turn,
+        {"id": f"resp_{turn.request_id}", **_head(job.model_name, options.echoed_fields)},
+        EventLog() if body.stream else None,
+    )
+    job.on_placed = waiting.placed
+    await waiting.start(
+        gateway.generate(job, BackgroundFormatter(waiting.head, job.model_name, parser, logprobs, options))
+    )
+    if waiting.events is None:
+        return json_response(waiting.response("queued"), job.headers)
+    return EventLogResponse(waiting.events, 0, {**job.headers, "x-request-id": job.client_id or turn.request_id})
 
 
 @dataclass(frozen=True, slots=True)
@@ -567,14 +573,19 @@ class BackgroundTurn:
     Attributes:
         gateway: where the response is computed and stored.
         turn: the request in its conversation.
-        name: id of the response.
         head: what the response has whatever its status.
+        events: the events of a response that was asked for as a stream; None = it was not.
     """
 
     gateway: GatewayContext
     turn: ResponsesTurn
-    name: str
     head: Mapping[str, Any]
+    events: EventLog | None
+
+    @property
+    def name(self) -> str:
+        """Id of the response."""
+        return str(self.head["id"])
 
     def response(self, status: str, error: Mapping[str, str] | None = None) -> dict[str, Any]:
         """The response without an answer."""
@@ -590,14 +601,27 @@ class BackgroundTurn:
         if not self.turn.is_stored:
             raise InvalidRequest("background", "this gateway stores nothing (response_store_bytes is 0)")
         self.gateway.background.check_room(self.turn.tenant)
-        await self.turn.put(self.response("queued"))
-        self.gateway.background.start(self.turn.tenant, self.name, self._work(generation))
+        queued = self.response("queued")
+        await self.turn.put(queued)
+        self._tell("created", queued)
+        self._tell("queued", queued)
+        self.gateway.background.start(self.turn.tenant, self.name, self._work(generation), self.events)
+
+    def placed(self) -> None:
+        """Note that an instance has taken the request."""
+        if self.gateway.background.placed(self.turn.tenant, self.name):
+            self._tell("in_progress", self.response("in_progress"))
+
+    def _tell(self, kind: str, response: Mapping[str, Any]) -> None:
+        if self.events is not None:
+            self.events.add(_event(f"response.{kind}", len(self.events), response=response))
 
     async def _work(self, generation: GenerationResponse) -> None:
         """Compute the response; an answer that fails or is cancelled is stored as such."""
         ended = self.response("cancelled")
         try:
-            if (error := await generation.complete()) is None:
+            error = await generation.complete(to_nobody if self.events is None else self.events.send)
+            if error is None:
                 return
             ended = self.response("failed", _failure(error))
         except asyncio.CancelledError:
@@ -607,6 +631,8 @@ class BackgroundTurn:
             ended = self.response("failed", _failure(error_response(error)))
         with suppress(NotFound, Unavailable):  # the response was deleted meanwhile
             await self.turn.store.replace_body(self.turn.tenant, StoredRecord(self.name, _without_output(ended)))
+        if ended["status"] == "failed":
+            self._tell("failed", ended)
 
 
 async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
@@ -866,10 +892,37 @@ class ResponsesFormatter(ResponseFormatter):
     def _event(self, event_type: str, **fields: Any) -> bytes:
         number = self._num_events
         self._num_events += 1
-        return b"event: %s\ndata: %s\n\n" % (
-            event_type.encode(),
-            to_json_bytes({"type": event_type, "sequence_number": number, **fields}),
-        )
+        return _event(event_type, number, **fields)
+
+
+class BackgroundFormatter(ResponsesFormatter):
+    """As `ResponsesFormatter`, behind the three events that a background response has before its answer."""
+
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        model: str,
+        parser: AnswerParser,
+        logprobs: LogprobsFormatter,
+        options: ResponsesOptions,
+    ) -> None:
+        """As `ResponsesFormatter`; `head` is what the response has whatever its status."""
+        super().__init__(model, parser, logprobs, options)
+        self._stored_head = head
+        self._num_events = 3
+
+    def start(self, request_id: str, *, emulated: bool) -> None:
+        super().start(request_id, emulated=emulated)
+        self._head |= self._stored_head
+
+    def first_events(self) -> Iterator[bytes]:
+        return iter(())
+
+
+def _event(event_type: str, number: int, **fields: Any) -> bytes:
+    """A server-sent event."""
+    content = to_json_bytes({"type": event_type, "sequence_number": number, **fields})
+    return b"event: %s\ndata: %s\n\n" % (event_type.encode(), content)
 
 
 def responses_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:

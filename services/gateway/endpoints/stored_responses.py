@@ -14,6 +14,7 @@ from moonpool import world
 from moonpool.errors import InvalidRequest, NotFound
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_responses import UNDER_WAY, ResponsesItem
+from services.gateway.serving.background_responses import EventLogResponse
 from services.gateway.serving.json_body import Body, FailFastList, SmallObject, json_response
 from services.gateway.serving.response_store import Item, StoredRecord
 
@@ -44,11 +45,22 @@ class NewItemsBody(Body):
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
-async def get_response(gateway: GatewayContext, request: Request) -> Response:
-    """A stored response."""
-    if request.query_params.get("stream", "false") != "false":
-        raise InvalidRequest("stream", "must be false: a stored response is whole")
-    return json_response(await _response(gateway, *_asked(gateway, request, "resp_")))
+async def get_response(gateway: GatewayContext, request: Request) -> Response | EventLogResponse:
+    """A stored response; with `stream`, its events behind the number `starting_after`."""
+    tenant, name = _asked(gateway, request, "resp_")
+    streamed, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
+    if streamed not in ("true", "false"):
+        raise InvalidRequest("stream", "must be true or false")
+    if after is not None and (streamed == "false" or not after.isdecimal()):
+        raise InvalidRequest("starting_after", "must be the number of an event, with stream=true")
+    response = await _response(gateway, tenant, name)
+    if streamed == "false":
+        return json_response(response)
+    events = gateway.background.events(tenant, name)
+    if events is None:
+        message = "only background responses that were created with stream: true have events, at their own gateway and "
+        raise InvalidRequest("stream", message + "for some time after their end; read the response without stream")
+    return EventLogResponse(events, 0 if after is None else int(after) + 1, {})
 
 
 async def cancel_response(gateway: GatewayContext, request: Request) -> Response:
@@ -66,7 +78,7 @@ async def cancel_response(gateway: GatewayContext, request: Request) -> Response
 async def delete_response(gateway: GatewayContext, request: Request) -> Response:
     """Delete a stored response. Responses that continue it can no longer be continued."""
     tenant, name = _asked(gateway, request, "resp_")
-    await gateway.background.cancel(tenant, name)
+    await gateway.background.delete(tenant, name)
     await gateway.responses.delete(tenant, name)
     return json_response({"id": name, "object": "response", "deleted": True})
 

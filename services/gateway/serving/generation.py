@@ -462,7 +462,7 @@ class AsgiReply:
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
-async def _to_nobody(message: Message) -> None:
+async def to_nobody(message: Message) -> None:
     """Send a part of a response that has no client."""
 
 
@@ -483,9 +483,12 @@ class GenerationResponse:
         except ClientGoneError:
             return
 
-    async def complete(self) -> ErrorResponse | None:
-        """Run the job without a client, whose answer the formatter keeps. Returns why there is no answer, or None."""
-        return await self._attempt(AsgiReply(_to_nobody, {}))
+    async def complete(self, send: Send = to_nobody) -> ErrorResponse | None:
+        """Run the job without a client, whose answer the formatter keeps. Returns why there is no answer, or None.
+
+        `send` takes the response.
+        """
+        return await self._attempt(AsgiReply(send, {}))
 
     async def _respond(self, reply: AsgiReply) -> None:
         if (error := await self._attempt(reply)) is not None:

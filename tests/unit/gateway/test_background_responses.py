@@ -1,6 +1,7 @@
 """Background responses: the client polls, cancels and deletes; their number and time are bounded."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -11,14 +12,16 @@ import httpx2
 import openai
 import pytest
 from google.protobuf.message import Message as Protobuf
+from starlette.applications import Starlette
 
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.client.transport import GenerateCall
 from moonpool.errors import Internal
 from moonpool.v1 import conductor_pb2 as pb
+from services.gateway.serving import background_responses
 
-from .fakes import answering, make_gateway, ready, settings, tokenizer
+from .fakes import answering, make_gateway, ready, scope, settings, tokenizer
 from .test_stored_responses import client_of, numbered
 
 
@@ -52,6 +55,7 @@ class Paced:
         self._fake = ready(FakeConductor())
         self.calls: list[PacedCall] = []
         self.placed, self.answered = asyncio.Event(), asyncio.Event()
+        self.app = Starlette()
 
     def generate(self, request: pb.GenerateRequest, timeout_s: float) -> GenerateCall:
         self.calls.append(PacedCall(self.placed, self.answered))
@@ -68,8 +72,8 @@ class Paced:
 async def paced(**changes: Any) -> AsyncIterator[tuple[Paced, openai.AsyncOpenAI]]:
     transport = Paced()
     with ThreadPoolExecutor(1) as threads:
-        app = make_gateway(AsyncClient(transport=transport), settings(**changes), threads, tokenizer())
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://gateway") as http:
+        transport.app = make_gateway(AsyncClient(transport=transport), settings(**changes), threads, tokenizer())
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(transport.app), base_url="http://gateway") as http:
             yield (
                 transport,
                 openai.AsyncOpenAI(base_url="http://gateway/v1", api_key="any", http_client=http, max_retries=0),
@@ -169,14 +173,129 @@ async def test_a_response_that_nobody_computes_has_failed_after_its_time(tmp_pat
         assert (await other.responses.cancel(begun.id)).status == "cancelled"
 
 
-@pytest.mark.parametrize(
-    ("body", "place"), [({"stream": True}, "stream"), ({"store": False}, "store")], ids=["stream", "store"]
-)
-async def test_what_a_background_response_cannot_be(body: dict[str, Any], place: str) -> None:
+async def numbers(events: Any) -> list[tuple[int, str]]:
+    """Numbers and types of the events of a stream, up to its end."""
+    return [(event.sequence_number, event.type) async for event in events]
+
+
+async def test_a_stream_goes_on_from_any_event() -> None:
+    """The client may leave and come back, during the answer and after its end."""
     async with answering(numbered()) as gateway:
-        ask = {"input": "a", "background": True, **body}
-        refused = await gateway.http.post("/v1/responses", json=ask)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, place)
+        client = client_of(gateway)
+        events = [it async for it in await client.responses.create(model="t", input="a", background=True, stream=True)]
+        kinds = [event.type for event in events]
+        assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+        assert kinds[3:5] == ["response.output_item.added", "response.content_part.added"]
+        assert kinds[-1] == "response.completed"
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        first, last = events[0].response, events[-1].response  # type: ignore[union-attr]
+        assert (first.status, last.status, last.output_text) == ("queued", "completed", "1 ")
+        assert (await client.responses.retrieve(first.id)).to_dict() == last.to_dict()
+        for after in range(len(events) + 1):
+            rest = await client.responses.retrieve(first.id, stream=True, starting_after=after)
+            assert [it.to_dict() async for it in rest] == [it.to_dict() for it in events[after + 1 :]]
+        assert len(await numbers(await client.responses.retrieve(first.id, stream=True))) == len(events)
+
+
+class RawStream:
+    """A streamed background response over ASGI, whose events a test sees as they come."""
+
+    def __init__(self, app: Starlette) -> None:
+        self.text = ""
+        self.gone = asyncio.Event()
+        self._came = asyncio.Event()
+        self._parts = iter([{"type": "http.request", "body": b'{"input": "a", "background": true, "stream": true}'}])
+        self.task = asyncio.create_task(app(scope("/v1/responses"), self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if (part := next(self._parts, None)) is not None:
+            return part
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.text += message.get("body", b"").decode()
+        self._came.set()
+
+    async def until(self, kind: str) -> str:
+        """Wait for an event. Returns the id of the response."""
+        while f"event: response.{kind}\n" not in self.text:
+            self._came.clear()
+            await self._came.wait()
+        return str(json.loads(self.text.split("data: ")[1].split("\n")[0])["response"]["id"])
+
+
+async def test_a_client_that_leaves_a_stream_ends_nothing() -> None:
+    async with paced() as (transport, client):
+        stream = RawStream(transport.app)
+        name = await stream.until("queued")
+        stream.gone.set()
+        await stream.task
+        transport.placed.set()
+        await until(client, name, "in_progress")
+        transport.answered.set()
+        await until(client, name, "completed")
+        rest = await numbers(await client.responses.retrieve(name, stream=True, starting_after=1))
+        assert (rest[0], rest[-1][1]) == ((2, "response.in_progress"), "response.completed")
+
+
+@pytest.mark.parametrize("placed", [False, True])
+async def test_a_stream_that_is_cancelled_ends(placed: bool) -> None:
+    async with paced() as (transport, client):
+        stream = RawStream(transport.app)
+        name, last = await stream.until("queued"), "queued"
+        if placed:
+            transport.placed.set()
+            last = "in_progress"
+            await stream.until(last)
+        assert (await client.responses.cancel(name)).status == "cancelled"
+        await stream.task
+        assert (await numbers(await client.responses.retrieve(name, stream=True)))[-1][1] == f"response.{last}"
+
+
+async def test_a_stream_that_fails_says_so() -> None:
+    def script(request: pb.GenerateRequest) -> list[Any]:
+        return [*answer([1])[:1], Internal("engine lost")]
+
+    async with answering(FakeConductor(script)) as gateway:
+        ask: Any = {"model": "tiny", "input": "a", "background": True, "stream": True}
+        events = [it async for it in await client_of(gateway).responses.create(**ask)]
+        assert [it.type for it in events][2:] == ["response.in_progress", "response.failed"]
+        assert events[-1].sequence_number == 3
+        assert "engine lost" in events[-1].response.error.message
+
+
+async def test_old_events_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_responses, "MAX_LOG_BYTES", 10_000)
+    async with answering(numbered()) as gateway:
+        client, ask = client_of(gateway), {"input": "a", "background": True, "stream": True}
+        names = [await completed(client, ask) for _ in range(8)]
+        with pytest.raises(openai.BadRequestError, match="for some time after their end"):
+            await client.responses.retrieve(names[0], stream=True)
+        assert await numbers(await client.responses.retrieve(names[-1], stream=True))
+        assert (await client.responses.retrieve(names[0])).status == "completed"
+
+
+async def completed(client: openai.AsyncOpenAI, ask: dict[str, Any]) -> str:
+    """Id of a streamed response, after its end."""
+    events = [it async for it in await client.responses.create(model="tiny", **ask)]
+    return str(events[0].response.id)
+
+
+async def test_the_events_of_a_deleted_response_are_gone() -> None:
+    async with answering(numbered()) as gateway:
+        client = client_of(gateway)
+        events = [it async for it in await client.responses.create(model="t", input="a", background=True, stream=True)]
+        name = events[0].response.id  # type: ignore[union-attr]
+        await client.responses.delete(name)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(name, stream=True)
+
+
+async def test_a_background_response_must_be_stored() -> None:
+    async with answering(numbered()) as gateway:
+        refused = await gateway.http.post("/v1/responses", json={"input": "a", "background": True, "store": False})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "store")
     async with answering(numbered(), response_store_bytes=0) as gateway:
         refused = await gateway.http.post("/v1/responses", json={"input": "a", "background": True})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "background")
