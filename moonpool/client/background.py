@@ -19,6 +19,8 @@ T = TypeVar("T")
 P = ParamSpec("P")
 TargetT = TypeVar("TargetT")
 STOP_TIMEOUT_S = 10.0
+SIGNAL_CHECK_S = 0.5
+"""Longest wait before Python gets to handle a signal that came just before the wait, and so could not end the wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,9 @@ class BackgroundLoop:
             raise
         future = asyncio.run_coroutine_threadsafe(coroutine, running.loop)
         try:
+            while not future.done():
+                with contextlib.suppress(TimeoutError):
+                    return future.result(SIGNAL_CHECK_S)
             return future.result()
         except concurrent.futures.CancelledError:
             raise Unavailable("the client was closed during the call") from None

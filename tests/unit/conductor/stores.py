@@ -34,6 +34,7 @@ class FakeStore(FakeMember):
 
     async def SyncRecords(self, request: kvstore_pb2.SyncRecordsRequest, context: Any) -> Any:
         self.synced += 1
+        self.note()
         await self.answers.wait()
         self.replicated.merge(request.records)
         records, sequence, more = self.replicated.after(request.after)

@@ -299,21 +299,6 @@ async def test_uses_of_a_context_that_is_not_wholly_pinned_pin_it_one_after_the_
         assert store.pin_calls == before + 1
 
 
-async def test_uses_ask_kvstores_together_and_not_beyond_their_own_time() -> None:
-    p, d, store, silent = prefill(), decode(), FakeStore(), FakeStore("kvstore-1")
-    async with stack(store, silent, p, d) as s:
-        made = await s.client.contexts.create(token_ids=[1, 2], tenant="ours")
-        silent.answers.clear()
-        asked = store.synced
-        using = [s.client.generate(token_ids=[7], context=made.id, tenant="ours", sampling=TWO) for _ in range(20)]
-        await asyncio.gather(*using)
-        assert store.synced <= asked + 2  # what is asked already, and once more for all who came meanwhile
-        unknown = s.client.generate(token_ids=[7], context="other", tenant="ours", sampling=TWO, timeout_s=0.2)
-        with pytest.raises((NotFound, MoonpoolError)):
-            await unknown
-        silent.answers.set()
-
-
 async def test_without_a_kvstore_there_are_no_contexts() -> None:
     async with stack(prefill(), decode()) as s:
         with pytest.raises(MoonpoolError, match="none has joined"):
