@@ -1,6 +1,6 @@
-"""Virtual time: a heap of events in the order of their times, and of their creation if times are equal.
+"""Virtual time: a heap with events ordered by time, and by creation if times are equal.
 
-Times are whole picoseconds, so that sums of many steps are exact: k steps at once end when k steps one by one do.
+Times are whole picoseconds, so that sums over many steps are exact: k steps at once end when k single steps do.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 PS = 10**12
 """Picoseconds of a second."""
 Target = Callable[[Any], None]
-"""Takes an event when its time has come."""
+"""Takes an event at the event's time."""
 
 
 def ps(seconds: float) -> int:

@@ -26,12 +26,12 @@ def chains_of(requests: Sequence[tuple[str, Sequence[int]]]) -> list[list[BlockK
 
 
 class Pool:
-    """A pool of blocks, evicted in the order of a policy.
+    """A block pool, evicted in a policy's order.
 
     Args:
         policy: the order, empty.
         capacity: blocks; 0 for no bound.
-        evicted: called with each block that leaves; None = nobody is told.
+        evicted: called with each block that leaves; None = no listener.
 
     Attributes:
         hits: references to blocks that were there, up to each request's first miss.
@@ -55,16 +55,16 @@ class Pool:
         return len(self._held)
 
     def lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those whose blocks are not here."""
+        """Keys without blocks here."""
         held = self._held
         return [key for key in keys if key not in held]
 
     def keys(self) -> list[BlockKey]:
-        """Of all blocks, in the order of their bytes."""
+        """All blocks' keys, in byte order."""
         return sorted(self._held)
 
     def request(self, chain: Sequence[BlockKey]) -> int:
-        """Reads a chain and stores its missing blocks, head first, making room block by block; returns its hits."""
+        """Reads a chain and stores missing blocks, head first, making room block by block; returns the hits."""
         held = self._held
         if held.issuperset(chain):
             hits, there = len(chain), chain
@@ -110,7 +110,7 @@ class Pool:
 
 
 def replay(chains: Sequence[Sequence[BlockKey]], policy: EvictionPolicy, capacity: int) -> float:
-    """The hit share of all requests, one after the other."""
+    """The hit share over all requests, one after the other."""
     pool = Pool(policy, capacity)
     for chain in chains:
         pool.request(chain)
@@ -118,10 +118,10 @@ def replay(chains: Sequence[Sequence[BlockKey]], policy: EvictionPolicy, capacit
 
 
 def optimum(chains: Sequence[Sequence[BlockKey]], capacity: int) -> float:
-    """The hit share of Belady's policy, which knows the future: the block whose next use is latest leaves.
+    """The hit share under Belady's policy, which knows the future: the block with the latest next use leaves.
 
-    Of blocks used again at the same time, or never, the latest in its chain leaves, since hits stop at the first miss.
-    A block that comes may be the one that leaves at once.
+    Among blocks used again at the same time, or never, the latest in the chain leaves, since hits stop at the first
+    miss. A block that comes may be the one that leaves at once.
     """
     following = _following(chains)
     held: dict[BlockKey, tuple[int, int]] = {}

@@ -20,7 +20,7 @@ DEAL_S = 0.002
 """Between two deals then. A slice of a layer takes some ten milliseconds."""
 _DEAL = ps(DEAL_S)
 _ROUNDING = 1e-9
-"""A smaller share of a link is an error of rounding, not room."""
+"""A smaller share of a link is a rounding error, not room."""
 
 
 class Priority(IntEnum):
@@ -88,7 +88,7 @@ class SimulatedNetwork:
         done: Callable[[], None],
         priority: Priority = Priority.URGENT,
     ) -> Flow:
-        """Starts a flow; `done` is called when its last byte has arrived. No bytes arrive at once, as an event."""
+        """Starts a flow; `done` is called when the last byte has arrived. No bytes arrive at once, as an event."""
         self._made += 1
         now = self.world.now
         flow = Flow(self._made, tuple(path), nbytes, priority, done, float(nbytes), now)
@@ -101,7 +101,7 @@ class SimulatedNetwork:
         return flow
 
     def cancel(self, flow: Flow) -> None:
-        """Ends a flow early; `done` is not called. One that has ended is left as it is."""
+        """Ends a flow early; `done` is not called. An ended flow stays as it is."""
         if flow.number in self.flows:
             self._leave(flow)
             self._share(flow.path)
@@ -125,7 +125,7 @@ class SimulatedNetwork:
             link.flows.pop(flow.number, None)
 
     def _look(self, flow: Flow) -> None:
-        """Ends a flow whose last byte has arrived; its rate may have changed since this was planned."""
+        """Ends a flow whose last byte has arrived; the flow's rate may have changed since this call was planned."""
         now = self.world.now
         if flow.looked_at != now or flow.number not in self.flows:
             return
@@ -197,7 +197,7 @@ def _connected(path: Sequence[Link]) -> list[Flow]:
 
 
 def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
-    """The rate of each flow by number, bytes per second: max-min fair, urgent ones first."""
+    """Each flow's rate by number, bytes per second: max-min fair, urgent flows first."""
     if len(flows) == 1:
         return {flows[0].number: min([link.bytes_per_s for link in flows[0].path])}
     spare = {link: link.bytes_per_s for flow in flows for link in flow.path}
@@ -211,10 +211,10 @@ def fair_rates(flows: Sequence[Flow]) -> dict[int, float]:
 
 
 def _fill(flows: Sequence[Flow], spare: dict[Link, float], rates: dict[int, float], *, last: bool) -> None:
-    """Progressive filling: the link with the least per flow sets the rate of its flows; then the next one does.
+    """Progressive filling: the link with the least per flow sets the rate for the link's flows; then the next.
 
-    What is left per flow of a link only grows while others are filled, so an outdated entry of the heap is too small.
-    What they get is taken from what is spare, unless they are the `last`.
+    A link's remainder per flow only grows while others are filled, so an outdated heap entry is too small. What they
+    get is taken from what is spare, unless they are the `last`.
     """
     if len(flows) == 1:
         share = rates[flows[0].number] = min([spare[link] for link in flows[0].path])
@@ -256,7 +256,7 @@ def _take(path: Sequence[Link], share: float, spare: dict[Link, float]) -> None:
 
 
 NOTICED_S = 1.0
-"""Until both ends of a connection notice that a message on it was lost."""
+"""Seconds until both ends of a connection notice a lost message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class CallDelays:
         least_s: seconds that each takes.
         more_s: mean of what comes on top; exponential.
         prompt_s: seconds until the conductor plans a request that has come: tokenising and hashing.
-        run_s: mean of the seconds that a run of decode's steps takes to the engine and back; exponential.
+        run_s: mean seconds for a run of decode steps to the engine and back; exponential.
         drop_share: messages that are lost.
         late_share: messages that take `late_s` longer.
     """
@@ -302,13 +302,13 @@ class Calls:
         self.sent = self.dropped = self.late = 0
 
     def send(self, deliver: Callable[[], None], *, reliable: bool = False) -> None:
-        """Calls `deliver` after the message's delay, unless it is lost. A reliable one is never lost."""
+        """Calls `deliver` after the message's delay, unless the message is lost. A reliable one is never lost."""
         arrives = self.arrival(reliable=reliable)
         if arrives is not None:
             self.world.at(arrives, _deliver, deliver)
 
     def arrival(self, *, reliable: bool = False) -> int | None:
-        """When a message that is sent now arrives, picoseconds; None when it is lost."""
+        """When a message that is sent now arrives, picoseconds; None if the message is lost."""
         self.sent += 1
         delays = self._delays
         delay = delays.least_s + exponential(delays.more_s, self._seed, self.sent, 2)
@@ -326,7 +326,7 @@ class Calls:
 class SimulatedLink:
     """A connection: messages arrive in the order of their sending, in each direction.
 
-    Where one is lost the connection breaks: nothing that is sent after it arrives, and after a while both ends notice.
+    A lost message breaks the connection: later messages do not arrive, and after a while both ends notice.
 
     Args:
         calls: carries the messages.
@@ -354,7 +354,7 @@ class SimulatedLink:
         world.at(self._latest[back], self._arrive, deliver)
 
     def close(self) -> None:
-        """Nothing arrives any more."""
+        """Messages stop arriving."""
         self.closed = True
 
     def _arrive(self, deliver: Callable[[], None]) -> None:

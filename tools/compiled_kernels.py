@@ -1,4 +1,4 @@
-"""Catches what the launch code hands to Triton, and compiles it for GPUs that need not be there. Runs nothing."""
+"""Catches what the launch code hands to Triton, and compiles it for GPUs that may be absent. Runs nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Gpu:
     """What is compiled for.
 
     Attributes:
-        name: of the architecture.
-        target: as Triton has it: backend, architecture, threads of a warp.
+        name: architecture's name.
+        target: Triton's target: backend, architecture, threads in a warp.
         limits: what launches are shaped by.
     """
 
@@ -46,7 +46,7 @@ AMD = Gpu("gfx942", ("hip", "gfx942", 64), Limits(304, 64 << 10, stages=2))
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel, its arguments, and its constants and options."""
+    """A kernel, its arguments, constants and options."""
 
     fn: Any
     arguments: tuple[Any, ...]
@@ -76,9 +76,9 @@ class Resources:
     """What a compiled kernel takes.
 
     Attributes:
-        registers: of a thread.
-        shared_bytes: of a program.
-        stack_bytes: of a thread, in memory: registers that were spilled.
+        registers: per thread.
+        shared_bytes: per program.
+        stack_bytes: per thread, in memory: spilled registers.
     """
 
     registers: int
@@ -114,7 +114,7 @@ class _Caught:
         def launch(*arguments: Any, **named: Any) -> None:
             self.launches.append(Launch(self.fn, arguments, named))
             if self.fn.__name__ == "_pick":
-                arguments[self.fn.arg_names.index("tokens")].zero_()  # what nothing chose is still looked up
+                arguments[self.fn.arg_names.index("tokens")].zero_()  # unchosen entries are still looked up
 
         return launch
 

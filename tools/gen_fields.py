@@ -73,7 +73,7 @@ def _accepted(values: tuple[Any, ...]) -> str:
 
 
 def _objects(place: str, body: type[Body], above: tuple[type[Body], ...]) -> Iterator[tuple[str, type[Body]]]:
-    """The object and the objects within it, with their places."""
+    """The object and its inner objects, with their places."""
     yield place, body
     for name, field in body.model_fields.items():
         shown = f"{place}.{field.alias or name}" if place else field.alias or name

@@ -1,6 +1,6 @@
 """Writes docs/kernel-resources.md: `python -m tools.gen_kernel_resources`. Tests compare the page with the compiler.
 
-Compiles every kernel of some models for GPUs that need not be there, in some minutes of processor time.
+Compiles every kernel for some models and for GPUs that may be absent, in some minutes of processor time.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _REGISTERS, _PROCESSOR_BYTES, _WARPS = 65536, {"sm_90": 228 << 10, "sm_80": 164 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model that kernels are compiled for, and its pool.
+    """A model's sizes, for which kernels are compiled, and the pool.
 
     Attributes:
-        heads: of the queries.
-        kv_heads: of keys and values.
+        heads: query heads.
+        kv_heads: key and value heads.
         head_dim: elements of a head.
         hidden: elements of a token between layers.
         intermediate: elements of the feed-forward network.
@@ -65,7 +65,7 @@ class Shape:
     deterministic: bool = False
 
     def launched(self, gpu: Gpu) -> list[Launch]:
-        """Return one launch of each kernel that services compile for the model."""
+        """Return one launch for each kernel that services compile for the model."""
         with caught(gpu.limits) as launched:
             self._run(gpu)
         return list({launch.specialised: launch for launch in launched}.values())
@@ -204,7 +204,7 @@ def _cells(cell: tuple[int, Resources] | None) -> str:
 
 
 def told(text: str, name: str) -> dict[Row, list[tuple[int, float] | None]]:
-    """Return what a page says of a model: row -> of each GPU (registers, KiB)."""
+    """Return a page's figures for a model: row -> for each GPU (registers, KiB)."""
     section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
     rows: dict[Row, list[tuple[int, float] | None]] = {}
     for line in section.splitlines()[3:]:

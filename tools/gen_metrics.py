@@ -66,7 +66,7 @@ def _section(service: str, tables: Iterable[Table]) -> str:
 
 
 def _families(service: str) -> Iterable[MetricFamily]:
-    """What a service registers with Prometheus itself: histograms, and the gateway's metrics of requests."""
+    """Metrics that a service registers with Prometheus itself: histograms, and the gateway's request metrics."""
     metrics = PrometheusMetrics(service)
     match service:
         case "conductor":

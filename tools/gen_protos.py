@@ -24,7 +24,7 @@ PATTERNS = ("*_pb2.py", "*_pb2.pyi", "*_pb2_grpc.py", "*_pb2_grpc.pyi")
 
 
 def check_generators() -> None:
-    """Refuse generators of other versions: their output would differ for no reason of ours."""
+    """Refuse other generator versions: their output would differ needlessly."""
     for name, wanted in GENERATORS.items():
         try:
             found = version(name)
@@ -46,7 +46,7 @@ def protoc(*options: str) -> None:
 
 
 def generate(out: Path) -> None:
-    """Write the generated modules to `out`/moonpool/v1, and remove those whose contract is gone."""
+    """Write the generated modules to `out`/moonpool/v1, and remove modules without a contract."""
     folder = out / PACKAGE
     folder.mkdir(parents=True, exist_ok=True)
     before = [path for pattern in PATTERNS for path in folder.glob(pattern)]

@@ -1,4 +1,4 @@
-"""Plain counts of how the code is built: `python -m tools.house` (part of `make lint`).
+"""Plain counts about the code: `python -m tools.house` (part of `make lint`).
 
 Prints circles of imports, the median function, lines per package, and how far tests reach into private
 things. Lazy imports and imports for types alone count like any other. Exits with 1 when a bound is broken.
@@ -47,7 +47,7 @@ class Source:
 
 @dataclass
 class Report:
-    """What was counted. Each finding names its place."""
+    """What was counted. Each finding names a place."""
 
     file_circles: list[list[str]] = field(default_factory=list)
     package_circles: list[list[str]] = field(default_factory=list)
@@ -72,7 +72,7 @@ def sources(root: Path) -> list[Source]:
 
 
 def package_of(module: str, packages: set[str]) -> str:
-    """The folder a module belongs to: a package is its own, a file belongs to the package around it."""
+    """A module's folder: a package is its own folder, a file belongs to the package around."""
     return module if module in packages else module.rpartition(".")[0]
 
 
@@ -96,7 +96,10 @@ def _imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
 
 
 def package_graph(graph: Graph, packages: set[str]) -> dict[str, set[str]]:
-    """The same between folders. A folder and the folders inside it are apart, but for the inner one's own imports."""
+    """The same between folders.
+
+    A folder and the folders inside are apart, except for the inner folder's own imports.
+    """
     folders: dict[str, set[str]] = {}
     for module, targets in graph.items():
         own = package_of(module, packages)
@@ -134,7 +137,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def function_lengths(source: Source) -> Iterator[int]:
-    """Lines of each function's code: signature and body, without its docstring."""
+    """Code lines in each function: signature and body, without the docstring."""
     for node in ast.walk(ast.parse(source.text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -145,7 +148,7 @@ def function_lengths(source: Source) -> Iterator[int]:
 
 
 def private_accesses(source: Source) -> Iterator[str]:
-    """Places where a test names something private that is not its own object's."""
+    """Places where a test names something private in another object."""
     tree = ast.parse(source.text)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for node in ast.walk(tree):
@@ -163,7 +166,7 @@ def private_accesses(source: Source) -> Iterator[str]:
 
 
 def string_patches(source: Source) -> Iterator[str]:
-    """Places where a test replaces something by its dotted path."""
+    """Places where a test replaces something by dotted path."""
     for node in ast.walk(ast.parse(source.text)):
         if isinstance(node, ast.Call) and _called(node) in ("setattr", "patch", "delattr") and node.args:
             target = node.args[0]

@@ -1,6 +1,6 @@
 """Mermaid diagrams of the state machines: `python -m tools.state_diagrams` rewrites those in docs/states.md.
 
-A diagram stands in the page behind a mark that names an enum and its table of transitions:
+A diagram stands in the page behind a mark that names an enum and the enum's transition table:
 
     <!-- states: services.conductor.core.request:RequestState:TRANSITIONS -->
 """
@@ -21,10 +21,10 @@ _DIAGRAM = re.compile(r"(<!-- states: ([\w.]+):(\w+):(\w+) -->\n)(?:\n*```mermai
 
 
 def diagram(states: type[S], transitions: Mapping[S, Set[S]]) -> str:
-    """Mermaid text of a state machine, in the order of the enum.
+    """Mermaid text for a state machine, in the enum's order.
 
     The first state is the initial one. A state without transitions is final. A transition from a state to itself is
-    drawn if the table has it.
+    drawn if listed in the table.
     """
     members = list(states)
     lines = ["stateDiagram-v2", f"    [*] --> {members[0].name}"]

@@ -66,7 +66,9 @@ class BackgroundLoop:
         self._closed = False
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the result of a coroutine. An exception in the waiting thread, such as KeyboardInterrupt, cancels it.
+        """Return the result of a coroutine.
+
+        An exception in the waiting thread, such as KeyboardInterrupt, cancels the coroutine.
 
         Raises:
             RuntimeError: the loop is closed, belongs to another process, or is the caller's own.
@@ -96,7 +98,7 @@ class BackgroundLoop:
             self._check_caller(self._running)
 
     def post(self, callback: Callable[[], None]) -> None:
-        """Call `callback` soon on the loop. Does nothing if the loop does not run."""
+        """Call `callback` soon on the loop. Does nothing if the loop has stopped."""
         running = self._running
         if running is not None:
             with contextlib.suppress(RuntimeError):  # closed
@@ -133,7 +135,7 @@ class BackgroundLoop:
 
 
 class BlockingFacade(Generic[TargetT]):
-    """Base of a blocking class whose methods run the coroutines of an asyncio object on a background loop."""
+    """Base class for blocking classes whose methods run an asyncio object's coroutines on a background loop."""
 
     def __init__(self, target: TargetT, loop: BackgroundLoop) -> None:
         self._target = target
@@ -155,7 +157,7 @@ def blocking(
 def same_arguments(
     init: Callable[Concatenate[TargetT, P], None],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Decorates the `__init__` of a blocking class, which takes the arguments of the asyncio class's `init`."""
+    """Decorates a blocking class's `__init__`, which takes the arguments of the asyncio class's `init`."""
 
     def decorate(own: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         @wraps(init)

@@ -1,4 +1,4 @@
-"""The SDK's clients of a conductor: `AsyncClient` for asyncio, and `Client`, which drives it from blocking code."""
+"""The SDK's conductor clients: `AsyncClient` for asyncio, and `Client`, its blocking facade."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SILENCE_S = 1.0
 class AsyncClient:
     """A client of a conductor for asyncio; an async context manager. Use a client on one event loop.
 
-    If the conductor or the connection of a stream is lost, the client resumes the stream there or at another address,
+    If the conductor or a stream's connection is lost, the client resumes the stream there or at another address,
     without missing or repeated tokens.
     """
 
@@ -63,7 +63,7 @@ class AsyncClient:
             address: "host:port", or several addresses; the client tries the next if a conductor cannot be reached.
             timeout_s: default time limit of a request, in seconds.
             connect_timeout_s: seconds for which the client retries conductors that cannot be reached.
-            resume_timeout_s: seconds for which the client tries to resume a lost stream; 0: it does not resume streams.
+            resume_timeout_s: seconds for which the client tries to resume a lost stream; 0: never resume.
             silence_s: seconds after which a connected conductor that does not even answer a health check counts as
                 lost; 0: never. Used only with several addresses.
             tls: certificates. Default: the files that MOONPOOL_TLS_CA, MOONPOOL_TLS_CERT and MOONPOOL_TLS_KEY name, or
@@ -86,7 +86,7 @@ class AsyncClient:
         """Named contexts: create, list, get, update, delete."""
 
     async def generate(self, **request: Unpack[GenerateArguments]) -> GenerateResult:
-        """Generate the whole answer to exactly one of `prompt`, `token_ids` and `messages`.
+        """Generate the whole answer; give exactly one of `prompt`, `token_ids` and `messages`.
 
         The answer arrives as one message, which costs every service less than `stream`.
 
@@ -124,7 +124,7 @@ class AsyncClient:
         return AsyncTokenStream(self._conductors, translate.generate_request(request, whole=whole), timeouts, on_placed)
 
     async def cluster_state(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> ClusterState:
-        """Return the cluster as the conductor sees it."""
+        """Return the cluster's state according to the conductor."""
         request = conductor_pb2.ClusterStateRequest()
         return translate.cluster_state(await self._query(request, timeout_s))
 
@@ -159,7 +159,7 @@ class AsyncClient:
         namespaces: Sequence[bytes] = (),
         timeout_s: float = DELETE_TIMEOUT_S,
     ) -> DeletedKV:
-        """Delete KV from every tier of every instance: all blocks that one of the arguments names.
+        """Delete KV from every tier on every instance: all blocks that an argument names.
 
         A deletion runs once, even if the client repeats the call at another conductor. The counts are those of the
         call that was answered.
@@ -197,7 +197,7 @@ class AsyncClient:
 class Client(BlockingFacade[AsyncClient]):
     """A client of a conductor for blocking code; a context manager. Several threads may use a client.
 
-    Every call has the arguments of the call of the same name of `AsyncClient`. KeyboardInterrupt cancels a call.
+    Every call has the arguments of `AsyncClient`'s call with the same name. KeyboardInterrupt cancels a call.
     """
 
     @same_arguments(AsyncClient.__init__)

@@ -1,4 +1,4 @@
-"""What a conductor reports about its cluster: instances, queues, recent requests and gauges."""
+"""What a conductor reports about the cluster: instances, queues, recent requests and gauges."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TierInfo:
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """An instance as the conductor sees it. Only a kvstore has `tiers`."""
+    """An instance according to the conductor. Only a kvstore has `tiers`."""
 
     id: str
     kind: str
@@ -54,7 +54,7 @@ class QueueInfo:
     Attributes:
         for_limits: requests that wait for a placement that keeps their SLO.
         for_room: requests that wait for KV memory of a decode instance.
-        prompt_bytes: size of the prompts of `for_limits`.
+        prompt_bytes: prompts' size in `for_limits`.
         tenants: at most 100 tenants with requests at the conductor, waiting or not.
     """
 
@@ -77,11 +77,11 @@ class EndedRequest:
     """A request that has ended.
 
     Attributes:
-        request_id: its id.
+        request_id: id.
         tenant: owner of the request.
         usage: tokens counted.
         timing: times measured.
-        refused: why the request was refused; "" if it was answered.
+        refused: why the request was refused; "" if answered.
     """
 
     request_id: str
@@ -100,7 +100,7 @@ class RecentInfo:
         requests: number of requests, at most 1,024.
         usage: tokens of all requests.
         ttft_s: time to first token, in seconds.
-        tpot_s: mean time per token, in seconds, over answers of more than one token.
+        tpot_s: mean time per token, in seconds, over answers with more than one token.
         last: at most 32 requests, newest first; they may have ended before the window.
     """
 
@@ -114,12 +114,12 @@ class RecentInfo:
 
 @dataclass(frozen=True, slots=True)
 class ClusterState:
-    """The cluster as the conductor sees it.
+    """The cluster according to the conductor.
 
     Attributes:
         ready: whether requests can be served.
         model: name of the model; "" before the first engine instance has joined.
-        max_tokens: maximum number of tokens of a sequence.
+        max_tokens: most tokens in a sequence.
         block_tokens: tokens of a KV block.
         conductor: address of the conductor.
         instances: all instances.
@@ -141,7 +141,7 @@ class ClusterState:
 
 @dataclass(frozen=True, slots=True)
 class GaugeValue:
-    """A gauge. `at_rest` is its value while no request runs; None if it may have any value then."""
+    """A gauge. `at_rest` is the value while no request runs; None if any value is possible then."""
 
     name: str
     value: float

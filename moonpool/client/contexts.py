@@ -36,13 +36,13 @@ Query = Callable[[Protobuf, float], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A named context: the beginning of prompts, whose KV is kept.
+    """A named context: a beginning for prompts, with KV that is kept.
 
     Attributes:
         id: unique id.
         name: a name for people.
         status: "pending" while the KV is computed, "ready", "error" if the KV could not be kept (`error` has the
-            reason), or "inactive" after the time to live. A context can be used unless it is inactive.
+            reason), or "inactive" after the time to live. You can use a context unless the context is inactive.
         created_at: time of creation, in seconds since 1970.
         expires_at: end of the time to live, in seconds since 1970.
         tokens: tokens of the prompt.
@@ -89,7 +89,10 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class InstanceDeletion:
-    """What one instance deleted. `error`: why it is not known whether the instance deleted anything; "" if it is."""
+    """What one instance deleted.
+
+    `error`: why the outcome is unknown; "" if the outcome is known.
+    """
 
     instance: str
     blocks: int
@@ -99,12 +102,11 @@ class InstanceDeletion:
 
 @dataclass(frozen=True, slots=True)
 class DeletedKV:
-    """Result of a deletion of KV.
+    """Result of deleting KV.
 
     Attributes:
         id: name of the deletion in logs.
-        instances: what each instance deleted. If the conductor had to repeat its call, the counts are those of the last
-            call.
+        instances: what each instance deleted. If the conductor had to repeat the call, the counts are the last call's.
         recorded: kvstores that keep a record of the deletion for instances that are away.
     """
 
@@ -129,7 +131,7 @@ class DeletedKV:
 
 
 class CreateContextArguments(TypedDict, total=False):
-    """Keyword arguments of `create`: exactly one of `messages` and `token_ids`.
+    """Keyword arguments for `create`: give exactly one of `messages` and `token_ids`.
 
     Attributes:
         messages: a conversation.
@@ -142,7 +144,8 @@ class CreateContextArguments(TypedDict, total=False):
         description: for people.
         metadata: any texts, by name.
         model: name of the model; "" for the model that is served.
-        pin_only: the context only pins its KV: no request can name it, it is not listed, and it ends with its time.
+        pin_only: the context only pins KV: no request can name the context, no list has the context, and the pin ends
+            with the time to live.
     """
 
     messages: Sequence[Message] | None
@@ -173,7 +176,7 @@ class AsyncContexts:
     ) -> Context:
         """Create a context from a conversation (`messages` and `tools`) or from tokens.
 
-        The context can be used at once; its KV is computed afterwards.
+        The context can be used at once; the KV is computed afterwards.
 
         Args:
             timeout_s: time limit of the call, in seconds.
@@ -237,7 +240,7 @@ class AsyncContexts:
     async def delete(
         self, name: str, *, tenant: str = "", timeout_s: float = DELETE_TIMEOUT_S
     ) -> tuple[str, DeletedKV]:
-        """Delete a context and its KV on every instance. Returns the id and the deleted KV."""
+        """Delete a context and the context's KV on every instance. Returns the id and the deleted KV."""
         answer = await self._query(pb.DeleteContextRequest(name=_checked_name(name), tenant=tenant), timeout_s)
         return answer.id, deleted_kv(answer.deleted)
 
@@ -253,7 +256,7 @@ class Contexts(BlockingFacade[AsyncContexts]):
 
 
 def delete_request(keys: Sequence[bytes], tenants: Sequence[str], namespaces: Sequence[bytes]) -> pb.DeleteKVRequest:
-    """Build a request to delete KV. Its id lets conductors run a repeated request once."""
+    """Build a request to delete KV. The request's id lets conductors run a repeated request once."""
     request = pb.DeleteKVRequest(id=world.random_hex(16))
     assign("keys", lambda: setattr(request.selection, "keys", pack_keys(keys)))
     assign("tenants", lambda: request.selection.tenants.extend(tenants))

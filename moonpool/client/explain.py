@@ -1,4 +1,4 @@
-"""The result of `explain`: the placements of a request, its timeline, and its phases, ready to be drawn."""
+"""The result of `explain`: a request's placements, timeline and phases, ready to be drawn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ PHASE_NAMES = {
 
 
 def request_phases(found: Explanation) -> list[RequestPhase]:
-    """The known phases of a request, placement by placement; empty before its first token."""
+    """The known phases of a request, placement by placement; empty before the first token."""
     phases: list[RequestPhase] = []
     began_s = heard_s = 0.0  # when the last placement was given up, and when the last token came
     for number, attempt in enumerate(found.attempts, 1):
@@ -57,9 +57,10 @@ def request_phases(found: Explanation) -> list[RequestPhase]:
 
 
 def _phases_of(attempt: Attempt, began_s: float) -> Iterator[RequestPhase]:
-    """The phases of one placement, which began at `began_s`.
+    """One placement's phases; the placement began at `began_s`.
 
-    The prefill instance has another clock. Its times are shifted so that its first token is the conductor's.
+    The prefill instance has another clock. Prefill's times are shifted so that prefill's first token is the
+    conductor's.
     """
     searched_s = min(began_s + attempt.waited_s, attempt.placed_s)
     if attempt.waited_s:
@@ -98,7 +99,7 @@ class Candidate:
         queue_s: waiting in the instance's queue.
         load_s: loading KV.
         prefill_s: computing the rest of the prompt.
-        excluded: why the instance was excluded; "" if it was not.
+        excluded: why the instance was excluded; "" if considered.
         overhead_s: calls, and other time that does not depend on the prompt.
         source: kvstore or instance to load KV from; "" if nothing is loaded.
         cold_blocks: blocks to load that are only on the SSD of the source.
@@ -118,7 +119,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class TimedTokens:
-    """Tokens of a prompt whose KV was loaded or computed. Times are seconds since arrival at the prefill instance."""
+    """Prompt tokens whose KV was loaded or computed. Times are seconds since arrival at the prefill instance."""
 
     tokens: int
     begin_s: float
@@ -127,7 +128,7 @@ class TimedTokens:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One placement of a request, and what came of it. Times are seconds since the request arrived at the conductor.
+    """One request's placement, and the outcome. Times are seconds since the request arrived at the conductor.
 
     Attributes:
         placement: the instances.
@@ -135,21 +136,21 @@ class Attempt:
         candidates: prefill instances that were considered.
         waited_s: seconds that the request waited at the conductor for this placement.
         placed_s: time of the placement.
-        prompt_tokens: tokens of the prompt, and of the answer so far, whose KV is needed.
-        local_tokens: of these, tokens in the pool of the instance that computed the others.
-        loaded_tokens: of these, tokens loaded from kvstores and other instances.
+        prompt_tokens: tokens whose KV is needed: prompt and answer so far.
+        local_tokens: part of `prompt_tokens` in the computing instance's pool.
+        loaded_tokens: part of `prompt_tokens` loaded from kvstores and other instances.
         queue_s: seconds of waiting at the prefill instance.
         prefill_s: seconds of loading and computing at the prefill instance.
         loads: KV that was loaded.
         chunks: prefill steps; at most the first 256.
-        computed_s: time at which prefill had computed; 0 if it has not, or if decode computes.
+        computed_s: time at which prefill had computed; 0 while computing, or if decode computes.
         transfer_tail_s: seconds from then until decode had all KV; 0 if decode had all KV before.
         sent_bytes: KV sent to decode.
         transport: transport on which the KV went; "" if no KV was sent.
         tokens: new tokens of the answer.
-        first_token_s: time of the first of them; 0 if none came.
-        last_token_s: time of the last of them.
-        ended_s: time at which the placement was given up; 0 if it was not.
+        first_token_s: time of the first new token; 0 if none came.
+        last_token_s: time of the last new token.
+        ended_s: time at which the placement was given up; 0 if not given up.
     """
 
     placement: Placement
@@ -176,7 +177,9 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The course of a request, until now or until its end; of several placements, the one that gave the first token.
+    """A request's course, until now or until the end.
+
+    After several placements, the course of the placement that gave the first token.
 
     Attributes:
         tenant: owner of the request.
@@ -212,14 +215,14 @@ class Explanation:
         candidates: prefill instances that were considered.
         measured_ttft_s: measured time to first token, in seconds.
         measured_tpot_s: measured mean time per token, in seconds.
-        refused: why the request was refused; "" if it was not.
+        refused: why the request was refused; "" if not refused.
         policy: name of the placement policy.
         waited_s: seconds that the request waited at the conductor for a placement.
         timeline: the course of the request.
         transport: transport on which the prompt's KV went to decode; "" before the first token, or if no KV was sent.
         attempts: all placements, in their order.
-        regret_s: seconds to first token that the last placement lost against its best alternative, by what was measured
-            since; 0 until the request has ended.
+        regret_s: seconds to first token that the last placement lost against the best alternative, by later
+            measurements; 0 until the request has ended.
         better: instance that would have been sooner; "" if none would.
     """
 

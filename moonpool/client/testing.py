@@ -19,7 +19,7 @@ from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import kv_pb2
 
 Script = Iterable[pb.GenerateResponse | Exception]
-"""Messages of one answer, in order. An exception among the messages is raised when its turn comes."""
+"""One answer's messages, in order. An exception among the messages is raised in turn."""
 
 
 def answer(
@@ -32,7 +32,7 @@ def answer(
     from_position: int = 0,
     seed: int = 0,
 ) -> list[pb.GenerateResponse]:
-    """The messages of an answer, one for each token, from a position on. Token n has the text "n "."""
+    """An answer's messages, one for each token, from a position on. Token n has the text "n "."""
     tokens = list(token_ids)
     placement = pb.Placement(prefill="prefill-0", decode="decode-0")
     placed = pb.Placed(request_id=request_id, placement=placement, prompt_tokens=prompt_tokens, seed=seed)
@@ -71,7 +71,10 @@ class FakeConductor:
         self.explanations: dict[str, pb.ExplainResponse] = {}
         self.gauges = pb.ConductorStatsResponse()
         self.asked: list[Message] = []
-        """Requests of other calls, for example of contexts. `answers` has the response by the name of the request."""
+        """Requests from other calls, for example for contexts.
+
+        `answers` has the response by the name of the request.
+        """
         self.answers: dict[str, Message | Exception] = {}
 
     def client(
@@ -81,7 +84,7 @@ class FakeConductor:
         connect_timeout_s: float = 0.0,
         resume_timeout_s: float = 0.0,
     ) -> Client:
-        """A client of this conductor, and of `others` if this conductor is lost."""
+        """A client for this conductor, and for `others` if this conductor is lost."""
         return Client(
             transport=[_FakeTransport(fake) for fake in (self, *others)],
             timeout_s=timeout_s,
@@ -96,7 +99,7 @@ class FakeConductor:
         connect_timeout_s: float = 0.0,
         resume_timeout_s: float = 0.0,
     ) -> AsyncClient:
-        """A client of this conductor, and of `others` if this conductor is lost."""
+        """A client for this conductor, and for `others` if this conductor is lost."""
         return AsyncClient(
             transport=[_FakeTransport(fake) for fake in (self, *others)],
             timeout_s=timeout_s,
@@ -175,7 +178,7 @@ class _FakeTransport:
         return self._fake.answer(request)
 
     async def aclose(self) -> None:
-        """There is nothing to close."""
+        """Nothing to close."""
 
 
 def _default_script(request: pb.GenerateRequest) -> Script:

@@ -1,4 +1,4 @@
-"""Token streams: one request's events, and how a stream goes on after its conductor is lost."""
+"""Token streams: one request's events, and how a stream continues after the conductor is lost."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 class StreamState(Enum):
     """State of a token stream.
 
-    A stream that was lost goes from RECEIVING back to CONNECTING: the next call asks for the rest of the answer.
+    A lost stream goes from RECEIVING back to CONNECTING: the next call asks for the rest of the answer.
     """
 
     NEW = "new"
     """Not iterated yet."""
     CONNECTING = "connecting"
-    """A call was started, and nothing has arrived on the call."""
+    """A call was started; no message has arrived."""
     RECEIVING = "receiving"
     """Messages arrive."""
     ENDED = "ended"
@@ -68,7 +68,7 @@ class StreamTimeouts:
 
 
 class AsyncTokenStream:
-    """The events of one request. The request starts with the iteration; a stream can be iterated once.
+    """One request's events. The request starts with the iteration; a stream can be iterated once.
 
     Leaving the iteration (break, an exception, garbage collection), cancelling the task that iterates, or `aclose`
     cancels the request everywhere.
@@ -104,7 +104,7 @@ class AsyncTokenStream:
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens of the prompt; 0 before the request is placed."""
+        """Number of prompt tokens; 0 before the request is placed."""
         return self._collector.prompt_tokens
 
     @property
@@ -113,7 +113,7 @@ class AsyncTokenStream:
         return self._collector.placements[-1] if self._collector.placements else None
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """Start the request and iterate over its events.
+        """Start the request and iterate over the events.
 
         Raises:
             MoonpoolError: the request failed; see `moonpool.errors`.
@@ -125,7 +125,7 @@ class AsyncTokenStream:
         return self._events()
 
     def cancel(self) -> None:
-        """Cancel the request if it runs. Idempotent."""
+        """Cancel the request if still running. Idempotent."""
         self._enter(StreamState.CANCELLED)
         if self._call is not None:
             self._call.cancel()
@@ -186,7 +186,7 @@ class AsyncTokenStream:
                 self._call.cancel()
 
     def _is_cut_short(self, message: conductor_pb2.GenerateResponse) -> bool:
-        """Whether a draining conductor has ended the answer early, and another conductor may resume it."""
+        """Whether a draining conductor has ended the answer early, so that another conductor may resume the answer."""
         reasons = message.finished.reason, *[end.reason for end in message.finished.choices]
         if kv_pb2.FINISH_REASON_CANCELLED not in reasons:
             return False
@@ -202,19 +202,19 @@ class AsyncTokenStream:
         if resuming and not (self._collector.resumable and self._timeouts.resume_s):
             return None
         if receiving and not lost:
-            return None  # the conductor is there: the error is its answer
+            return None  # the conductor is there: the error is the conductor's answer
         if receiving:
             self._failover = ConductorFailover(self._conductors, self._timeouts.resume_s, self._failover.number)
         pause_s = self._failover.failed()
         if lost or resuming:
             return pause_s
-        # The conductor answers and refuses. Another conductor may serve, or this one soon if it has just started.
+        # The conductor answers and refuses. Another conductor may serve, or this conductor soon if just started.
         again = len(self._conductors) > 1 or not self._failover.round
         return pause_s if isinstance(error, Unavailable) and again else None
 
 
 class TokenStream:
-    """The events of one request, for blocking code. The request starts with the iteration, which is possible once.
+    """One request's events, for blocking code. The request starts with the iteration, which is possible once.
 
     Leaving the iteration (break, an exception, garbage collection) or `close` cancels the request everywhere.
     """
@@ -239,7 +239,7 @@ class TokenStream:
         return self._stream.placement
 
     def __iter__(self) -> Iterator[TokenEvent]:
-        """Start the request and iterate over its events.
+        """Start the request and iterate over the events.
 
         Raises:
             MoonpoolError: the request failed; see `moonpool.errors`.
@@ -248,7 +248,7 @@ class TokenStream:
         return self._events(aiter(self._stream))
 
     def close(self) -> None:
-        """Cancel the request if it runs. Idempotent, and may be called from another thread."""
+        """Cancel the request if still running. Idempotent, and may be called from another thread."""
         self._loop.post(self._stream.cancel)
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The trace of the SDK's calls, as W3C Trace Context, passed over gRPC as OpenTelemetry passes it."""
+"""The trace for SDK calls, as W3C Trace Context, passed over gRPC as OpenTelemetry does."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
     """Build a request. `whole`: the answer is sent as one message.
 
     Raises:
-        InvalidRequest: there is not exactly one prompt, or a value does not fit its field; names the field.
+        InvalidRequest: there is not exactly one prompt, or a value does not fit the field; names the field.
         TypeError: an argument is unknown.
     """
     unknown = set(given) - set(GenerateArguments.__annotations__)
@@ -111,7 +111,7 @@ class ResultCollector:
         """The whole answer; None before the end."""
         self.request_id = ""
         self.prompt_tokens = 0
-        """Number of tokens of the prompt; 0 before the request is placed."""
+        """Number of prompt tokens; 0 before the request is placed."""
         self.placements: list[Placement] = []
         self.resumes = 0
         """How many times the stream was resumed."""
@@ -135,7 +135,7 @@ class ResultCollector:
         return self._point is not None
 
     def resume(self, request: conductor_pb2.GenerateRequest) -> conductor_pb2.GenerateRequest:
-        """The request for the rest of the answer; at first the request itself."""
+        """The request for the rest of the answer; at first the original request."""
         if self._point is None:
             return request
         self.resumes += 1
@@ -161,7 +161,7 @@ class ResultCollector:
         return again
 
     def take(self, message: conductor_pb2.GenerateResponse) -> TokenEvent | None:
-        """Take a message. Returns the event of the message, if it has one.
+        """Take a message. Returns the message's event, or None.
 
         Raises:
             StreamBroken: tokens are missing or repeated.
@@ -372,9 +372,9 @@ DataclassT = TypeVar("DataclassT")
 
 
 def from_message(cls: Callable[..., DataclassT], message: Any) -> DataclassT:
-    """Build a dataclass from a message whose fields have the same names.
+    """Build a dataclass from a message with the same field names.
 
-    A field whose type is a dataclass, or a tuple of dataclasses, is built the same way.
+    A field that is a dataclass, or a tuple of dataclasses, is built the same way.
     """
     return cls(**{name: convert(getattr(message, name)) for name, convert in _converters(cls)})
 

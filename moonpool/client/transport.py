@@ -38,7 +38,7 @@ Response = TypeVar("Response", bound=Message)
 
 
 class NotConnected(Unavailable):
-    """The conductor could not be reached, or the connection broke before it answered."""
+    """The conductor could not be reached, or the connection broke before an answer."""
 
 
 class GenerateCall(Protocol):
@@ -61,7 +61,7 @@ class ConductorTransport(Protocol):
         ...
 
     async def query(self, request: Message, timeout_s: float) -> Any:
-        """Call the method `X` of the conductor with an `XRequest`; returns its `XResponse`."""
+        """Call the method `X` of the conductor with an `XRequest`; returns the `XResponse`."""
         ...
 
     async def aclose(self) -> None:
@@ -107,7 +107,7 @@ class GrpcTransport:
         return await _await_answer(self._monitor, call.cancel, call)
 
     async def aclose(self) -> None:
-        """Close the channel, which cancels its calls."""
+        """Close the channel, which cancels open calls."""
         await self._monitor.aclose()
         channel, self._channel = self._channel, None
         if channel is not None:

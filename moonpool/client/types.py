@@ -34,8 +34,8 @@ class Message(TypedDict):
         role: "system", "user", "assistant" or "tool" (the result of a tool call).
         content: the text.
         tool_calls: tool calls of an assistant's message.
-        tool_call_id: id of the call that a tool's message is the result of.
-        reasoning_content: what an assistant's message thought before its text.
+        tool_call_id: id of the call that the tool's message answers.
+        reasoning_content: the assistant's thoughts before the text.
     """
 
     role: str
@@ -52,8 +52,8 @@ class Slo:
     Attributes:
         ttft_s: time to first token, without the time of `queue_s`.
         tbt_s: time between tokens.
-        queue_s: how long the request may wait for a placement that keeps the limits. 0: it is refused at once. None:
-            the conductor's `--queue-deadline-s`.
+        queue_s: how long the request may wait for a placement that keeps the limits. 0: refused at once. None: the
+            conductor's `--queue-deadline-s`.
     """
 
     ttft_s: float | None = None
@@ -62,7 +62,7 @@ class Slo:
 
 
 class GenerateArguments(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`: exactly one of `prompt`, `token_ids` and `messages`.
+    """Keyword arguments for `generate` and `stream`: give exactly one of `prompt`, `token_ids` and `messages`.
 
     Attributes:
         prompt: text, which the conductor tokenises.
@@ -79,7 +79,7 @@ class GenerateArguments(TypedDict, total=False):
         model: name of the model; "" for the model that is served.
         request_id: unique in the cluster; "": the conductor chooses an id.
         context: id or tag of a context that precedes the messages or tokens; "" for none.
-        context_ttl_s: new time to live of the context in seconds; 0 leaves the time as it is.
+        context_ttl_s: new time to live of the context in seconds; 0 leaves the time unchanged.
         priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
         cache_salt: requests with different salts share no KV; "": no salt. At most 256 characters.
         timeout_s: time limit of the request in seconds; None for the client's default.
@@ -105,7 +105,7 @@ class GenerateArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Counts of tokens. `cached_tokens` are prompt tokens whose KV was reused; 0 for a resumed stream."""
+    """Counts of tokens. `cached_tokens` are prompt tokens with reused KV; 0 for a resumed stream."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -114,7 +114,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Times of a request in seconds, measured by the conductor. A resumed stream counts from its last resume.
+    """Times of a request in seconds, measured by the conductor. A resumed stream counts from the last resume.
 
     Attributes:
         ttft_s: from arrival to the first token.
@@ -152,8 +152,8 @@ class Placement:
 class TokenEvent:
     """New tokens of an answer, and the text that became certain with them.
 
-    The text may lag behind the tokens, while a character or a stop text is incomplete. The last event may have text
-    and no tokens. The texts of all events are the text of the answer. The token that ends an answer has no text.
+    The text may lag behind the tokens, while a character or a stop text is incomplete. The last event may have text and
+    no tokens. All events' texts together are the answer's text. The token that ends an answer has no text.
 
     Attributes:
         position: index of the first token in the answer.
@@ -161,7 +161,8 @@ class TokenEvent:
         text: the text.
         choice: number of the answer, if the request has several (`SamplingParams.n`). Events of the answers alternate.
         logprobs: log probabilities of the tokens, if `SamplingParams.logprobs` asks for them.
-        finish_reason: why the answer ended, with its last event. None: the answer goes on, or only the result tells.
+        finish_reason: why the answer ended, with the answer's last event. None: the answer goes on, or only the result
+            tells.
         prompt_logprobs: log probabilities of the prompt's tokens, with the request's first event, if
             `SamplingParams.prompt_logprobs` asks for them. The first token has None.
     """
@@ -177,9 +178,9 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer of a request. `finish_reason` is "stop", "length" or "cancelled".
+    """One answer to a request. `finish_reason` is "stop", "length" or "cancelled".
 
-    A hypothesis of a beam search has a `score`: log probability / (number of tokens ^ length penalty).
+    A beam search's hypothesis has a `score`: log probability / (number of tokens ^ length penalty).
     """
 
     token_ids: list[int]
@@ -203,11 +204,11 @@ class GenerateResult:
     placement: Placement
     seed: int
     placements: tuple[Placement, ...] = ()
-    """Every placement of the request, in order: more than one if an instance failed."""
+    """Every placement in order: several if an instance failed."""
     choices: tuple[Choice, ...] = ()
     """All answers, by number."""
     resumes: int = 0
-    """How many times the stream lost its conductor or its connection and was resumed."""
+    """How many times the stream lost the conductor or the connection and was resumed."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """`Choice.logprobs` of the first answer."""
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

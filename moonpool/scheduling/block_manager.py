@@ -1,6 +1,6 @@
-"""The block manager of one instance's KV pool: reference counts, prefix keys, eviction, deletion and lending.
+"""One KV pool's block manager: reference counts, prefix keys, eviction, deletion and lending.
 
-A block is in exactly one of three states:
+Each block is in exactly one state:
 
     free    no references, no key      -> allocated first, the most recently freed block before others
     cached  no references, has a key   -> evicted only when no block is free, least recently used first; replicas
@@ -23,7 +23,7 @@ from moonpool.scheduling.state_machine import digest_of
 
 
 class OutOfBlocks(MoonpoolError):  # noqa: N818 - named like its kind in the field
-    """Fewer blocks are free or cached than asked for; nothing was changed."""
+    """Fewer blocks are free or cached than asked for; nothing changed."""
 
 
 NO_KEY_CHANGES = KeyChanges()
@@ -31,10 +31,10 @@ NO_KEY_CHANGES = KeyChanges()
 
 @dataclass(slots=True, eq=False)
 class KVOwner:
-    """Owner of the KV that a request computes; shared by all code that registers its blocks.
+    """Owner of the KV that a request computes; shared by all code that registers the request's blocks.
 
     Attributes:
-        transient: its KV was deleted while the request was on its way: none of its blocks gets a key any more.
+        transient: the KV was deleted while the request was on the way: no block gets a key any more.
     """
 
     tenant: str = ""
@@ -47,7 +47,7 @@ COLD_S = 60.0
 
 
 class BlockManager:
-    """The blocks of one pool.
+    """One pool's blocks.
 
     Each block from `allocate` or `acquire` must be given to `release` once.
 
@@ -91,7 +91,10 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Blocks of the longest run of leading keys in the pool. Not acquired: do that before any other call."""
+        """Blocks for the longest leading run of `keys` found in the pool.
+
+        Not acquired: do that before any other call.
+        """
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -101,11 +104,11 @@ class BlockManager:
         return found
 
     def is_cached(self, block: int) -> bool:
-        """Whether the block is cached, so that acquiring it makes one block fewer available."""
+        """Whether the block is cached, so that acquiring the block makes one block fewer available."""
         return block in self._cached
 
     def key_of(self, block: int) -> BlockKey | None:
-        """The block's key, if it has one."""
+        """The block's key, or None."""
         return self._key_of[block]
 
     def ref_count(self, block: int) -> int:
@@ -143,10 +146,10 @@ class BlockManager:
         return taken
 
     def register(self, block: int, key: BlockKey, owner: KVOwner = NO_OWNER) -> bool:
-        """Gives a used block, whose KV is complete in all layers, its key.
+        """Gives a used block a key; the block's KV must be complete in all layers.
 
-        If another block has this key already, that block keeps it and this one gets none: `match` needs one, and
-        others may reference the older block. A block of a transient owner gets no key either.
+        If another block has this key already, that block keeps the key and this block gets none: `match` needs a single
+        block, and others may reference the older block. A block of a transient owner gets no key either.
 
         Returns:
             Whether the block has the key now.
@@ -166,7 +169,7 @@ class BlockManager:
         """Drops a reference to blocks, given in the order of their chain.
 
         Blocks without further references become cached if they have a key, else free. The tail of the chain is evicted
-        before its head: a chain without head is useless.
+        before the head: a chain without head is useless.
         """
         refs, keys, cached = self._refs, self._key_of, self._cached
         for block in reversed(blocks):
@@ -297,7 +300,7 @@ class KVDeleted:
 def delete_kv(
     manager: BlockManager, event: DeleteKV, requests: Iterable[tuple[KVOwner, Iterable[BlockKey]]]
 ) -> KVDeleted:
-    """Deletes KV from a pool; `requests`: owner and block keys of each request of the instance."""
+    """Deletes KV from a pool; `requests`: owner and block keys for each request at the instance."""
     chosen, ttl_s = event.selection, dict(event.ttl_s)
 
     def takes(key: BlockKey, tenant: str, age_s: float) -> bool:
@@ -328,8 +331,8 @@ class ReturnBlocks:
     """A reader has finished; ignored if nothing was lent.
 
     Attributes:
-        number: of the `LendBlocks`.
-        damaged: keys of blocks whose bytes do not match their hashes; they are not found any more.
+        number: the `LendBlocks` number.
+        damaged: keys whose blocks do not match their hashes; they are not found any more.
     """
 
     number: int
@@ -345,10 +348,10 @@ class BlocksLent:
 
 
 class BlockLending:
-    """Blocks of one pool that other instances read.
+    """Lends one pool's blocks to other instances for reading.
 
-    A block with a key is full and does not change, so lending adds a reference. A cached block is not available while
-    it is lent, so the number of lent blocks is limited.
+    A block with a key is full and does not change, so lending adds a reference. A lent block is not available, even if
+    only cached, so the number of lent blocks is limited.
     """
 
     def __init__(self, manager: BlockManager) -> None:

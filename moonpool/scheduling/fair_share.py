@@ -22,7 +22,7 @@ LEAST_PRIORITY, MOST_PRIORITY = -100, 100
 PRIORITY_S = 60.0
 """Seconds of arrival time that each priority level is worth."""
 MAX_CREDIT_S = 10.0
-"""Seconds of work that a tenant may be behind its share."""
+"""Seconds of work by which a tenant may be behind."""
 MAX_TENANTS = 4096
 """Most tenants remembered; beyond it, those with the smallest virtual time are dropped."""
 
@@ -40,7 +40,7 @@ def check_priority(priority: int, field: str) -> None:
 
 @frozen
 class QueueKey:
-    """Orders a waiting item: its tenant, its rank among the tenant's own items, and a unique number."""
+    """Orders a waiting item: tenant, rank among the tenant's own items, and a unique number."""
 
     tenant: str
     rank: float
@@ -53,13 +53,13 @@ class QueueKey:
 
     @property
     def order_in_tenant(self) -> tuple[float, int]:
-        """Orders items of one tenant."""
+        """Orders one tenant's items."""
         return self.rank, self.number
 
 
 @frozen
 class QueueEntry:
-    """A waiting item and its predicted cost."""
+    """A waiting item and the predicted cost."""
 
     key: QueueKey
     cost: float
@@ -69,7 +69,7 @@ class FairShares:
     """Virtual times of tenants.
 
     Args:
-        credit: most work that a tenant may be behind its share, in the unit of costs.
+        credit: most work by which a tenant may be behind, in the costs' unit.
     """
 
     def __init__(self, credit: float = MAX_CREDIT_S) -> None:
@@ -152,7 +152,7 @@ class FairQueue:
         return (entry.key.number for entry in self._shares.order(self._queues.values()))
 
     def add(self, key: QueueKey, cost: float = 0.0) -> None:
-        """Adds an item; its cost matters for the order of the items behind it."""
+        """Adds an item; the cost matters for the order behind this item."""
         assert key.number not in self._entries, f"{key.number} waits already"
         entry = self._entries[key.number] = QueueEntry(key, cost)
         insort(self._queues.setdefault(key.tenant, []), entry, key=_order_in_tenant)
@@ -198,14 +198,14 @@ def _order_in_tenant(entry: QueueEntry) -> tuple[float, int]:
 
 
 def may_admit(there: Counter[str], tenant: str, limit: int, weight_of: Callable[[str], float]) -> bool:
-    """Whether one more item of a tenant is admitted if `limit` items are allowed.
+    """Whether a tenant may add an item if `limit` items are allowed.
 
-    Beyond the limit, tenants below their share are admitted until there are twice as many items: a flood of one tenant
-    does not shut others out.
+    Beyond the limit, tenants below their share are admitted up to twice the limit: one tenant's flood does not shut
+    others out.
 
     Args:
         there: number of items by tenant.
-        tenant: of the new item.
+        tenant: the new item's tenant.
         limit: most items.
         weight_of: a tenant's weight.
     """

@@ -1,8 +1,8 @@
 """Latency prediction: seconds of prefill, decode, loading and sending, corrected by measurements.
 
-The prefill formula is the polynomial of the Mooncake paper (FAST'25, section 5.2): seconds grow with the tokens
-computed and with the pairs of tokens that attend to each other, plus a fixed cost per prompt and a cost per token of
-the cached prefix. A robust Kalman filter corrects each coefficient. No torch, no clock, no transport.
+The prefill formula is the Mooncake paper's polynomial (FAST'25, section 5.2): seconds grow with computed tokens and
+with attended pairs, plus a fixed cost per prompt and a cost per cached prefix token. A robust Kalman filter corrects
+each coefficient. No torch, no clock, no transport.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import NamedTuple
 from moonpool.frozen import frozen
 
 DEFAULT_BYTES_PER_S = 1e9
-"""Assumed rate of loading or sending KV where nothing was measured yet, bytes per second."""
+"""Rate assumed for loading or sending KV before any measurement, bytes per second."""
 
 
 @frozen
 class Speeds:
-    """Speeds of one instance, measured or given by a profile; field for field the contract's `SpeedReport`.
+    """One instance's speeds, measured or given by a profile; field for field the contract's `SpeedReport`.
 
     `moonpool.cluster.proto_conversion` translates. All times are seconds, all rates bytes per second. A rate of 0 means
-    "not measured"; `DEFAULT_BYTES_PER_S` is assumed for it, and for
-    `peer_bytes_per_s` what is known of loading from stores. `prefill_base_s` is counted per engine step,
-    `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per prompt and token of its cached prefix.
+    "not measured"; then `DEFAULT_BYTES_PER_S` is assumed, and for `peer_bytes_per_s` the rate for loading from stores.
+    `prefill_base_s` is counted per engine step, `prefill_per_prompt_s` per prompt, `prefill_per_cached_token_s` per
+    prompt and cached prefix token.
     """
 
     prefill_base_s: float = 0.0
@@ -42,13 +42,13 @@ class Speeds:
     peer_bytes_per_s: float = 0.0
 
     def loading_from_peers(self) -> Speeds:
-        """Return these speeds with the rate of reading from other instances as that of loading, where it is known."""
+        """Return these speeds with the peers' read rate as the rate for loading, if that rate is known."""
         return replace(self, load_bytes_per_s=self.peer_bytes_per_s) if self.peer_bytes_per_s else self
 
     def slowed_prefill(self, factor: float, *, fixed_factor: float | None = None) -> Speeds:
         """Return these speeds with all prefill seconds multiplied by `factor`.
 
-        `fixed_factor` is one for what a step takes whatever is in it; None = as for the others.
+        `fixed_factor` multiplies a step's fixed seconds instead; None = as for the others.
         """
         return Speeds(  # several times as quick as `replace`, and done for each report
             self.prefill_base_s * (factor if fixed_factor is None else fixed_factor),
@@ -75,7 +75,7 @@ class Speeds:
 
 
 class PrefillWork(NamedTuple):
-    """What a prompt leaves to compute: steps, tokens, pairs as `attention_pairs` counts them, tokens of its prefix."""
+    """Work that a prompt still needs: steps, tokens, pairs as `attention_pairs` counts them, prefix tokens."""
 
     steps: int
     new_tokens: int
@@ -84,7 +84,7 @@ class PrefillWork(NamedTuple):
 
 
 def attention_pairs(new_tokens: int, prefix_tokens: int) -> int:
-    """Number of (token computed, token attended to) pairs of `new_tokens` after `prefix_tokens`, causal."""
+    """Number of (computed token, attended token) pairs for `new_tokens` after `prefix_tokens`, causal."""
     return new_tokens * prefix_tokens + new_tokens * (new_tokens + 1) // 2
 
 
@@ -96,14 +96,14 @@ def work_of(new_tokens: int, prefix_tokens: int, steps: int = 1) -> PrefillWork:
 def prefill_seconds(
     speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1, begins: bool = True
 ) -> float:
-    """Predict the seconds of computing `new_tokens` whose context is `prefix_tokens` long.
+    """Predict the seconds for computing `new_tokens` after `prefix_tokens` tokens.
 
     Args:
-        speeds: of the instance that computes.
+        speeds: the computing instance's speeds.
         new_tokens: tokens to compute; none take no time.
-        prefix_tokens: tokens before them, whose KV is there.
-        steps: engine steps it takes.
-        begins: the prompt begins here and its prefix was cached; False for a later chunk of the same prompt.
+        prefix_tokens: tokens before `new_tokens`, with KV already in the pool.
+        steps: engine steps that the computation takes.
+        begins: the prompt begins here and the prefix was cached; False for a later chunk of the same prompt.
     """
     if new_tokens <= 0:
         return 0.0
@@ -122,17 +122,17 @@ def work_seconds(
 
 
 def load_seconds(speeds: Speeds, nbytes: int) -> float:
-    """Predict the seconds of reading `nbytes` of KV from the store."""
+    """Predict the seconds for reading `nbytes` of KV from the store."""
     return nbytes / (speeds.load_bytes_per_s or DEFAULT_BYTES_PER_S)
 
 
 def transfer_seconds(speeds: Speeds, nbytes: int) -> float:
-    """Predict the seconds of sending `nbytes` of KV to decode."""
+    """Predict the seconds for sending `nbytes` of KV to decode."""
     return nbytes / (speeds.transfer_bytes_per_s or DEFAULT_BYTES_PER_S)
 
 
 def decode_step_seconds(speeds: Speeds, sequences: float, context_tokens: float) -> float:
-    """Predict the seconds of one decode step over `sequences` with `context_tokens` of context in total."""
+    """Predict the seconds for one decode step over `sequences` with `context_tokens` tokens in total."""
     return (
         speeds.decode_base_s
         + speeds.decode_per_sequence_s * sequences
@@ -143,17 +143,17 @@ def decode_step_seconds(speeds: Speeds, sequences: float, context_tokens: float)
 def overlapped_seconds(load_s: float, compute_s: float, layers: int) -> float:
     """Seconds of loading and computing when layer l+1 loads while layer l computes.
 
-    The longer of the two hides all of the shorter one but its share of one layer.
+    The longer hides the shorter, except the shorter's share for one layer.
     """
     shorter, longer = (load_s, compute_s) if load_s < compute_s else (compute_s, load_s)
     return longer + shorter / (layers or 1)
 
 
 def pipelined_seconds(compute_s: float, *, steps: int, stages: int) -> float:
-    """Seconds of `steps` equal steps that take `compute_s` one after the other, when `stages` of them overlap.
+    """Seconds for `steps` equal steps that take `compute_s` one after the other, if `stages` steps overlap.
 
-    The last step ends when it has been through all stages; the others only hold it up for a stage each. They keep the
-    pipeline busy for `compute_s / stages`.
+    The last step ends after all stages; each other step delays the last step by a single stage. They keep the pipeline
+    busy for `compute_s / stages`.
     """
     steps = max(steps, 1)
     return compute_s * (steps + stages - 1) / (steps * stages)
@@ -162,15 +162,15 @@ def pipelined_seconds(compute_s: float, *, steps: int, stages: int) -> float:
 def load_is_cheaper(
     speeds: Speeds, *, total_tokens: int, local_tokens: int, stored_tokens: int, token_bytes: int, layers: int = 1
 ) -> bool:
-    """Tell whether loading a stored prefix is predicted to be quicker than computing it.
+    """Tell whether loading a stored prefix is predicted to be quicker than computing the prefix.
 
     Args:
-        speeds: of the instance that would load or compute.
+        speeds: speeds at the instance that would load or compute.
         total_tokens: tokens of the prompt.
-        local_tokens: leading tokens whose KV is in the instance's own pool.
-        stored_tokens: leading tokens whose KV the store holds; only those beyond `local_tokens` would be loaded.
+        local_tokens: leading tokens with KV in the instance's own pool.
+        stored_tokens: leading tokens with KV in the store; only those beyond `local_tokens` would be loaded.
         token_bytes: bytes of KV per token over all layers.
-        layers: layers of the model, for the overlap of loading and computing; 1 = no overlap.
+        layers: the model's layers, for overlapping loads with computation; 1 = no overlap.
     """
     if stored_tokens <= local_tokens:
         return False
@@ -181,32 +181,33 @@ def load_is_cheaper(
 
 
 FIRST_NOISE = 0.2
-"""Relative noise of a measurement that is assumed at first; then it is measured."""
+"""Relative noise of a measurement that is assumed at first; later the noise is measured."""
 LEAST_NOISE = 0.03
 NOISE_WEIGHT = 0.05
 ERROR_GATE = 1.5
-"""A measurement counts as if it were at most so many standard deviations from its prediction."""
+"""A measurement counts as if at most this many standard deviations from the prediction."""
 LEAST_COEFFICIENT = 0.05
-"""No coefficient falls below this share of its first value."""
+"""No coefficient falls below this share of the first value."""
 SHORTEST_S = 1e-9
 """What took less was not measured."""
 
 
 class Regression:
-    """Coefficients of `seconds = sum(coefficient * size)`, none negative, by measurements one after the other.
+    """Coefficients for `seconds = sum(coefficient * size)`, none negative, learnt from one measurement after the other.
 
-    Errors count as logarithms of measured over predicted: twice as long and half as long weigh alike, as times have a
-    long tail. Beyond a gate they count as if they were at it, so that the coefficients are about those of a median
-    (Huber's estimator). Several in a row beyond the gate make the filter as uncertain as at its start. A size that does
-    not vary leaves its coefficient where it was.
+    Errors count as log(measured / predicted): twice as long and half as long weigh alike, as times have a long tail.
+    Errors beyond a gate count as if at the gate, so that the coefficients fit about the median (Huber's estimator).
+    Several errors in a row beyond the gate make the filter as uncertain as at the start. If a size does not vary, the
+    size's coefficient stays.
 
     Args:
         coefficients: first ones.
-        spreads: how uncertain each is by itself, as a standard deviation.
+        spreads: each coefficient's own uncertainty, as a standard deviation.
         common: how uncertain the factor is that all of them have in common. Without either a coefficient stays.
-        change: so many measurements in a row beyond the gate, on one side, are no outliers: what was learnt before is
-            not true any more.
-        drift: variance of a coefficient that each measurement adds, as a share of its first: old measurements fade.
+        change: number of measurements in a row beyond the gate, on one side, that are no outliers: the machine has
+            changed.
+        drift: variance that each measurement adds to a coefficient, as a share of the first value: old measurements
+            fade.
         least_s: errors of shorter predictions are relative to so many seconds, and no logarithms.
     """
 
@@ -262,7 +263,7 @@ class Regression:
         `known_s` of the seconds are foreseen by something else.
         """
         predicted = known_s + self.seconds(sizes)
-        if not (SHORTEST_S <= seconds < inf and predicted < inf):  # also where one of them is NaN
+        if not (SHORTEST_S <= seconds < inf and predicted < inf):  # also if a value is NaN
             return
         scale = max(predicted, self._least_s)
         shares = [size / scale for size in sizes]
@@ -281,12 +282,12 @@ class Regression:
         self._correct(along, variance, error)
 
     def _along(self, shares: list[float]) -> tuple[list[float], float]:
-        """Covariance of the coefficients with the prediction, and the variance of an error."""
+        """The coefficients' covariance with the prediction, and the error's variance."""
         along = [sum(map(mul, row, shares)) for row in self._covariance]
         return along, sum(map(mul, along, shares)) + self._noise * self._noise
 
     def _changed(self, error: float, limit: float) -> bool:
-        """Whether this error is one of too many on one side."""
+        """Whether this error completes a run of errors on one side."""
         side = 0 if abs(error) <= limit else 1 if error > 0 else -1
         self._streak = self._streak + side if side * self._streak >= 0 and side else side
         if abs(self._streak) < self._change:
@@ -297,7 +298,7 @@ class Regression:
     def _correct(self, along: list[float], variance: float, error: float) -> None:
         """Moves the coefficients. Old measurements fade, so all become a little more uncertain.
 
-        What no measurement tells of does not become more uncertain than it was at first.
+        A coefficient that no measurement reaches becomes no more uncertain than at first.
         """
         gain = [one / variance for one in along]
         moved = [one + error * by for one, by in zip(self.coefficients, gain)]  # noqa: B905 - strict ones take long
@@ -311,7 +312,7 @@ class Regression:
                 row[at] += drift * most[at]
 
     def _most(self) -> list[float]:
-        """The largest variance of each coefficient by itself: as at the start, more where it has grown."""
+        """Each coefficient's largest variance: the first variance, or more for a coefficient that has grown."""
         known = zip(self._spreads, self._squares, self.coefficients, self._firsts, strict=True)
         return [(spread * (one / first)) ** 2 if one > first > 0.0 else square for spread, square, one, first in known]
 
@@ -324,18 +325,17 @@ class Regression:
 
 
 MAX_RATIO = 20.0
-"""One observation moves a rate as if it were at most this many times slower or faster than known."""
+"""One observation moves a rate as if at most this many times slower or faster than known."""
 COMMON_SPREAD = 0.7
-"""Uncertainty of the factor by which a machine is slower or quicker than its base says, for all sizes alike."""
+"""Uncertainty in the factor by which a machine is slower or quicker than the base, for all sizes alike."""
 OWN_SPREAD = 0.15
-"""Uncertainty of each coefficient beside that, as a share of itself."""
+"""Each coefficient's own uncertainty beside the common factor, as a share."""
 FIXED_SPREAD = 0.25
-"""The fixed part of a step is less certain, as work around the engine is not in the base: as a share of a typical
-step."""
+"""The fixed part is less certain, as work around the engine is not in the base: a share of a typical step."""
 PREFILL_DRIFT = 2e-3
 """Of prefill's coefficients: older steps fade."""
 LEAST_CORE_SHARE = 0.01
-"""Share of its cores that an engine had in a step at least: a thread's time may be counted in ticks, and be none."""
+"""Lowest assumed share of an engine's cores in a step: a thread's time may be counted in ticks, and be 0."""
 TYPICAL_CHUNK = 256
 TYPICAL_BATCH, TYPICAL_CONTEXT = 4, 2048
 
@@ -344,7 +344,7 @@ class SpeedTracker:
     """Speeds that follow measurements.
 
     Prefill and decode steps have a regression each (`Regression`), which begins with the base: fixed part, parts that
-    grow with tokens, and what a prompt costs once. So what the machine does beside the engine's work goes to the fixed
+    grow with tokens, and the fixed cost per prompt. So what the machine does beside the engine's work goes to the fixed
     part. Rates of loading and sending are followed directly.
     """
 
@@ -400,10 +400,10 @@ class SpeedTracker:
         """Learn that one prefill step took `seconds`. The speeds are those with all of the engine's cores.
 
         Args:
-            chunks: of the step: tokens computed, tokens before them, and whether the prompt begins with it.
+            chunks: for each chunk in the step: tokens computed, tokens before them, and whether the prompt begins here.
             seconds: measured.
-            known_s: of these, seconds that something else in the step is predicted to take.
-            share: of its cores, that the engine had: what grows took so much longer.
+            known_s: part that something else in the step is predicted to take, seconds.
+            share: share of the cores that the engine had: growing parts took so much longer.
         """
         base, tokens, pairs, once_s, share = self._base, 0, 0, 0.0, max(share, LEAST_CORE_SHARE)
         for new, prefix, begins in chunks:
@@ -434,7 +434,7 @@ class SpeedTracker:
 def learnt_rate(rate: float, nbytes: float, seconds: float, weight: float) -> float:
     """A rate in bytes per second (0 = not known) after `nbytes` took `seconds`, which counts with `weight`.
 
-    A mean of seconds per byte, not of bytes per second: one very quick sample must not hide slow ones.
+    Averages seconds per byte, not bytes per second: one very quick sample must not hide slow samples.
     """
     if nbytes <= 0 or seconds <= 0.0:
         return rate

@@ -6,19 +6,19 @@ from moonpool.kv.keys import BlockKey
 
 @frozen
 class EngineRequest:
-    """A request as the schedulers of prefill and decode see it. They carry this record unchanged.
+    """A request as the schedulers in prefill and decode see the request. They carry this record unchanged.
 
     Attributes:
-        keys: keys of the full blocks of `tokens`.
-        tokens: tokens whose KV is computed, or transferred.
-        prompt_tokens: length of the original prompt, at most `tokens`; the answer follows it.
+        keys: keys for the full blocks in `tokens`.
+        tokens: tokens whose KV is computed or transferred.
+        prompt_tokens: length of the original prompt, at most `tokens`; the answer follows.
         width: sequences that begin with these tokens and run together.
-        logprob_bytes: bytes of log probabilities kept with each token of an answer.
-        tenant: owner of its KV.
+        logprob_bytes: bytes for log probabilities kept with each answer token.
+        tenant: owner of the KV.
         priority: among the tenant's own requests; lower goes first.
         weight: the tenant's share, relative to others'.
-        transient: no block of it may be kept: its KV was deleted while the request was on its way.
-        token_cost: how many times as long as usual a prompt token takes: more if its log probabilities are wanted.
+        transient: no block may be kept: the KV was deleted while the request was on the way.
+        token_cost: a prompt token's cost relative to a usual token: more if log probabilities are wanted.
     """
 
     keys: tuple[BlockKey, ...]

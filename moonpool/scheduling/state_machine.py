@@ -203,7 +203,7 @@ class CancelIo:
 
 
 class Core(Protocol[E_contra, A]):
-    """A state machine without I/O. Its state must be picklable: journals keep snapshots of it."""
+    """A state machine without I/O. The state must be picklable: journals keep snapshots."""
 
     def handle(self, now: float, event: E_contra | Tick, out: list[A]) -> None:
         """Takes an event and appends actions.
@@ -225,7 +225,7 @@ class Core(Protocol[E_contra, A]):
 
 
 class PendingIo(Generic[T]):
-    """I/O in flight, each with a value: the resources that it pins. Numbers are never used twice."""
+    """I/O in flight, each with a value: the resources pinned by the I/O. Numbers are never used twice."""
 
     def __init__(self) -> None:
         self._next = 1
@@ -241,7 +241,7 @@ class PendingIo(Generic[T]):
         return iter(list(self._open.items()))
 
     def begin(self, pinned: T) -> int:
-        """Adds I/O; returns its number."""
+        """Adds I/O; returns the I/O's number."""
         io, self._next = self._next, self._next + 1
         self._open[io] = pinned
         return io
@@ -251,11 +251,11 @@ class PendingIo(Generic[T]):
         return self._open.get(io)
 
     def digest(self) -> bytes:
-        """Hash of the I/O in flight, and of the next number."""
+        """Hash over the I/O in flight and the next number."""
         return digest_of(self._next, self._open)
 
     def end(self, io: int) -> T:
-        """Removes I/O that has ended; returns its value.
+        """Removes I/O that has ended; returns the value.
 
         Raises:
             KeyError: the I/O has ended before, or never began: a defect of the driver.

@@ -1,7 +1,7 @@
-"""A step: one forward pass over a packed batch, as schedulers plan it and engines run it, and its results.
+"""A step: one forward pass over a packed batch, as schedulers plan a step and engines run a step, and the results.
 
-A *run* is several steps: the engine feeds each sequence its new token back without asking the scheduler. Also here:
-the sampling of one sequence step by step, and the division of layers among pipeline stages.
+A *run* is several steps: the engine feeds each sequence's new token back without asking the scheduler. Also here: one
+    sequence's sampling step by step, and how layers are divided among pipeline stages.
 
 Steps and results are frozen and picklable.
 """
@@ -19,24 +19,24 @@ from moonpool.sampling_params import GREEDY, SampleSpec, SamplingParams, stream_
 from moonpool.v1 import kv_pb2
 
 MAX_WAIT_STEPS = 3.0
-"""Longest wait of a patient step, as a multiple of the seconds that the step takes."""
+"""Longest wait before a patient step, as a multiple of the step's own seconds."""
 SAVED, SAVED_S = 16, 1.5
-"""Earlier steps whose unused waiting time a patient step may use, and the longest wait by that, seconds."""
+"""Earlier steps whose unused waiting time a patient step may use, and the longest such wait, seconds."""
 STEP_TOKENS = 512
 """Tokens of the largest step, by default."""
 MAX_RESULTS_TOGETHER = 16
 """Most results of patient steps that are sent together."""
 REPORT_WITHIN_S = 0.05
-"""Longest wait of the first of these results, seconds: the first step that ends later sends all of them."""
+"""Longest wait for the first of these results, seconds: the first step that ends later sends all."""
 
 
 def _unpickled_history() -> None:
-    """The value of a `TokenHistory` at the other end of a channel: None."""
+    """What a pickled `TokenHistory` becomes at the channel's other end: None."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class TokenHistory:
-    """Tokens and keys of a sequence, for engines in this process that check the content of blocks.
+    """A sequence's tokens and keys, for engines in this process that check the blocks' content.
 
     Stays in the I/O process: pickled for an engine process, a history is None.
     """
@@ -54,7 +54,7 @@ class TokenHistory:
 
 @frozen
 class ScoredTokens:
-    """Known tokens whose log probabilities are wanted. Each one follows a token that the step computes."""
+    """Known tokens with log probabilities wanted. Each one follows a token that the step computes."""
 
     token_ids: bytes
     """Little-endian int32; at least one token, at most as many as the step computes."""
@@ -64,7 +64,7 @@ class ScoredTokens:
 
 @frozen
 class SequenceStep:
-    """One sequence's part of a step: compute the KV of some tokens, and sample the next token if wanted."""
+    """One sequence's part of a step: compute some tokens' KV, and sample the next token if wanted."""
 
     token_ids: bytes
     """The tokens to compute, little-endian int32; at least one."""
@@ -77,11 +77,11 @@ class SequenceStep:
     scored: ScoredTokens | None = None
     """Set when log probabilities of known tokens are wanted."""
     full_hit: bool = False
-    """The tokens' own KV is in the pool, too: they are computed to sample the next token, and write nothing."""
+    """The tokens' own KV is in the pool, too: the tokens are computed to sample the next token, and write nothing."""
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the run when they are sampled."""
     may_skip: bool = False
-    """Whether the sequence may go without its token if a mask takes long (`StepResult.late`)."""
+    """Whether the sequence may go without a token if a mask takes long (`StepResult.late`)."""
     history: TokenHistory | None = field(default=None, compare=False, repr=False)
     """The whole sequence; stays in the I/O process."""
 
@@ -93,7 +93,7 @@ class SampledCandidates:
     tokens: tuple[int, ...]
     """One token for each sample; or the `SampleSpec.best` most likely tokens that are not banned, best first."""
     log_probabilities: tuple[float, ...] = ()
-    """Log probability of each of the most likely tokens."""
+    """Log probabilities of the most likely tokens."""
 
 
 @frozen
@@ -109,15 +109,18 @@ class Step:
     layer_events: bool = False
     """Send `LayerDone` after each layer."""
     copies: tuple[tuple[int, int], ...] = ()
-    """Blocks (from, to) to copy in all layers before anything else, because a sequence is about to write to a block
-    that other sequences refer to. No block is a target twice, or a target and a source."""
+    """Blocks (from, to) to copy in all layers first, because a sequence is about to write to a block that others refer
+    to. No block is a target twice, or a target and a source.
+    """
     patient: bool = False
-    """No client waits for single tokens. Other work of the host may go first (`MAX_WAIT_STEPS`), and results of a
-    run's steps may come together (`MAX_RESULTS_TOGETHER`)."""
+    """No client waits for single tokens. The host's other work may go first (`MAX_WAIT_STEPS`), and results from a
+    run's steps may come together (`MAX_RESULTS_TOGETHER`).
+    """
     steps: int = 1
-    """Most steps of the run that begins with this step. The run ends earlier with a step that samples an end token, or
-    no token for a sequence, and with the step in which the run is stopped. All sequences of a run sample, and have
-    blocks for the whole run."""
+    """Most steps of the run that begins with this step. The run ends earlier with a step that samples an end token,
+    with a step without a token for a sequence, and with the step in which the run is stopped. All sequences of a run
+    sample, and have blocks for the whole run.
+    """
 
 
 def longest_wait_s(step_s: float) -> float:
@@ -126,7 +129,7 @@ def longest_wait_s(step_s: float) -> float:
 
 
 def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
-    """Blocks of the pool that may be sent after a step, each with its valid tokens.
+    """Pool blocks that may be sent after a step, each with the number of valid tokens.
 
     These are the blocks that become full. If layers are reported, a prompt's part-filled last block is one, too.
     """
@@ -144,30 +147,30 @@ def finished_blocks(step: Step, block_tokens: int) -> list[tuple[int, int]]:
 
 @frozen
 class LayerDone:
-    """The step's KV of one layer is in the pool."""
+    """One layer's KV from the step is in the pool."""
 
     step_id: int
     layer: int
     """Index in the model."""
     start_ns: int
-    """Begin of the computation, after the gate, in nanoseconds of `time.monotonic_ns`."""
+    """Begin of the computation, after the gate, in nanoseconds on `time.monotonic_ns`."""
     end_ns: int
 
 
 @frozen
 class StepResult:
-    """Result of a step. All stages have ended the step, and nothing writes to its blocks any more."""
+    """Result of a step. All stages have ended the step, and nothing writes to the step's blocks any more."""
 
     sampled: tuple[int | None, ...]
-    """The sampled token of each sequence of the step; None if no token was wanted or found; () if aborted."""
+    """Each sequence's sampled token; None if no token was wanted or found; () if aborted."""
     aborted: bool
     """Some layer was not computed: KV of the step's tokens must not be used."""
     start_ns: int
-    """Begin of the first stage, in nanoseconds of `time.monotonic_ns`."""
+    """Begin of the first stage, in nanoseconds on `time.monotonic_ns`."""
     end_ns: int
     """End of the last stage."""
     several: Mapping[int, SampledCandidates] = field(default_factory=dict)
-    """By index: tokens of sequences that wanted more than one. The first token is in `sampled`."""
+    """By index: tokens of sequences that wanted several. The first token is in `sampled`."""
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     """By index: log probabilities of all sampled tokens, if wanted (`SamplingParams.logprobs`)."""
     scores: Mapping[int, Logprobs] = field(default_factory=dict)
@@ -175,13 +178,13 @@ class StepResult:
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
     """By index: embeddings of prompts (`SamplingParams.embedding`), little-endian float32."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """By index: why no token was sampled. The answer cannot go on in its format."""
+    """By index: why no token was sampled. The answer cannot continue in the wanted format."""
     share: float = 1.0
     """Mean part of the wanted cores that the step had; other processes of the host had the rest."""
     waited_ns: int = 0
     """Nanoseconds from `start_ns` on for which a patient step let other work of the host go first."""
     earlier: "tuple[StepResult, ...]" = ()
-    """Results of earlier steps of the run that come with this one, oldest first."""
+    """Results from the run's earlier steps that come with this result, oldest first."""
     late: frozenset[int] = frozenset()
     """Sequences that got no token because their mask takes long. They may ask again for the same one."""
 
@@ -191,7 +194,7 @@ class SequenceSampling:
     """How the tokens of a request's sequences are chosen, and when they end."""
 
     prompt_tokens: int
-    """Length of the original prompt: the token after it has output position 0, also in a continued stream."""
+    """The original prompt's length: the token after the prompt has output position 0, also in a continued stream."""
     params: SamplingParams = GREEDY
     end_token_ids: frozenset[int] = frozenset()
     """Tokens that end the sequence; without the model's end tokens if these are ignored."""
@@ -229,14 +232,14 @@ class SequenceSampling:
         return token in self.end_token_ids or tokens >= self.total_tokens(model_tokens)
 
     def total_tokens(self, model_tokens: int) -> int:
-        """Most tokens of the sequence, prompt and answer, of a model that takes `model_tokens`."""
+        """Most tokens in the sequence, prompt and answer, for a model that takes `model_tokens`."""
         return min(self.prompt_tokens + self.params.max_tokens, model_tokens)
 
     def at(self, tokens: "array[int]", sample_index: int = 0) -> SampleSpec:
         """Parameters for sampling the token after `tokens` (the prompt and everything generated so far).
 
-        After the prompt alone that is the first token of each of the request's samples. `sample_index`: which of the
-        samples has these tokens; see `moonpool.sampling_params.stream_seed`.
+        After the prompt alone, that is the first token of each sample. `sample_index`: which of the samples has these
+        tokens; see `moonpool.sampling_params.stream_seed`.
         """
         position = len(tokens) - self.prompt_tokens
         return SampleSpec(
@@ -252,7 +255,7 @@ class SequenceSampling:
         )
 
     def steady(self, tokens: int, model_tokens: int) -> int:
-        """Number of next tokens that a run may choose by itself (`SampleSpec.after`); the last may end the answer.
+        """Number of next tokens that a run may choose alone (`SampleSpec.after`); the last may end the answer.
 
         `tokens`: length of the sequence, prompt and answer. `model_tokens`: longest sequence of the model.
         """
@@ -286,7 +289,7 @@ class SequenceSampling:
 
 
 def _ends_before_bad_token(bad: tuple[int, ...], tokens: "array[int]", position: int) -> bool:
-    """Whether an answer of `position` tokens ends with all but the last token of a bad word."""
+    """Whether the answer so far ends with all but the last token of a bad word."""
     before = len(bad) - 1
     return before <= position and tokens[len(tokens) - before :].tolist() == list(bad[:-1])
 

@@ -1,4 +1,4 @@
-"""Admission: the conductor's own, and the checks of the Mooncake paper's section 7 by the load of the decode pool."""
+"""Admission: the conductor's own, and the decode pool load checks from the Mooncake paper's section 7."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.cluster.requests import Request
 
 FULL = 1.0
-"""Load above which nobody is let in."""
+"""Load above which no request is admitted."""
 FIRST_S = 10.0
 """Seconds that answers are thought to take until one has ended."""
 
@@ -32,7 +32,7 @@ class PoolLoad:
     """The decode pool's present and expected load.
 
     Args:
-        config: of the cluster.
+        config: the cluster's.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -55,7 +55,7 @@ class PoolLoad:
         answer.begins_at, answer.begun = now, True
 
     def ended(self, request: int, now: float) -> None:
-        """A request is over, in any way; ignored if it was not placed."""
+        """A request is over, in any way; ignored if not placed."""
         answer = self._answers.pop(request, None)
         if answer is not None and answer.begun:
             self._ended += 1
@@ -66,7 +66,7 @@ class PoolLoad:
         return self._level([answer.tokens for answer in self._answers.values() if answer.begun])
 
     def at(self, when: float) -> float:
-        """At a later time: those whose prompts are computed by then have begun, and the oldest are over."""
+        """Load at a later time: requests with prompts computed by then have begun, and the oldest have ended."""
         since = when - self.answer_s
         return self._level([it.tokens for it in self._answers.values() if since < it.begins_at <= when])
 
@@ -84,7 +84,7 @@ ADMISSIONS = {
     "promised_early": "as the services do with --admission early: both stages as they are now, and decode likewise",
     "promised": "as the services do by default: predictive, and decode looks when it is asked for room",
 }
-"""Who is let in; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
+"""Which requests are admitted; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
 SERVICES = {
     AdmissionMode.NONE: "promised_none",
     AdmissionMode.EARLY: "promised_early",
@@ -93,8 +93,9 @@ SERVICES = {
 """What the services do, by their flag `--admission`."""
 PAPER = ("baseline", "early", "predictive")
 HEADROOM = 0.9
-"""Share of the TBT limit up to which requests are let in: contexts grow, and a request is judged by its longest tenth
-of intervals, not by the mean."""
+"""Share of the TBT limit up to which requests are admitted: contexts grow, and a request is judged by the longest tenth
+of its intervals, not by the mean.
+"""
 FOREVER_S = 1e7
 _GATES = {"all": AdmissionMode.NONE, "baseline": AdmissionMode.EARLY, **{name: gate for gate, name in SERVICES.items()}}
 
@@ -128,10 +129,10 @@ def keeps_tbt(config: ClusterConfig) -> bool:
 
 
 class LateCheck:
-    """The paper's check at decode, of requests whose prompts have been computed.
+    """The paper's check at decode, after a request's prompt has been computed.
 
     Args:
-        config: of the cluster.
+        config: the cluster's.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -159,10 +160,10 @@ class PoolGate:
     """Refuses by the load of the whole decode pool, where the cluster's config wants that.
 
     Args:
-        config: of the cluster.
+        config: the cluster's.
 
     Attributes:
-        load: of the pool.
+        load: the pool's.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -182,6 +183,6 @@ def _prefill_s(request: Request, cluster: ClusterView, now: float) -> float:
     keys = request.keys
     try:
         plan = cluster.plan(RoutingRequest(request.tokens, request.answer, keys, keys[0] if keys else b"", now))
-    except (Unavailable, InvalidRequest):  # the core has its own word for it
+    except (Unavailable, InvalidRequest):  # the core has a separate error for this
         return 0.0
     return plan.prefill.ttft_s

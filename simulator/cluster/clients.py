@@ -22,14 +22,14 @@ take the request."""
 
 @dataclass(slots=True, eq=False)
 class Serving:
-    """A request at a conductor whose core has not ended it."""
+    """A request at a conductor that the core has not ended."""
 
     ask: RequestSpec
     request: Request
     continued: int = 0
     """Tokens of the answer that are not made again, as at the last placement."""
     sequence: Placed | None = None
-    """The last one that engines have heard of."""
+    """The latest sequence that engines know."""
     plan: RoutingDecision | None = None
     target: DecodeReservation | None = None
     """The promise of the last placement."""
@@ -44,7 +44,7 @@ class Serving:
 
 
 class Frontend(Protocol):
-    """A conductor, as clients see it."""
+    """A conductor's interface for clients."""
 
     @property
     def up(self) -> bool:
@@ -64,7 +64,7 @@ class Frontend(Protocol):
         ...
 
     def leave(self, before: Serving) -> None:
-        """A client has lost the connection: the request is dropped, if it is here."""
+        """A client has lost the connection: the request, if here, is dropped."""
         ...
 
 
@@ -73,8 +73,8 @@ class Clients:
 
     Args:
         world: the time.
-        config: of the cluster.
-        ended: called with each request when it has ended.
+        config: the cluster's.
+        ended: called with each ended request.
     """
 
     def __init__(self, world: SimulatedWorld, config: ClusterConfig, ended: Callable[[Request], None]) -> None:
@@ -98,7 +98,7 @@ class Clients:
         self._open[serving.request] = serving
 
     def again(self, request: Request) -> None:
-        """Nobody can take a request now."""
+        """No conductor can take a request now."""
         self._open[request] = None
         self._world.after(ps(RETRY_S), self._ask, request)
 
@@ -112,8 +112,7 @@ class Clients:
 
         A request without a placement counts as lost: only a placed request is resumed.
 
-        Returns:
-            The request as the conductor has it; None if the request has not come there or has ended.
+        Returns: The request's record at the conductor; None if the request has not come there or has ended.
         """
         serving = self._open.get(request)
         if serving is not None and not serving.away:
@@ -139,12 +138,12 @@ class Clients:
     def _resume(self, request: Request) -> None:
         """Comes with the tokens so far, and with the placement."""
         if request not in self._open:
-            return  # it has ended, while its client was not heard
+            return  # the request has ended while the client was away
         before, conductor = self._open[request], self._answering(request)
         if before is not None and any(it.rejoin(before) for it in self.conductors):
             before.rejoined += 1
         elif before is None or before.sequence is None or before.plan is None:
-            self._ask(request)  # it was never placed: it is new
+            self._ask(request)  # the request was never placed: treat as new
         elif conductor is None:
             self._world.after(ps(RETRY_S), self._resume, request)
         elif request.whole:

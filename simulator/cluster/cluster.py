@@ -31,7 +31,7 @@ class Cluster:
     Args:
         config: what there is.
         ended: called with each request that has ended.
-        runs: of decode steps.
+        runs: decode steps.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Cluster:
         for number in range(config.conductors):
             self.conductors.append(self._conductor(number))
         self.clients.conductors = self.conductors
-        self._following = 0  # requests whose others have ended, and whose delay has not
+        self._following = 0  # requests whose predecessors have ended, and whose delay has not
         self._coming = False
 
     def _conductor(self, number: int) -> Conductor:
@@ -99,7 +99,7 @@ class Cluster:
         self._next(iter(enumerate(requests, 1)))
 
     def _next(self, requests: Iterator[Placed]) -> None:
-        """Read on to the next request that comes at a time of its own; those before wait for others."""
+        """Read on to the next request with an arrival time; those before wait for others."""
         coming = next(requests, None)
         while coming is not None and coming[1].wait_for:
             if not self._loop.keeps(*coming):
@@ -215,7 +215,7 @@ class Cluster:
         self._lost(instance.name)
 
     def _replace_store(self, store: Store) -> None:
-        """By an empty one, of which the conductor hears at once."""
+        """Put an empty store in place; the conductor hears at once."""
         store.begin_anew()
         self._lose_source(store.name)
         for conductor in self.conductors:
@@ -241,7 +241,7 @@ class Cluster:
     # The end
 
     def run(self) -> None:
-        """Until nothing happens any more."""
+        """Run until no event is left."""
         self.world.run()
 
     def check_at_rest(self) -> None:

@@ -1,7 +1,7 @@
-"""The conductor in virtual time: the service's own core decides, this does what it says and keeps the requests.
+"""The conductor in virtual time: the service's own core decides, this module carries the decisions out.
 
-When a conductor is lost, another takes the place and knows nothing. Instances join, and clients resume their requests.
-Several side by side know nothing of each other; all instances join all of them.
+A lost conductor's successor starts without knowledge. Instances join, and clients resume their requests. Several
+conductors side by side do not know each other; all instances join all of them.
 """
 
 from collections.abc import Callable
@@ -69,13 +69,13 @@ class Conductor:
 
     Args:
         world: the time.
-        config: of the cluster.
+        config: the cluster's.
         calls: carry messages.
         engines: the instances, also those that are not there now.
         stores: the kvstores.
-        clients: whose requests these are.
-        change_role: lets an instance change its role.
-        number: of this conductor; several have different ones.
+        clients: the requests' clients.
+        change_role: lets an instance change roles.
+        number: this conductor's; several have different ones.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Conductor:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Starts a conductor that knows nothing; all present instances join."""
+        """Starts a conductor without knowledge; all present instances join."""
         config, calls = self._config, self._calls
         self._lives += 1
         name = f"conductor-{self._number}/{self._lives}"
@@ -118,7 +118,7 @@ class Conductor:
             self.store_joins(store)
 
     def crash(self) -> None:
-        """Forgets everything; clients resume what they had, again and again until somebody answers."""
+        """Forgets everything; clients resume their requests, again and again until a conductor answers."""
         self.up = False
         self.host.close()
         self.members.abandon()
@@ -132,7 +132,7 @@ class Conductor:
         return self._streams * self._config.conductors + self._number
 
     def check_at_rest(self) -> None:
-        """Asserts that nothing is counted or under way."""
+        """Asserts that no count and no work is left."""
         self.core.check_invariants()
         assert not self._serving
         assert not len(self.core.scheduler)
@@ -154,13 +154,13 @@ class Conductor:
         request, fence = before.request, before.fence + before.rejoined + 1
         request.resumed += 1
         assert before.sequence is not None
-        target = replace(before.target, held_blocks=0) if before.target is not None else None  # clients do not tell it
+        target = replace(before.target, held_blocks=0) if before.target is not None else None  # clients do not tell
         ask = self._asks(request, ResumeState(request.kept, fence, before.sequence.id, target))
         serving = Serving(ask, request, request.kept, before.sequence, before.plan, before.target, fence)
         self._take(serving, self._keys(request))
 
     def rejoin(self, before: Serving) -> bool:
-        """See `Frontend.rejoin`; the core does not hear of it."""
+        """See `Frontend.rejoin`; the core does not see the call."""
         return self._serving.get(before.ask.number) is before
 
     def leave(self, before: Serving) -> None:
@@ -305,7 +305,7 @@ class Conductor:
             self.members.join(instance.name, instance.load, KeyChanges(instance.keys()), instance.incarnation)
 
     def store_joins(self, store: Store) -> None:
-        """A kvstore is there, perhaps instead of another one."""
+        """A kvstore is there, perhaps instead of an earlier store."""
         if self.up:
             self.members.join(store.name, store.load, store.held(), store.incarnation)
 

@@ -19,7 +19,7 @@ GB = 10**9
 
 @frozen
 class SloTargets:
-    """What counts as good, seconds. A request's TBT is the mean of its longest 10 % of intervals (FAST'25)."""
+    """What counts as good, seconds. A request's TBT is the mean over its longest 10 % of intervals (FAST'25)."""
 
     ttft_s: float = 30.0
     tbt_s: float = 0.1
@@ -27,7 +27,7 @@ class SloTargets:
 
 @frozen
 class DecodeMemory:
-    """How a decode instance fills its pool; as the service's own flags.
+    """How a decode instance fills the pool; as the service's own flags.
 
     Attributes:
         watermark: share of the pool that is left free when a sequence is let in.
@@ -54,33 +54,33 @@ class ClusterConfig:
         profile: speeds and sizes of an instance.
         prefill, decode, kvstore: instances.
         conductors: side by side.
-        widths: stages of each prefill instance's pipeline, each on a machine of its own; empty = one each.
+        widths: stages in each prefill instance's pipeline, each stage on a separate machine; empty = one each.
         roles: when engines change between prefill and decode; as the conductor's flags.
-        role_change_s: from an engine's leaving to its being there again in the other role.
-        host_slowdown: times as long as alone that steps take while another instance computes, if all share the cores of
-            one machine; 1 = each has its own.
+        role_change_s: seconds from an engine's leaving to its return in the other role.
+        host_slowdown: factor by which steps take longer while another instance computes, if all share one machine's
+            cores; 1 = separate cores.
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_policy: how decode instances are chosen, likewise.
         decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
         threshold: Algorithm 1's balancing threshold.
         peers: prefixes are loaded from other engine instances too.
-        copy_share: of a link that copies of hot prefixes may take; 0 = there are none.
+        copy_share: share of a link that copies of hot prefixes may take; 0 = there are none.
         block_tokens: tokens of a KV block.
-        step_tokens: tokens of one prefill step at most.
+        step_tokens: most tokens in a prefill step.
         max_queue: prompts at a prefill instance at most.
-        max_batch: sequences of one decode step at most.
+        max_batch: most sequences in a decode step.
         pool_blocks: blocks of an instance's KV pool; 0 = what the profile's memory holds.
         store_bytes: DRAM of a kvstore.
         disk_bytes: SSD of a kvstore; 0 = none.
-        disk_bytes_per_s: of reading it.
+        disk_bytes_per_s: read rate.
         eviction: the kvstores' policy.
         rate: times as quick as in the trace requests come.
         slo: for goodput, and for refusing.
-        admission: who is let in, see `simulator.cluster.admission`.
-        by_pool: who is let in is decided by the load of the whole decode pool, see `simulator.cluster.admission`.
-        keep_tbt: requests tell decode the TBT limit also where nobody else refuses them.
-        delays: of calls between services.
-        seed: of delays, and of the policy's draws.
+        admission: which requests are admitted, see `simulator.cluster.admission`.
+        by_pool: the whole decode pool's load decides admission, see `simulator.cluster.admission`.
+        keep_tbt: requests give decode the TBT limit even if no other check refuses them.
+        delays: delays for calls between services.
+        seed: for delays, and for the policy's draws.
         report_s: seconds between two load reports of an instance at least. The services' agents wait 0.05; with 0.2
             latencies differ by a hundredth, and a run takes less time.
         deadline_s: a request without an end after so long fails; 0 = never.
@@ -144,7 +144,7 @@ class ClusterConfig:
 
     @property
     def prefill_numbers(self) -> range:
-        """Of the prefill instances that there are, or can be where roles change: there every machine can be one."""
+        """Numbers for prefill instances that exist or, if roles change, can exist: every machine can be prefill."""
         return range(self.prefill + self.decode if self.roles.swap else self.prefill)
 
     @property
@@ -158,7 +158,7 @@ class ClusterConfig:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of KV of a block."""
+        """KV bytes per block."""
         return self.block_tokens * self.profile.token_bytes
 
     @property
@@ -183,7 +183,7 @@ class ClusterConfig:
 
 @frozen
 class Runs:
-    """Decode steps that an engine takes by itself."""
+    """Decode steps that an engine takes alone."""
 
     longest: int = 1 << 40
     """So many at once at most."""
@@ -192,11 +192,11 @@ class Runs:
 
 
 LEAPS = Runs()
-"""As many steps at once as there is nothing to decide."""
+"""As many steps at once as need no decision."""
 
 
 def prefill_core_settings(config: ClusterConfig, stages: int = 1) -> PrefillSettings:
-    """What the core of a prefill instance is told. Each stage holds its own layers of all blocks."""
+    """What the core of a prefill instance is told. Each stage holds its own layers from all blocks."""
     return PrefillSettings(
         blocks=stages * config.blocks,
         block_tokens=config.block_tokens,

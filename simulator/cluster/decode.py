@@ -1,6 +1,6 @@
-"""A decode instance in virtual time: the service's own core decides, this does what it says.
+"""A decode instance in virtual time: the service's own core decides, this class carries the decisions out.
 
-Steps take the time of the profile (`simulator.cluster.engine`), copies and write-back that of their links.
+Steps take the profile's time (`simulator.cluster.engine`), copies and write-back take their links' time.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -45,11 +45,11 @@ from simulator.network import Link, SimulatedNetwork
 
 
 class Copies:
-    """Copies of one instance, until the instance is lost. Each is answered by one `Ended`.
+    """One instance's copies, until the instance is lost. Each is answered by one `Ended`.
 
     Args:
-        name: of the instance.
-        sends, receives: its links for KV that leaves, and for what comes.
+        name: the instance's.
+        sends, receives: the instance's links for outgoing and incoming KV.
         tell: takes the ends.
     """
 
@@ -127,7 +127,7 @@ def nothing_written(io: int) -> IoEnded[IoEnd]:
 HEARD_PER_LEASE = 8
 """The core is told that a transfer lives so often in a lease, as in the service."""
 _TELL = ps(1.0)
-"""The conductor is told of tokens with an answer's first and last one, and so often at least while things happen.
+"""Reports to the conductor: an answer's first and last token, and at least this often while events happen.
 
 The service reports tokens with each step. The conductor uses only the tokens' times, which are reported here too."""
 RETRY_S = 1.0
@@ -140,8 +140,8 @@ class DecodeListener:
 
     Attributes:
         tokens: a conductor's stream, and news of the stream's sequences.
-        failed: a conductor's stream, a transfer on it that cannot go on, and why.
-        keys: keys that came into the pool, and those that left it.
+        failed: a conductor's stream, a failed transfer on the stream, and the reason.
+        keys: keys that entered the pool, and keys that left.
         changed: load or keys are others now.
     """
 
@@ -155,10 +155,10 @@ class SimulatedDecode:
     """One instance. Transfers are named by the core's numbers of their first sequences, which are never used twice.
 
     Args:
-        stores: of the cluster; the answers' blocks are written there.
+        stores: the cluster's; the answers' blocks are written there.
         ears: are told what happens.
-        runs: of steps.
-        machine: engines that share cores; None = the instance has cores of its own.
+        runs: steps per run.
+        machine: engines that share cores; None = separate cores.
         up: whether the instance is there at the beginning.
     """
 
@@ -215,7 +215,7 @@ class SimulatedDecode:
         self._preempted = self.preempted
         self.begin_anew()
 
-    # What others tell it
+    # Incoming events
 
     def reserve(
         self,
@@ -298,7 +298,7 @@ class SimulatedDecode:
             self._tell(StartDecoding(transfer, stream, first, tuple(others), (), known, keys))
 
     def resume(self, stream: int, order: Resume) -> None:
-        """A conductor wants a request that was another's, or what is kept of one."""
+        """A conductor wants another conductor's request, or the kept output."""
         member = self._wanted(order.transfer) or self._logged.get(order.transfer, (None,))[0]
         if member is not None and member.started and member.sequence.id == order.sequence:
             self._tell(AdoptRequest(order.transfer, stream, order.fence, order.positions))
@@ -322,7 +322,7 @@ class SimulatedDecode:
         member = self._sequences.get(transfer)
         return member if member is not None and not member.why else None
 
-    # What it tells
+    # Outgoing reports
 
     @property
     def preempted(self) -> int:
@@ -330,13 +330,13 @@ class SimulatedDecode:
         return self._preempted + self.core.preempted.preemptions
 
     def drain(self) -> None:
-        """Takes nothing new; running sequences go on until they end or are moved."""
+        """Takes no new requests; running sequences go on until they end or are moved."""
         self.draining = True
         self._ears.changed()
 
     @property
     def empty(self) -> bool:
-        """Whether nothing runs or is expected."""
+        """Whether no request runs or is expected."""
         return not self.core.requests
 
     def keys(self) -> list[BlockKey]:
@@ -344,7 +344,7 @@ class SimulatedDecode:
         return self.core.blocks.keys()
 
     def load(self) -> LoadFacts:
-        """As the service reports it."""
+        """The load as reported by the service."""
         self._settle()
         core = self.core
         return LoadFacts(
@@ -361,7 +361,7 @@ class SimulatedDecode:
         )
 
     def check_at_rest(self) -> None:
-        """Asserts that nothing is held."""
+        """Asserts that no resource is held."""
         self.core.check_invariants()
         assert not [*self._sequences, *self._logged, *self.core.requests]
         assert self._engine.idle

@@ -1,8 +1,8 @@
 """Calls that a simulated conductor makes to instances, and the conductor's token streams from decode.
 
 Does what the conductor's core orders, as `services/conductor` does for real. Each call that is started posts exactly
-one `Ended`. All sequences of an instance share one stream; if the stream breaks all of them fail, and the next order
-opens a new stream.
+one `Ended`. An instance's sequences share one stream; if the stream breaks all of them fail, and the next order opens a
+new stream.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class RequestSubscription:
     """Something has come."""
 
     def members(self, positions: Iterable[int]) -> list["AnswerSubscription"]:
-        """One for each answer, whose next tokens come from a position on."""
+        """A subscription for each answer; the next tokens start at the position."""
         return [AnswerSubscription(self, choice, position) for choice, position in enumerate(positions)]
 
     def tokens(self, count: int, *, over: bool) -> None:
@@ -81,7 +81,7 @@ class RequestSubscription:
 
 @dataclass(slots=True, eq=False)
 class AnswerSubscription:
-    """Follows one of the answers."""
+    """Follows one answer."""
 
     of: RequestSubscription
     choice: int
@@ -105,12 +105,12 @@ class AnswerSubscription:
 
 
 class DecodeStream:
-    """The stream to one life of a decode instance; opened on first use, and again after a break.
+    """The stream to a decode instance, for one epoch; opened on first use, and again after a break.
 
     Args:
         calls: carry messages.
         decode: the instance.
-        conductor: whose it is.
+        conductor: the stream's owner.
         number: names an opening; never used twice.
     """
 
@@ -243,7 +243,7 @@ class DecodeStreams:
 
 
 RESERVE_LIMIT = 2.0
-"""A `Reserve` call ends after so many times the seconds that the core waits for the answer, as in the service."""
+"""A `Reserve` call ends after this multiple of the seconds that the core waits for the answer, as in the service."""
 Token = Callable[[int, ReportFirstToken], bool]
 """Takes the first token of a request; returns whether the request goes on."""
 
@@ -265,7 +265,7 @@ class PrefillCall:
 
     @property
     def io(self) -> int:
-        """Its number."""
+        """The I/O's number."""
         return self.order.io
 
     def accepted(self, number: int) -> None:
@@ -295,12 +295,12 @@ class CallDispatcher:
     Args:
         calls: carry messages.
         engines: the instances.
-        members: who has joined.
-        config: of the cluster.
+        members: joined instances.
+        config: the cluster's.
         post: hands an event to the core.
         token_came: takes first tokens.
         streams: to decode instances.
-        conductor: whose calls these are.
+        conductor: the calls' owner.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Engines in virtual time: step times, a decode engine, a prefill pipeline, and engines that share a machine.
 
-Steps take the time of the profile. Several decode steps of a run are one event, a leap: they end when steps taken one
-by one would. All times are whole picoseconds. A prefill step computes layer by layer, in the stages of a pipeline.
+Steps take the time of the profile. Several decode steps in a run are one event, a leap, which ends at the same time as
+single steps would. All times are whole picoseconds. A prefill step computes layer by layer, in the stages of a
+pipeline.
 """
 
 from collections.abc import Callable
@@ -22,10 +23,10 @@ from simulator.network import exponential
 
 
 class SharedMachine:
-    """The engines of one machine.
+    """One machine's engines.
 
     Args:
-        slow: times as long as alone that work takes while another one computes; 1 = each has cores of its own.
+        slow: times as long as alone that work takes while another one computes; 1 = separate cores.
     """
 
     def __init__(self, slow: float = 1.0) -> None:
@@ -39,11 +40,11 @@ class SharedMachine:
         return MachineEngine(self, len(self._changed) - 1)
 
     def slowdown(self, member: int) -> float:
-        """Times as long as alone that the work of one of them takes now."""
+        """Factor by which a member's work takes longer now."""
         return self.slow if self.slow != 1.0 and self._computing - {member} else 1.0
 
     def note(self, member: int, *, computing: bool) -> None:
-        """One of them computes, or does not any more."""
+        """A member starts or stops computing."""
         if self.slow == 1.0 or (member in self._computing) == computing:
             return
         before = [self.slowdown(other) for other in range(len(self._changed))]
@@ -54,7 +55,7 @@ class SharedMachine:
 
 
 class MachineEngine:
-    """One engine of a machine."""
+    """One engine on a machine."""
 
     __slots__ = ("_machine", "_number")
 
@@ -85,13 +86,16 @@ class StepTimes:
         return cls(ps(speeds.decode_base_s), ps(speeds.decode_per_sequence_s), ps(speeds.decode_per_context_token_s))
 
     def step(self, sequences: int, context: int) -> int:
-        """The time of one step over so many sequences with so many tokens of context in all."""
+        """Time for one step over `sequences` sequences with `context` tokens in total."""
         return self.base + self.per_sequence * sequences + self.per_context_token * context
 
 
 @frozen
 class Leap:
-    """Steps over the same sequences. The first takes `first`, each further one `more` longer than the one before."""
+    """Steps over the same sequences.
+
+    The first step takes `first`, each further step takes `more` longer than the step before.
+    """
 
     start: int
     steps: int
@@ -118,7 +122,7 @@ class Leap:
         return min(over, self.steps)
 
     def durations(self, begin: int, end: int) -> range | list[int]:
-        """The times of steps `begin` to `end` of this leap."""
+        """Times for steps `begin` to `end` within this leap."""
         if not self.more:
             return [self.first] * (end - begin)
         return range(self.first + begin * self.more, self.first + end * self.more, self.more)
@@ -134,8 +138,8 @@ class RunListener:
 
     Attributes:
         post: tells the core.
-        ended: called when a run is over, with the sequences that ended or made their first tokens then, and whether
-            the instance's load or keys have changed.
+        ended: called after a run, with the sequences that ended or made their first tokens then, and whether the
+            instance's load or keys have changed.
         begun: called when sequences have made their first tokens in a run that goes on.
     """
 
@@ -145,7 +149,7 @@ class RunListener:
 
 
 class DecodeEngine:
-    """Takes the steps of one core, until the instance is lost.
+    """Takes one core's steps, until the instance is lost.
 
     Args:
         core: orders the steps.
@@ -153,7 +157,7 @@ class DecodeEngine:
         use: counts what is done.
         listener: hears of the runs.
         machine: engines that share cores.
-        number: of the instance; each instance has delays of its own.
+        number: the instance's; each instance has separate delays.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class DecodeEngine:
         self._left = 0
         """Steps of the run behind the leap."""
         self._ahead = core.settings.ahead_steps > 0
-        """A run goes on where a block becomes full; its leaps end there."""
+        """A run goes on where a block becomes full; the run's leaps end there."""
         self._member = machine.joins(self._look_again)
 
     @property
@@ -246,7 +250,7 @@ class DecodeEngine:
             self._left += self._shorten()
 
     def _first_step(self, run: StartRun) -> int:
-        """Picoseconds of the run's first step; as emulated engines count, one token of a chunk is as any other."""
+        """Picoseconds of the run's first step; as emulated engines count, all chunk tokens cost alike."""
         ones = [chunk.start + 1 for chunk in run.chunks if chunk.count == 1]
         speeds = self._config.profile.speeds
         again = sum(
@@ -257,7 +261,7 @@ class DecodeEngine:
         return self._step(run, len(ones), sum(ones)) + ps(again)
 
     def _step(self, run: StartRun, ones: int = 0, context: int = 0) -> int:
-        """Picoseconds of the next step of a run, with some more tokens and their context."""
+        """Picoseconds for a run's next step, with some more tokens and their context."""
         return self._times.step(len(run.batch) + ones, self._core.planner.batch.context + context)
 
     def _first(self, begun: tuple[StartRun, list[DecodeSequence]]) -> None:
@@ -271,7 +275,7 @@ class DecodeEngine:
         if leap is not self._leap or run is None:
             return
         if self._left:
-            self.settle()  # which may cut the run: then it ends with its next step
+            self.settle()  # may cut the run: then the run ends with the next step
             self._go_on(self._step(run), max(1, self._left))
             return
         steps = leap.steps - self._told
@@ -338,10 +342,10 @@ class Pipeline:
     """Steps under way, until the instance is lost.
 
     Args:
-        layers: of the KV.
+        layers: KV layers.
         stages: that these are divided among.
         layer_done: told of a step's io and a layer that is computed.
-        over: told of a step's io, whether it was given up, and the seconds that its computing took in all stages.
+        over: called with a step's io, whether the step was given up, and the step's computing seconds over all stages.
         machine: engines that share cores.
     """
 
@@ -361,7 +365,7 @@ class Pipeline:
         self._member = machine.joins(lambda: None)  # the slowdown is looked at with each layer
 
     def begin(self, io: int, duration: int, *, gated: bool) -> None:
-        """The next step; the gates of a gated one are opened afterwards."""
+        """The next step; a gated step's gates are opened afterwards."""
         self._member.computes(True)
         self._steps.append(PipelineStep(io, duration, -1 if gated else self._layers))
         self._go_on()

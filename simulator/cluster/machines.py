@@ -75,7 +75,7 @@ class Machines:
     def _look(self, leaving: Draining) -> None:
         instance = leaving.instance
         if not instance.up or instance.incarnation != leaving.incarnation:
-            return  # it was lost meanwhile
+            return  # the instance was lost meanwhile
         if not instance.empty:
             self._world.after(ps(LOOK_S), self._look, leaving)
             return

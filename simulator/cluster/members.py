@@ -16,7 +16,7 @@ from simulator.cluster.config import ClusterConfig
 from simulator.network import Calls, SimulatedLink
 
 FLUSH_S = 0.02
-"""From a change to its report."""
+"""Seconds from a change to the report."""
 _FLUSH = ps(FLUSH_S)
 _KINDS = {"p": InstanceKind.PREFILL, "d": InstanceKind.DECODE, "s": InstanceKind.KVSTORE}
 
@@ -25,10 +25,10 @@ class MemberInstance:
     """An instance, from joining to loss.
 
     Args:
-        calls: carry its messages.
+        calls: carry the instance's messages.
         post: hands events to the conductor.
         name, incarnation: of the instance.
-        load: tells it now.
+        load: returns the current load.
         gap: between two reports, picoseconds.
     """
 
@@ -89,7 +89,7 @@ class Members:
     """All members. Instances are called "p3", "d0", "s1".
 
     Args:
-        config: of the cluster.
+        config: the cluster's.
         calls: carry their messages.
         post: hands events to the conductor.
     """
@@ -100,7 +100,7 @@ class Members:
         self._members: dict[str, MemberInstance] = {}
 
     def join(self, name: str, load: Callable[[], LoadFacts], held: KeyChanges, incarnation: int) -> None:
-        """An instance joins with its keys; an earlier instance of the name is lost."""
+        """An instance joins with cached keys; an earlier instance of the name is lost."""
         self.leave(name, "was restarted")
         gap = ps(self._config.report_s)
         member = self._members[name] = MemberInstance(self._calls, self._post, name, incarnation, load, gap)
@@ -110,7 +110,7 @@ class Members:
         self._post(LoadReported(name, load()))
 
     def silence(self, name: str) -> None:
-        """Nothing comes from an instance any more."""
+        """Stop all messages from an instance."""
         member = self._members.get(name)
         if member is not None:
             member.lose()
@@ -136,7 +136,7 @@ class Members:
         return member.incarnation if member is not None else 0
 
     def keys(self, name: str, changes: KeyChanges) -> None:
-        """An instance tells what came and what left; nobody listens to one that has not joined."""
+        """An instance tells what came and what left; reports from an unjoined instance are ignored."""
         member = self._members.get(name)
         if member is not None:
             member.keys(changes)

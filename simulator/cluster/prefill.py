@@ -1,7 +1,7 @@
-"""A prefill instance in virtual time: the service's own core decides, this does what it says.
+"""A prefill instance in virtual time: the service's own core decides, this class carries the decisions out.
 
 Steps take the time of the profile (`simulator.cluster.engine`); loads, slices and write-back that of their links. An
-instance of several stages is a pipeline of as many machines.
+instance with several stages is a pipeline over as many machines.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,7 +30,7 @@ from simulator.network import Calls, Flow, Link, SimulatedNetwork
 
 
 class PromptClient(Protocol):
-    """Who wants a prompt computed, and is told how that goes."""
+    """The owner of a prompt, who hears how computing proceeds."""
 
     def accepted(self, number: int) -> None:
         """The prompt is in the queue, as the instance's so many-th."""
@@ -42,7 +42,7 @@ class PromptClient(Protocol):
         """Decode has all KV of the prompt."""
 
     def over(self, result: Failure | StalePlacement | None) -> None:
-        """Nothing more comes."""
+        """No more news comes."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,12 +50,12 @@ class Peers:
     """What an instance reports.
 
     Attributes:
-        keys: keys came into the pool, and left it.
+        keys: keys that entered the pool, and keys that left.
         changed: load or keys are others now.
-        open: a transfer begins; returns the link to send it over, None when decode does not know it.
+        open: a transfer begins; returns the link for sending, None if decode does not know the transfer.
         heard: some of a transfer has come.
-        whole: all of a transfer has come; returns whether decode wants it.
-        give_up: nothing more comes of a transfer.
+        whole: all of a transfer has come; returns whether decode wants the KV.
+        give_up: ends a transfer early.
     """
 
     keys: Callable[[KeyChanges], None]
@@ -68,7 +68,7 @@ class Peers:
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt at its prefill instance."""
+    """A prompt at a prefill instance."""
 
     sequence: PlacedSequence
     keys: tuple[BlockKey, ...]
@@ -98,13 +98,13 @@ class SimulatedPrefixLoad:
 
 
 class PrefixLoader:
-    """Loads of one instance.
+    """One instance's loads.
 
     Args:
         find: gives a store or another instance by name.
         receives: the instance's link.
-        slice_bytes: one layer of one block.
-        layers: of the KV.
+        slice_bytes: bytes for one layer in one block.
+        layers: KV layers.
         tell: takes what happens.
     """
 
@@ -205,11 +205,11 @@ class SimulatedPrefill:
     """One instance.
 
     Args:
-        stores: of the cluster; blocks are written there.
+        stores: the cluster's; blocks are written there.
         find: gives a store or another instance by name, to load from.
         calls: to decode.
         peers: are told what happens.
-        machine: engines that share cores; None = the instance has cores of its own.
+        machine: engines that share cores; None = separate cores.
         up: whether the instance is there at the beginning.
     """
 
@@ -270,7 +270,7 @@ class SimulatedPrefill:
                 self._network.cancel(flow)
         self.begin_anew()
 
-    # What others tell it
+    # Incoming events
 
     def submit(
         self,
@@ -304,17 +304,17 @@ class SimulatedPrefill:
             self._tell(events.CancelJob(number))
 
     def drain(self) -> None:
-        """Takes nothing new."""
+        """Takes no new prompts."""
         self._tell(events.Drain())
 
     @property
     def draining(self) -> bool:
-        """Whether the instance takes nothing new."""
+        """Whether the instance takes no new prompts."""
         return self.core.draining
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no work is under way."""
         return not self._prompts and not len(self.core.state.ios)
 
     def keys(self) -> list[BlockKey]:
@@ -322,7 +322,7 @@ class SimulatedPrefill:
         return self.core.state.manager.keys()
 
     def load(self) -> LoadFacts:
-        """As the service reports it."""
+        """The load as reported by the service."""
         state = self.core.state
         return LoadFacts(
             running=len(state.jobs) - len(state.waiting),
@@ -341,7 +341,7 @@ class SimulatedPrefill:
         self._loading.lose(source)
 
     def check_at_rest(self) -> None:
-        """Asserts that nothing is held."""
+        """Asserts that no resource is held."""
         self.core.check_invariants()
         assert not self._prompts
         assert not len(self.core.state.ios)
@@ -457,7 +457,7 @@ class SimulatedPrefill:
         else:
             prompt = self._prompts[action.job]
             keys, source = prompt.keys[: action.first + len(action.blocks)], prompt.sources[action.source].name
-        by_layer = isinstance(action, actions.LoadBlocks)  # nobody waits for single layers of a copy
+        by_layer = isinstance(action, actions.LoadBlocks)  # a copy's single layers are not waited for
         self._loading.begin(action.io, source, keys, action.first, action.timeout_s, by_layer=by_layer)
 
     def _put(self, action: actions.WriteBackBlocks) -> None:

@@ -19,7 +19,7 @@ GIVEN_UP = "given_up"
 
 @dataclass(slots=True)
 class TokenTimes:
-    """Tokens of one sequence, one after the other, and when they were made. Picoseconds."""
+    """One sequence's tokens in order, and their times. Picoseconds."""
 
     first: int
     gaps: list[int]
@@ -48,7 +48,7 @@ class TokenTimes:
 
 @dataclass(slots=True, eq=False)
 class Answer:
-    """What a client has of one answer. Times are picoseconds."""
+    """A client's part of one answer. Times are picoseconds."""
 
     made: int = 0
     """Tokens."""
@@ -86,9 +86,11 @@ class Request:
     """Answers wanted."""
     tenant: str = ""
     name: str = ""
-    """By which requests of the trace wait for this one; empty = none does."""
+    """Name by which the trace's other requests wait for this request; empty = none does."""
     prompt_key: bytes = b""
-    """Of the whole prompt where it has no full block, which decides on its store; empty = nobody else has it."""
+    """Key for the whole prompt if the prompt has no full block; chooses the store; empty = no other request has the
+    prompt.
+    """
     attempts: int = 0
     """Placements."""
     resumed: int = 0
@@ -144,7 +146,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class PlacedSequence:
-    """A request as engines see it when placed: the prompt and the client's part of the answer."""
+    """A placed request as engines see the request: the prompt and the client's part of the answer."""
 
     request: Request
     id: str
@@ -162,18 +164,18 @@ class PlacedSequence:
         return self.request.answer - self.left
 
     def keys(self, block_tokens: int) -> tuple[BlockKey, ...]:
-        """Of the full blocks whose KV comes from prefill."""
+        """Keys for full blocks with KV from prefill."""
         return keys_of_chain(self.request, self.tokens // block_tokens)
 
 
 def keys_of(request: TraceRequest, block_tokens: int) -> tuple[BlockKey, ...]:
-    """The block keys of a trace's request: of its full blocks, uniform bytes as real keys are; no two tenants share."""
+    """Block keys for a trace request's full blocks, uniform bytes like real keys; no two tenants share."""
     full = request.hash_ids[: request.input_length // block_tokens]
     return tuple([_key_of(hash_id, request.tenant) for hash_id in full])
 
 
 def prompt_key_of(request: TraceRequest, block_tokens: int) -> bytes:
-    """The key of a prompt without a full block, by the id of the prompt's first block; empty where no key is needed."""
+    """Key for a prompt without a full block, by the id of the prompt's first block; empty where no key is needed."""
     if request.input_length >= block_tokens or not request.hash_ids:
         return b""
     return _key_of(request.hash_ids[0], request.tenant)
@@ -184,13 +186,13 @@ def _key_of(hash_id: int, tenant: str) -> BlockKey:
 
 
 def answer_key(request: Request, index: int, choice: int = 0) -> BlockKey:
-    """The key of a full block with tokens of an answer: no trace names the block, and no other request has it."""
+    """Key for a full block with answer tokens: no trace names the block, and no other request has the block."""
     whose = b"answer".ljust(12, b"\0") + choice.to_bytes(4, "little")
     return BlockKey(whose + (request.number << 32 | index).to_bytes(16, "little"))
 
 
 def keys_of_chain(request: Request, blocks: int, choice: int = 0) -> tuple[BlockKey, ...]:
-    """Of the leading blocks of a request's prompt and one of its answers."""
+    """Keys for the leading blocks in a request's prompt and one answer."""
     keys = request.keys
     return (*keys[:blocks], *(answer_key(request, index, choice) for index in range(len(keys), blocks)))
 
@@ -225,15 +227,15 @@ class DecodeSequence:
 
     sequence: PlacedSequence
     number: int
-    """Name of the sequence in the core, and of its transfer."""
+    """The sequence's name in the core, and the transfer's name."""
     stores: tuple[str, ...]
     """That the answer's blocks are written to."""
     tokens: int
-    """Of prompt and answer, the latest one included."""
+    """Tokens in prompt and answer, the latest included."""
     left: int
     """Tokens that the sequence still makes."""
     keys: int
-    """Full blocks whose keys the core knows."""
+    """Full blocks with keys that the core knows."""
     heard_at: int
     """When the core was last told that the transfer lives."""
     choice: int = 0
@@ -253,7 +255,7 @@ class DecodeSequence:
     """The conductor was told of some tokens."""
 
     def advance(self, first: int, gaps: Listed[int], last: int) -> None:
-        """More tokens are made: at `first`, and after the `gaps` behind it, until `last`."""
+        """Adds tokens: at `first`, and after the `gaps` behind it, until `last`."""
         count = 1 + len(gaps)
         self.tokens += count
         self.left -= count
@@ -275,7 +277,7 @@ class DecodeSequence:
         return self.chain(self.keys)[before:]
 
     def again(self, position: int, stream: int, now: int) -> TokenTimes | None:
-        """The tokens of the answer from a position on, for a stream that has not heard of them: all come now."""
+        """The answer's tokens from a position on, for a stream that has not seen them: all come now."""
         lacking = self.tokens - self.sequence.request.tokens - position
         self.made, self.told, self.stream = None, True, stream
         return TokenTimes(now, [0] * (lacking - 1), now) if lacking > 0 else None
@@ -299,7 +301,7 @@ class DecodeSequence:
 
 @frozen
 class Resume:
-    """A conductor wants a request, each answer from a position on; the higher fence has it."""
+    """A conductor wants a request, each answer from a position on; the higher fence wins."""
 
     transfer: int
     sequence: str

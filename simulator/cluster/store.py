@@ -21,7 +21,7 @@ class SimulatedDisk:
 
     Args:
         world: the time.
-        bytes_per_s: of reading or writing.
+        bytes_per_s: rate for reading or writing.
         access_s: seconds that each request takes besides.
 
     Attributes:
@@ -71,7 +71,7 @@ class Readable(Protocol):
 
 
 class SimulatedPoolReads:
-    """The pool of an engine instance, as others read it.
+    """An engine instance's pool, as others read the pool.
 
     Args:
         sends: the instance's way out.
@@ -168,11 +168,11 @@ class Store:
         return KeyChanges([*self._dram.keys(), *cold], (), cold)
 
     def holds(self, keys: Sequence[BlockKey]) -> int:
-        """Leading keys whose blocks are here."""
+        """Number of leading keys with blocks here."""
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
 
     def load(self) -> LoadFacts:
-        """As the service reports it."""
+        """The load as reported by the service."""
         return LoadFacts(running=self._reading + self._writing, waiting=len(self._puts), cached_blocks=len(self._dram))
 
     def lend(self, keys: Sequence[BlockKey], first: int) -> Loan:
@@ -192,7 +192,7 @@ class Store:
         return key in self._dram or key in self._ssd
 
     def _lacking(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Those whose blocks are not here."""
+        """Keys without blocks here."""
         ssd, lacking = self._ssd, self._dram.lacking(keys)
         return [key for key in lacking if key not in ssd] if ssd else lacking
 
@@ -208,9 +208,9 @@ class Store:
             ready()
 
     def write(self, keys: Sequence[BlockKey], source: Link, done: Callable[[], None]) -> None:
-        """Writes the blocks of a chain that are not here, over the network, when there is nothing more urgent.
+        """Writes a chain's missing blocks over the network, if no more urgent work is there.
 
-        `done` is called when that has ended, whether it was of use or not.
+        `done` is called at the end, useful or not.
         """
         self._puts.append(Put(keys, source, done))
         self._write_next()

@@ -1,6 +1,6 @@
 """Fits a simulated cluster to what a real one was measured to do, and compares both quantile by quantile.
 
-The profile says what computing takes. What else a stack takes (calls, event loops, steps on a shared machine) is in a
+The profile says what computing takes. A stack's other delays (calls, event loops, steps on a shared machine) are in a
 few named numbers (`Extras`), found by simulating the measured requests.
 """
 
@@ -22,25 +22,26 @@ SIMULATIONS = 200
 FIRST_STEP, LEAST_STEP = 0.8, 0.03
 """Steps of the search, in natural logarithms."""
 WORTH = 0.999
-"""A try must be better by a thousandth: what hardly matters stays where it is."""
+"""A try must be better by a thousandth: parameters with hardly any effect stay."""
 FACTORS = {"prefill", "decode", "host_slowdown", "links"}
-"""Extras that multiply: their steps are a quarter of those of seconds, which can be of any size."""
+"""Extras that multiply: their steps are a quarter of the steps for seconds, which can have any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a stack adds to its profile; seconds and factors, the profile alone is (1, 0, 1, 0, 1, 1, 0, ...).
+    """A stack's delays beyond the profile; seconds and factors, the profile alone is (1, 0, 1, 0, 1, 1, 0, ...).
 
     Attributes:
         prefill, decode: times as long as the profile says steps of prefill and decode take.
         prefill_step_s: what each step of prefill takes on top.
-        decode_token_s: what each token of a decode step takes on top: it is told to a client.
-        decode_run_s: mean of what a run of decode steps takes on top, its way to the engine and back. A run ends with
-            each sequence that joins or ends, so a first token from decode waits for it, and a crowd has many.
-        host_slowdown: times as long as alone that steps take while another engine of the machine computes. It is found
-            if engines share a machine (`ClusterConfig.host_slowdown` above 1), else it is 1.
+        decode_token_s: seconds added to each token in a decode step: telling a client.
+        decode_run_s: mean seconds added to a run of decode steps: the way to the engine and back. A run ends with each
+            sequence that joins or ends, so a first token from decode waits for the run's end, and a load peak has many
+            ends.
+        host_slowdown: times as long as alone that steps take while another engine of the machine computes. Fitted if
+            engines share a machine (`ClusterConfig.host_slowdown` above 1), else 1.
         links: times as slow as the profile says KV is loaded and sent.
-        prompt_s: until a prompt is at its prefill instance: tokenising, hashing, planning, a promise of room.
+        prompt_s: seconds until a prompt is at a prefill instance: tokenising, hashing, planning, a reservation.
         call_s: mean of what chance adds to each message.
     """
 
@@ -89,12 +90,12 @@ DIRECTIONS: tuple[_Direction, ...] = (
     {"decode": -1, "decode_run_s": 1},
     {"prefill": -1, "prompt_s": 1},
 )
-"""The last ones are numbers of which a bit more makes up for a bit less of the other."""
+"""The last directions are pairs in which a bit more on one side makes up for a bit less on the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of requests that were answered, in their order. 0 where an answer of one token has no such time.
+    """Seconds of requests that were answered, in their order. 0 for an answer with a single token.
 
     Attributes:
         ttft_s: to the first token.
@@ -150,10 +151,10 @@ def serve(config: ClusterConfig, requests: Sequence[TraceRequest]) -> list[Reque
 
 
 def distance(one: Times, other: Times) -> float:
-    """Mean of |ln ratio| over all requests and over the quantiles, of both figures; infinite for other requests.
+    """Mean |ln ratio| over all requests and over the quantiles, for both figures; infinite for other requests.
 
     Requests tell what depends on their lengths, quantiles how much chance adds to each. The mean time per token does
-    not tell whether each token takes long, or a run of steps does until it has begun: quantiles of the second one do.
+    not show whether each token or only a run's start takes long: the quantiles do.
     """
     if len(one.ttft_s) != len(other.ttft_s):
         return math.inf
@@ -171,9 +172,9 @@ def fit(
 ) -> tuple[Extras, float]:
     """The extras with which a simulation comes nearest to what was measured, and their `distance`.
 
-    A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as often as
-    that helps (and a few pairs, see `WAYS`), then all move on the way that they went together; the factor is reduced
-    when nothing helps. What did not help is tried again then. Equal arguments give equal results.
+    A pattern search (Hooke and Jeeves, 1961): each number in turn is made larger or smaller by a factor as long as that
+    helps (and a few pairs, see `WAYS`), then all move on in the same direction; the factor is reduced if no move helps.
+    What did not help is tried again then. Equal arguments give equal results.
 
     Args:
         config: the cluster without extras.
@@ -207,7 +208,7 @@ class _Search:
         self.least = off(self.best)
 
     def moves(self, way: _Direction, step: float) -> bool:
-        """Goes a way on or back as often as that helps; whether it does."""
+        """Goes a way on or back as often as that helps; returns whether a move helped."""
         before = self.best
         for sign in (1, -1):
             factors = {name: math.exp(sign * up * _size(name, step)) for name, up in way.items()}
@@ -216,7 +217,7 @@ class _Search:
         return self.best != before
 
     def better(self, other: Extras) -> bool:
-        """Tries one; whether it is the best now."""
+        """Tries one; returns whether the try is the best now."""
         if self.left <= 0:
             return False
         self.left -= 1
@@ -236,12 +237,12 @@ def _moved(extras: Extras, factors: Mapping[str, float]) -> Extras:
 
 
 WANTED = {0.5: 0.15, 0.9: 0.25}
-"""How far a simulated quantile may be from the measured one, as a share of it."""
+"""How far a simulated quantile may be from the measured quantile, as a share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One quantile of one figure, seconds."""
+    """One figure's quantile, seconds."""
 
     figure: str
     measured_s: float

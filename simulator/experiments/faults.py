@@ -1,4 +1,4 @@
-"""Experiments with faults: `faults` (lost or late messages, crashes), `conductors` (several, one of them lost)."""
+"""Experiments with faults: `faults` (lost or late messages, crashes), `conductors` (several, then one less)."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +19,9 @@ from simulator.traces.workload import CHAT, Workload
 REQUESTS = 40
 MIX = replace(CHAT, tenants=3, several=0.15)
 RETRIES, RECOVERY_S = 60, 120.0
-"""So patient is the conductor: several crashes may come to a request, and all instances of a kind be away at once."""
+"""The conductor's patience: a request may meet several crashes, and all instances with the same role may be away at
+once.
+"""
 _MOST_CRASHES = 4
 _MOST_DROPPED, _MOST_LATE = 0.03, 0.05
 
@@ -33,7 +35,7 @@ def cluster_of(config: ClusterConfig, seed: int) -> ClusterConfig:
 
 
 def crashes_of(config: ClusterConfig, seed: int, until_s: float) -> list[tuple[float, str, float]]:
-    """(when, who, how long it is away) of one seed."""
+    """(when, instance, seconds away) for one seed."""
     names = [
         f"{kind}{number}"
         for kind, count in (("p", config.prefill), ("d", config.decode), ("s", config.kvstore), ("c", 1))
@@ -50,7 +52,7 @@ def crashes_of(config: ClusterConfig, seed: int, until_s: float) -> list[tuple[f
 
 
 def storm(config: ClusterConfig, requests: list[TraceRequest], seed: int) -> tuple[list[Request], Cluster, int]:
-    """One run under one seed's faults; asserts that everything comes back. Returns also the number of crashes."""
+    """A run under one seed's faults; asserts that everything comes back. Returns also the number of crashes."""
     ended: list[Request] = []
     cluster = Cluster(cluster_of(config, seed), ended.append)
     cluster.feed(requests)
@@ -118,7 +120,7 @@ class Gaps:
 
 
 def conductors(config: ClusterConfig, source: RequestSource, crash_s: float, progress: Progress) -> Result:
-    """Two rows per number of conductors: undisturbed, and one is lost after `crash_s` seconds.
+    """Two rows per number of conductors: undisturbed, and with a conductor lost after `crash_s` seconds.
 
     Raises:
         AssertionError: a request did not end, or something is still held.

@@ -23,8 +23,8 @@ class RequestSource:
 
     Attributes:
         path: the trace; None = generated.
-        requests: at most; 0 = all of a trace, 1,000 generated ones.
-        seed: of generated ones.
+        requests: at most; 0 = the whole trace, 1,000 generated requests.
+        seed: for generated requests.
         mix: what is generated.
     """
 
@@ -34,7 +34,7 @@ class RequestSource:
     mix: WorkloadMix = field(default_factory=WorkloadMix)
 
     def read(self) -> Iterable[TraceRequest]:
-        """The requests; of a trace's file one after the other.
+        """The requests; a trace file's requests come one after the other.
 
         Raises:
             TraceError: the trace is wrong; names file and line.

@@ -22,7 +22,7 @@ from simulator.experiments.report import Chart, digits
 from simulator.network import SimulatedNetwork
 
 _ANSWERS = 7
-"""Counter of the draws of answers' lengths."""
+"""Counter for draws of answer lengths."""
 STREAM = 1
 """On which the answers come."""
 CONDUCTOR = "conductor"
@@ -33,14 +33,14 @@ class MemoryLoad:
     """What the instance gets, all at once.
 
     Attributes:
-        requests: of one kind.
-        prompt_tokens: of each.
+        requests: all alike.
+        prompt_tokens: per request.
         answer_tokens: mean of the answers; exponential, cut at `max_tokens`.
         max_tokens: what a request may ask for.
         samples: answers of each request.
-        pool_blocks: of the instance.
-        block_tokens: of a block.
-        seed: of the answers' lengths.
+        pool_blocks: the instance's.
+        block_tokens: tokens per block.
+        seed: for the answers' lengths.
     """
 
     requests: int = 1000
@@ -53,7 +53,7 @@ class MemoryLoad:
     seed: int = 1
 
     def answer(self, number: int) -> int:
-        """Tokens of the answer of a request."""
+        """Tokens in a request's answer."""
         drawn = -math.log(1.0 - draw_unit(self.seed, number, _ANSWERS)) * self.answer_tokens
         return max(2, min(self.max_tokens, round(drawn)))
 
@@ -63,10 +63,10 @@ class FillPolicy:
     """A way of filling the pool.
 
     Attributes:
-        memory: of the instance.
-        longest_life: only as many come as fit when each has its longest life, whose blocks count as taken; decode
-            instances no longer do this.
-        sharing: samples of a request are answers to one prompt, whose blocks they have in common, and run together.
+        memory: the instance's.
+        longest_life: admits only requests that fit if each takes its longest life, with those blocks counted as taken;
+            decode instances no longer do this.
+        sharing: a request's samples are answers to one prompt, share the prompt's blocks, and run together.
     """
 
     memory: DecodeMemory = field(default_factory=DecodeMemory)
@@ -102,7 +102,7 @@ class WaitingRequests:
         assert not self._waiting
 
     def _go_on(self, _: object = None) -> None:
-        """Lets requests in until one is refused, which tries again when somebody has left."""
+        """Admits requests until a refusal, and again after a request has left."""
         while self._waiting and not 0 < self._at_once <= len(self._running):
             group = self._waiting[0]
             first, width = group[0], len(group)
@@ -139,11 +139,11 @@ def _failed(stream: int, transfer: int, failure: Failure) -> None:
 
 
 def _ignore(changes: KeyChanges) -> None:
-    """Nobody asks what the instance holds."""
+    """Drops changes: the instance's content is not tracked."""
 
 
 def groups_of(load: MemoryLoad, *, sharing: bool) -> list[Group]:
-    """All samples of all requests: those of one request together if they share its prompt, else each by itself."""
+    """All samples from all requests: one request's samples together if they share the prompt, else each alone."""
     found: list[Group] = []
     for number in range(load.requests):
         samples = range(number * load.samples, (number + 1) * load.samples)

@@ -1,7 +1,8 @@
 """Experiment `pipeline`: time to first token by how machines are joined to pipelines, by prompt length and by load.
 
-As many machines are one wide pipeline, some narrower ones, or an instance each. Then unlike widths stand side by side,
-with a mix of short and long prompts: which of them are computed where.
+Equal numbers of machines form one wide pipeline, some narrower pipelines, or an instance each. Then unlike widths stand
+side by side,
+with a mix of short and long prompts: where each kind is computed.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,23 +23,23 @@ from simulator.traces.mooncake import TraceRequest
 WIDTHS = (1, 2, 4, 8)
 LENGTHS = (2048, 16384, 131072)
 LOADS = (0.1, 0.4, 0.7)
-"""Seconds of computing that come in a second, as a share of what all machines can compute."""
+"""Offered computing seconds per second, as a share of all machines' capacity."""
 SHORT, LONG = LENGTHS[0], LENGTHS[-1]
 SHORT_SHARE = 0.95
-"""Of the prompts of the mix; most of the computing is that of the long ones."""
+"""Share of short prompts in the mix; long prompts need most of the computing."""
 BUSY_S = 0.001
 """A pipeline is busy for a prompt that is predicted to wait longer than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptStream:
-    """Prompts without a common prefix, whose answers have one token: decode has nothing to do.
+    """Prompts without a common prefix; answers have one token: decode has no work.
 
     Attributes:
         lengths: and how often each comes, as shares.
         load: see `LOADS`.
         requests: so many.
-        seed: of times and lengths.
+        seed: for times and lengths.
     """
 
     lengths: Sequence[tuple[int, float]]
@@ -67,7 +68,7 @@ class PromptStream:
 
 
 def pipeline(config: ClusterConfig, machines: int, requests: int, progress: Progress) -> Result:
-    """A row per division of the machines, load, and length of prompts.
+    """A row per division of machines, load, and prompt length.
 
     Raises:
         ConfigError: the machines cannot be joined to pipelines of every width, or the KV has fewer layers than these.
@@ -140,7 +141,7 @@ def _facts(config: ClusterConfig, machines: int, requests: int) -> dict[str, obj
 
 
 def _chart(rows: Sequence[Row]) -> Chart:
-    """Mean time to first token by width, of prompts of equal length."""
+    """Mean time to first token by width, for prompts with equal length."""
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["prompts"] == "alike":

@@ -2,8 +2,8 @@
 
 `cache` (eviction policies), `hot` (hot prefixes), `transfer` (when moving KV pays).
 
-The paper's line: reuse pays when B / G > 2ds / (gqa (apd + bd^2)), B bytes and G floating-point operations per
-second. Solved for B it is the prefix's bytes over the seconds of computing it.
+The paper's line: reuse pays when B / G > 2ds / (gqa (apd + bd^2)), B bytes and G floating-point operations per second.
+Solved for B, this is the prefix's bytes over the seconds for computing the prefix.
 """
 
 import random
@@ -38,7 +38,7 @@ UNBOUNDED = "inf"
 
 
 class HeadFirstLRU(LRU):
-    """The textbook's order, in which a chain's head leaves before its tail; for comparison."""
+    """The textbook's order, in which a chain's head leaves before the tail; for comparison."""
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
         for key in chain:
@@ -49,12 +49,12 @@ class HeadFirstLRU(LRU):
 
 
 COMPARED: Mapping[str, Callable[[], EvictionPolicy]] = {**POLICIES, "lru-head-first": HeadFirstLRU}
-"""The policies of the store, and one for comparison."""
+"""The store's policies, and a policy for comparison."""
 Chains = list[list[BlockKey]]
 
 
 def chains_in(requests: Sequence[TraceRequest], blocks: str = "full", block_tokens: int = BLOCK_TOKENS) -> Chains:
-    """The block keys of each request, of its full blocks only or of all."""
+    """Each request's block keys, for full blocks only or for all."""
     full = [request.input_length // block_tokens if blocks == "full" else None for request in requests]
     return chains_of(
         [(request.tenant, request.hash_ids[:count]) for request, count in zip(requests, full, strict=True)]
@@ -62,7 +62,7 @@ def chains_in(requests: Sequence[TraceRequest], blocks: str = "full", block_toke
 
 
 def hit_share(chains: Chains, policy: str, capacity: int) -> float:
-    """Hits of all block references under a policy, or the optimum; a request's hits stop at its first miss."""
+    """Hits of all block references under a policy, or the optimum; a request's hits stop at the first miss."""
     return optimum(chains, capacity) if policy == OPTIMUM else replay(chains, COMPARED[policy](), capacity)
 
 
@@ -118,11 +118,11 @@ class HotLoad:
         requests: in all.
         rate_per_s: arrivals per second, Poisson.
         prefixes: hot ones, all asked for alike.
-        prefix_tokens: of each.
-        share: of the requests that begin with one; the others' prompts are as long, and their own.
+        prefix_tokens: per prefix.
+        share: share of requests that begin with a hot prefix; the others' prompts are as long, and their own.
         question_tokens: after the prefix.
-        answer_tokens: of each answer.
-        seed: of what comes when.
+        answer_tokens: per answer.
+        seed: for arrivals.
     """
 
     requests: int = 2000
@@ -240,7 +240,7 @@ def _alone(target: DecodeReservation) -> None:
 
 
 def _ignore_changes(changes: KeyChanges) -> None:
-    """Nobody asks what the parts hold."""
+    """Drops changes: the parts' content is not tracked."""
 
 
 def break_even(profile: Profile, prefix: int) -> float:
@@ -257,7 +257,7 @@ def break_even(profile: Profile, prefix: int) -> float:
 
 
 def paper_line(profile: Profile, prefix: int, operations_per_s: float) -> float:
-    """The paper's B for LLaMA-70B, whose KV bytes per token must be those of the profile."""
+    """The paper's B for LLaMA-70B; the profile's KV bytes per token must equal that model's."""
     layers, width, a, b = 80, 8192, 4, 22
     operations = layers * (a * prefix * prefix * width + b * prefix * width * width)
     return prefix * profile.token_bytes * operations_per_s / operations

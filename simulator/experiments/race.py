@@ -1,4 +1,4 @@
-"""Race of placement policies: one trace, one load, one speed of links, several seeds of arrivals."""
+"""Race between placement policies: one trace, one load, one link speed, several arrival seeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ LENGTH_CLASSES = (2048, 8192, 32768, 65536)
 
 
 def linked(config: ClusterConfig, link_gb: float) -> ClusterConfig:
-    """The cluster with links that load `link_gb` GB per second; 0 = each prefill instance has its own cache only."""
+    """The cluster with links that load `link_gb` GB per second; 0 = each prefill instance has a separate cache only."""
     if not link_gb:
         return replace(config, kvstore=0, peers=False, copy_share=0.0)
     profile = config.profile
@@ -32,7 +32,7 @@ def linked(config: ClusterConfig, link_gb: float) -> ClusterConfig:
 
 
 def jittered(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
-    """The requests at times drawn within the resolution of the trace's clock, by seed, in order of time.
+    """The requests at times drawn within the trace clock's resolution, by seed, in time order.
 
     The resolution is the shortest time between two different timestamps. Requests that wait for others are not moved.
     """
@@ -46,7 +46,7 @@ def jittered(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
 
 
 class Slowdowns:
-    """TTFT over the seconds of the same prompt alone on an instance that holds nothing, by length class."""
+    """TTFT over the seconds for the same prompt alone on an empty instance, by length class."""
 
     def __init__(self, config: ClusterConfig) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class Slowdowns:
 
 @dataclass(frozen=True, slots=True)
 class Racers:
-    """Who races: each policy for prefill with each policy for decode."""
+    """The racers: each policy for prefill with each policy for decode."""
 
     policies: Sequence[str]
     decode_policies: Sequence[str] = (DEFAULT_DECODE_POLICY,)
@@ -84,7 +84,7 @@ class Racers:
 
 
 def race(config: ClusterConfig, source: RequestSource, racers: Racers, seeds: int, progress: Progress) -> Result:
-    """A row per pair of policies, over all seeds of arrivals and delays together."""
+    """A row per policy pair, over all arrival and delay seeds together."""
     requests = list(source.read())
     rows: list[Row] = []
     for decode_policy in racers.decode_policies:

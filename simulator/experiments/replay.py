@@ -1,4 +1,4 @@
-"""Another policy on a recorded journal: what it would have decided where the recorded one did."""
+"""Another policy on a recorded journal: the other policy's decision at each recorded decision."""
 
 import re
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ def replay(path: Path, policies: Sequence[str], progress: Progress, module: str 
 
     Args:
         path: a journal's file, or a folder of journals.
-        policies: asked beside the recorded one, each as the conductor's flag names it.
+        policies: asked beside the recorded policy, each as the conductor's flag names the policy.
         progress: is told of each policy.
-        module: whose classes the journals may name besides those of cores; its code runs.
+        module: module with further classes that the journals may name; the module's code runs.
 
     Raises:
-        JournalError: there is no journal, or it is damaged.
+        JournalError: no journal, or a damaged journal.
         ConfigError: a policy is unknown, or no journal is a conductor's.
     """
     rows = []

@@ -55,12 +55,12 @@ def digits(value: float, count: int = 4) -> float:
 
 
 LONGEST_SHARE = 10
-"""A request's TBT is the mean of its longest 1 / `LONGEST_SHARE` of intervals."""
+"""A request's TBT is the mean over the longest 1 / `LONGEST_SHARE` of its intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What requests went through. Seconds; shares are of all requests, refused ones included."""
+    """What requests went through. Seconds; shares are shares of all requests, refused requests included."""
 
     requests: int
     outcomes: dict[str, int]
@@ -137,7 +137,7 @@ class Collector:
 
 
 def longest_mean(intervals: Sequence[int]) -> float:
-    """Mean of the longest tenth of intervals, at least one; 0 for none."""
+    """Mean over the longest tenth of intervals, at least one interval; 0 for none."""
     if not intervals:
         return 0.0
     longest = sorted(intervals)[-math.ceil(len(intervals) / LONGEST_SHARE) :]
@@ -157,7 +157,7 @@ class Chart:
     Attributes:
         title, x_label, y_label: for people.
         series: points of each line, ascending in x.
-        names: of the places 0, 1, 2, ... when they are no numbers: bars are drawn.
+        names: names for the places 0, 1, 2, ... when they are no numbers: bars are drawn.
         log_x: the horizontal scale is logarithmic; all x are positive.
     """
 
@@ -227,7 +227,7 @@ class _Axes:
 
     @property
     def slot(self) -> float:
-        """Width of one named place."""
+        """Width for one named place."""
         return (WIDTH - LEFT - RIGHT) / self._span
 
     def _scale(self, x: float) -> float:

@@ -20,7 +20,7 @@ from simulator.traces.workload import Workload, WorkloadMix
 
 
 def scale(config: ClusterConfig, source: RequestSource, progress: Progress) -> Result:
-    """One run: everything that is known of it."""
+    """One run with all known figures."""
     summary, cluster = simulate(config, source.read())
     progress(f"{cluster.world.events} events")
     row = {**summary.to_json(), "events": cluster.world.events, "calls": cluster.calls.sent}
@@ -71,16 +71,16 @@ def ratio(config: ClusterConfig, source: RequestSource, progress: Progress, firs
 
 SAMPLE_S = 10.0
 SMOOTH = 30
-"""Samples over which the slow course of the load is averaged: what is left is its swinging."""
+"""Samples over which the load's slow course is averaged: the remainder is the swing."""
 COMPARED = (*PAPER, SERVICES[AdmissionMode.PREDICTIVE])
 PICTURED = ("early", "predictive")
 
 
 @dataclass(slots=True)
 class Loads:
-    """Load of both pools every `SAMPLE_S` seconds, as shares of what the limits allow.
+    """Load on both pools every `SAMPLE_S` seconds, as shares of the limits.
 
-    `prefill`: mean seconds of queue, of the TTFT limit. `decode`: mean seconds of a step, of the TBT limit.
+    `prefill`: mean queue seconds over the TTFT limit. `decode`: mean step seconds over the TBT limit.
     """
 
     cluster: Cluster
@@ -101,7 +101,7 @@ class Loads:
 
 
 def overload(config: ClusterConfig, source: RequestSource, progress: Progress) -> Result:
-    """A row per way of letting requests in: the paper's, by the whole pool's load or by request, and the services'."""
+    """A row per admission mode: the paper's, by the whole pool's load or by request, and the services'."""
     rows, series = [], {}
     for name in COMPARED:
         by_pool = config.by_pool and name in PAPER
@@ -143,13 +143,13 @@ def _overload_row(name: str, summary: Summary, cluster: Cluster, loads: Loads) -
 
 
 def swings(values: Sequence[float]) -> list[float]:
-    """What is left of a series without its slow course, the running mean over `SMOOTH` samples."""
+    """A series without the slow course, the running mean over `SMOOTH` samples."""
     half = SMOOTH // 2
     return [value - fmean(values[max(0, at - half) : at + half + 1]) for at, value in enumerate(values)]
 
 
 def swing(values: Sequence[float]) -> float:
-    """Standard deviation of a series around its slow course."""
+    """A series' standard deviation around the slow course."""
     return pstdev(swings(values)) if values else 0.0
 
 
@@ -167,20 +167,20 @@ TALKING = WorkloadMix(
     conversations=0.3, questions=0.7, first_turn=0.5, later_turn=0.5, question=0.5, answer_tokens=900.0
 )
 PART_S = 600.0
-"""Seconds of one kind of requests."""
+"""Seconds for each kind of requests."""
 PARTS = 4
 SWAPPING = "swapping"
 
 
 @dataclass(frozen=True, slots=True)
 class Shifts:
-    """Requests whose mix shifts every `part_s` seconds.
+    """Requests with a mix that shifts every `part_s` seconds.
 
     Attributes:
         rates: requests per second of the two mixes.
         part_s: see above.
-        parts: how often it is the one or the other.
-        seed: of the requests.
+        parts: how often each kind comes.
+        seed: for the requests.
     """
 
     rates: tuple[float, float]
@@ -201,7 +201,7 @@ class Shifts:
 
 
 class Phases:
-    """Goodput of each part by itself: requests belong to the part in which they come."""
+    """Goodput for each part alone: requests belong to the part in which they arrive."""
 
     def __init__(self, slo: SloTargets, part_s: float, parts: int) -> None:
         self._slo, self._part = slo, round(part_s * PS)
@@ -221,7 +221,7 @@ class Phases:
 
 
 def roles(config: ClusterConfig, shifts: Shifts, progress: Progress) -> Result:
-    """A row per fixed division of the machines, and one where they change their roles.
+    """A row per fixed division of machines, and a row with role changes.
 
     Raises:
         ConfigError: there are fewer than four machines.

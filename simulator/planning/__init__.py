@@ -1,1 +1,1 @@
-"""Capacity planning: the least-cost mix of instances that serves a trace within its limits."""
+"""Capacity planning: the cheapest mix of instances that serves a trace within the limits."""

@@ -1,4 +1,4 @@
-"""A plan as one HTML file with its charts inside."""
+"""A plan as one HTML file with charts inside."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,7 +64,7 @@ def _decode_chart(plan: CapacityPlan) -> Chart:
 
 
 def _like(mix: InstanceMix, best: InstanceMix, but: str) -> bool:
-    """Whether a mix differs from the best one only in one number."""
+    """Whether a mix differs from the best mix only in one number."""
     return all(getattr(mix, kind) == getattr(best, kind) for kind in ("prefill", "decode", "kvstore") if kind != but)
 
 

@@ -1,6 +1,6 @@
 """Capacity planning.
 
-Finds the least-cost mix of prefill, decode and kvstore instances that keeps its latency limits.
+Finds the cheapest mix of prefill, decode and kvstore instances that keeps the latency limits.
 
 More prefill or decode instances are taken to be never worse, so each number is found by bisection; every mix that is
 compared is simulated. Hardware comes from YAML files.
@@ -33,8 +33,8 @@ class Hardware:
 
     Attributes:
         name: for people.
-        models: the profile of each model on it, by name or path.
-        cost_per_hour: of one instance of each kind, in any unit.
+        models: each model's profile on this machine, by name or path.
+        cost_per_hour: cost per instance by kind, in any unit.
         dram_bytes, disk_bytes: of a kvstore.
     """
 
@@ -65,10 +65,10 @@ def bundled_hardware() -> list[str]:
 
 
 def load_hardware(name: str) -> Hardware:
-    """Reads a bundled file by its name, or any by its path.
+    """Reads a bundled file by name, or any file by path.
 
     Raises:
-        ConfigError: there is none, or it is wrong; names the field.
+        ConfigError: the file is missing or wrong; names the field.
     """
     path = _FOLDER / f"{name}{_SUFFIX}" if name in bundled_hardware() else Path(name)
     try:
@@ -190,7 +190,7 @@ class CapacityPlan:
 
     Attributes:
         best: the mix of least cost.
-        summary: of its run.
+        summary: the mix's run.
         tried: the goodput share of every mix that was simulated.
         sensitivity: what changes (in words) -> goodput share.
     """
@@ -230,7 +230,7 @@ class PlanSearch:
         self._best: InstanceMix | None = None
 
     def plan(self) -> CapacityPlan:
-        """The best mix, and what it is sensitive to.
+        """The best mix, and what the mix is sensitive to.
 
         Raises:
             NoPlan: none within the bound is good enough.
@@ -293,7 +293,7 @@ class PlanSearch:
         return high
 
     def _better(self, mix: InstanceMix) -> bool:
-        """Whether it would be better than the best so far, if it is good."""
+        """Whether a good `mix` would be better than the best so far."""
         return self._best is None or (self._cost(mix), mix) < (self._cost(self._best), self._best)
 
     def _offer(self, mix: InstanceMix) -> None:
@@ -310,10 +310,10 @@ class PlanSearch:
         return InstanceMix(prefill, self._least(1, enough, lambda n: InstanceMix(prefill, n, kvstore)), kvstore)
 
     def _walk(self, start: InstanceMix, fewer: str, more: str) -> None:
-        """Mixes with fewer instances of one kind and more of the other one, as long as they can be better.
+        """Mixes with fewer instances for one kind and more for the other, as long as a mix can be better.
 
-        The fewer there are of one kind, the more are needed of the other one. So a mix that would hardly be better and
-        is not good ends all with as many of the one kind and fewer of the other.
+        Fewer instances in one kind need more in the other. So a bad mix with hardly better cost rules out all mixes
+        with as many of that kind and fewer of the other.
         """
 
         def mix(few: int, many: int) -> InstanceMix:

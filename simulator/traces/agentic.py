@@ -1,7 +1,7 @@
-"""A generated workload of coding agents: sessions of many turns, tools, thinking people, sub-agents and compaction.
+"""A generated workload like coding agents': sessions with turns, tools, thinking people, sub-agents, compaction.
 
-The published figures of recorded coding agents that the default mix meets (`statistics` prints those of a trace):
-43 turns a session (median), 142,000 prompt tokens and 444 answer tokens a request (medians), over 96 % of the prompt
+Published figures from recorded coding agents that the default mix meets (`statistics` prints a trace's figures): 43
+turns a session (median), 142,000 prompt tokens and 444 answer tokens a request (medians), over 96 % of the prompt
 tokens in blocks that the session had before, 44 % of the sessions with sub-agents. Times of tools and people are not
 published; the mix says what is assumed. `python -m simulator.traces.agentic --seed 1 --sessions 40 --out FILE`.
 """
@@ -23,7 +23,7 @@ from simulator.traces.mooncake import BLOCK_TOKENS, TraceRequest, reusable_share
 
 @dataclass(frozen=True, slots=True)
 class Lognormal:
-    """A lognormal distribution: its median, and the standard deviation of the logarithm."""
+    """A lognormal distribution: the median, and the logarithm's standard deviation."""
 
     median: float
     sigma: float
@@ -40,7 +40,7 @@ class AgenticMix:
     sessions_per_s: float = 0.02
     """Sessions that begin in a second, Poisson."""
     agents: int = 3
-    """Programs, each with a system prompt and tools of its own; the n-th is used 1/n times as often as the first."""
+    """Programs, each with a separate system prompt and tools; the n-th is used 1/n times as often as the first."""
     system: Lognormal = Lognormal(24_000, 0.3)
     task: Lognormal = Lognormal(60_000, 0.7)
     """What a session begins with behind the system prompt."""
@@ -93,7 +93,7 @@ class AgenticWorkload:
         self._weights = [1 / (place + 1) for place in range(self._mix.agents)]
 
     def requests(self, sessions: int) -> list[TraceRequest]:
-        """Return all requests of so many sessions, in the order of the earliest times at which they can come."""
+        """Return all requests from `sessions` sessions, ordered by earliest arrival."""
         now, everything = 0.0, []
         for number in range(sessions):
             now += self._draws.expovariate(self._mix.sessions_per_s)
@@ -120,14 +120,14 @@ class AgenticWorkload:
                 children += self._sub_agent(agent, f"{name}/{turn}.{number}")
 
     def _sub_agent(self, parent: _Agent, name: str) -> list[TraceRequest]:
-        """An agent with a history of its own; its first request waits for the parent's last one."""
+        """An agent with a separate history; the first request waits for the parent's last request."""
         system = self._draws.choices(self._systems, self._weights)[0]
         agent = _Agent(name, system, last=parent.last, at=parent.at)
         self._grow(agent, self._mix.sub_task.draw(self._draws))
         return [self._turn(agent, ()) for _ in range(max(1, round(self._mix.sub_turns.draw(self._draws))))]
 
     def _turn(self, agent: _Agent, children: Sequence[TraceRequest]) -> TraceRequest:
-        """The agent's next request, behind the ends of its sub-agents."""
+        """The agent's next request, after the sub-agents' ends."""
         mix, draws = self._mix, self._draws
         delay = 0.0
         if agent.last:
@@ -160,10 +160,10 @@ class AgenticWorkload:
 
 
 def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
-    """Return what is published of recorded agents, of a trace with sessions.
+    """Return the published kinds of figures for a trace with sessions.
 
-    Medians of the turns of a session (sub-agents are sessions of their own, and left out), of the tokens of a prompt
-    and of an answer; the share of prompt tokens in blocks that came before; the share of sessions with sub-agents.
+    Medians over a session's turns (sub-agents are separate sessions, and left out), prompt tokens and answer tokens;
+    the share of prompt tokens in blocks that came before; the share of sessions with sub-agents.
     """
     turns: dict[str, int] = {}
     for request in requests:
@@ -182,7 +182,7 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Write a trace and print its statistics."""
+    """Write a trace and print the statistics."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sessions", type=int, default=40)

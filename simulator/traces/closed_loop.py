@@ -1,7 +1,7 @@
-"""Which requests of a trace wait for which: agents ask again when an answer has come and a tool has run.
+"""Which requests in a trace wait for which: agents ask again after an answer has come and a tool has run.
 
-The first request of a sub-agent waits for a request of the parent, and the parent's next request waits for the last of
-each sub-agent. Load is a closed loop: if the cluster is slow, the next turn comes later, as behind a real agent.
+A sub-agent's first request waits for a parent's request, and the parent's next request waits for each sub-agent's last.
+Load is a closed loop: if the cluster is slow, the next turn comes later, as behind a real agent.
 """
 
 from simulator.traces.mooncake import TraceRequest
@@ -23,10 +23,10 @@ class ClosedLoop:
         return self._kept
 
     def keeps(self, place: int, request: TraceRequest) -> bool:
-        """Keep a request that waits for one that has not ended; False: the request may come after its `delay`.
+        """Keep a request that waits for an unended request; False: the request may come after its `delay`.
 
         Args:
-            place: of the request in the trace.
+            place: the request's place in the trace.
             request: see above.
         """
         name = next((name for name in request.wait_for if name not in self._ended), None)
@@ -37,7 +37,7 @@ class ClosedLoop:
         return True
 
     def ended(self, name: str) -> list[tuple[int, TraceRequest]]:
-        """A request has ended: return those that may come now, each after its delay, with their places."""
+        """A request has ended: return the requests that may come now, each after a delay, with their places."""
         if not name:
             return []
         self._ended.add(name)

@@ -6,10 +6,10 @@ prompt; each has `output_length`). Tenants share no prefix. A first line `{"bloc
 says how many tokens a block has; without one they are 512, as in the published traces. Tokens are a function of the
 hash id alone, so equal ids give equal tokens.
 
-Requests of agents wait for others, in the fields of Dynamo's agentic form: `request_id` names a request, `wait_for`
-lists requests of earlier lines, and the request comes `delay` + `tool_wait_ms` ms after the last of these has ended.
-With `session_id` and `delay` alone a request waits for the line before of the same session, as in AIPerf's form. A
-request that waits needs no `timestamp`.
+Agents' requests wait for others, in the fields of Dynamo's agentic form: `request_id` names a request, `wait_for` lists
+earlier lines' requests, and the request comes `delay` + `tool_wait_ms` ms after the last listed request has ended. With
+`session_id` and `delay` alone a request waits for the line before of the same session, as in AIPerf's form. A request
+that waits needs no `timestamp`.
 """
 
 import json
@@ -34,7 +34,7 @@ FIRST_TOKEN = 16
 """Ids below are left to special tokens."""
 FIELDS = ("input_length", "output_length", "hash_ids")
 REMEMBERED_IDS = 1 << 20
-"""Ids whose predecessors are remembered, the oldest are forgotten: a contradiction is found within so many blocks."""
+"""Ids with remembered predecessors, the oldest are forgotten: a contradiction within this many blocks is found."""
 
 
 class TraceError(MoonpoolError):
@@ -43,7 +43,7 @@ class TraceError(MoonpoolError):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line of a trace."""
+    """One line in a trace."""
 
     timestamp: float
     """Milliseconds since the trace began; of a request that waits: if the requests before took no time."""
@@ -58,9 +58,9 @@ class TraceRequest:
     name: str = ""
     """By which later requests wait for this one."""
     wait_for: tuple[str, ...] = ()
-    """Names of earlier requests that end before this one comes."""
+    """Names of earlier requests that end before this request comes."""
     delay: float = 0.0
-    """Milliseconds from the end of the last of these: a tool that works, a person who thinks."""
+    """Milliseconds after the last of these ends: a tool works, a person thinks."""
 
     def tokens(self, vocab_size: int, block_tokens: int = BLOCK_TOKENS) -> "array[int]":
         """The prompt; typecode "i"."""
@@ -85,7 +85,7 @@ def trace_path(given: str) -> Path | None:
 
 
 class Trace:
-    """A trace's file. Iterating reads the file line by line: its length costs no memory, but names of requests do.
+    """A trace's file. Iterating reads the file line by line: the length costs no memory, but names of requests do.
 
     Args:
         path: the file.
@@ -139,7 +139,7 @@ def _header(line: str) -> Mapping[str, Any] | None:
 
 
 class _Checker:
-    """Turns lines into requests; raises ValueError for what is wrong with one, or contradicts an earlier one."""
+    """Turns lines into requests; raises ValueError if a line is wrong, or contradicts an earlier line."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -264,7 +264,7 @@ def read_trace(path: Path, *, limit: int = 0) -> list[TraceRequest]:
     """The first `limit` requests of a trace, all for 0.
 
     Raises:
-        TraceError: it cannot be read, or a line is wrong.
+        TraceError: the file cannot be read, or a line is wrong.
     """
     return list(Trace(path, limit))
 
@@ -292,7 +292,7 @@ def trace_line(request: TraceRequest) -> str:
 
 
 def reusable_share(requests: Sequence[TraceRequest], block_tokens: int = BLOCK_TOKENS) -> float:
-    """Share of prompt tokens in leading blocks that the tenant has had before: the limit of any cache's hit rate."""
+    """Share of prompt tokens in leading blocks that the tenant has had before: the limit for any cache's hit rate."""
     seen: set[tuple[str, int]] = set()
     hits = total = 0
     for request in requests:

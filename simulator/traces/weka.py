@@ -1,9 +1,9 @@
 """Recorded coding agents in Weka's form, turned into Mooncake's agentic form.
 
-A file of Weka's kv-cache-tester is one JSON object a session: `block_size`, and `requests` in order of time. A request
+A file from Weka's kv-cache-tester is one JSON object a session: `block_size`, and `requests` in time order. A request
 (`type` "n" or "s") has `in` and `out` (tokens), `hash_ids`, `t` and `api_time` (seconds), at times `think_time`. An
-entry of `type` "subagent" has `requests` of its own: the first waits for the parent's request before, the parent's
-next waits for the last. `python -m simulator.traces.weka FILE ... --out TRACE`.
+entry with `type` "subagent" has separate `requests`: the first waits for the parent's request before, the parent's next
+waits for the last. `python -m simulator.traces.weka FILE ... --out TRACE`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from simulator.traces.mooncake import TraceError, TraceRequest, trace_line
 
 
 class WekaSessions:
-    """Sessions of several files as one trace. Files share no blocks, since ids are a file's own.
+    """Sessions from several files as one trace. Files share no blocks, since ids are a file's own.
 
     Attributes:
         block_tokens: tokens of a block in all files; 0 = no file was read.
@@ -56,7 +56,7 @@ class _Session:
     def requests(
         self, entries: Sequence[Mapping[str, Any]], name: str, begin: tuple[str, ...], at_ms: float
     ) -> Iterator[TraceRequest]:
-        """The requests of an agent called `name`, which begins when those of `begin` have ended."""
+        """The requests from an agent called `name`, which begins after the requests in `begin` have ended."""
         last, wait_for, ended_s, turn = begin, begin, None, 0
         for place, entry in enumerate(entries):
             if entry["type"] == "subagent":
@@ -84,7 +84,7 @@ class _Session:
         return 1000 * max(0.0, float(entry["t"]) - ended_s if thought is None else float(thought))
 
     def _chain(self, ids: Sequence[int], tokens: int) -> tuple[int, ...]:
-        """Our ids of a prompt's blocks: an id stands behind one other only. Blocks without an id are nobody else's."""
+        """Our ids for a prompt's blocks: each id has a single predecessor. Blocks without an id are not shared."""
         chain: list[int] = []
         before = -1
         for place in range(-(-tokens // self._block_tokens)):
@@ -97,7 +97,7 @@ class _Session:
 
 
 def main() -> None:
-    """Write one trace of several files' sessions."""
+    """Write one trace from several files' sessions."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--every-s", type=float, default=50.0, help="seconds from one session's begin to the next")

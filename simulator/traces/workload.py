@@ -1,7 +1,8 @@
-"""A generated workload in the form of Mooncake's traces: conversations, system prompts they share, and one-offs.
+"""A generated workload in Mooncake's trace form: conversations, shared system prompts, and one-offs.
 
-The shipped `benchmarks/traces/generated.jsonl` is made by it. It imitates no particular trace; policies are compared on
-it so that they are not compared on one trace only. `python -m simulator.traces.workload --seed 1 --out FILE`.
+The shipped `benchmarks/traces/generated.jsonl` comes from this module. The workload imitates no particular trace;
+policies are also compared on this workload, so that no single trace decides. `python -m simulator.traces.workload
+--seed 1 --out FILE`.
 """
 
 import argparse
@@ -24,11 +25,12 @@ class WorkloadMix:
         applications: system prompts, the n-th asked for 1/n times as often as the first.
         rate_per_s: arrivals per second, Poisson; turns of conversations under way come on top.
         pause_s: median time between two turns; lognormal.
-        goes_on: probability that a first turn is followed by another; a later one by 0.2 more.
-        first_turn, later_turn, question, document: natural logarithm of the median number of new blocks; lognormal.
+        goes_on: probability that a first turn is followed by another; a later one by 0.2 more. first_turn, later_turn,
+        question, document: natural logarithm of the median number of new blocks; lognormal.
         answer_tokens: mean length of an answer; exponential.
-        tenants: whose requests come, called "t0", "t1", ...: all turns of a conversation are one's, and the n-th comes
-            1/n times as often as the first; 0 = nobody's. Applications are everybody's, but tenants share no KV.
+        tenants: the requests' tenants, called "t0", "t1", ...: all turns in a conversation are one tenant's, and the
+            n-th comes 1/n times as often as the first; 0 = no tenant. Applications are shared by all tenants, but
+            tenants share no KV.
         several: share of the requests that want several answers, `most_choices` at most.
         burst_factor: times as many arrivals during the first `burst_s` of every `burst_every_s` seconds; 1 = no bursts.
     """
@@ -80,7 +82,7 @@ class Workload:
         self._prompts = [self._blocks(self._random.randint(1, 8)) for _ in range(self._mix.applications)]
         self._weights = [1 / (place + 1) for place in range(self._mix.applications)]
         self._names = [f"t{place}" for place in range(self._mix.tenants)]
-        self._turns: list[tuple[float, int, Sequence[int], int, str]] = []  # when, number, history before, turn, whose
+        self._turns: list[tuple[float, int, Sequence[int], int, str]] = []  # when, number, history before, turn, tenant
         self._requests: list[TraceRequest] = []
 
     def requests(self, count: int) -> list[TraceRequest]:
@@ -117,7 +119,7 @@ class Workload:
             heapq.heappush(self._turns, (at, len(self._requests), history, turn + 1, tenant))
 
     def _ask(self, now: float, chain: Sequence[int], tenant: str) -> None:
-        """A request. Its last block is not full: when it is, it is another one, so that its id comes once."""
+        """A request. The last block is not full: once full, the block is another block, so that this id comes once."""
         ids = (*chain, *self._blocks(1))
         tokens = len(chain) * BLOCK_TOKENS + self._random.randint(1, BLOCK_TOKENS - 1)
         answer = 1 + round(self._random.expovariate(1 / self._mix.answer_tokens))

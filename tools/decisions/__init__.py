@@ -1,5 +1,5 @@
 """What the cores decide, recorded as text, so that two commits can be compared (`python -m tools.decisions`).
 
-Cores are deterministic: the same events give the same actions. A change of the code's form (files, names) must leave
-every decision as it was; recording before and after, and comparing, shows that it did.
+Cores are deterministic: the same events give the same actions. A change in the code's form (files, names) must leave
+    every decision unchanged; recording before and after, and comparing, proves this.
 """

@@ -1,10 +1,11 @@
 """`python -m tools.decisions record --out DIR`, and `compare DIR1 DIR2`, which exits with 1 where decisions differ.
 
-DIR gets a compressed text for each scenario and seed, and `digests.json`, which says of each its hash, its number of
-pairs and its classes. The same commit writes the same hashes, whatever `PYTHONHASHSEED` is.
+DIR gets a compressed text for each scenario and seed, and `digests.json`, with each text's hash, number of pairs and
+classes. The same commit writes the same hashes, whatever `PYTHONHASHSEED` is.
 
-Classes, fields, functions and files may be renamed and moved between two recordings (see `canon`); imports of cores and
-tests' machines are in `places`, those of the simulator in `scenarios`. Walks depend on the rules of the tests' machines
+Classes, fields, functions and files may be renamed and moved between two recordings (see `canon`); imports from cores
+and test machines are in `places`, imports from the simulator in `scenarios`. Walks depend on the rules of the tests'
+machines
 too: where these change, record the older commit anew with the newer tests.
 """
 

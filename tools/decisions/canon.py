@@ -1,8 +1,8 @@
 """Values as text that says the same after classes and fields were renamed.
 
-A class is `#n`, numbered by its first appearance in a recording; its fields are rendered in declared order without
-their names, its enum's members by their place. Sets are sorted by their text, mappings keep their order, floats are
-`repr`. A text for people, which has a blank in it, is `"..."`: its wording is no decision.
+A class is `#n`, numbered by first appearance in a recording; fields are rendered in declared order without names, enum
+members by position. Sets are sorted by their text, mappings keep their order, floats are `repr`. A text for people
+(with a blank) is `"..."`: wording is no decision.
 """
 
 import json
@@ -19,7 +19,7 @@ Form = Callable[[Any], str]
 
 
 class Canon:
-    """Renders the values of one recording.
+    """Renders one recording's values.
 
     Attributes:
         classes: names of the classes that were met; the n-th is `#n`.

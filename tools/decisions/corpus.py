@@ -1,4 +1,4 @@
-"""A folder of recordings: how one is made, and how two are compared."""
+"""A folder with recordings: how to record, and how to compare two folders."""
 
 import gzip
 import json
@@ -23,7 +23,7 @@ _CLASS = re.compile(r"#(\d+)")
 
 
 def record(out: Path, only: str, seeds: int, walks: int, jobs: int) -> int:
-    """Runs every scenario whose name has `only` in it."""
+    """Runs every scenario with `only` in the name."""
     out.mkdir(parents=True, exist_ok=True)
     names = [name for name in (*SCENARIOS, *(f"walk-{name}" for name in machines())) if only in name]
     todo = [(name, seed) for name in names for seed in range(1, seeds + 1)]

@@ -1,4 +1,4 @@
-"""Where the cores and the state machines of their tests are: the one module to change when they move."""
+"""Where the cores and their tests' state machines are: the only module to change after a move."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,14 +22,14 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *("request.priority", "request.weight", "reuse", "request.transient", "max_queue_s"),
     ),
 }
-"""Class name -> attributes, dotted ones too, that are rendered in place of its fields in their declared order.
+"""Class name -> attributes, also dotted, that are rendered instead of the fields in declared order.
 
 Needed only where fields were added, removed, reordered or moved into a nested record since the other recording.
 """
 
 
 def cores() -> list[Any]:
-    """Classes whose `handle(now, event, out)` and `due()` are recorded."""
+    """Classes with recorded `handle(now, event, out)` and `due()`."""
     from services.conductor.core.scheduler import ConductorCore
     from services.decode.core.scheduler import DecodeScheduler
     from services.prefill.core.scheduler import PrefillScheduler
@@ -55,14 +55,14 @@ def machines() -> dict[str, Any]:
 
 
 def beside() -> tuple[Any, str]:
-    """The method of a store's files that does something in a thread, `later(change, path)`: here it is done at once."""
+    """The method by which a store's files work in a thread, `later(change, path)`: here the work is done at once."""
     from services.kvstore.ssd.files import FileLayer
 
     return FileLayer, "later"
 
 
 def state_of(machine: Any) -> object:
-    """What is recorded after each rule of a machine without a core: what a store holds, or the order of eviction."""
+    """State recorded after each rule for a machine without a core: a store's content, or the order of eviction."""
     from tests.unit.kvstore.core.test_machine import StoreMachine
     from tests.unit.kvstore.eviction.test_machine import PolicyMachine
 
@@ -75,7 +75,7 @@ def state_of(machine: Any) -> object:
 
 
 def interludes(name: str) -> list[Any]:
-    """Events in the middle of some walks that the machine itself does not have."""
+    """Events in the middle of some walks that the machine itself lacks."""
     from moonpool.kv.delete_kv import KVSelection
     from moonpool.scheduling.block_manager import DeleteKV
 

@@ -19,8 +19,8 @@ class Recording:
     """What one file holds.
 
     Attributes:
-        sha256: of its text.
-        pairs: of an event and the actions it led to.
+        sha256: hash of the text.
+        pairs: number of (event, actions) pairs.
         classes: their names here, which the text does not have; the n-th is `#n`.
         wrong: parts that ended by an exception.
     """
@@ -32,10 +32,10 @@ class Recording:
 
 
 class Recorder:
-    """Writes pairs: the core's number, the time and the event on a line, then a line for each action and one for `due`.
+    """Writes pairs: the core's number, the time and the event on a line, then a line for each action and for `due`.
 
     Args:
-        path: of the file, which is compressed by gzip.
+        path: the file, compressed by gzip.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,7 @@ class Recorder:
         self._wrong: list[str] = []
 
     def pair(self, who: str, event: str, actions: Sequence[object], due: object = None) -> None:
-        """Takes an event that was rendered before it was handled."""
+        """Takes an event, rendered before the core handled the event."""
         text = self._canon.text
         lines = [f"{who} {event}", *(f"  > {text(action)}" for action in actions), f"  = {text(due)}\n"]
         data = "\n".join(lines).encode()
@@ -58,12 +58,12 @@ class Recorder:
         return self._canon.text(value)
 
     def number(self, core: object) -> int:
-        """The place of a core among those of its part that have been heard of."""
+        """A core's number among the part's cores, by first appearance."""
         return self._cores.setdefault(id(core), (len(self._cores), core))[0]
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A run of its own, whose cores are numbered anew. What it raises ends it, and is noted."""
+        """A separate run with cores numbered anew. An exception ends the run, and is noted."""
         self._cores.clear()
         self.pair("part", name, ())
         try:

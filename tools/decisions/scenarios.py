@@ -1,4 +1,4 @@
-"""Small clusters in virtual time whose cores are recorded: policies, faults, crowds, roles, stores, full pools."""
+"""Small clusters in virtual time with recorded cores: policies, faults, load peaks, roles, stores, full pools."""
 
 import random
 from collections.abc import Callable, Iterable
@@ -31,17 +31,17 @@ TENANTS = replace(BUSY, tenants=4, rate_per_s=3.0, burst_factor=6.0, burst_every
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A cluster and what happens to it.
+    """A cluster and its events.
 
     Attributes:
-        settings: of the cluster, which is of two prefill and two decode instances and a kvstore otherwise.
-        mix: of its requests.
+        settings: the cluster's; default: two prefill instances, two decode instances and a kvstore.
+        mix: the requests' mix.
         requests: so many.
-        crashes: (when, who, how long it is away).
-        runs: of decode's steps.
+        crashes: (when, instance, seconds away).
+        runs: decode's steps.
         stormy: faults are drawn by the seed.
         trace: requests by seed, instead of `mix`.
-        changes: (when, instance) of orders to change its role.
+        changes: (when, instance) for orders to change roles.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def _crowd(seed: int) -> list[TraceRequest]:
 
 
 def _full(way: Preemption, **memory: Any) -> Scenario:
-    """A decode pool for some sequences, whose answers are longer than expected."""
+    """A decode pool for some sequences, with answers longer than expected."""
     kept = DecodeMemory(preemption=way, **{"swap_bytes": 2 * GB, "assumed_answer_tokens": 32, **memory})
     return Scenario({"decode": 1, "memory": kept, "pool_blocks": 150, "kvstore": 2, "block_tokens": 64}, trace=_crowd)
 

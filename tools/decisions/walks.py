@@ -1,7 +1,7 @@
-"""Random walks of each core alone: the state machines of its tests, with a plain seeded generator in charge.
+"""Random walks for each core alone: the tests' state machines, driven by a plain seeded generator.
 
-Rules are taken in the order of their definition and arguments in that of their decorator, so that a walk does not
-depend on names, and hypothesis's own choices, which it takes from the code it finds, play no part.
+Rules are taken in definition order and arguments in decorator order, so that a walk depends neither on names nor on
+hypothesis's own choices, which come from the code it finds.
 """
 
 import random
@@ -46,7 +46,7 @@ class _Provider(PrimitiveProvider):
 
 
 def walk(name: str, seed: int, number: int, recorder: Recorder) -> None:
-    """One walk. Each fourth one is disturbed by other events, each third one does not come to rest.
+    """One walk. Each fourth walk is disturbed by other events, each third walk does not come to rest.
 
     Raises:
         AssertionError: the machine finds something wrong.

@@ -1,1 +1,1 @@
-"""Proves and measures the path of a GPU in one command: `python -m tools.gpu_check --out DIR`."""
+"""Proves and measures the GPU path in one command: `python -m tools.gpu_check --out DIR`."""

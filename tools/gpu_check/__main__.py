@@ -1,7 +1,7 @@
 """`python -m tools.gpu_check --out DIR` proves and measures the path of a GPU; exits with 1 if a stage failed.
 
-Each stage is a process with a limit of its own. A stage that fails lets the next go on. DIR gets results.json,
-results.md and logs.txt, written anew after each stage. `--device staged --tiny` runs the same stages on a CPU.
+Each stage is a process with a time limit. A stage that fails lets the next go on. DIR gets results.json, results.md and
+logs.txt, written anew after each stage. `--device staged --tiny` runs the same stages on a CPU.
 """
 
 import argparse

@@ -18,7 +18,7 @@ WHEELS = (
     *("pydantic-settings", "pytest-asyncio", "python-dotenv", "starlette", "structlog", "typing-extensions"),
     *("typing-inspection", "uvicorn"),
 )
-"""Distributions that are carried. Their needs are named here too: nothing else is fetched."""
+"""Distributions that are carried. Their dependencies are named here too: nothing else is fetched."""
 PYTHON = "3.12"
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64"]
 LIMIT_MIB = 64
@@ -50,7 +50,7 @@ def command(into: Path, wanted: Sequence[str]) -> list[str]:
 
 
 def travelling(into: Path) -> tuple[int, int]:
-    """Bytes of the files that git tracks or does not ignore, and of the wheels."""
+    """Bytes in files that git tracks or does not ignore, and in the wheels."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     paths = {ROOT / name for name in names if name}

@@ -1,4 +1,4 @@
-"""What clients of a served model see: time to the first token, time per token, and gaps as a long prompt joins."""
+"""What a served model's clients see: time to the first token, time per token, and gaps as a long prompt joins."""
 
 import asyncio
 import statistics
@@ -31,7 +31,7 @@ from tools.gpu_check.serving import (
 from tools.gpu_check.where import CheckError, Figures, Where, expect
 
 AFTER_FIRST = 8
-"""Tokens of an answer whose first token is timed: a decode follows, as it does for users."""
+"""Tokens in an answer with a timed first token: a decode follows, as for users."""
 START_TOGETHER = 16
 """So many more sequences make answers longer once more."""
 CACHED = 0.9
@@ -39,7 +39,7 @@ LOUD = 3.0
 """A gap of so many times the time per token is told as a warning."""
 REST_S = 20.0
 LOOK_S = 1.0
-"""A thread that looks at gauges cannot be cancelled, so it looks for so long at a time."""
+"""Seconds for which a thread looks at gauges: the thread cannot be cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ class Sizes:
     """What is asked for. All lengths in tokens.
 
     Attributes:
-        prompts: lengths whose TTFT is measured.
+        prompts: prompt lengths for measuring TTFT.
         rounds: measured prompts of each length.
-        batches: sequences at once whose TPOT is measured.
+        batches: concurrent sequences for measuring TPOT.
         short: prompts of sequences that run at once.
         answer: their answers.
         running: sequences that run while another joins.
@@ -67,7 +67,7 @@ class Sizes:
     joining: int = 8192
 
     def answer_of(self, batch: int) -> int:
-        """Return the tokens of each answer of a batch: so many that the first still runs when the last starts."""
+        """Return the tokens per answer in a batch: so many that the first still runs when the last starts."""
         return self.answer * (1 + batch // START_TOGETHER)
 
 
@@ -77,11 +77,11 @@ TINY_SIZES = Sizes((64, 256), 1, (1, 4), 32, 16, 4, 1024, 256)
 
 
 def serve(where: Where, served: Served, sizes: Sizes, figures: Figures) -> None:
-    """Start a stack, measure it, and stop it.
+    """Start a stack, measure the stack, and stop the stack.
 
     Raises:
         CheckError: a part failed, or a service did not end in order.
-        Unavailable: a service did not start; the message has the end of its log.
+        Unavailable: a service did not start; the message has the end of the stage's log.
     """
     end = time.monotonic() + where.limit_s - ENDING_S
     model = checkpoint(where, served, figures)
@@ -122,7 +122,7 @@ class ClientSpeeds:
             partial(self._ttft, longest),
         ]
         async with AsyncClient(self._stack.address) as client:
-            await client.stats()  # it is connected
+            await client.stats()  # the client is connected
             self._client = client
             for part in parts:
                 try:
@@ -171,7 +171,7 @@ class ClientSpeeds:
         return await ask(self._client, prompt, greedy(tokens), answer)
 
     async def _at_rest(self) -> float:
-        """Wait until all KV is written to the kvstore, for some time; return the seconds that it took."""
+        """Wait until all KV is written to the kvstore, for some time; return the seconds that this took."""
         clock = asyncio.get_running_loop().time
         began, held = clock(), "not looked at"
         while held and clock() - began < REST_S:
@@ -206,7 +206,7 @@ class ClientSpeeds:
     # --- a long prompt joins -----------------------------------------------------------------------------------------
 
     async def _joins(self) -> None:
-        """Let long prompts join running sequences: one that is computed, one that prefill has cached nearly."""
+        """Let long prompts join running sequences: a computed prompt, and a prompt nearly cached at prefill."""
         sizes = self._sizes
         answers = [Answer() for _ in range(sizes.running)]
         async with asyncio.TaskGroup() as group:
@@ -220,7 +220,7 @@ class ClientSpeeds:
             await self._join(f"{sizes.joining} joins {sizes.running}", answers, self._prompts(sizes.joining))
             self.doing = f"{self.doing}, cached"
             kept, prompt = int(sizes.joining * CACHED), self._prompts(sizes.joining)
-            await self._ask(prompt, 1)  # decode takes no part, so all KV is new to it
+            await self._ask(prompt, 1)  # decode takes no part, so all KV is new there
             joining = prompt[:kept] + self._prompts(sizes.joining - kept)
             await self._join(f"{sizes.joining} cached joins {sizes.running}", answers, joining)
             ended = sum(task.done() for task in tasks)
@@ -255,10 +255,10 @@ def _list(answers: Sequence[Answer]) -> str:
 
 
 def _tpot_s(answers: Sequence[Answer], begin: float, end: float) -> float:
-    """Seconds per token of one sequence, over all in a span of time."""
+    """Seconds per token for one sequence, over all in a time span."""
     return (end - begin) * len(answers) / max(1, sum(it.tokens_between(begin, end) for it in answers))
 
 
 def _longest(answers: Sequence[Answer], begin: float, end: float) -> float:
-    """Longest time in which a sequence got nothing, of those that overlap a span of time."""
+    """Longest time without tokens for a sequence, among gaps that overlap a time span."""
     return max((gap for it in answers for gap in it.gaps(begin, end)), default=0.0)

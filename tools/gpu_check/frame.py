@@ -17,9 +17,9 @@ from pathlib import Path
 from tools.gpu_check.where import Figure
 
 LEAST_S = 5.0
-"""A stage that would have less time than this, and less than its limit, is skipped."""
+"""A stage with less time than this, and less than the stage's limit, is skipped."""
 ENDING_S = 5.0
-"""Seconds in which a stage cleans up after its limit."""
+"""Seconds in which a stage cleans up after the limit."""
 LOG_LINES = 15
 """Last lines of a failed stage's log that stand in results.md."""
 STAGES = "tools.gpu_check.stages"
@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a stage told, or what is told of a stage that told nothing."""
+    """What a stage reported, or a report for a silent stage."""
 
     stage: str
     ok: bool | None
@@ -65,7 +65,7 @@ class Result:
     """All other output of the stage."""
 
     def line(self) -> str:
-        """One line of JSON, without the log."""
+        """One JSON line, without the log."""
         names = ("stage", "ok", "seconds", "figures", "error")
         return json.dumps({name: getattr(self, name) for name in names})
 
@@ -90,7 +90,7 @@ class Options:
 
 
 class _Running:
-    """A stage's process, and what it prints."""
+    """A stage's process, and the printed lines."""
 
     def __init__(self, stage: Stage, options: Options, scratch: Path, limit_s: float) -> None:
         self._stage, self._limit_s, self._began = stage, limit_s, time.monotonic()
@@ -102,11 +102,11 @@ class _Running:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a group of its own, which is ended as a whole
+                start_new_session=True,  # a process group, which is ended as a whole
             )
 
     def result(self) -> Result:
-        """Wait until the stage ends or reaches its limit, and end all of its processes."""
+        """Wait until the stage ends or reaches the limit, and end all the stage's processes."""
         late = False
         try:
             told, _ = self._process.communicate(timeout=max(0.0, self._began + self._limit_s - time.monotonic()))
@@ -175,7 +175,7 @@ def _results(stages: Sequence[Stage], options: Options, scratch: Path) -> Iterat
 
 
 def _ended(beside: Sequence[_Running]) -> Iterator[Result]:
-    """Results of stages that run at the same time, as they end; each has its own limit."""
+    """Results of stages that run at the same time, as they end; each stage has a separate limit."""
     with ThreadPoolExecutor(max(1, len(beside))) as threads:
         for waiting in as_completed([threads.submit(running.result) for running in beside]):
             yield waiting.result()
@@ -189,7 +189,7 @@ def _write(results: Sequence[Result], stages: Sequence[Stage], options: Options)
 
 
 def page(results: Sequence[Result], stages: Sequence[Stage], title: str) -> str:
-    """Results as a page of Markdown: a table of stages, then each stage's figures."""
+    """Results as a Markdown page: a table with all stages, then each stage's figures."""
     proves = {stage.name: stage.proves for stage in stages}
     words = {True: "passed", False: "**failed**", None: "skipped"}
     rows = [f"| {it.stage} | {words[it.ok]} | {it.seconds} | {it.error or ''} |".replace("\n", " ") for it in results]

@@ -1,4 +1,4 @@
-"""Seconds of one thread by part, while methods of some classes are watched."""
+"""One thread's seconds by part, while some classes' methods are watched."""
 
 import threading
 import time
@@ -51,7 +51,7 @@ class HostTime:
         self.calls.clear()
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching."""
         for owner, method, plain in reversed(self._restore):
             setattr(owner, method, plain)
         self._restore.clear()

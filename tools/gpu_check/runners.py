@@ -1,4 +1,4 @@
-"""A stage of one process: a model with random weights, its KV, and the loop that services run steps with."""
+"""A one-process stage: a model with random weights, its KV, and the loop by which services run steps."""
 
 from array import array
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ class Stage:
     Attributes:
         device: computes.
         model: all layers.
-        place: the device with its KV.
+        place: the device with the KV.
         longest: tokens of a sequence.
         vocab: tokens to draw from.
     """
@@ -53,7 +53,7 @@ class Stage:
 
     @in_inference_mode
     def runner_of_graphs(self, most_rows: int) -> StageRunner:
-        """Return a loop over steps, with captured graphs of decode steps of up to so many sequences.
+        """Return a loop over steps, with captured graphs for decode steps up to `most_rows` sequences.
 
         Raises:
             CheckError: a graph could not be captured.
@@ -80,7 +80,7 @@ class Stage:
         return self._step(sequences, steps)
 
     def prompt(self, tokens: int) -> Step:
-        """A chunk of a prompt, whose next token is sampled."""
+        """A prompt's chunk; the next token is sampled."""
         ids = [(7 * at + 3) % self.vocab for at in range(tokens)]
         spec = SampleSpec(SamplingParams(temperature=0.0))
         return self._step((SequenceStep(_ids(ids), 0, tuple(range(-(-tokens // BLOCK))), spec),), 1)
@@ -96,7 +96,7 @@ def _ids(tokens: list[int]) -> bytes:
 
 @contextmanager
 def stage(where: Where, served: Served, tokens: int, longest: int, figures: Figures) -> Iterator[Stage]:
-    """Load a model with room for `tokens` tokens of KV, in sequences of `longest` at most.
+    """Load a model with room for `tokens` tokens of KV, in sequences up to `longest`.
 
     Raises:
         CheckError: a callback of the KV memory failed.

@@ -23,7 +23,7 @@ SEED = 30
 ORDINARY_TOKENS = 16
 """Ids below are left to special tokens."""
 ENDING_S = 20.0
-"""Seconds of a stage's limit in which its services end."""
+"""Seconds within a stage's limit in which the services end."""
 LOG_LINES, FAILED_LOG_LINES = 40, 300
 """Last lines of each service's log that the stage tells, and if the stage has failed."""
 TIE = 0.01
@@ -32,15 +32,15 @@ TIE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model with random weights, and the memory with which it is served.
+    """A model with random weights, and the memory for serving.
 
     Attributes:
-        shape: of `moonpool model create`.
-        dtype: of weights and KV.
+        shape: `moonpool model create`'s shape.
+        dtype: weights' and KV's dtype.
         longest: tokens of the longest sequence.
-        pool_bytes: KV pool of each engine: both are on one GPU, so neither may take what it finds free.
+        pool_bytes: each engine's KV pool: both are on one GPU, so neither may take all free memory.
         store_bytes: DRAM of the kvstore, which has no SSD.
-        step_tokens: of the largest step of prompts; 0 = the service's choice.
+        step_tokens: most tokens in a prefill step; 0 = the service's choice.
     """
 
     shape: str
@@ -66,7 +66,7 @@ TINY_LLAMA = Served("tiny-llama", "bfloat16", 4096, 16 << 20, 16 << 20)
 
 
 def checkpoint(where: Where, served: Served, figures: Figures) -> Path:
-    """Return the folder of a model's checkpoint, created if it is not there."""
+    """Return the folder with a model's checkpoint, created if missing."""
     from moonpool.models.random_checkpoint import create
 
     folder = where.out / served.folder
@@ -90,7 +90,7 @@ def checkpoint(where: Where, served: Served, figures: Figures) -> Path:
 
 
 class CheckedStack(LocalStack):
-    """A stack that tells how its start went and what its logs say, and ends at once when the stage has failed.
+    """A stack that reports starts and log lines, and ends at once after the stage has failed.
 
     Attributes:
         statuses: exit statuses of services, once the stack has ended in order.
@@ -129,7 +129,7 @@ class CheckedStack(LocalStack):
             self._kill()
 
     def _kill(self) -> None:
-        """End all processes without a drain: the frame soon kills a stage that is over its limit."""
+        """End all processes without a drain: the frame soon kills a stage beyond the limit."""
         self._tell_logs(FAILED_LOG_LINES)
         for service in self.services.values():
             service.signal(signal.SIGKILL)
@@ -138,7 +138,7 @@ class CheckedStack(LocalStack):
         self.services.clear()
 
     def stop_one(self, service_id: str) -> int:
-        """Stop a service in order; return its exit status."""
+        """Stop a service in order; return the exit status."""
         self.services[service_id].signal(signal.SIGTERM)
         return self.services[service_id].wait(ENDING_S)
 
@@ -146,14 +146,14 @@ class CheckedStack(LocalStack):
         """Fail if a service has ended; `what` was noticed before.
 
         Raises:
-            CheckError: names the service, with the end of its log.
+            CheckError: names the service, with the end of the service's log.
         """
         for service in self.services.values():
             ended = service.returncode is not None
             expect(not ended, f"{what}: {service.id} ended with status {service.returncode}\n{service.log_tail()}")
 
     def expect_ended_in_order(self) -> None:
-        """Fail if a service had to be killed, or has told an error at its end.
+        """Fail if a service had to be killed, or logged an error at the end.
 
         Raises:
             CheckError: names all.
@@ -188,7 +188,7 @@ def plan_of(
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as it came. Seconds of the event loop's clock.
+    """An answer as received. Seconds of the event loop's clock.
 
     Attributes:
         sent: when the request was sent.
@@ -225,7 +225,7 @@ class Answer:
 
     @property
     def cached(self) -> int:
-        """Tokens of the prompt whose KV was reused."""
+        """Prompt tokens with reused KV."""
         return 0 if self.result is None else self.result.usage.cached_tokens
 
     @property
@@ -294,7 +294,7 @@ def run_until(limit_s: float, work: Coroutine[Any, Any, None], doing: Callable[[
     """Run asynchronous work, for `limit_s` seconds at most.
 
     Raises:
-        CheckError: it took longer, or the frame ends the stage; says what it was doing.
+        CheckError: the work took longer, or the frame ends the stage; names the current work.
     """
     ended = signal.getsignal(signal.SIGTERM)
     try:

@@ -1,4 +1,4 @@
-"""Runs tests of this repository as part of a stage, and tells what passed, failed and was skipped."""
+"""Runs this repository's tests as part of a stage, and reports passed, failed and skipped tests."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ class PytestRun:
         return [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *flags, *chosen, *self.tests]
 
     def variables(self) -> dict[str, str]:
-        """The environment of pytest, which allows packages of this machine to warn; tests that start pytest do too."""
+        """The environment for pytest, which allows this machine's packages to warn; tests that start pytest do too."""
         return {**os.environ, "PYTEST_ADDOPTS": "-W default", **self.environment}
 
 
@@ -48,7 +48,7 @@ def run_tests(wanted: Mapping[str, PytestRun], figures: Figures) -> None:
     """Run tests by name, all runs at the same time; the name begins the figures' names.
 
     Raises:
-        CheckError: a test failed, none of a run passed, or pytest itself failed.
+        CheckError: a test failed, no test passed in a run, or pytest itself failed.
     """
     with tempfile.TemporaryDirectory(prefix="moonpool-tests-") as folder:
         runs = {name: _Running(it, Path(folder) / str(number)) for number, (name, it) in enumerate(wanted.items())}
@@ -62,7 +62,7 @@ def run_tests(wanted: Mapping[str, PytestRun], figures: Figures) -> None:
 
 
 class _Running:
-    """A run of pytest, whose output is printed when it has ended."""
+    """A pytest run; the output is printed at the end."""
 
     def __init__(self, wanted: PytestRun, files: Path) -> None:
         self._report, self._output = files.with_suffix(".xml"), files.with_suffix(".log")
@@ -92,14 +92,14 @@ class _Running:
         return f"{name}: pytest ended with {ended}, {passed} tests passed" if ended or not passed else None
 
     def close(self) -> None:
-        """End the run if it goes on, and print its output."""
+        """End the run if unfinished, and print the output."""
         self._process.kill()
         self._process.wait()
         print(self._output.read_text(errors="replace"), flush=True)
 
 
 def list_tests(name: str, wanted: PytestRun, figures: Figures) -> None:
-    """Find tests and run none of them, where another run of tests does.
+    """Find tests without running any, for a run elsewhere.
 
     Raises:
         CheckError: there is none.

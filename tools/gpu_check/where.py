@@ -1,4 +1,4 @@
-"""Where a stage of the check runs, what it tells, and how its process reports."""
+"""Where a stage runs, what the stage reports, and how the stage's process reports."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEVICES = ("cuda", "staged")
 Figure = str | int | float | bool
 Figures = MutableMapping[str, Figure]
-"""What a stage found, by name with its unit; "skipped: WHY" for what did not run. Text of several lines is a table."""
+"""A stage's findings, by name with unit; "skipped: WHY" for what did not run. Text of several lines is a table."""
 
 
 class CheckError(Exception):
@@ -32,8 +32,8 @@ class Where:
 
     Attributes:
         device: "cuda", or "staged": a CPU that behaves like a GPU.
-        tiny: shapes and times are as small as a stage can use, so that each stage takes seconds on a CPU.
-        out: folder for models and other files of this run. All stages share the folder; it is deleted at the end.
+        tiny: shapes and times as small as possible, so that each stage takes seconds on a CPU.
+        out: folder for models and other files of this run. All stages share the folder; deleted at the end.
         limit_s: seconds after which this stage is ended.
     """
 
@@ -94,7 +94,7 @@ def stage_main(name: str, check: Check) -> None:
 
 
 def run_check(name: str, check: Check, where: Where) -> dict[str, object]:
-    """Run a check and return its line: stage, ok, seconds, figures, error."""
+    """Run a check and return the line: stage, ok, seconds, figures, error."""
     figures: dict[str, Figure] = {}
     began, error = time.monotonic(), None
     try:

@@ -1,4 +1,4 @@
-"""Clients of a kvstore for the KV of other engines: `KVClient` for blocking code, `AsyncKVClient` for asyncio.
+"""Kvstore clients for other engines' KV: `KVClient` for blocking code, `AsyncKVClient` for asyncio.
 
     from moonpool.client.kv import KVClient, content_key
 

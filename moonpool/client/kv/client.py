@@ -1,4 +1,4 @@
-"""Clients of a kvstore: `AsyncKVClient` for asyncio, and `KVClient`, which drives it on the caller's thread."""
+"""Kvstore clients: `AsyncKVClient` for asyncio, and `KVClient`, which drives `AsyncKVClient` on the caller's thread."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _CallerIdentity(NamedTuple):
 
 
 class AsyncKVClient:
-    """A client of one kvstore for asyncio; an async context manager. Use a client on one event loop.
+    """A client for one kvstore, for asyncio; an async context manager. Use a client on one event loop.
 
     A value never changes. To put another value under a key, delete the key first. The store may evict any value at any
     time, so every read may be a miss.
@@ -223,7 +223,7 @@ class AsyncKVClient:
         )
 
     async def aclose(self) -> None:
-        """End all calls. Idempotent. `memory` stays valid while something refers to it."""
+        """End all calls. Idempotent. `memory` stays valid while referenced."""
         await self._connection.aclose()
 
     async def __aenter__(self) -> Self:
@@ -239,7 +239,10 @@ class AsyncKVClient:
         return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     async def _identify(self, deadline: float) -> _CallerIdentity:
-        """The caller's identity. The first call asks the store. A call uses one identity; another call may reset it."""
+        """The caller's identity. The first call asks the store.
+
+        A call uses one identity; another call may reset the identity.
+        """
         if self._identity is None:
             answer = await self._connection.find((), self._tenant, remaining_s(deadline))
             self._identity = _CallerIdentity(answer.tenant, list(answer.deletions))
@@ -261,7 +264,7 @@ class AsyncKVClient:
         group: Sequence[tuple[BlockKey, ValueSource]],
         deadline: float,
     ) -> int:
-        """Put values of one layout. Returns the number of new values."""
+        """Put values with one layout. Returns the number of new values."""
         keys = [key for key, _ in group]
 
         def read(layer: int, index: int) -> tuple[memoryview, int]:
@@ -283,7 +286,7 @@ class AsyncKVClient:
     async def _without_other_layouts(
         self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], deadline: float
     ) -> list[tuple[BlockKey, ValueSource]]:
-        """The values whose key has no value of another size. The store refuses all values if one has."""
+        """The values whose key has no value with another size. The store refuses all values if one has."""
         found = await self._find([key for key, _ in group], deadline)
         return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
 
@@ -301,12 +304,12 @@ class AsyncKVClient:
             self._last_layout = there
             for portion in _split_portions(wanted):
                 rest: Sequence[ValueRead] = portion
-                while rest:  # a store with little memory reads fewer at once; if it reads none, the first value is gone
+                while rest:  # a store with little memory reads fewer at once; if none, the first value is gone
                     after = await self._read_some(there, rest, deadline)
                     rest = after if len(after) < len(rest) else after[1:]
 
     async def _read_some(self, layout: KVLayout, wanted: Sequence[ValueRead], deadline: float) -> Sequence[ValueRead]:
-        """Read values of one layout. Returns the values from the first missing value on."""
+        """Read values with one layout. Returns the values from the first missing value on."""
         return wanted[await read_values(self._connection, layout, wanted, deadline) :]
 
 
@@ -335,7 +338,7 @@ def bytes_of(data: Buffer, field: str, *, writable: bool = False) -> memoryview:
 
 
 def layout_for(nbytes: int) -> KVLayout | None:
-    """The layout of a value of exactly `nbytes`; None if no value is that large."""
+    """The layout for a value with exactly `nbytes`; None if no value is that large."""
     try:
         return layout_of(nbytes)
     except InvalidRequest:
@@ -349,7 +352,7 @@ def _split_portions(items: Iterable[T], count: int = MAX_KEYS_PER_CALL) -> Itera
 
 
 class _NonSuspendingClient(AsyncKVClient):
-    """A client on a connection whose calls never suspend, so that a coroutine can run without an event loop."""
+    """A client on a connection with calls that never suspend, so that a coroutine can run without an event loop."""
 
     def __init__(self, loop: BackgroundLoop, *args: Any, **options: Any) -> None:
         self._loop = loop
@@ -403,9 +406,9 @@ def _blocking(
 
 
 class KVClient:
-    """A client of one kvstore for blocking code; a context manager. Several threads may use a client.
+    """A client for one kvstore, for blocking code; a context manager. Several threads may use a client.
 
-    Every call has the arguments of the call of the same name of `AsyncKVClient`.
+    Every call has the arguments of `AsyncKVClient`'s call with the same name.
     """
 
     @same_arguments(AsyncKVClient.__init__)

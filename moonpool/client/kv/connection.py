@@ -1,8 +1,9 @@
-"""A client's connection to one kvstore: calls, and a pair of streams for each size class of values.
+"""A client's connection to one kvstore: calls, and a pair of streams for each value size class.
 
-The blocking connection sends small values over direct connections from the caller's thread, without an event loop. Its
-coroutines never suspend. What direct connections cannot do, the asyncio connection does on the background loop. For
-each size class, one direct connection is for puts and one for reads. Each opens after the first such call on a stream.
+The blocking connection sends small values over direct connections from the caller's thread, without an event loop. The
+blocking connection's coroutines never suspend. What direct connections cannot do, the asyncio connection does on the
+background loop. Each size class has a direct connection for puts and another for reads. Each opens after the first such
+call on a stream.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
 
 
 MAX_KEYS_PER_CALL = 4096
-"""Maximum number of values in one session or call."""
+"""Most values in one session or call."""
 MAX_BYTES_PER_CALL = 64 << 20
-"""Maximum size of the values in one put session, in bytes; one larger value is a session of its own.
+"""Most bytes in one put session; a larger value is a session alone.
 
 The store needs memory for all values of a session at once."""
 MAX_SIZE_CLASSES = 16
@@ -58,7 +59,7 @@ WINDOW_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class SizeClassStreams:
-    """The streams for values of one size class.
+    """The streams for one size class.
 
     Attributes:
         writer: stream of puts.
@@ -77,7 +78,7 @@ class SizeClassStreams:
 
 
 class ErrorTranslation:
-    """A context manager that turns errors of gRPC and of streams into `moonpool.errors`.
+    """A context manager that turns gRPC and stream errors into `moonpool.errors`.
 
     Raises:
         Unavailable: the store cannot be reached, or the connection was lost.
@@ -101,16 +102,16 @@ translated_errors = ErrorTranslation()
 
 
 def _ignore_layer(layer: int) -> None:
-    """Do nothing: a value is of use only with all its layers."""
+    """Do nothing: a value is useful only with all layers."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A kvstore, and how a client speaks to it.
+    """A kvstore, and how a client connects.
 
     Attributes:
         address: "host:port".
-        namespace: of the client's values.
+        namespace: namespace for the client's values.
         tls: certificates; None for plaintext.
         api_key: sent over TLS only; "" for none.
         dialer: opens transports beside gRPC.
@@ -129,7 +130,7 @@ class StoreAddress:
 
 
 class KVConnection:
-    """A connection for asyncio. It connects on first use, on the event loop that runs then."""
+    """A connection for asyncio. The connection opens on first use, on the event loop that runs then."""
 
     def __init__(self, store: StoreAddress) -> None:
         self._store = store
@@ -138,11 +139,11 @@ class KVConnection:
         self._streams: OrderedDict[KVLayout, SizeClassStreams] = OrderedDict()
 
     def portion(self, layout: KVLayout) -> int:
-        """Maximum number of values of a layout in one put."""
+        """Most values with a layout in one put."""
         return min(MAX_KEYS_PER_CALL, max(1, MAX_BYTES_PER_CALL // layout.block_bytes))
 
     async def put(self, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
-        """Put values of one layout, as `StoreWriter.put`.
+        """Put values with one layout, as `StoreWriter.put`.
 
         Raises:
             InvalidRequest, Overloaded: the store refuses the values.
@@ -155,7 +156,7 @@ class KVConnection:
     async def read(
         self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float
     ) -> int:
-        """Read values of one layout up to the first missing value, as `BlockReader.read`.
+        """Read values with one layout up to the first missing value, as `BlockReader.read`.
 
         Raises:
             PrefixLost, DamagedSliceError: values were lost, or arrived damaged.
@@ -211,7 +212,7 @@ class KVConnection:
     def direct_stream(
         self, layout: KVLayout, method: StreamMethod[Any, Any], **options: Any
     ) -> BlockingStream[Any, Any]:
-        """The stream of a direct connection for values of a layout, to be opened on the loop."""
+        """A direct connection's stream for values with a layout, to be opened on the loop."""
         endpoint, dialer = self._endpoint(layout), self._store.dialer
         dialer.fill(endpoint.hello)
         # `connect` must not refer to this object, which keeps the client alive.
@@ -220,7 +221,7 @@ class KVConnection:
         return BlockingStream(name, connect, method.request(hello=endpoint.hello), dialer, **options)
 
     def transport_of(self, layout: KVLayout) -> str:
-        """Transport of the last value of a layout on ordinary streams; as `transport`."""
+        """Transport for the last value with a layout on ordinary streams; as `transport`."""
         streams = self._streams.get(layout)
         return "" if streams is None else streams.writer.transport or streams.reader.transport
 
@@ -287,7 +288,9 @@ def remaining_s(deadline: float) -> float:
 
 
 async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequence[ValueRead], deadline: float) -> int:
-    """Read values of one layout. Returns the index of the first missing value; the values before it are `found`.
+    """Read values with one layout.
+
+    Returns the index of the first missing value; the values before that index are `found`.
 
     A value that was lost or damaged counts as missing. `deadline`: as of `remaining_s`.
 
@@ -323,13 +326,13 @@ log = get_logger(__name__)
 DIRECT_TRANSPORTS = ("local", "tcp")
 """Transports that can carry direct connections."""
 REOPEN_AFTER_S = 10.0
-"""Seconds between two attempts to open a direct connection of one kind and size, which may break each time."""
+"""Seconds between two attempts to open a direct connection for one kind and size, which may break each time."""
 DirectT = TypeVar("DirectT", BlockingReader, BlockingWriter)
 
 
 @dataclass(slots=True, eq=False)
 class _OpenDirect(Generic[DirectT]):
-    """An open direct connection, and its stream.
+    """An open direct connection, and the connection's stream.
 
     Attributes:
         user: reader or writer on the connection.
@@ -345,11 +348,11 @@ class _OpenDirect(Generic[DirectT]):
 
 
 _DirectFactory = tuple[BlockingStream[Any, Any], Callable[[BlockingConnection], DirectT]]
-"""A stream, and the function that makes a reader or writer of its connection."""
+"""A stream, and the function that makes a reader or writer from the stream's connection."""
 
 
 class _DirectTable(Generic[DirectT]):
-    """Direct connections of one kind by the layout of their values, shared by all threads."""
+    """Direct connections for one kind by value layout, shared by all threads."""
 
     def __init__(self, loop: BackgroundLoop, clock: Callable[[], float]) -> None:
         self._loop = loop
@@ -427,7 +430,7 @@ class _DirectTable(Generic[DirectT]):
 
 
 class BlockingKVConnection(KVConnection):
-    """A connection whose calls run on the caller's thread and never suspend. Only `aclose` runs on the loop."""
+    """A connection with calls that run on the caller's thread and never suspend. Only `aclose` runs on the loop."""
 
     def __init__(self, loop: BackgroundLoop, store: StoreAddress) -> None:
         super().__init__(store)

@@ -1,8 +1,8 @@
-"""The stages of the check, in the order in which they run: what must be right first, then speeds, then serving.
+"""The check's stages in running order: correctness first, then speeds, then serving.
 
-A stage is a module with a docstring that says what it proves, `LIMIT_S`, and `check(where, figures)`, which fills in
-figures as they are found and raises what fails. `BESIDE_NEXT = True` lets the next stage start at the same time. End
-the module with `stage_main(NAME, check)`.
+A stage is a module with a docstring that says what the stage proves, `LIMIT_S`, and `check(where, figures)`, which
+fills in figures as found and raises failures. `BESIDE_NEXT = True` lets the next stage start at the same time. End the
+module with `stage_main(NAME, check)`.
 """
 
 ORDER = (

@@ -1,7 +1,7 @@
 """KV between host and device, both ways: as services copy, and as fast as the hardware copies.
 
 Figures are GB/s. "launching" counts the seconds of the thread that gives the work, which a step waits for. Services
-bring KV beside steps: of theirs, the milliseconds of the first step that has the KV are told. What they bring to the
+bring KV beside steps: the report has the milliseconds of the first step that has the KV. What they bring to the
 host is hashed there: the seconds count.
 """
 
@@ -32,12 +32,12 @@ TIMES = 3
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A pool whose slices are copied."""
+    """A pool, and which slices are copied."""
 
     layers: int
     blocks: int
     peak_bytes: int
-    """Of one large copy."""
+    """Peak for one large copy."""
 
 
 LARGE, TINY = Size(16, 64, 256 << 20), Size(2, 4, 1 << 16)
@@ -49,7 +49,7 @@ def check(where: Where, figures: Figures) -> None:
     with closing(_opened(where)) as device:
         _peak(device, size.peak_bytes, figures)
     for shape in list(KV_HEADS)[: 1 if where.tiny else None]:
-        with closing(_opened(where)) as device:  # of its own: a pool is registered until the device is closed
+        with closing(_opened(where)) as device:  # a separate device: a pool is registered until the device is closed
             layout = KVLayout.uniform(size.layers, KV_HEADS[shape], HEAD_DIM[shape], 64, "bfloat16")
             with closing(KVPool.create(layout, size.blocks, [(0, size.layers)])) as pool:
                 _as_today(device, pool, f"{shape}, slices of {layout.largest_slice_bytes >> 10} KiB", figures)
@@ -147,7 +147,7 @@ def _load(place: StagePlatform, pool: KVPool, step: Step) -> tuple[float, float]
 
 
 def _store(place: StagePlatform, pool: KVPool, step: Step) -> float:
-    """Seconds until all is in the pool, with its hashes."""
+    """Seconds until all KV is in the pool, with hashes."""
     over: list[float] = []
     place.memory.begin(step)
     began = time.perf_counter()
@@ -159,7 +159,7 @@ def _store(place: StagePlatform, pool: KVPool, step: Step) -> float:
 
 
 def _straight(device: Device, pool: KVPool, shape: str, figures: Figures) -> None:
-    """Slices in a drawn order, by one call of the device, without what services do beside that."""
+    """Slices in a drawn order, by one device call, without the services' other work."""
     host = StageSlices.of_pool(pool.parts[0], pool_bytes(pool.parts[0])).parts[0].flatten(0, 1)
     there = device.memory(tuple(host.shape), 0)
     slices = torch.randperm(len(host))[: len(host) // 2].sort().values

@@ -1,8 +1,8 @@
-"""Decode steps of whole models: eager and as graphs, and where the time of the host goes.
+"""Decode steps on whole models: eager and as graphs, and where host time goes.
 
-Parts of a step on the launching thread, in ms: `need` (KV looked after), `fill` (a graph's inputs), `replay`, `head`,
-`sample`, `wait` (for what is left), `rest` (all other Python; without graphs it launches the layers). `sample` reads
-the tokens, so it waits for the device's work of the whole step.
+Parts of a step on the launching thread, in ms: `need` (looking after KV), `fill` (a graph's inputs), `replay`, `head`,
+`sample`, `wait` (for the remainder), `rest` (all other Python; without graphs, `rest` launches the layers). `sample`
+reads the tokens, so `sample` waits for the device's work on the whole step.
 """
 
 import time
@@ -34,7 +34,7 @@ KV_METHODS = [name for name, method in vars(KVMemory).items() if callable(method
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Steps of `batch` sequences of `context` tokens."""
+    """Steps over `batch` sequences with `context` tokens."""
 
     stage: Stage
     batch: int
@@ -65,7 +65,7 @@ def check(where: Where, figures: Figures) -> None:
 
 
 def judge(times: Mapping[str, tuple[float, float]]) -> None:
-    """Check milliseconds of eager steps and of graphs, by name.
+    """Check milliseconds for eager steps and for graphs, by name.
 
     Raises:
         CheckError: a graph is slower.
@@ -79,7 +79,7 @@ def judge(times: Mapping[str, tuple[float, float]]) -> None:
 
 
 def measure(decode: Decode, runner: StageRunner, name: str, figures: Figures) -> float:
-    """Tell milliseconds of a step, and of its parts; return those of a step."""
+    """Report milliseconds for a step and the step's parts; return those of a step."""
     watch, made = HostTime(), 0
     for owner, method, part in _watched(decode.stage):
         watch.watch(owner, method, part)

@@ -37,13 +37,13 @@ def check(where: Where, figures: Figures) -> None:
         slow += [tell(row, figures) for row in sampling_rows(on, rows, vocab)]
     try:
         slow += [tell(row, figures) for row in flashinfer_rows(on, *cases[0])]
-    except Exception as error:  # of a peer that is optional, and whose calls differ from version to version
+    except Exception as error:  # an optional peer with calls that differ between versions
         figures["FlashInfer"] = f"skipped: {type(error).__name__}: {error}"
     expect(not any(slow) or not where.on_gpu, "; ".join(filter(None, slow)))
 
 
 def tell(row: Row, figures: Figures) -> str:
-    """Tell a figure; return what is wrong with it, "" if nothing is."""
+    """Tell a figure; return the fault, "" if none."""
     target = f", target {row.target}" if row.target else ""
     figures[f"{row.name}, beside {row.limit_name}"] = f"{row.value:.4g} {row.unit}, {row.ratio:.2f} of it{target}"
     if row.target and row.ratio < FEWEST_OF_TARGET * row.target:
@@ -52,7 +52,7 @@ def tell(row: Row, figures: Figures) -> str:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of one call on a CPU."""
+    """Seconds for one call on a CPU."""
     began = time.perf_counter()
     call()
     return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""Under load with cancelled requests answers stay right; then nothing is held (`moonpool check`)."""
+"""Under load with cancelled requests answers stay right; then no resource is held (`moonpool check`)."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ KINDS: Sequence[dict[str, Any]] = (
     {"temperature": 0.0, "logprobs": 3, "ignore_eos": True},
     {"temperature": 0.9, "response_format": "regex", "grammar": "[a-z]{4,40}"},
 )
-"""Sampling of requests whose answers nobody knows: the ways through the sampler."""
+"""Sampling for requests with unknown answers: the ways through the sampler."""
 
 
 @dataclass(slots=True)

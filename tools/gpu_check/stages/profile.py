@@ -1,4 +1,4 @@
-"""What a profiler sees of decode steps as graphs and of a chunk of a prompt: the longest operations, as tables."""
+"""A profiler's view of decode steps as graphs and of a prompt chunk: the longest operations, as tables."""
 
 from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""Prefill in two pipeline stages on one GPU gives the tokens of one stage; hidden states go through the host."""
+"""Prefill in two pipeline stages on one GPU gives the same tokens as one stage; hidden states go through the host."""
 
 import time
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def check(where: Where, figures: Figures) -> None:
 
 
 def compare(prompts: Sequence[list[int]], one: Sequence[Answer], two: Sequence[Answer], figures: Figures) -> None:
-    """Compare answers token by token, as far as those of one stage are certain.
+    """Compare answers token by token, as far as the answers from one stage are certain.
 
     Raises:
         CheckError: they differ, or too few tokens are certain.
@@ -65,7 +65,7 @@ def compare(prompts: Sequence[list[int]], one: Sequence[Answer], two: Sequence[A
 
 
 def _asked(stack: CheckedStack, prompts: Sequence[list[int]], name: str, end: float, figures: Figures) -> list[Answer]:
-    """Ask one after the other; with a salt, so that nothing is cached."""
+    """Ask one after the other; with a salt, so that no KV is cached."""
     answers: list[Answer] = []
 
     async def all_of_them() -> None:

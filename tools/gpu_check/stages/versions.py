@@ -1,4 +1,4 @@
-"""Versions of the driver and packages, and an import of each module that serving and the check need."""
+"""Driver and package versions, and an import of each module that serving and the check need."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ NEEDED = (
 )
 ON_A_GPU = ("triton",)
 OPTIONAL = ("flashinfer", "transformers", "uvloop")
-"""What is measured or compared beside where it imports."""
+"""Packages that are measured or compared if they import."""
 TOLD = ("torch", "triton", "numpy", "transformers", "grpcio", "pytest", "flashinfer-python")
 
 
