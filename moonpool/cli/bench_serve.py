@@ -37,10 +37,10 @@ class PromptShape:
     """Lengths in tokens.
 
     Attributes:
-        prompt_tokens: of each prompt; of a trace's at most so many, 0 = all.
-        shared_tokens: of these, common to a conversation.
+        prompt_tokens: per prompt; of a trace's at most so many, 0 = all.
+        shared_tokens: part shared by a conversation.
         conversations: how many there are.
-        output_tokens: of each answer; of a trace's at most so many, 0 = all.
+        output_tokens: per answer; of a trace's at most so many, 0 = all.
     """
 
     prompt_tokens: int
@@ -50,7 +50,7 @@ class PromptShape:
 
 
 class PromptSource:
-    """The prompts of one load. The tokens of request `index` are a function of the seed."""
+    """One load's prompts. Request `index`'s tokens are a function of the seed."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PromptSource:
         vocab_size: int,
         block_tokens: int = BLOCK_TOKENS,
     ) -> None:
-        """`trace` is empty for conversations; `block_tokens` are those of its blocks."""
+        """`trace` is empty for conversations; `block_tokens`: tokens per trace block."""
         self._shape = shape
         self._trace = trace
         self._seed = seed
@@ -76,7 +76,7 @@ class PromptSource:
         return shared + self._random(shape.prompt_tokens - shape.shared_tokens, "turn", index)
 
     def output_tokens(self, index: int) -> int:
-        """Tokens of its answer."""
+        """Tokens in the request's answer."""
         most = self._shape.output_tokens
         if not self._trace:
             return most
@@ -111,7 +111,7 @@ async def sdk_target(addresses: Sequence[str], prompts: PromptSource, ttft_slo_s
 async def http_target(
     urls: Sequence[str], prompts: PromptSource, ttft_slo_s: float, api_key: str
 ) -> AsyncIterator[SendRequest]:
-    """Requests over HTTP, each on a connection of its own, to each in turn. Tokens count when their text comes.
+    """Requests over HTTP, each on a separate connection, to each URL in turn. Tokens count when their text comes.
 
     Raises:
         ConfigError: naming `address`: one is no http URL.
@@ -157,7 +157,7 @@ def _split_url(url: str) -> tuple[str, int, str]:
 
 
 def _http_request(host: str, path: str, body: bytes, api_key: str) -> bytes:
-    """HTTP/1.0: the answer comes as it is, and ends with the connection."""
+    """HTTP/1.0: the answer comes as produced, and ends with the connection."""
     head = f"POST {path}/v1/completions HTTP/1.0\r\nhost: {host}\r\ncontent-type: application/json\r\n"
     if api_key:
         head += f"authorization: Bearer {api_key}\r\n"
@@ -168,7 +168,7 @@ async def _read_head(reader: asyncio.StreamReader) -> None:
     """Read the head of an answer.
 
     Raises:
-        MoonpoolError: it is a refusal.
+        MoonpoolError: the answer is a refusal.
     """
     words = (await reader.readline()).split()
     while (await reader.readline()).strip():
@@ -187,10 +187,10 @@ async def _read_head(reader: asyncio.StreamReader) -> None:
 
 
 async def _read_events(reader: asyncio.StreamReader, outcome: RequestOutcome, clock: Callable[[], float]) -> None:
-    """Read a stream of events to its end; the usage tells how many tokens its texts were.
+    """Read an event stream to the end; the usage tells how many tokens the texts were.
 
     Raises:
-        StreamBroken: it ends too early, or with an error.
+        StreamBroken: the stream ends too early, or with an error.
     """
     while line := await reader.readline():
         if not line.startswith(b"data: "):
@@ -215,17 +215,17 @@ class BenchPlan:
     """What is sent, and where to.
 
     Attributes:
-        addresses: HOST:PORT of conductors, of which the next one is asked when one is lost, or http://HOST:PORT of
-            gateways, which are asked in turn.
-        model: folder or file of the model that is served; its vocabulary makes the prompts.
-        requests: how many; of a trace its first ones, 0 = all.
+        addresses: HOST:PORT of conductors, each next asked after the last is lost, or http://HOST:PORT of gateways,
+            asked in turn.
+        model: folder or file of the model that is served; the vocabulary makes the prompts.
+        requests: how many; a trace's first requests, 0 = all.
         rate: requests per second, Poisson; 0 with a trace.
         trace: file with times and lengths; None = conversations at a rate.
-        time_scale: seconds of the trace in one second.
+        time_scale: trace seconds in one second.
         shape: lengths of prompts and answers.
         warmup: first requests that do not count.
         ttft_slo_s, tpot_slo_s: limits of goodput, seconds.
-        seed: of arrivals and prompts.
+        seed: for arrivals and prompts.
         api_key: for a gateway that asks for one.
     """
 
@@ -279,7 +279,7 @@ def _target(plan: BenchPlan, prompts: PromptSource) -> contextlib.AbstractAsyncC
 
 
 def json_report(plan: BenchPlan, summary: LoadSummary) -> dict[str, object]:
-    """The JSON object of one run, without the key."""
+    """The JSON object for one run, without the key."""
     given = dataclasses.asdict(plan) | {"model": plan.model.name, "trace": plan.trace.name if plan.trace else None}
     del given["api_key"]
     flags = {name: None if value == math.inf else value for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""`moonpool check`: asks every service for its gauges and lists those that are not at rest."""
+"""`moonpool check`: asks every service for gauges and lists gauges that are not at rest."""
 
 import json
 import threading
@@ -59,7 +59,7 @@ _ASK_BY_KIND: dict[int, Ask] = {
 
 @dataclass(frozen=True, slots=True)
 class GaugeReading:
-    """One gauge of one instance; `at_rest` is None if the gauge may rest at any value."""
+    """One instance's gauge; `at_rest` is None if the gauge may rest at any value."""
 
     instance: str
     name: str
@@ -74,7 +74,7 @@ class GaugeReading:
 
 @dataclass(frozen=True, slots=True)
 class GaugeSurvey:
-    """The gauges of all services, read at one time.
+    """All services' gauges, read at one time.
 
     Attributes:
         readings: every gauge.
@@ -182,7 +182,7 @@ def _reading(instance: str, gauge: kv_pb2.Gauge) -> GaugeReading:
 
 
 def read_gauges(conductors: str | Sequence[str], tls: Tls | None = None) -> list[GaugeReading]:
-    """The gauges of conductors and of every instance that they know; `tls` as of `GaugeReader`.
+    """The gauges from conductors and from every instance that they know; `tls` as of `GaugeReader`.
 
     Raises:
         Unavailable: a service does not answer.
@@ -230,7 +230,7 @@ def _survey_until_rest(conductors: str | Sequence[str], timeout_s: float, tls: T
 
 
 def describe(reading: GaugeReading) -> str:
-    """One line of text."""
+    """One text line."""
     rest = "" if reading.at_rest is None else f" (at rest {reading.at_rest:g})"
     return f"{reading.instance}: {reading.name} = {reading.value:g}{rest}"
 

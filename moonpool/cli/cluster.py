@@ -1,4 +1,4 @@
-"""`moonpool state`, `top` and `explain`: the cluster as the conductor sees it, and why a request was placed."""
+"""`moonpool state`, `top` and `explain`: the cluster according to the conductor, and why a request was placed."""
 
 import dataclasses
 import json
@@ -20,11 +20,11 @@ from moonpool.client.types import Placement
 from moonpool.errors import MoonpoolError
 
 TIMELINE_WIDTH = 40
-"""Characters of a line of time."""
+"""Characters in a time line."""
 INSTANCE_FIGURES = ("run", "wait", "tokens", "used", "cached", "promised")
 """Requests that run and wait, tokens that wait, and blocks: used, cached, promised to requests that come."""
 CANDIDATE_FIGURES = ("own", "used", "queue", "load", "compute", "calls", "TTFT")
-"""Blocks of the prefix in the instance's pool and used, and the parts of the predicted time to the first token."""
+"""Prefix blocks in the instance's pool and used, and the parts of the predicted time to the first token."""
 
 
 def run_state(client: Client, *, as_json: bool) -> None:
@@ -48,7 +48,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
 
 
 def queue_line(queue: QueueInfo) -> str:
-    """Who waits at the conductor."""
+    """Requests that wait at the conductor."""
     size = f" ({queue.prompt_bytes:,} bytes)" if queue.for_limits else ""
     return (
         f"waiting at the conductor: {queue.for_limits} to keep their limits{size}, {queue.for_room} for room at decode"
@@ -76,10 +76,10 @@ def headline(state: ClusterState) -> str:
 
 
 def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
-    """Prints every prefill candidate with its predicted parts, the choice, and what was measured then.
+    """Prints every prefill candidate with predicted parts, the choice, and the later measurements.
 
     Raises:
-        NotFound: the conductor knows no such request, or has forgotten it.
+        NotFound: the conductor knows no such request, or has forgotten the request.
     """
     found = client.explain(request_id)
     if as_json:
@@ -119,7 +119,7 @@ def _candidate_table(candidates: tuple[Candidate, ...], chosen: str) -> RecordTa
 
 
 def _timeline(drawn: list[RequestPhase]) -> RecordTable:
-    """The phases on one line of time."""
+    """The phases on one time line."""
     end_s = max(phase.end_s for phase in drawn) or 1.0
     figures = ("tokens", "from s", "for s")
     several = max(phase.attempt for phase in drawn) > 1
@@ -178,7 +178,7 @@ SHOWN_REQUESTS = 8
 def state_figures(state: ClusterState) -> dict[str, object]:
     """The cluster's state and the figures that follow, ready for JSON.
 
-    `hit_rate` is the cached share of prompt tokens of the last minute, None without any.
+    `hit_rate` is the cached share of the last minute's prompt tokens, None without any.
     """
     recent = state.recent
     window_s = recent.window_s or 1.0
@@ -195,7 +195,7 @@ def run_top(client: Client, *, interval_s: float, once: bool, as_json: bool) -> 
     """Shows the cluster again and again until Ctrl-C, or once.
 
     Args:
-        client: of the conductor.
+        client: the conductor's client.
         interval_s: seconds between two looks.
         once: look once.
         as_json: print a JSON object a line instead of drawing.
@@ -272,7 +272,7 @@ def _quantiles_text(found: Quantiles) -> str:
 
 
 def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
-    """A row for each tier of an instance: the pool of an engine, or the tiers of a store."""
+    """A row for each tier: an engine's pool, or a store's tiers."""
     tiers = [(tier.name, tier.used_bytes, tier.capacity_bytes, decimal(tier.capacity_bytes)) for tier in each.tiers]
     if each.total_blocks:
         tiers.append(("pool", each.total_blocks - each.free_blocks, each.total_blocks, f"{each.total_blocks} blocks"))
@@ -286,7 +286,7 @@ def _instance_rows(each: InstanceInfo) -> list[tuple[str, ...]]:
 
 
 def bar(used: float, total: float) -> str:
-    """A bar of `BAR_WIDTH` characters; something is never drawn as nothing."""
+    """A bar of `BAR_WIDTH` characters; a small value is never drawn as empty."""
     filled = min(BAR_WIDTH, round(BAR_WIDTH * used / total)) if total else 0
     filled = max(filled, 1) if used else filled
     return "█" * filled + "░" * (BAR_WIDTH - filled)

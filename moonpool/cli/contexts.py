@@ -41,7 +41,7 @@ def create(
     tools: Annotated[str, typer.Option(help="File with a JSON list of functions, as requests have them.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Keep the beginning of conversations; its KV is computed now, and pinned."""
+    """Keep the beginning of conversations; the KV is computed now, and pinned."""
     text = sys.stdin.read() if file == "-" else text_of(file, "file")
     turns = _turns(text) if messages else [Message(role="system", content=text)]
     functions = _tools(text_of(tools, "tools")) if tools else None
@@ -96,7 +96,7 @@ def renew(
 
 @app.command()
 def delete(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Json = False) -> None:
-    """End a context, and delete its KV from every tier. Exits with 1 when an instance has not done so."""
+    """End a context, and delete the context's KV from every tier. Exits with 1 when an instance has not done so."""
     with Client(addresses(address)) as client:
         gone, deleted = client.contexts.delete(name, tenant=tenant)
     if not as_json:
@@ -116,7 +116,7 @@ def delete_kv(
 ) -> None:
     """Delete KV from every tier of every instance; what is on disk is overwritten.
 
-    Exit status: 0 when every instance has done it, 1 when one has not yet.
+    Exit status: 0 if every instance has deleted the KV, 1 if an instance has not yet.
     """
     keys, namespaces = _bytes("key", key or []), _bytes("namespace", namespace or [])
     with Client(addresses(address)) as client:

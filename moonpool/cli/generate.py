@@ -22,7 +22,7 @@ from moonpool.sampling_params import SamplingParams
 
 
 def error_advice(error: MoonpoolError) -> str:
-    """A sentence that says what to do next; "" where the error says it all."""
+    """A sentence that says what to do next; "" if the error says enough."""
     if isinstance(error, NotConnected):
         return "`moonpool serve MODEL` starts a stack here; --address HOST:PORT names the conductor of another one."
     if isinstance(error, Overloaded):
@@ -56,12 +56,12 @@ def run_generate(conductors: Sequence[str], asked: GenerateArguments, *, as_json
 
 
 def _can_stream(sampling: SamplingParams) -> bool:
-    """Whether the text is printed as it comes: there is one answer, and it has no score."""
+    """Whether the text is printed as produced: there is a single answer without a score."""
     return sampling.n == 1 and not sampling.deferred
 
 
 def _list_answers(result: GenerateResult) -> str:
-    """Several answers come mixed: they are printed whole, each under its number; hypotheses with their scores."""
+    """Several answers come mixed: they are printed whole, each under a number; hypotheses with their scores."""
     texts = []
     for index, choice in enumerate(result.choices):
         score = "" if choice.score is None else f" {choice.score:.4f}"
@@ -70,7 +70,7 @@ def _list_answers(result: GenerateResult) -> str:
 
 
 def _logprob_lines(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
-    """Log probabilities, a line for each token: its id, its own, its rank, and the likely ones. "" when none came."""
+    """Log probabilities, a line for each token: id, log probability, rank, and the likely tokens. "" when none came."""
     lines = [f"--- log probabilities of {title}: token, its own, rank; likely tokens with theirs"] if logprobs else []
     for its in logprobs:
         if its is not None:
@@ -80,7 +80,7 @@ def _logprob_lines(title: str, logprobs: Sequence[TokenLogprobs | None]) -> str:
 
 
 def usage_line(result: GenerateResult) -> str:
-    """A line on an answer: why it ended, its tokens, what of its prompt came from the cache, and its speeds."""
+    """A line about an answer: end reason, tokens, cached prompt tokens, and speeds."""
     usage, timing = result.usage, result.timing
     speed = f" ({1 / timing.tpot_s:.1f} tokens/s)" if timing.tpot_s else ""
     return (
@@ -92,7 +92,7 @@ def usage_line(result: GenerateResult) -> str:
 
 CHAT_PROMPT = "\n> "
 CHAT_BLOCK_TOKENS = 16
-"""Of a stack for one chat: turns are short, and only whole blocks are found again."""
+"""Block size for a one-chat stack: turns are short, and only whole blocks are found again."""
 CHAT_HELP = "/new begins a new conversation, /quit or Ctrl-D ends, Ctrl-C stops an answer."
 
 
@@ -108,10 +108,10 @@ class ChatSession:
     turns: list[Message] = field(default_factory=list)
 
     def ask(self, text: str, out: TextIO) -> GenerateResult | None:
-        """Sends a turn and writes the answer as it comes; both stay in the conversation, also a stopped answer.
+        """Sends a turn and writes the answer as produced; both stay in the conversation, also a stopped answer.
 
         Returns:
-            The answer; None when Ctrl-C stopped it.
+            The answer; None if Ctrl-C stopped the answer.
 
         Raises:
             MoonpoolError: there is no answer; the turn is forgotten.
@@ -173,7 +173,7 @@ def _answer_line(conversation: ChatSession, text: str, out: TextIO, err: TextIO,
 
 @contextlib.contextmanager
 def serving_address(model: str) -> Iterator[str]:
-    """The conductors of a stack that serves `model`: of one of this user's that runs, or of one meanwhile."""
+    """Conductor addresses for a stack that serves `model`: this user's running stack, or a temporary stack."""
     found = next((stack.address for stack in running_stacks() if stack.model == model and stack.address), "")
     if found:
         yield found
@@ -231,7 +231,7 @@ def typed_lines() -> Iterator[str]:
 
 
 def run_terminal_chat(address: str, converse: Callable[[Client], ChatSession]) -> None:
-    """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends it.
+    """Chats on the terminal, or with a pipe: then each line is a turn, and the first error ends the chat.
 
     Args:
         address: conductors, with commas between them.

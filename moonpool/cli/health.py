@@ -1,6 +1,6 @@
-"""`moonpool health`: asks a service whether it serves, once or until it does: by grpc.health.v1, a gateway by HTTP.
+"""`moonpool health`: asks a service, once or until ready, by grpc.health.v1, or a gateway by HTTP.
 
-A container's health check runs this every few seconds, so it imports little.
+A container's health check runs this command every few seconds, so the module imports little.
 """
 
 import contextlib
@@ -23,16 +23,15 @@ MAX_ANSWER_BYTES = 4096
 
 
 def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) -> int:
-    """Asks whether a service serves; with `joined`, also a conductor for how many instances have joined it.
+    """Asks whether a service serves; with `joined`, also asks a conductor how many instances have joined.
 
     Args:
-        address: "host:port" of any service that speaks gRPC, "http://host:port" or "https://host:port" of a gateway.
+        address: "host:port" for any gRPC service, "http://host:port" or "https://host:port" for a gateway.
         timeout_s: seconds one answer may take.
-        wait_s: seconds to retry until it serves.
+        wait_s: seconds to retry until the service serves.
         joined: instances that must have joined; 0 = any service will do.
 
-    Returns:
-        0 when it serves, 1 when it does not.
+    Returns: 0 if the service serves, else 1.
     """
     deadline = time.monotonic() + wait_s
     pause = threading.Event()
@@ -52,7 +51,7 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
 
 
 def _ask(address: str, timeout_s: float) -> None:
-    """As `moonpool.rpc.channels.probe`, with a third of its start-up time; raises Unavailable."""
+    """As `moonpool.rpc.channels.probe`, with a third of the start-up time; raises Unavailable."""
     with open_blocking_channel(address) as channel:
         check = channel.unary_unary(
             "/grpc.health.v1.Health/Check",
@@ -69,7 +68,7 @@ def _ask(address: str, timeout_s: float) -> None:
 
 
 def _ask_http(address: str, timeout_s: float) -> None:
-    """As `_ask`, of a gateway; its certificate must be one that this machine trusts (`SSL_CERT_FILE` names others)."""
+    """As `_ask`, of a gateway; this machine must trust the gateway's certificate (`SSL_CERT_FILE` names others)."""
     parts = urlsplit(address)
     connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     try:

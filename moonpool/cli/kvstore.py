@@ -26,14 +26,14 @@ from moonpool.v1 import kvstore_pb2
 from moonpool.v1.kvstore_pb2_grpc import KVStoreServiceStub
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 360, 56, 696, 48, 316
-"""Size of the picture, and the edges of the curve."""
+"""The picture's size, and the curve's edges."""
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 HitCurve = Sequence[tuple[int, float]]
 """(bytes, share of block uses that would be hits), ascending in both."""
 
 
 def hit_share(curve: HitCurve, size: float) -> float:
-    """The hit share at a size; between two points of the curve that of the smaller."""
+    """The hit share at a size; between two points on the curve, the smaller point's share."""
     place = bisect.bisect_right(curve, size, key=lambda point: point[0])
     return curve[place - 1][1] if place else 0.0
 

@@ -1,9 +1,9 @@
 """Load generator: open-loop and closed-loop arrivals, latency summary, and a chart of latencies (SVG).
 
-Open loop: requests start when they are due, whatever the others do, and latency counts from the due time, so a
-stalled server cannot hide its stall (no coordinated omission). Closed loop: a fixed number of clients, each starting
-its next request when the last has ended. A trace is both: requests come at their times, and turns of an agent when
-the turn before has ended.
+Open loop: requests start when due, whatever the others do, and latency counts from the due time, so a stalled server
+cannot hide the stall (no coordinated omission). Closed loop: a fixed number of clients, each starting a request after
+the client's last has ended. A trace is both: requests come at their times, and turns of an agent when the turn before
+has ended.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ class RequestOutcome:
     """One request. Times are seconds since the test began.
 
     Attributes:
-        due: when it should have started.
-        first: when its first token came; None before.
-        ended: when it ended.
-        last: when its last tokens came.
+        due: planned start.
+        first: time of the first token; None before.
+        ended: time of the end.
+        last: time of the last tokens.
         tokens: tokens received.
         gaps: seconds from one token to the next.
         nbytes: bytes of KV moved.
-        error: type name of the error that ended it; empty for none.
+        error: type name of the error that ended the request; empty for none.
     """
 
     due: float
@@ -90,7 +90,7 @@ class TraceSchedule:
 
     Args:
         requests: those of the trace.
-        time_scale: seconds of the trace that pass in one second, delays of tools and people included.
+        time_scale: trace seconds that pass in one second, delays for tools and people included.
         clock: seconds since the first request was due.
     """
 
@@ -115,7 +115,7 @@ class TraceSchedule:
 
 
 async def trace_loop(requests: Sequence[TraceRequest], time_scale: float, send: SendRequest) -> list[RequestOutcome]:
-    """Starts each request of a trace when it is due; a time scale of 2 replays the trace twice as fast."""
+    """Starts each trace request when due; a time scale of 2 replays the trace twice as fast."""
     begin = time.monotonic()
 
     def clock() -> float:
@@ -134,7 +134,7 @@ async def trace_loop(requests: Sequence[TraceRequest], time_scale: float, send: 
 
 
 async def open_loop(arrivals: Sequence[float], send: SendRequest) -> list[RequestOutcome]:
-    """Starts each request when it is due."""
+    """Starts each request when due."""
     begin = time.monotonic()
 
     def clock() -> float:
@@ -250,7 +250,7 @@ def latency_chart(title: str, outcomes: Sequence[RequestOutcome]) -> str:
 
 
 def rounded_up(most: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """The next number among 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(most))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= most * (1 - 1e-9))
 

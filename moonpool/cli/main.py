@@ -1,6 +1,6 @@
 """The `moonpool` command: verbs and their flags.
 
-Each verb imports its modules when it runs, so that `moonpool generate` needs no torch and `--help` is quick.
+Each verb imports its modules on running, so that `moonpool generate` needs no torch and `--help` is quick.
 """
 
 import functools
@@ -51,7 +51,7 @@ from moonpool.sizes import size_option
 
 
 def lazy_group(module: str) -> type[TyperGroup]:
-    """The class of a group whose verbs are those of `module.app`."""
+    """The class for a group with the verbs in `module.app`."""
 
     class Lazy(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
@@ -126,7 +126,7 @@ class BenchServeOptions:
 def bench_serve(options: BenchServeOptions) -> None:
     """Send requests when they are due, whatever the others do: TTFT, TPOT, ITL, E2E, and goodput within limits.
 
-    Times count from when a request was due, so a stalled server cannot hide its stall.
+    Times count from when a request was due, so a stalled server cannot hide the stall.
     Exit status: 0 when every request was answered or refused for overload, 1 when not.
     """
     from moonpool.checkpoint import resolve
@@ -255,7 +255,7 @@ class ReplayOptions:
 
 @verb
 def replay(options: ReplayOptions) -> None:
-    """Send a trace to a running stack; report latencies and predictions as the simulator does, and beside it.
+    """Send a trace to a running stack; report latencies and predictions as the simulator does, beside the simulator's.
 
     Exit status: 0 when every request was answered, 1 when not.
     """
@@ -525,7 +525,7 @@ def generate(options: GenerateOptions) -> None:
         length_penalty=options.length_penalty,
         logprobs=options.logprobs,
         prompt_logprobs=options.prompt_logprobs,
-        response_format=options.response_format,  # type: ignore[arg-type]  # the conductor names what it does not know
+        response_format=options.response_format,  # type: ignore[arg-type]  # the conductor names unknown fields
         grammar=text_of(options.grammar[1:], "grammar") if options.grammar.startswith("@") else options.grammar,
     )
     asked: GenerateArguments = {
@@ -563,7 +563,7 @@ def state(
     address: Address = LOCAL_CONDUCTOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show the cluster as the conductor sees it: the model, and every instance with load and blocks."""
+    """Show the cluster according to the conductor: the model, and every instance with load and blocks."""
     from moonpool.cli.cluster import run_state
     from moonpool.client import Client
 
@@ -594,7 +594,7 @@ def explain(
     address: Address = LOCAL_CONDUCTOR,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show why a request was placed as it was: every candidate, what was predicted, and what was then measured."""
+    """Show why a request was placed there: every candidate, the predictions, and the later measurements."""
     from moonpool.cli.cluster import run_explain
     from moonpool.client import Client
 
@@ -616,7 +616,7 @@ def role(
     kind: Annotated[str, typer.Argument(help="prefill or decode.")],
     address: Address = LOCAL_CONDUCTOR,
 ) -> None:
-    """Change the role of an engine instance: it drains, and comes back as an instance of the other kind."""
+    """Change an engine instance's role: the instance drains, and comes back in the other role."""
     from moonpool.client import Client
 
     with Client(addresses(address)) as client:
@@ -695,7 +695,7 @@ def demo(
 
 
 def _add_lazy_group(name: str, module: str, panel: str, summary: str) -> None:
-    """Adds a verb that has verbs of its own, in a module of the command's."""
+    """Adds a verb with sub-verbs, in one of the command's modules."""
     verbs = typer.Typer(cls=lazy_group(f"moonpool.cli.{module}"), help=summary, no_args_is_help=True)
     app.add_typer(verbs, name=name, rich_help_panel=panel)
 
@@ -761,7 +761,7 @@ def adapter_(context: typer.Context) -> None:
 
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
 def kvstore_(context: typer.Context) -> None:
-    """Run one kvstore, or operate on one: kvstore stat|verify|compact|warm|advise."""
+    """Run a kvstore, or operate on a kvstore: kvstore stat|verify|compact|warm|advise."""
     from moonpool.cli import kvstore
 
     if context.args and context.args[0] in kvstore.VERBS:

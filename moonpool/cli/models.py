@@ -1,4 +1,4 @@
-"""Models for the command line: which one is meant, which are on this machine, and what one consists of."""
+"""Models for the command line: which model is meant, which are on this machine, and what a model consists of."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from moonpool.errors import CheckpointError
 
 
 def chosen_model(model: str) -> str:
-    """What services are given for a model: a name stands for its folder or file, fetched if need be; "" = bundled.
+    """The `model` setting for services: a name stands for the model's folder or file, fetched if need be; "" = bundled.
 
     A folder or file of that name comes first.
 
@@ -36,7 +36,7 @@ def pulled_model(model: str) -> str:
 
 
 def best_model() -> tuple[str, str]:
-    """SmolLM2 where it is or can be had, else the bundled model; and why it is not SmolLM2, "" when it is."""
+    """SmolLM2 if present or fetchable, else the bundled model; and why not SmolLM2, "" if SmolLM2."""
     try:
         return chosen_model("smollm2"), ""
     except CheckpointError as error:
@@ -49,8 +49,8 @@ class LocalModel:
 
     Attributes:
         name: what `serve`, `run` and `--model` take.
-        path: its folder or file.
-        bytes: of its files.
+        path: folder or file.
+        bytes: all files together.
     """
 
     name: str

@@ -37,7 +37,7 @@ UsedContextTtl = Annotated[
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 HELP = {"help_option_names": ["-h", "--help"]}
 PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of a verb that reads its flags itself."""
+"""Settings for a verb that reads its flags itself."""
 START, LOOK, OPERATE = "Start here", "Look at a stack", "Operate a stack"
 PREDICT, SINGLE = "Measure and predict", "Run a single service"
 """Headings of the verbs in `moonpool --help`. They come in the order in which their first verbs are added."""
@@ -47,7 +47,7 @@ FORMER_VERBS = {"up": "serve", "down": "stop", "model fetch": "pull"}
 
 
 def verb(run: Callable[[Any], None]) -> Callable[..., None]:
-    """Make a verb of a function of one dataclass: each field is an option or an argument, in this order."""
+    """Make a verb from a function with one dataclass: each field is an option or an argument, in this order."""
     (parameter,) = inspect.signature(run).parameters.values()
     options = get_type_hints(run)[parameter.name]
     hints = get_type_hints(options, include_extras=True)
@@ -91,7 +91,7 @@ class RootGroup(TyperGroup):
 
 
 def _renamed_flag(flag: str, command: Any) -> str:
-    """The new name of a former flag of a verb, or the argument that the flag has become; "" for any other flag."""
+    """The new name for a verb's former flag, or the argument that the flag has become; "" for any other flag."""
     options = {name for parameter in command.params for name in parameter.opts}
     if flag in options:
         return ""
@@ -105,7 +105,7 @@ def addresses(text: str) -> list[str]:
     """The addresses of a list with commas.
 
     Raises:
-        InvalidRequest: it is empty, or has an empty place.
+        InvalidRequest: the list is empty, or has an empty place.
     """
     found = [part.strip() for part in text.split(",")]
     if not all(found):
@@ -117,7 +117,7 @@ def prompt_text(prompt: str) -> str:
     """The prompt; "-" or "" = standard input, without the line's end that `echo` adds.
 
     Raises:
-        InvalidRequest: it cannot be read, or nobody has piped anything.
+        InvalidRequest: the prompt cannot be read, or the pipe is empty.
     """
     if prompt not in ("", "-"):
         return prompt
@@ -133,7 +133,7 @@ def text_of(path: str, option: str) -> str:
     """What a file says.
 
     Raises:
-        InvalidRequest: it cannot be read; names the option.
+        InvalidRequest: the file cannot be read; names the option.
     """
     try:
         return Path(path).read_text(encoding="utf-8")

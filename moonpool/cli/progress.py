@@ -20,7 +20,7 @@ class StartProgress(Protocol):
     """Shows what the parts of a start do. Any thread may call this."""
 
     def show(self, part: str, what: str, done: int = 0, of: int = 0) -> None:
-        """A part does something, of which `done` parts of `of` are done; `of` 0 = unknown."""
+        """A part's progress: `done` items out of `of`; `of` 0 = unknown."""
         ...
 
     def finish(self, part: str) -> None:
@@ -29,7 +29,7 @@ class StartProgress(Protocol):
 
 
 class PlainProgress:
-    """Lines of text, one when a part does something else, and one now and then while it does the same.
+    """Text lines: a line when a part does something else, and a line now and then during the same work.
 
     Args:
         write: takes a line.
@@ -87,7 +87,7 @@ def start_progress(console: Console | None = None) -> Iterator[StartProgress]:
         yield PlainProgress(lambda line: print(line, file=console.file, flush=True))
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    # What goes to standard output meanwhile stays there, unless it is the same terminal: then it stands above the bars.
+    # Standard output meanwhile stays there, unless it is the same terminal: then the output stands above the bars.
     shared = sys.stdout.isatty()
     with Progress(*columns, console=console, transient=True, redirect_stdout=shared) as progress:
         yield TerminalProgress(progress)

@@ -21,7 +21,7 @@ from simulator.experiments.report import Collector, Summary
 from simulator.traces.mooncake import Trace, TraceRequest
 
 DRAWS = 5
-"""Simulations of what is foreseen: chance moves the slowest tenth of a hundred requests by 15 % in one of them."""
+"""Simulations of the forecast: chance moves a hundred requests' slowest tenth by 15 % in one simulation."""
 FIGURES = ("ttft_s", "tbt_s", "tpot_s", "e2e_s", "ttft_error")
 
 
@@ -31,11 +31,11 @@ class TraceReplay:
 
     Attributes:
         requests: in order of time.
-        block_tokens: of the trace's blocks.
-        time_scale: seconds of the trace, and of the report, that pass in one second.
-        vocab_size: of the model that is served.
+        block_tokens: tokens per trace block.
+        time_scale: trace and report seconds that pass in one second.
+        vocab_size: the served model's vocabulary.
         slo: for goodput.
-        limits: what requests tell the stack to expect, seconds of the trace; None = nothing.
+        limits: what requests tell the stack to expect, seconds of the trace; None = not simulated.
     """
 
     requests: Sequence[TraceRequest]
@@ -63,7 +63,7 @@ def cut_request(request: TraceRequest, prompt_tokens: int, output_tokens: int, b
 
 @dataclass(frozen=True, slots=True)
 class FittedSimulation:
-    """A simulation that was fitted to the first requests of a replay, beside the other ones.
+    """A simulation fitted to a replay's first requests, beside the other requests.
 
     Attributes:
         extras: what was fitted; `near` how near the fit is, as a mean of |ln ratio|.
@@ -96,7 +96,7 @@ class FittedSimulation:
 
 
 async def send_trace(address: str | Sequence[str], replay: TraceReplay) -> list[Request]:
-    """Sends each request when due: at its time, or after those that it waits for; returns them in the trace's order."""
+    """Sends each request when due, or after the requests waited for; returns them in the trace's order."""
     loop = asyncio.get_running_loop()
     begin, slo = loop.time(), replay.told()
 
@@ -157,7 +157,7 @@ def fit_and_compare(
     first: int,
     simulations: int = SIMULATIONS,
 ) -> FittedSimulation:
-    """Fits the cluster to the first of some measured requests, and simulates all: the others tell how good the fit is.
+    """Fits the cluster to the first measured requests, and simulates all: the others tell how good the fit is.
 
     Simulates them `DRAWS` times, with what chance adds drawn anew.
     """
@@ -208,13 +208,13 @@ def _print_table(lines: Sequence[Sequence[str]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """A replay as the command line asks for it.
+    """A replay as ordered on the command line.
 
     Attributes:
         trace: file of the trace; the first `requests` are sent, 0 = all.
-        addresses: of the conductors.
+        addresses: the conductors'.
         model: folder or file of the checkpoint that is served.
-        time_scale: seconds of the trace, and of the report, that pass in one second.
+        time_scale: trace and report seconds that pass in one second.
         prompt_tokens, output_tokens: of each request at most; 0 = all.
         slo: for goodput.
         profile: simulates the same; "" = no simulation.
@@ -240,7 +240,7 @@ def run_replay(plan: ReplayPlan, *, as_json: bool) -> int:
 
     Raises:
         TraceError: the trace is wrong.
-        ConfigError: there is no such profile, the time scale is not positive, or nothing is left to compare.
+        ConfigError: the profile is missing, the time scale is not positive, or no request is left to compare.
     """
     calibrate_on, slo = plan.calibrate_on, plan.slo
     if plan.time_scale <= 0:

@@ -11,11 +11,11 @@ def run_rerun(path: Path, *, events: bool, check: bool, as_json: bool, policy: s
     """Reruns all files at `path`; returns 1 when an action differs.
 
     Args:
-        path: of the journal.
-        events: print each with its actions.
+        path: the journal.
+        events: print each event with the actions.
         check: look at invariants.
         as_json: print JSON.
-        policy: a module whose classes the journal may name besides those of cores; the module's code runs.
+        policy: a module with further classes that the journal may name; the module's code runs.
 
     Raises:
         JournalError: the journal is missing or damaged.

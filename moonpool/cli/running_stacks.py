@@ -1,7 +1,7 @@
-"""Records of the stacks that `moonpool serve` runs on this machine: one file per data folder.
+"""Records of stacks run by `moonpool serve` on this machine: one file per data folder.
 
-A record names a process by number and start time, because the kernel reuses numbers. The records lie in a folder
-that only this user can write, so no other user can make `moonpool stop` end a process.
+A record names a process by number and start time, because the kernel reuses numbers. The records lie in a folder that
+only this user can write, so no other user can make `moonpool stop` end a process.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ class RunningStack:
     """A `moonpool serve` that runs.
 
     Attributes:
-        pid: of the process.
+        pid: the process id.
         epoch: `process_epoch` of that process.
-        boot_id: of the machine, new at each start of the machine.
+        boot_id: the machine's boot id, new at each boot.
         data_dir: data folder, an absolute path without links.
         model: the model, as the services are told.
-        address: of the conductors, with commas between them; "" until the stack is ready.
-        http_address: of the gateway, likewise.
+        address: the conductors' addresses, separated by commas; "" until the stack is ready.
+        http_address: the gateway's, likewise.
     """
 
     pid: int
@@ -97,7 +97,7 @@ def recorded_stack(data_dir: Path, model: str) -> Iterator["StackRecord"]:
 
 
 class StackRecord:
-    """The file of one stack of this process."""
+    """The file about one stack of this process."""
 
     def __init__(self, folder: Path, data_dir: Path, model: str) -> None:
         self._model = model
@@ -135,7 +135,7 @@ def run_stop(data_dir: Path | None) -> int:
     """Stops a stack that `moonpool serve` runs, and waits until all processes have ended.
 
     Args:
-        data_dir: of the stack; None = the only stack of this user.
+        data_dir: the stack's; None = the only stack of this user.
 
     Returns:
         0 if the stack has ended or none ran; 1 if the stack did not end, or `data_dir` does not name a stack.
@@ -157,7 +157,7 @@ def run_stop(data_dir: Path | None) -> int:
 def _stop(stack: RunningStack) -> int:
     try:
         descriptor = os.pidfd_open(stack.pid)
-    except ProcessLookupError:  # it has just ended by itself
+    except ProcessLookupError:  # the process has just ended
         typer.echo(f"stopped {stack.address or stack.data_dir}")
         return 0
     try:
@@ -181,7 +181,7 @@ def _running(folder: Path) -> list[RunningStack]:
     for path in folder.glob("*.json"):
         try:
             stack = RunningStack(**json.loads(path.read_text()))
-        except FileNotFoundError:  # its stack has just ended
+        except FileNotFoundError:  # the stack has just ended
             continue
         except (OSError, ValueError, TypeError):
             stack = None

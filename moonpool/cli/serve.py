@@ -51,7 +51,7 @@ def run_serve(plan: StackPlan, data_dir: Path | None, *, restart: bool, as_json:
     Args:
         plan: what the stack consists of.
         data_dir: data folder; None = a temporary one.
-        restart: start a service again that ends by itself; otherwise the end of a service stops the stack.
+        restart: start a service again that ends unasked; otherwise the end of a service stops the stack.
         as_json: print JSON lines.
 
     Returns:
@@ -131,7 +131,7 @@ def check_ports(plan: StackPlan) -> None:
 
 
 def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:
-    """Compiles the native code that the stack's services need, so that they find it."""
+    """Compiles the native code that the stack's services need, so that they find the code."""
 
     def report(what: str) -> None:
         progress.show("kernels", what)
@@ -203,7 +203,7 @@ LONG_PROMPT_CHARACTERS = 9000
 
 @dataclass(frozen=True, slots=True)
 class DemoRow:
-    """One row of the table."""
+    """One table row."""
 
     what: str
     result: GenerateResult
@@ -214,7 +214,7 @@ def run_demo(model: str, max_tokens: int, instead: str) -> int:
 
     Args:
         model: folder or file to serve.
-        max_tokens: of each answer at most.
+        max_tokens: most tokens per answer.
         instead: why another model is served than was meant; "" if the meant one is.
 
     Returns:
@@ -273,7 +273,7 @@ async def _serve_together(address: str, sampling: SamplingParams) -> list[Genera
 
 
 def _long_prompt() -> str:
-    """Some thousand tokens of text that every machine has: the source of a standard module."""
+    """Some thousand text tokens that every machine has: a standard module's source."""
     import textwrap
 
     source = Path(textwrap.__file__).read_text(encoding="utf-8")

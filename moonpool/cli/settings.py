@@ -31,7 +31,7 @@ class ServeCommand(TyperCommand):
 
 
 def _setting_of(flag: str) -> str:
-    """How a setting of services is given, of which this is the flag or the former flag; "" for none."""
+    """How a service setting is given, by the setting's flag or former flag; "" for none."""
     name = flag.removeprefix("--no-").lstrip("-").replace("-", "_")
     name = RENAMED.get(name, name)
     for section, kinds in SECTIONS.items():
@@ -41,7 +41,7 @@ def _setting_of(flag: str) -> str:
 
 
 def stack_settings(config: Path | None, given: Iterable[str]) -> dict[str, list[str]]:
-    """The flags of each kind of service that these settings stand for.
+    """For each kind of service, the flags for these settings.
 
     Args:
         config: YAML file of `{SECTION: {NAME: VALUE}}`; None = no file.
@@ -100,7 +100,7 @@ def _mapping(data: object, where: str) -> Mapping[str, object]:
 
 
 def _text(value: object) -> str:
-    """A value of YAML as `--set` takes it."""
+    """A YAML value in `--set` form."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -115,7 +115,7 @@ def _check_section(section: str) -> None:
 
 
 def _takers(section: str, name: str) -> list[str]:
-    """The kinds of services of a section that have the setting."""
+    """The kinds of services in a section that have the setting."""
     if name in OWN_NAMES:
         raise ConfigError(f"{section}.{name}", "`moonpool serve` decides this itself")
     takers = [kind for kind in SECTIONS[section] if name in config_class(kind).model_fields]

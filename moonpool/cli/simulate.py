@@ -50,8 +50,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object: virtu
 Picture = Annotated[Path | None, typer.Option(help="Draw the result into this SVG file.")]
 DEFAULT_PROFILE = "llama-70b-a800"
 GC_THRESHOLD = 50_000
-"""New objects until the collector looks for cycles among them (Python's own is 700). Hardly any are in one, as
-requests and events leave none behind, and what lives is looked at again and again: 3 % of the time of a run."""
+"""New objects until the collector looks for cycles among them (Python's own is 700).
+
+Hardly any object is in a cycle, as requests and events leave no cycles behind, and live objects are scanned again and
+again: 3 % of a run's time.
+"""
 
 
 def _run_and_print(run: Callable[[Progress], Result], *, as_json: bool, picture: Path | None) -> None:
@@ -314,7 +317,7 @@ class PipelineOptions(Printed):
 @app.command()
 @verb
 def pipeline(options: PipelineOptions) -> None:
-    """Time to first token by the width of prefill pipelines, the length of prompts and the load."""
+    """Time to first token by prefill pipelines' width, prompt length and load."""
     config = ClusterConfig(profile=load_profile(options.profile), kvstore=0, seed=options.seed)
     options.print(lambda say: pipeline_experiment.pipeline(config, options.machines, options.requests, say))
 
@@ -336,7 +339,7 @@ class RolesOptions(Machines):
 @app.command()
 @verb
 def roles(options: RolesOptions) -> None:
-    """Goodput where the mix of requests shifts: fixed divisions of the machines, and machines that change roles."""
+    """Goodput if the mix of requests shifts: fixed divisions of the machines, and machines that change roles."""
     prefill = options.instances // 2
     config = options.machines(prefill, options.instances - prefill, 1.0)
     shifts = serving.Shifts((options.reading_per_s, options.talking_per_s), options.part_s, options.parts, options.seed)
@@ -355,7 +358,7 @@ class ConductorsOptions(Cluster):
 @app.command()
 @verb
 def conductors(options: ConductorsOptions) -> None:
-    """Latencies by the number of conductors side by side, and what a lost one costs."""
+    """Latencies by the number of conductors side by side, and the cost of losing a conductor."""
     options.print(
         lambda say: conductors_experiment.conductors(options.config(), options.source(), options.crash_s, say)
     )

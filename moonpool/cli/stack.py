@@ -28,7 +28,7 @@ from moonpool.rpc.tls import Tls
 
 GATEWAY_ID = "gateway-0"
 SHARE_SETTING = "gpu_memory_utilization"
-"""Setting of engines: what each takes of a GPU."""
+"""Engine setting: each engine's share of a GPU."""
 KINDS_WITHOUT_JOIN = ("conductor", "gateway")
 """Kinds of services that join no conductor."""
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
@@ -60,11 +60,11 @@ class StackPlan:
         port: the first conductor's port, the others have the following ones; 0 = any free ones.
         http_port: the gateway's port; 0 = any free one, None = no gateway.
         engine: "real", or "emulated:PROFILE" to emulate the compute of prefill and decode.
-        time_scale: seconds of the emulated profile that pass in one second; 0 = the profile's own.
+        time_scale: emulated profile seconds that pass in one second; 0 = the profile's own.
         threads: compute threads of each engine process at most; 0 = all cores, which engines lend each other.
         core_page: file by which the stack's engines lend each other cores, and to no other engine; None = this user's.
         block_size: tokens per KV block.
-        kv_cache_memory_bytes: bytes of KV pool of each engine instance; 0 = the default of `EngineConfig`.
+        kv_cache_memory_bytes: KV pool bytes for each engine instance; 0 = the default of `EngineConfig`.
         dram_bytes: bytes of each kvstore's DRAM tier.
         ssd_bytes: bytes of each kvstore's SSD tier.
         spans_dir: where services record their spans; None = nowhere.
@@ -116,7 +116,7 @@ class ServiceProcess:
         on_start: OnStart = lambda service, what, done, of: None,
         launcher: Sequence[str] = PYTHON,
     ) -> None:
-        """Starts the service by a `launcher`; `on_start` is called on a thread of its own."""
+        """Starts the service by a `launcher`; `on_start` is called on a separate thread."""
         self._loaded: dict[int, tuple[int, int]] = {}
         self._on_start = on_start
         self._heard = time.monotonic()
@@ -127,7 +127,7 @@ class ServiceProcess:
         self.address = ""
         self._ready = threading.Event()
         environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
-        if kind != "gateway":  # API keys are of its clients; a conductor takes keys at a port of its own
+        if kind != "gateway":  # API keys belong to the gateway's clients; a conductor takes keys at a separate port
             environment.pop(f"{ENV_PREFIX}API_KEYS", None)
         with _open_log(log_path) as log:
             self._process = subprocess.Popen(
@@ -147,7 +147,7 @@ class ServiceProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, None while it runs."""
+        """Exit status, None while running."""
         return self._process.poll()
 
     def _read_stdout(self) -> None:
@@ -179,7 +179,7 @@ class ServiceProcess:
         """
         if self._ready.wait(wait_s) and self.address:
             return True
-        if self._ready.is_set():  # its standard output is closed
+        if self._ready.is_set():  # the service's standard output is closed
             raise Unavailable(f"{self.id} ended with status {self._process.wait()}\n{self.log_tail()}")
         if time.monotonic() - self._heard > silence_s:
             raise Unavailable(f"the start of {self.id} did not go on for {silence_s:g} s\n{self.log_tail()}")
@@ -199,7 +199,7 @@ class ServiceProcess:
         return self.address
 
     def log_tail(self) -> str:
-        """The last lines of its log."""
+        """The log's last lines."""
         lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join(f"  {self.id}| {line}" for line in lines)
 
@@ -250,7 +250,7 @@ class LocalStack:
 
         Args:
             plan: what the stack consists of.
-            on_ready: is told of each service that has become ready, one after the other.
+            on_ready: called with each service that has become ready, one after the other.
             on_start: is told what the start of each service does, on threads.
         """
         self._on_start = on_start
@@ -345,7 +345,7 @@ class LocalStack:
         return [service for service in self.services.values() if service.kind == "conductor"]
 
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
-        """Starts one service, in the place of any earlier one of that id; does not wait until it is ready."""
+        """Starts one service, in place of any earlier service with that id; does not wait for readiness."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
         service = ServiceProcess(kind, service_id, arguments, log_path, self._on_start, self.launcher(service_id))
         self.services[service_id] = service
@@ -444,7 +444,7 @@ class LocalStack:
 
 
 def memory_share(plan: StackPlan, kind: str) -> float | None:
-    """The share of a GPU that each engine of this kind takes; None where the user says.
+    """GPU share for each engine of this kind; None where the user says.
 
     Engines of the stack that share a device divide `MEMORY_SHARE`.
     """
@@ -457,7 +457,7 @@ def memory_share(plan: StackPlan, kind: str) -> float | None:
 
 
 def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
-    """The devices of each engine of this kind, as settings, flags or the environment name them."""
+    """The devices for each engine of this kind, named in settings, flags or the environment."""
     given = list(pairwise(plan.extra.get(kind, ())))
     flags = [value for flag, value in given if flag == "--device"]
     settings = [value.partition("=")[2] for flag, value in given if flag == "--set" and value.startswith("device=")]
@@ -474,11 +474,11 @@ STABLE_S = 60.0
 
 
 class SupervisedProcess(Protocol):
-    """A process of the stack, as the supervisor sees it."""
+    """A stack's process, as the supervisor sees the process."""
 
     @property
     def returncode(self) -> int | None:
-        """Exit status, None while it runs."""
+        """Exit status, None while running."""
         ...
 
     @property
@@ -487,7 +487,7 @@ class SupervisedProcess(Protocol):
         ...
 
     def log_tail(self) -> str:
-        """The last lines of its log."""
+        """The log's last lines."""
         ...
 
 
@@ -502,7 +502,7 @@ class _RestartHistory:
 
 
 class Supervisor:
-    """Looks after the services of one stack; call `look` often.
+    """Looks after one stack's services; call `look` often.
 
     Args:
         services: the stack's services by id, as they are now.
@@ -528,7 +528,7 @@ class Supervisor:
         self._histories = {name: _RestartHistory(started_at=clock()) for name in services}
 
     def look(self) -> None:
-        """Note which services have ended, and start those whose pause is over.
+        """Note which services have ended, and start services whose pause is over.
 
         Raises:
             Unavailable: a service ended `MAX_FAILURES` times in a row; the message ends with the log.
@@ -545,7 +545,7 @@ class Supervisor:
 
     def _ended(self, name: str, service: SupervisedProcess, status: int, history: _RestartHistory) -> None:
         now = self._clock()
-        if status == EXIT_ROLE:  # it was ordered to: no failure
+        if status == EXIT_ROLE:  # ordered to: no failure
             history.due_at = now
             self._on_end(name, status, 0.0)
             return

@@ -1,4 +1,4 @@
-"""Tables whose names, ids and addresses are always whole: rows that are too wide for the terminal become lines."""
+"""Tables with names, ids and addresses always whole: rows too wide for the terminal become lines."""
 
 import sys
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ def stdout_console() -> Console:
 class RecordTable:
     """A row per record; the first cell names the record.
 
-    If the rows are wider than the terminal, each record is printed as a name and, below, lines of `heading value`.
-    No cell is ever shortened.
+    If the rows are wider than the terminal, each record is printed as a name and, below, lines of `heading value`. No
+    cell is ever shortened.
 
     Args:
-        headings: of the columns.
+        headings: the columns' headings.
         right: headings of the columns that are numbers.
         title: a line above; "" = none.
     """

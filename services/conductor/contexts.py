@@ -1,6 +1,6 @@
-"""Named contexts: prompt prefixes whose KV is computed once, pinned at a kvstore and kept for a time (ADR 22).
+"""Named contexts: prompt prefixes with KV computed once, pinned at a kvstore and kept for a time (ADR 22).
 
-The conductor knows this module through `servicer.NamedContexts` alone, and gives it `ContextServices`.
+The conductor knows this module only through `servicer.NamedContexts`, and provides `ContextServices`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from services.conductor.request import ValidRequest
 log = get_logger(__name__)
 
 CONTEXT, FILLED, PINNED, TAG, HITS = "context", "filled", "pinned", "tag", "hits"
-"""Kinds of a context's records: the context; how computing it went; what is pinned; its tags; each conductor's hits."""
+"""Kinds of a context's records: the context; how computing the context went; what is pinned; the context's tags; each
+conductor's hits.
+"""
 
 SPARE_ENTRIES = 1024
-"""The index is swept when it has this many entries more than twice those left by the last sweep."""
+"""The index is swept at this many entries more than twice the number left by the last sweep."""
 
 PREFIX = "cache-"
 """Beginning of a context's id."""
 
 PIN_PREFIX = "pin-"
-"""Beginning of the id of a context that only pins KV."""
+"""Beginning of a pin-only context's id."""
 
 DEFAULT_TTL_S = 3600.0
 
@@ -53,10 +55,10 @@ TOMBSTONE_S = 30 * 86400.0
 """Seconds for which a deleted context's records are kept as deleted."""
 
 TAG_S = 366 * 86400.0
-"""Seconds for which a tag is kept. A tag without its context has no effect."""
+"""Seconds for which a tag is kept. A tag without a context has no effect."""
 
 MAX_CONTEXTS = 1024
-"""Contexts of one tenant."""
+"""Most contexts per tenant."""
 
 MAX_TAGS = 16
 
@@ -72,7 +74,7 @@ REPIN_PAUSE_S = 0.5
 """Shortest pause between two attempts to pin the rest of a context that is used."""
 
 MAX_PIN_TIMES = 4096
-"""Contexts whose last attempt to pin is remembered."""
+"""Contexts with a remembered last attempt to pin."""
 
 STORED_TIMEOUT_S = 20.0
 """Longest wait for a new context's blocks to get from prefill to a kvstore."""
@@ -99,8 +101,8 @@ class ContextServices:
         conductor: this conductor's id.
         model: the served model's name; raises Unavailable before the first engine.
         read: checks and tokenises a request.
-        compute: serves a request and drops its output.
-        held: number of leading blocks of a chain that each instance holds.
+        compute: serves a request and drops the output.
+        held: number of a chain's leading blocks that each instance holds.
     """
 
     sync: RecordSync
@@ -115,10 +117,10 @@ class ContextServices:
 
 
 class ContextIndex:
-    """Tags and hit counts by context: keys of records of these kinds.
+    """Tags and hit counts by context: keys of records with these kinds.
 
-    An entry is checked when it is read: the record may be gone, or the tag may belong to another context now. All
-    entries are swept when they have doubled, so there are never many more entries than records.
+    An entry is checked on reading: the record may be gone, or the tag may belong to another context now. All entries
+    are swept when they have doubled, so there are never many more entries than records.
 
     Args:
         records: the shared records.
@@ -170,11 +172,11 @@ def context_key(context: pb.Context) -> _ContextKey:
 
 
 class ContextRecords:
-    """Contexts as records: reads contexts from records, and makes records of changes. Changes nothing itself.
+    """Contexts as records: reads contexts from records, and makes records of changes. This class changes no state.
 
     Args:
         sync: the records that conductors share.
-        conductor: this conductor's id: each conductor counts its own hits.
+        conductor: this conductor's id: each conductor counts separate hits.
     """
 
     def __init__(self, sync: RecordSync, conductor: str) -> None:
@@ -217,7 +219,7 @@ class ContextRecords:
         return sum(1 for _ in self._sync.records.of(CONTEXT))
 
     def _read(self, record: kv_pb2.Record) -> pb.Context:
-        """A context from all its records."""
+        """A context from all the context's records."""
         key = record.tenant, record.id
         context, indexed = pb.Context.FromString(record.value), self._index.records_of(*key)
         for kind in (FILLED, PINNED):
@@ -237,7 +239,7 @@ class ContextRecords:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def new(self, request: pb.CreateContextRequest, model: str) -> tuple[pb.Context, list[kv_pb2.Record]]:
-        """A new context without its tokens, and records of its tags.
+        """A new context without tokens, and records for the context's tags.
 
         Raises:
             InvalidRequest: names the field that is wrong.
@@ -262,7 +264,7 @@ class ContextRecords:
         return context, self._tags(context, request.tags)
 
     def record(self, context: pb.Context) -> kv_pb2.Record:
-        """The record of a context's definition and end, without what its other records have."""
+        """The record with a context's definition and end, without the other records' content."""
         kept = pb.Context()
         kept.CopyFrom(context)
         for field in ("hits", "saved_tokens", "error", "kvstore", "pinned_blocks", "pinned_bytes"):
@@ -286,12 +288,12 @@ class ContextRecords:
         return self._part(PINNED, context, kept)
 
     def _part(self, kind: str, context: pb.Context, part: pb.Context) -> kv_pb2.Record:
-        """A record with a part of a context. It outlives one renewal."""
+        """A record with a part of a context. The record outlives one renewal."""
         expires_at = _kept_until(context) + MAX_TTL_S
         return self._sync.record(kind, *context_key(context), part.SerializeToString(), expires_at)
 
     def updated(self, request: pb.UpdateContextRequest) -> tuple[pb.Context, list[kv_pb2.Record]]:
-        """A changed context and its records.
+        """A changed context and the context's records.
 
         Raises:
             NotFound: there is no such context.
@@ -311,7 +313,7 @@ class ContextRecords:
         return context, [*records, *(self._deleted(TAG, context.made.tenant, tag) for tag in gone)]
 
     def deleted(self, context: pb.Context) -> list[kv_pb2.Record]:
-        """Records that delete a context, its text and everything about it."""
+        """Records that delete a context, the text and everything about the context."""
         tenant, indexed = context_key(context)[0], self._index.records_of(*context_key(context))
         return [
             *(self._deleted(kind, *context_key(context)) for kind in (CONTEXT, FILLED, PINNED)),
@@ -319,7 +321,7 @@ class ContextRecords:
         ]
 
     def hit(self, context: pb.Context, saved_tokens: int) -> kv_pb2.Record:
-        """This conductor's hit count of a context, with one more request."""
+        """This conductor's hit count for a context, with one more request."""
         key = HITS, context.made.tenant, f"{context.id}/{self._conductor}"
         record = self._sync.records.get(*key)
         counted = pb.Context.FromString(record.value) if record is not None else pb.Context()
@@ -332,7 +334,7 @@ class ContextRecords:
         return self._sync.records.get(HITS, tenant, f"{context_id}/{self._conductor}")
 
     def expand(self, message: pb.GenerateRequest) -> tuple[pb.GenerateRequest, pb.Context]:
-        """A request with its context put before its prompt, and the context, renewed if the request wants that.
+        """A request with the context put before the prompt, and the context, renewed if the request wants renewal.
 
         Raises:
             NotFound: there is no such context, or the context has expired.
@@ -370,7 +372,7 @@ class ContextRecords:
 
 
 def prefix_request(context: pb.Context) -> pb.GenerateRequest:
-    """A request with the context as its prompt."""
+    """A request with the context as prompt."""
     made = context.made
     if made.HasField("chat"):
         return pb.GenerateRequest(chat=made.chat, tenant=made.tenant)
@@ -392,7 +394,7 @@ def _merge_part(context: pb.Context, part: pb.Context, kind: str) -> None:
 
 
 def check_create(request: pb.CreateContextRequest, model: str) -> None:
-    """Check everything that a context is created from, except its prompt.
+    """Check everything that defines a context, except the prompt.
 
     Raises:
         InvalidRequest: names the field that is wrong.
@@ -462,19 +464,19 @@ class ContextPins:
         self._last_pin: dict[_ContextKey, float] = {}  # end of the last attempt
 
     def best_store(self, keys: Sequence[BlockKey]) -> tuple[kv_pb2.Instance | None, int]:
-        """The kvstore that holds most of a chain, and its number of leading blocks."""
+        """The kvstore that holds most of a chain, and the number of leading blocks there."""
         held = self._services.held(keys)
         stores = [(held.get(store.id, 0), store) for store in self._services.stores()]
         blocks, best = max(stores, key=lambda one: one[0], default=(0, None))
         return best, blocks
 
     def pin_rest(self, context: pb.Context) -> None:
-        """A context was used, so its KV may be stored again: soon pin the blocks that are not pinned."""
+        """A context was used, so the context's KV may be stored again: soon pin the unpinned blocks."""
         if context.pinned_blocks < context.blocks and context_key(context) not in self._pinning:
             self._start(context_key(context), REPIN_PAUSE_S)
 
     def request_pin(self, context: pb.Context) -> None:
-        """Pin a context until it expires; once more if it is being pinned now."""
+        """Pin a context until expiry; once more if the context is being pinned now."""
         key = context_key(context)
         if key in self._pinning:
             self._pinning[key] = True
@@ -482,7 +484,7 @@ class ContextPins:
             self._start(key, 0.0)
 
     async def pin(self, context: pb.Context) -> None:
-        """Pin a context and wait for that; if it is being pinned now, order another attempt without waiting."""
+        """Pin a context and wait for that; if being pinned now, order another attempt without waiting."""
         key = context_key(context)
         if key in self._pinning:
             self._pinning[key] = True
@@ -496,7 +498,7 @@ class ContextPins:
         self._start_task(self._pin(key, max(0.0, self._last_pin.get(key, -pause_s) + pause_s - now)))
 
     async def unpin(self, context: pb.Context, store: kv_pb2.Instance | None = None) -> None:
-        """End a context's pin, by default at the store that has it."""
+        """End a context's pin, by default at the pinning store."""
         store = store or next((one for one in self._services.stores() if one.id == context.kvstore), None)
         if store is not None:
             request = kvstore_pb2.UnpinRequest(name=_pin_name(context), tenant=context.made.tenant)
@@ -604,7 +606,7 @@ class NamedContextManager:
     # --- calls -----------------------------------------------------------------------------------------------------
 
     async def create(self, request: pb.CreateContextRequest) -> pb.Context:
-        """Create a context; its KV is computed in the background.
+        """Create a context; the KV is computed in the background.
 
         Raises:
             InvalidRequest: names the field that is wrong.
@@ -627,7 +629,7 @@ class NamedContextManager:
         return self._contexts.find(request.tenant, context.id)
 
     async def update(self, request: pb.UpdateContextRequest) -> pb.Context:
-        """Change a context. A new TTL is that of its pin, too."""
+        """Change a context. A new TTL applies to the pin, too."""
         await self._sync.pull()
         context, records = self._contexts.updated(request)
         await self._sync.push(records)
@@ -643,7 +645,7 @@ class NamedContextManager:
         return _within_list_bytes(LIST_BYTES, self._contexts.of_tenant(request.tenant))
 
     async def delete(self, request: pb.DeleteContextRequest) -> pb.DeleteContextResponse:
-        """Delete a context, and its KV everywhere."""
+        """Delete a context, and the context's KV everywhere."""
         await self._sync.pull()
         context = self._contexts.find(request.tenant, request.name)
         await self._sync.push(self._contexts.deleted(context))
@@ -721,7 +723,7 @@ class NamedContextManager:
         return await self._services.read(pb.GenerateRequest(tokens=tokens, tenant=context.made.tenant))
 
     async def _fill(self, context: pb.Context, prefix: ValidRequest, keys: Sequence[BlockKey]) -> None:
-        """Compute a new context's KV, wait until it is stored, and pin it."""
+        """Compute a new context's KV, wait until the KV is stored, and pin the KV."""
         request = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=prefix.prompt), tenant=context.made.tenant)
         request.sampling.max_tokens, request.sampling.temperature = 1, 0.0
         status, why = pb.CONTEXT_STATUS_READY, ""

@@ -1,6 +1,6 @@
-"""Streams to decode instances: one `Steps` stream per instance, which carries all its sequences.
+"""Streams to decode instances: one `Steps` stream per instance, which carries all the instance's sequences.
 
-If a stream breaks, all its sequences fail with StreamBroken, and the next sequence opens a new stream.
+If a stream breaks, all sequences on the stream fail with StreamBroken, and the next sequence opens a new stream.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ QUEUE_MESSAGES = 8192
 WRITE_TIMEOUT_S = 10.0
 
 SILENCE_S = 1.0
-"""A stream with sequences is checked after this silence: if the instance does not answer on the same connection, the
-stream is broken. The instance may still report its load on its own connection."""
+"""A stream with sequences is checked after this silence: without an answer on the same connection, the stream is
+broken. The instance may still report load on the instance's own connection.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens of one choice, from an engine.
+    """One choice's new tokens, from an engine.
 
     Attributes:
         choice: number of the choice.
-        position: of the first token in the choice.
+        position: the first token's position in the choice.
         reason: with the last tokens, why the choice ends.
-        score: of a deferred answer.
-        logprobs: of these tokens, if they are wanted.
+        score: a deferred answer's score.
+        logprobs: the tokens' log probabilities, if wanted.
     """
 
     choice: int
@@ -52,7 +53,7 @@ class NewTokens:
 
 
 class SequenceSubscriber(Protocol):
-    """Gets the tokens of one sequence."""
+    """Gets one sequence's tokens."""
 
     def add_tokens(self, new: NewTokens) -> bool:
         """Take tokens; returns whether the sequence is over."""
@@ -92,7 +93,7 @@ class _StepsCall(ClientStream[decode_pb2.StepsRequest, decode_pb2.StepsResponse]
 
 
 class StepsStream:
-    """The stream to one incarnation of one decode instance; connects on first use and again after a break."""
+    """The stream to one decode instance, for one incarnation; connects on first use and again after a break."""
 
     def __init__(
         self,
@@ -109,9 +110,9 @@ class StepsStream:
             channels: to the instances.
             decode: the instance at the other end.
             conductor: this end.
-            on_idle_break: called after the stream broke and its sequences have failed.
+            on_idle_break: called after the stream broke and the sequences on the stream have failed.
             silence_s: seconds without a message after which the instance is checked.
-            waited_s: seconds for which an instance has had no processor, by its id.
+            waited_s: seconds for which an instance has had no processor, by instance id.
         """
         self.decode = decode
         self._channels = channels
@@ -171,17 +172,17 @@ class StepsStream:
         compute: bool = False,
         gather: bool = False,
     ) -> None:
-        """Start a sequence at decode: it may join the batch.
+        """Start a sequence at decode: the sequence may join the batch.
 
         Args:
             sequence_id: the id that engines see.
             target: the reservation.
-            first_tokens: of each choice, or the candidates of deferred answers; empty with `compute`.
-            log_probabilities: of the candidates.
-            logprobs: of the first tokens, if they are wanted.
-            known: of each choice, the known tokens after the first one.
+            first_tokens: each choice's first token, or a deferred answer's candidates; empty with `compute`.
+            log_probabilities: the candidates' log probabilities.
+            logprobs: the first tokens' log probabilities, if wanted.
+            known: for each choice, the known tokens after the first token.
             compute: decode computes the prompt and the first tokens.
-            gather: tokens may come in larger messages, as the client reads the answer at its end.
+            gather: tokens may come in larger messages, as the client reads the answer at the end.
         """
         start = decode_pb2.StartSequence(
             request_id=sequence_id,
@@ -203,18 +204,18 @@ class StepsStream:
         self._send(decode_pb2.StepsRequest(resume=message))
 
     def cancel(self, sequence_id: str, target: kv_pb2.TransferTarget, choice: int | None = None) -> None:
-        """Cancel a sequence or its reservation at decode; with `choice`, one choice of the sequence."""
+        """Cancel a sequence or the sequence's reservation at decode; with `choice`, a single choice in the sequence."""
         cancel = decode_pb2.CancelSequence(
             request_id=sequence_id, transfer_id=target.transfer_id, generation=target.generation, choice=choice
         )
         self._send(decode_pb2.StepsRequest(cancel=cancel))
 
     def open(self) -> None:
-        """Open the stream if it is not: decode keeps this conductor's reservations as long as the stream is open."""
+        """Open the stream if closed: decode keeps this conductor's reservations as long as the stream is open."""
         self._connected()
 
     def fail(self, error: MoonpoolError) -> None:
-        """Break the stream: all its sequences fail."""
+        """Break the stream: all sequences on the stream fail."""
         if self._call is not None and self._call.error is None:
             self._call.break_(error)
         else:
@@ -303,7 +304,7 @@ class StepsPool:
         return sum(stream.unsent for stream in self._streams.values())
 
     def get(self, decode: kv_pb2.Instance) -> StepsStream:
-        """The stream to one incarnation of a decode instance."""
+        """The stream to a decode instance, for one incarnation."""
         key = decode.id, decode.incarnation
         if key not in self._streams:
             self._streams[key] = StepsStream(
@@ -312,13 +313,13 @@ class StepsPool:
         return self._streams[key]
 
     def left(self, decode: kv_pb2.Instance) -> None:
-        """The instance has left the cluster in order: its sequences may end; an idle stream is closed."""
+        """The instance has left the cluster in order: sequences there may end; an idle stream is closed."""
         stream = self._streams.get((decode.id, decode.incarnation))
         if stream is not None and not len(stream):
             stream.fail(StreamBroken(f"{decode.id} has left"))
 
     def lost(self, decode: kv_pb2.Instance) -> None:
-        """The instance is lost: its sequences fail now."""
+        """The instance is lost: sequences there fail now."""
         stream = self._streams.get((decode.id, decode.incarnation))
         if stream is not None:
             stream.fail(StreamBroken(f"{decode.id} is lost"))

@@ -30,7 +30,7 @@ NAME_CHARS = range(16, 65)
 FORGET_TIMEOUT_S = 90.0
 
 JOIN_TIMEOUT_S = 8.0
-"""Shorter than an instance waits for its welcome. An instance that needs longer joins again and goes on from there."""
+"""Shorter than an instance's wait for the welcome. An instance that needs longer joins again and goes on from there."""
 
 SWEEP_INTERVAL_S = 10.0
 """Between two pulls of other conductors' deletions, which also repeat deletions to members that owe them."""
@@ -46,10 +46,10 @@ _STUBS = {
 class KVDeletions:
     """Deletes KV in every tier of every instance, and knows which members still owe a deletion.
 
-    A deletion is written to the kvstores' records first. Then engines carry it out, then kvstores: what an engine is
-    writing must have come to its kvstore before that deletes. A member that fails is asked again in the next sweep, and
-    an instance that joins carries out what it has missed before it becomes a member. A deletion has an id: each member
-    carries it out once, however often it is ordered.
+    A deletion is written to the kvstores' records first. Then engines carry the deletion out, then kvstores: KV that an
+    engine is writing must have reached the kvstore before the kvstore deletes. A failing member is asked again in the
+    next sweep, and a joining instance carries out missed deletions before becoming a member. A deletion has an id: each
+    member carries the deletion out once, however often ordered.
 
     Args:
         sync: the records that conductors share.
@@ -91,7 +91,7 @@ class KVDeletions:
 
         Args:
             selection: the KV to delete.
-            name: the deletion's id; "" draws one. A deletion of the same id is not carried out again, and its blocks
+            name: the deletion's id; "" draws one. A deletion with the same id is not carried out again, and the blocks
                 are not counted again.
 
         Raises:
@@ -124,13 +124,15 @@ class KVDeletions:
         return self.sync.record(DELETION, "", name, deletion.SerializeToString(), expires_at)
 
     def _on_records(self, records: Sequence[kv_pb2.Record]) -> None:
-        """Report deletions of this conductor or another one."""
+        """Report deletions from this conductor or another."""
         for record in records:
             if record.kind == DELETION and record.value:
                 self._on_deleted(deletion_from_record(record))
 
     async def admit(self, instance: kv_pb2.Instance) -> None:
-        """Let a joining instance carry out the deletions it has missed. The next sweep sends members those it brought.
+        """Let a joining instance carry out missed deletions.
+
+        The next sweep sends members the deletions that the instance brought.
 
         Raises:
             Unavailable: the instance has not carried them out yet, and shall try again.
@@ -164,7 +166,7 @@ class KVDeletions:
                 log.exception("a round of deletions failed; it is repeated", error=str(error))
 
     async def sweep(self) -> None:
-        """Repeat deletions to members that owe them, and let members delete KV that is older than its TTL."""
+        """Repeat deletions to members that owe them, and let members delete KV older than the member's TTL."""
         await self.sync.pull()
         members = self._members()
         here = {(member.id, member.incarnation) for member in members}
@@ -195,7 +197,7 @@ class KVDeletions:
     async def _catch_up(
         self, member: kv_pb2.Instance, timeout_s: float, known: Sequence[kv_pb2.Record] | None = None
     ) -> kv_pb2.ForgetResponse:
-        """Let a member carry out what it is missing; see `_missing`.
+        """Let a member carry out missed deletions; see `_missing`.
 
         Raises:
             MoonpoolError: the member failed.

@@ -90,7 +90,7 @@ class Dispatcher:
         reader: checks and tokenises requests.
         calls: carries out actions at instances.
         reports: gets the events of each request's life.
-        order: sends an instance an order about its keys or its role.
+        order: sends an instance an order about keys or role.
         post: hands an event to the core.
         clock: the core's clock, seconds.
         wall_clock: gives seconds since 1970.
@@ -124,9 +124,9 @@ class Dispatcher:
     async def open(
         self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, deadline: float
     ) -> Session:
-        """Read a request, new or resumed, and hand it to the core.
+        """Read a request, new or resumed, and hand the request to the core.
 
-        A resumed request whose client has all tokens does not go to the core: its session has the end.
+        If a resumed request's client has all tokens, the request does not go to the core: the session has the end.
 
         Args:
             message: from the client.
@@ -157,7 +157,7 @@ class Dispatcher:
         return session
 
     async def compute(self, message: conductor_pb2.GenerateRequest, timeout_s: float) -> None:
-        """Serve a request of the conductor's own, and drop its output.
+        """Serve a request from the conductor itself, and drop the output.
 
         Raises:
             MoonpoolError: the request failed, or was refused.
@@ -171,12 +171,12 @@ class Dispatcher:
             self.client_left(session, session.outgoing)
 
     def client_left(self, session: Session, outgoing: OutputQueue) -> None:
-        """The reader of these messages has left, or has all of them. Another call may have the request by now."""
+        """The reader of these messages has left, or has all messages. Another call may have the request by now."""
         if session.spec.number in self._sessions and session.outgoing is outgoing:
             self._post(ClientGone(session.spec.number))
 
     def rejoin(self, message: conductor_pb2.GenerateRequest, session: Session) -> bool:
-        """Send a request's output to a client that has lost its connection and resumes; the earlier call ends.
+        """Send a request's output to a client that has lost the connection and resumes; the earlier call ends.
 
         Returns:
             False if the request has ended.
@@ -192,7 +192,7 @@ class Dispatcher:
         return True
 
     def kv_deleted(self, selection: KVSelection) -> None:
-        """KV was deleted: engines keep nothing of the open requests that it concerns."""
+        """KV was deleted: engines keep no KV from open requests that match."""
         namespace = self._reader.namespace
         for session in self._sessions.values():
             session.kv_deleted(selection, namespace)
@@ -309,7 +309,7 @@ class InstanceCalls:
         find: a member's address and incarnation; None if there is no such member.
         post: hands an event to the core, and raises the core's exceptions.
         tell: hands the end of a call to the core; exceptions end the conductor instead of being raised.
-        reserve_limit_s: seconds after which a `Reserve` call ends. The core stops waiting for it earlier.
+        reserve_limit_s: seconds after which a `Reserve` call ends. The core stops waiting for the call earlier.
         clock: the core's clock, seconds.
     """
 
@@ -342,7 +342,7 @@ class InstanceCalls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def cancel(self, io: int) -> None:
-        """Cancel a call; its `IoEnded` follows."""
+        """Cancel a call; the call's `IoEnded` follows."""
         cancel = self._cancels.get(io)
         if cancel is not None:
             cancel()
@@ -350,7 +350,7 @@ class InstanceCalls:
             self._end_sequence(io, None, cancel=True)
 
     def leave(self, io: int) -> None:
-        """Unsubscribe from a sequence, which stays at decode; its `IoEnded` follows."""
+        """Unsubscribe from a sequence, which stays at decode; the call's `IoEnded` follows."""
         if io in self._sequences:
             order, steps = self._sequences[io]
             steps.unsubscribe(order.sequence)
@@ -450,11 +450,11 @@ class InstanceCalls:
         return request
 
     def _members(self, options: Sequence[StoreView | PrefixHolder]) -> list[tuple[kv_pb2.Instance, int]]:
-        """A plan's instances that are still members, each with the number of leading blocks it holds."""
+        """A plan's instances that are still members, each with the number of leading blocks there."""
         return [(instance, it.blocks) for it in options if (instance := self._find(it.id)) is not None]
 
     def _run(self, io: int, build: Callable[[], T], call: Callable[[T], Coroutine[Any, Any, CallResult]]) -> None:
-        """Run a call as a task, and post its end, also if it is cancelled before its first step.
+        """Run a call as a task, and post the call's end, also if the call is cancelled before the first step.
 
         The message is built at once, with the tokens of this moment.
         """
@@ -478,7 +478,7 @@ class InstanceCalls:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start(self, order: StartDecode, session: Session) -> None:
-        """Start a sequence at decode and subscribe to it."""
+        """Start a sequence at decode and subscribe to the sequence."""
         steps, subscription = self._subscribe(order, session)
         gather = session.request.whole and not session.request.stops  # stop strings are found here, token by token
         target = reservation_proto(order.target)
@@ -494,7 +494,7 @@ class InstanceCalls:
         subscription.stop_complete()
 
     def take_over(self, order: TakeOverSequence, session: Session) -> None:
-        """Take a sequence of another conductor over at decode, and subscribe to it."""
+        """Take another conductor's sequence over at decode, and subscribe to the sequence."""
         decode = self._find(order.target.decode)
         if decode is None or decode.incarnation != order.target.incarnation:
             self._tell(IoEnded(order.io, Failure(FailureKind.UNAVAILABLE, f"{order.target.decode} has left")))
@@ -532,11 +532,11 @@ class InstanceCalls:
         return steps, subscription
 
     def renew(self, order: RenewSession) -> None:
-        """Keep the session with decode, and with it this conductor's reservations there."""
+        """Keep the session with decode, and thereby this conductor's reservations there."""
         self._steps.get(reserved_instance_proto(order.target)).open()
 
     def cancel_reservation(self, order: CancelReservation) -> None:
-        """Cancel a reservation, also one whose answer has not come."""
+        """Cancel a reservation, also if the reservation's answer has not come."""
         target = reserved_instance_proto(order.target)
         decode = target if target.address else self._find(target.id)
         if decode is not None and decode.incarnation == target.incarnation:
@@ -642,7 +642,7 @@ class SequenceSubscription:
 
 
 def end_after_defect(session: Session, post: Callable[[Event], None]) -> None:
-    """End a request whose tokens met a defect (the exception that is being handled), and no other request.
+    """End only the request whose tokens met a defect (the exception being handled).
 
     The request is not placed again: which of the tokens were taken is not certain.
     """

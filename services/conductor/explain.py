@@ -31,7 +31,7 @@ from services.conductor.session import Session
 
 
 class DecisionLog:
-    """Placement decisions of the last `limit` requests, by request id. All are decisions of one policy."""
+    """Placement decisions of the last `limit` requests, by request id. All decisions come from one policy."""
 
     def __init__(self, limit: int, policy: str) -> None:
         self._limit = limit
@@ -125,9 +125,9 @@ RATIO_BUCKETS = (0.25, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2
 
 
 class PredictionMetrics:
-    """Histograms of measured over predicted latency, of requests placed once.
+    """Histograms of measured over predicted latency, for requests placed once.
 
-    The prediction of a second placement begins after the request's arrival, so it is not comparable.
+    A second placement's prediction begins after the request's arrival, so the prediction is not comparable.
     """
 
     def __init__(self, metrics: PrometheusMetrics) -> None:
@@ -152,14 +152,15 @@ class PredictionMetrics:
 RECENT_WINDOW_S = 60.0
 MAX_REMEMBERED = 1024
 MAX_LISTED = 32
-"""Requests that are listed one by one."""
+"""Requests listed individually."""
 _Figures = tuple[float, int, int, int, float, float]
 """Of a request: end, seconds; tokens of prompt, cached prompt and answer; TTFT and TPOT, seconds."""
 
 
 class RecentRequests:
-    """Figures of the last answered requests, and a list of the last ended and refused ones; `clock` gives seconds.
+    """Figures about the last answered requests, and a list of the last ended and refused requests.
 
+    `clock` gives seconds.
     The figures are plain numbers because the event loop waits while they are added up.
     """
 
@@ -179,7 +180,7 @@ class RecentRequests:
         )
 
     def add_refused(self, request_id: str, tenant: str, reason: str) -> None:
-        """List a refused request; its figures count nowhere."""
+        """List a refused request; the request's figures count nowhere."""
         self._last.append(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, refused=reason))
 
     def state(self) -> conductor_pb2.RecentState:
@@ -199,7 +200,7 @@ class RecentRequests:
 
 
 def quantiles(values: Sequence[float]) -> conductor_pb2.Quantiles:
-    """p50 and p99 of some values, each of them one of the values; 0 without values."""
+    """p50 and p99 among some values, each an actual value; 0 without values."""
     if not values:
         return conductor_pb2.Quantiles()
     ranked = sorted(values)
@@ -238,7 +239,7 @@ def queue_state(
 
 KEY_BYTES = 32
 NUMBER_BYTES = 8
-"""Bytes of a block's number and of a tenant's hashed name."""
+"""Bytes for a block's number and for a tenant's hashed name."""
 MAX_UNHASHED = 1024
 """Requests that wait for the writer thread; more are left out."""
 MAX_BLOCKS = 1 << 22
@@ -266,14 +267,14 @@ class _TraceLine:
 
 
 class TraceRecording:
-    """Records a trace of all requests until `close`, on a thread of its own.
+    """Records a trace with all requests until `close`, on a separate thread.
 
     An earlier file of the same name is kept with the suffix `.old`. Requests without a token, and requests beyond the
     bounds, are left out.
 
     Args:
         path: the file.
-        max_blocks: most blocks of requests whose line is not written yet, 8 bytes each; beyond it the oldest request is
+        max_blocks: most blocks in requests with unwritten lines, 8 bytes each; beyond that number the oldest request is
             left out.
 
     Raises:
@@ -330,7 +331,10 @@ class TraceRecording:
 
 
 class _TraceWriter:
-    """The trace's lines in the order of arrival. A line waits until its request and all earlier ones have ended."""
+    """The trace's lines in the order of arrival.
+
+    A line waits until the line's request and all earlier requests have ended.
+    """
 
     def __init__(self, file: BinaryIO, max_blocks: int) -> None:
         self.left_out = 0
@@ -383,7 +387,7 @@ class _TraceWriter:
         return self._last_ms
 
     def _numbers(self, request: ValidRequest) -> array[int]:
-        """A number per block. A last block that is not full gets its number from the whole prompt."""
+        """A number per block. A last block that is not full gets a number from the whole prompt."""
         keys: list[bytes] = list(request.prompt_keys)
         if request.spec.prompt_tokens > len(keys) * request.block_tokens:
             keys.append(b"rest" + request.spec.prompt_key)
@@ -407,7 +411,10 @@ class _TraceWriter:
         self._blocks -= len(self._lines.pop(number).numbers)
 
     def _write(self, data: Mapping[str, object]) -> bool:
-        """Write a line; returns whether it worked. After a failure no line is written: the file may end in a line."""
+        """Write a line; returns whether writing worked.
+
+        After a failure no line is written: the file may end in a line.
+        """
         if self._broken:
             return False
         try:
@@ -426,7 +433,7 @@ class RequestReports:
         decisions: for `Explain`.
         predictions: for the metrics.
         recent: for the cluster's state.
-        recording: of a trace; None if none is wanted.
+        recording: the trace recording; None if none is wanted.
         regret_of: what the placement of a request, by number, has lost.
     """
 
@@ -453,7 +460,7 @@ class RequestReports:
             self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
 
     def refused(self, request_id: str, tenant: str, reason: str, candidates: Iterable[PrefillChoice] = ()) -> None:
-        """The request is refused, by the core or before it comes there."""
+        """The request is refused, by the core or before reaching the core."""
         log.info("refused", request=request_id, tenant=tenant, reason=reason)
         self.decisions.refused(request_id, tenant, reason, candidates)
         self.recent.add_refused(request_id, tenant, reason)

@@ -184,7 +184,7 @@ def placement_proto(placed: AnnouncePlacement) -> conductor_pb2.Placement:
 
 
 def candidate_proto(choice: PrefillChoice) -> conductor_pb2.CandidateExplanation:
-    """A prefill instance that was considered, and its predicted costs."""
+    """A considered prefill instance, with predicted costs."""
     return conductor_pb2.CandidateExplanation(
         instance=choice.id,
         local_blocks=choice.local_blocks,

@@ -18,7 +18,7 @@ log = get_logger(__name__)
 CALL_TIMEOUT_S = 10.0
 
 PULL_TIMEOUT_S = 2.0
-"""Longest wait for a kvstore's new records. A kvstore that takes longer is not waited for until it has answered."""
+"""Longest wait for a kvstore's new records. A slower kvstore is not waited for until the kvstore has answered."""
 
 RECORDS_FRESH_S = 1.0
 """Age up to which `refresh` takes the last pull for current."""
@@ -36,7 +36,7 @@ class CoalescedWork:
     """
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
-        """`work` is one run; callers do not get its exceptions."""
+        """`work` is one run; callers do not get the run's exceptions."""
         self._work = work
         self._running: asyncio.Task[None] | None = None
         self._next: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ class CoalescedWork:
         return asyncio.get_running_loop().time() - self._began
 
     def next(self) -> asyncio.Task[None]:
-        """The next run to begin. Callers must not cancel it."""
+        """The next run to begin. Callers must not cancel the task."""
         if self._next is None:
             self._next = asyncio.create_task(self._run(self._running))
         return self._next
@@ -182,7 +182,7 @@ class RecordSync:
         return None if late else task
 
     async def _try_sync(self, store: kv_pb2.Instance, records: Sequence[kv_pb2.Record]) -> bool:
-        """Sync with a store; returns whether it worked."""
+        """Sync with a store; returns whether syncing worked."""
         try:
             await self._sync(store, records)
         except MoonpoolError as error:
@@ -191,7 +191,7 @@ class RecordSync:
         return True
 
     async def _sync(self, store: kv_pb2.Instance, records: Sequence[kv_pb2.Record]) -> None:
-        """Send a store records, and take its new ones."""
+        """Send a store records, and take the store's new records."""
         stub, key = KVStoreServiceStub(self._channels.get(store.address)), (store.id, store.incarnation)
         for part in [*record_batches(records)] or [[]]:
             more = True

@@ -51,9 +51,9 @@ class ModelIdentity:
 
 @dataclass(slots=True, eq=False)
 class ClusterMember:
-    """One incarnation of an instance, while it is joined.
+    """An instance during one incarnation, while joined.
 
-    `load` is its last report; `either`: its role can change; `process` names its process on its machine.
+    `load` is the last report; `either`: the role can change; `process` names the instance's process on the machine.
     """
 
     instance: kv_pb2.Instance
@@ -92,7 +92,7 @@ class Registry:
         return self._members.get(instance_id)
 
     def of_kind(self, kind: kv_pb2.InstanceKind.ValueType) -> list[ClusterMember]:
-        """Members of one kind, in order of joining."""
+        """Members with one kind, in order of joining."""
         return [member for member in self._members.values() if member.kind == kind]
 
     @property
@@ -122,7 +122,7 @@ class Registry:
         return all(any(not member.load.draining for member in self.of_kind(kind)) for kind in ENGINES)
 
     def join(self, hello: conductor_pb2.JoinHello) -> ClusterMember:
-        """Add an instance; an earlier member with its id is replaced.
+        """Add an instance; an earlier member with the same id is replaced.
 
         Raises:
             InvalidRequest: the hello is incomplete.
@@ -148,7 +148,7 @@ class Registry:
         return member
 
     def check(self, hello: conductor_pb2.JoinHello) -> None:
-        """Raise as `join` would, and change nothing."""
+        """Raise as `join` would, without changes."""
         instance = hello.instance
         check_instance(instance)
         if instance.kind not in (*ENGINES, KVSTORE):
@@ -219,10 +219,10 @@ class Checkpoint:
 
     @classmethod
     def load(cls, model: str, chat_template: Path | None = None) -> Checkpoint:
-        """Load from a folder or hub id; `chat_template`: a file in place of its chat template.
+        """Load from a folder or hub id; `chat_template`: a file in place of the checkpoint's chat template.
 
         Raises:
-            CheckpointError: there is no checkpoint, or it is damaged or not supported.
+            CheckpointError: the checkpoint is missing, damaged or not supported.
         """
         folder = resolve(model)
         return cls(model_name(model), load_config(folder), Tokenizer.load(folder, chat_template))
@@ -234,7 +234,7 @@ class Checkpoint:
 
 log = get_logger(__name__)
 MAX_EVENT_KEYS = 1 << 13
-"""Most keys stored, removed or cooled in one message: a message is applied in one turn of the event loop."""
+"""Most keys stored, removed or cooled in one message: a message is applied in one event loop turn."""
 
 
 class ClusterMembers:
@@ -258,7 +258,7 @@ class ClusterMembers:
         self._send: dict[str, Callable[[conductor_pb2.JoinResponse], None]] = {}  # by instance id
 
     def instances(self, kind: kv_pb2.InstanceKind.ValueType | None = None) -> list[kv_pb2.Instance]:
-        """The members' instances, of one kind or all, in order of joining."""
+        """The members' instances, by kind or all, in order of joining."""
         return [member.instance for member in self.registry if kind in (None, member.kind)]
 
     def find(self, instance_id: str) -> kv_pb2.Instance | None:
@@ -267,7 +267,7 @@ class ClusterMembers:
         return member.instance if member is not None else None
 
     def join(self, hello: conductor_pb2.JoinHello, send: Callable[[conductor_pb2.JoinResponse], None]) -> ClusterMember:
-        """Add an instance (see `Registry.join`); `send` sends it messages."""
+        """Add an instance (see `Registry.join`); `send` sends messages to the instance."""
         earlier = self.registry.get(hello.instance.id)
         member = self.registry.join(hello)
         self._send[member.id] = send
@@ -275,15 +275,15 @@ class ClusterMembers:
             self._lost(earlier, "was restarted")
         try:
             self._post(InstanceJoined(instance_facts(hello)))
-        except Exception:  # its stream ends before it is a member
+        except Exception:  # the member's stream ends before membership
             self.leave(member, lost=False)
             raise
         return member
 
     def leave(self, member: ClusterMember, *, lost: bool) -> None:
-        """Remove a member; with `lost` its requests fail now instead of with their streams.
+        """Remove a member; with `lost` the member's requests fail now instead of with their streams.
 
-        Does nothing if the member was replaced: its process has joined again, or was restarted.
+        Does nothing if the member was replaced: the process has joined again, or was restarted.
         """
         if not self.registry.leave(member):
             return
@@ -312,7 +312,7 @@ class ClusterMembers:
         self._post(KeysChanged(member.id, events.sequence, *keys, *ends, tuple(cooled)))
 
     def change_role(self, instance_id: str, kind: kv_pb2.InstanceKind.ValueType) -> None:
-        """Request that an instance changes its role.
+        """Request that an instance changes roles.
 
         Raises:
             NotFound: there is no such member.
@@ -333,7 +333,7 @@ class ClusterMembers:
         self._post(RoleChangeRequested(instance_id))
 
     def order(self, action: Resync | ReplicatePrefix | ChangeRole) -> None:
-        """Order an instance to send a snapshot of its keys, to replicate a prefix, or to change its role.
+        """Order an instance to send a snapshot of keys, to replicate a prefix, or to change roles.
 
         Does nothing if the instance has left.
         """
@@ -392,12 +392,12 @@ class JoinServer:
         self._stopping.set()
 
     async def serve(self, requests: AsyncIterator[conductor_pb2.JoinRequest], context: object) -> None:
-        """Serve one instance until its stream ends.
+        """Serve one instance until the instance's stream ends.
 
         Raises:
             InvalidRequest: there was no valid hello.
-            Mismatch: the instance serves another model, or another process has joined with its id.
-            Unavailable: the instance cannot be reached at its address, or the conductor is leaving.
+            Mismatch: the instance serves another model, or another process has joined with the same id.
+            Unavailable: the instance cannot be reached at the given address, or the conductor is leaving.
             DeadlineExceeded: the instance was silent for three heartbeats, or is silent and does not answer probes.
         """
         welcome = conductor_pb2.JoinWelcome(conductor=self.conductor, heartbeat_s=self._heartbeat_s)
@@ -421,7 +421,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._admit = admit
         self._member: ClusterMember
         self._left = False
-        self._waited_s = 0.0  # for which the instance had no processor until its last message
+        self._waited_s = 0.0  # time until the last message in which the instance had no processor
 
     async def on_hello(self, message: conductor_pb2.JoinRequest) -> None:
         """Add an instance that serves the cluster's model and can be reached."""
@@ -470,7 +470,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         return False
 
     def end(self) -> None:
-        """The instance has left, or is lost if it was silent."""
+        """The instance has left, or is lost if silent."""
         if self._left:
             return
         self._left = True

@@ -44,7 +44,7 @@ def chat_chars(chat: conductor_pb2.ChatPrompt) -> int:
 
 
 def render_chat(chat: conductor_pb2.ChatPrompt, tokenizer: Tokenizer) -> RenderedChat:
-    """The prompt as the chat template writes it.
+    """The prompt as written by the chat template.
 
     Raises:
         InvalidRequest: names the field that is wrong, or that the chat template does not take.
@@ -91,11 +91,11 @@ def _json_field(name: str, text: str) -> Any:
 MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18
-"""Most log probabilities of one prompt: 2 MiB, which fits one message."""
+"""Most log probabilities for one prompt: 2 MiB, which fits one message."""
 OTHER_TENANTS = "*"
-"""Stands for each tenant without a weight of its own."""
+"""Stands for each tenant without a separate weight."""
 SECRET_LENGTHS = range(16, 65)
-"""Bytes of the secret that a client shows to resume its request."""
+"""Bytes in the secret that a client shows to resume the request."""
 MAX_SEQUENCE_CHARS = 256
 _ATTEMPT = re.compile(r"(?:(\d{1,10})\.)?\d{1,10}", re.ASCII)
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class ClientProgress:
-    """How much of one choice a client already has: its tokens, and the number of characters of its text."""
+    """How much of one choice a client already has: tokens, and text characters."""
 
     tokens: array[int]
     text_chars: int
@@ -134,7 +134,7 @@ class ResumeRequest:
 
     Attributes:
         choices: the client's progress, per choice.
-        point: the resume point that the client got last. Its secret proves that the client is the same one.
+        point: the resume point that the client got last. The secret proves that the client is the same.
         state: the core's part.
         unscored: the client wants the prompt's log probabilities or embedding, and has not got them.
     """
@@ -147,7 +147,9 @@ class ResumeRequest:
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """A checked request. It never changes, except that the dispatcher fills in `spec.number` and `spec.resumed`.
+    """A checked request.
+
+    The request never changes, except that the dispatcher fills in `spec.number` and `spec.resumed`.
 
     Attributes:
         spec: what the core knows of the request: lengths, limits, tenant, times; no tokens.
@@ -157,9 +159,9 @@ class ValidRequest:
         end_token_ids: tokens that end the generation.
         chain_root: the root of the prompt's block keys.
         prompt_keys: keys of the prompt's full blocks, `block_tokens` tokens each.
-        bad_tokens: of each run, the last token is never chosen after the others.
-        whole: the client reads the answer at its end only.
-        resume: how far the client is, if it resumes the request.
+        bad_tokens: runs of tokens; a run's last token is never chosen after the others.
+        whole: the client reads the answer only at the end.
+        resume: the client's progress, if the client resumes the request.
         cache_salt: the salt in `chain_root`; "" for none.
     """
 
@@ -177,11 +179,11 @@ class ValidRequest:
     cache_salt: str = ""
 
     def ends_with(self, token_id: int, generated: int) -> bool:
-        """Whether `token_id`, as the `generated`-th token of a choice, is its regular end."""
+        """Whether `token_id`, as the `generated`-th token of a choice, is the choice's regular end."""
         return token_id in self.end_token_ids and generated >= self.sampling.min_tokens
 
     def keys_with(self, generated: array[int]) -> list[BlockKey]:
-        """Keys of all full blocks of prompt and generated tokens; only blocks beyond the prompt's are hashed."""
+        """Keys for all full blocks in prompt and generated tokens; only blocks beyond the prompt's are hashed."""
         known = list(self.prompt_keys)
         start = len(known) * self.block_tokens
         if len(self.prompt) + len(generated) < start + self.block_tokens:
@@ -198,8 +200,8 @@ class ValidRequest:
         Args:
             sequence_id: the id that engines see.
             generated: tokens of the answer that are known already.
-            keys: keys of all full blocks of prompt and `generated`.
-            scored: the prompt's log probabilities, or its embedding, are wanted.
+            keys: keys for all full blocks in prompt and `generated`.
+            scored: the prompt's log probabilities, or the prompt's embedding, are wanted.
         """
         sampling = self.sampling if scored else replace(self.sampling, prompt_logprobs=None, embedding=False)
         return kv_pb2.SequenceSpec(
@@ -225,7 +227,7 @@ class RequestValidator:
         checkpoint: the conductor's checkpoint.
         registry: knows what the engines serve.
         tokenizing: the worker threads.
-        checking: one thread for grammars, so that costly ones keep only each other waiting.
+        checking: one thread for grammars, so that costly grammars delay only each other.
         config: the conductor's settings.
     """
 
@@ -300,7 +302,7 @@ def read_request(
     deadline: float,
     draw_seed: Callable[[], int],
 ) -> ValidRequest:
-    """Check a message, but for its grammar, and make a request of it. The request has no number yet.
+    """Check a message, except the grammar, and make a request from the message. The request has no number yet.
 
     Args:
         message: the client's message.
@@ -436,13 +438,13 @@ def _check_length(field: str, tokens: int, served: ServedModel) -> None:
 
 
 def _check_longer(field: str, text: str, served: ServedModel) -> None:
-    """Refuse a text that is too long before it costs more than the longest valid one."""
+    """Refuse a text that is too long before the text costs more than the longest valid text."""
     longer = served.tokenizer.is_longer(text, served.max_tokens)
     _require(field, not longer, f"the prompt has more than {served.max_tokens} tokens, the model's length")
 
 
 def _check_chars(field: str, chars: int, served: ServedModel) -> None:
-    """Refuse text that is too long whatever its tokens are, before it is tokenised."""
+    """Refuse text that is too long whatever the tokens are, before tokenising."""
     limit = served.max_tokens * served.tokenizer.longest_token_chars
     _require(field, chars <= limit, f"{chars} characters make more than {served.max_tokens} tokens, the model's length")
 
@@ -521,7 +523,7 @@ def read_resume(
 def resume_point(
     secret: bytes, placement: conductor_pb2.Placement, sequence: str, target: DecodeReservation | None
 ) -> conductor_pb2.ResumePoint:
-    """The point from which a client can resume its request, sent when the request is placed."""
+    """The point from which a client can resume the request, sent on placement."""
     point = conductor_pb2.ResumePoint(placement=placement, sequence=sequence, secret=secret)
     if target is not None:
         point.target.CopyFrom(reservation_proto(target))
@@ -564,7 +566,7 @@ def _lacks_scores(scored: bool, sampling: SamplingParams, choices: Sequence[Clie
 
 
 def _check_sequence(sequence: str, request_id: str, count: int) -> None:
-    """Check that a sequence is an earlier attempt of this request: the ids of later attempts must stay free."""
+    """Check that a sequence is an earlier attempt at this request: the ids of later attempts must stay free."""
     name, mark, attempt = sequence.partition(ATTEMPT_MARK)
     match = _ATTEMPT.fullmatch(attempt)
     earlier = not mark or (match is not None and int(match[1] or 0) < count)

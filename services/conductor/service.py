@@ -1,4 +1,4 @@
-"""Builds a conductor from its settings, runs it, and drains it."""
+"""Builds a conductor from settings, runs the conductor, and drains the conductor."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ DRAIN_MARGIN = 0.8
 """Share of `drain_s` for which open requests may go on; then they end as cancelled."""
 GRACE_S = 2.0
 RESERVE_LIMIT = 2.0
-"""Timeout of a `Reserve` call, as a multiple of the core's: a reservation that comes late can still be cancelled."""
+"""Timeout for a `Reserve` call, as a multiple of the core's: a late reservation can still be cancelled."""
 
 
 @asynccontextmanager
 async def conductor(
     config: ConductorConfig, checkpoint: Checkpoint, incarnation: int, spans: Recorder, metrics: PrometheusMetrics
 ) -> AsyncIterator[tuple[ConductorServicer, str]]:
-    """Run a conductor while the body runs; yields its servicer and the address it advertises."""
+    """Run a conductor while the body runs; yields the servicer and the advertised address."""
     async with AsyncExitStack() as stack:
         security = Security.of(config, config.client_listen, config.api_keys)
         channels = await stack.enter_async_context(Channels(Security.tls_of(security)))
@@ -78,10 +78,10 @@ async def assembled(
     metrics: PrometheusMetrics,
     clock: Callable[[], float] = world.monotonic,
 ) -> AsyncIterator[ConductorServicer]:
-    """All parts of a conductor except its ports, while the body runs; yields its servicer. `clock` gives seconds.
+    """All parts of a conductor except the ports, while the body runs; yields the servicer. `clock` gives seconds.
 
     Raises:
-        ExceptionGroup: of an Internal; the core has failed outside any request, and the body was cancelled.
+        ExceptionGroup: with an Internal; the core has failed outside any request, and the body was cancelled.
     """
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
@@ -138,7 +138,7 @@ async def assembled(
 
 
 def _run_until_exit(work: Coroutine[Any, Any, None], stack: AsyncExitStack) -> None:
-    """Run work in the background, and cancel it when the stack ends."""
+    """Run work in the background, and cancel the work when the stack ends."""
     task = asyncio.create_task(work)
     stack.push_async_callback(asyncio.wait, [task])
     stack.callback(task.cancel)
@@ -179,7 +179,7 @@ async def _recording(config: ConductorConfig, stack: AsyncExitStack) -> TraceRec
 
 
 async def serve(context: ProcessContext, config: ConductorConfig) -> None:
-    """Run the conductor of this process until its process stops.
+    """Run this process's conductor until the process stops.
 
     Raises:
         ConfigError: a setting is wrong.

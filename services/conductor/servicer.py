@@ -47,9 +47,9 @@ class NamedContexts(Protocol):
     async def expand(
         self, message: conductor_pb2.GenerateRequest, within_s: float
     ) -> tuple[conductor_pb2.GenerateRequest, Callable[[int], None] | None]:
-        """The request with the whole prompt, and a function to call with its cached tokens after its end.
+        """The request with the whole prompt, and a function to call with the request's cached tokens at the end.
 
-        A request without a context is returned as it is, with None. `within_s`: seconds that reading records may take.
+        A request without a context is returned unchanged, with None. `within_s`: seconds that reading records may take.
 
         Raises:
             NotFound: there is no such context, or the context has expired.
@@ -66,7 +66,7 @@ class NamedContexts(Protocol):
         """A tenant's contexts."""
 
     async def delete(self, request: conductor_pb2.DeleteContextRequest) -> conductor_pb2.DeleteContextResponse:
-        """Delete a context and its KV."""
+        """Delete a context and the context's KV."""
 
     def __len__(self) -> int:
         """Number of contexts."""
@@ -109,8 +109,8 @@ class _OpenCall:
 
     Attributes:
         message: the client's.
-        session: the request, once it was read.
-        limit: of the time to send everything.
+        session: the request, once read.
+        limit: time limit for sending everything.
     """
 
     message: conductor_pb2.GenerateRequest
@@ -118,7 +118,7 @@ class _OpenCall:
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
-        """Whether the client resumes once more while its earlier call is still being read."""
+        """Whether the client resumes once more while the earlier call is still being read."""
         if earlier.session is not None or not (self.message.HasField("resume") and earlier.message.HasField("resume")):
             return False
         this, before = self.message.resume, earlier.message.resume
@@ -218,14 +218,14 @@ class ConductorServicer:
         return call
 
     def _leave(self, request_id: str, call: _OpenCall) -> None:
-        """A call has ended. A call that has replaced it goes on."""
+        """A call has ended. A call that has replaced the ended call continues."""
         if self._calls.get(request_id) is call:
             del self._calls[request_id]
         if not self._calls:
             self._idle.set()
 
     async def _send(self, call: _OpenCall, session: Session, deadline: float, context: _GenerateContext) -> None:
-        """Send a client all messages of its request, or until another call replaces this one."""
+        """Send a client all messages for the request, or until another call replaces this call."""
         outgoing = session.outgoing
         try:
             async with asyncio.timeout(deadline - self._clock()) as call.limit:
@@ -257,7 +257,7 @@ class ConductorServicer:
         await self._joins.serve(requests, context)
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
-        """How a request was placed, and what happened to it so far."""
+        """How a request was placed, and the request's course so far."""
         decision = self._reports.decisions.get(request.request_id)
         call = self._calls.get(request.request_id)
         if call is not None and call.session is not None and not decision.HasField("timeline"):
@@ -271,7 +271,7 @@ class ConductorServicer:
     async def ChangeRole(
         self, request: conductor_pb2.ChangeRoleRequest, context: object
     ) -> conductor_pb2.ChangeRoleResponse:
-        """Order an instance to change its role."""
+        """Order an instance to change roles."""
         self.cluster.change_role(request.instance_id, request.kind)
         return conductor_pb2.ChangeRoleResponse()
 
@@ -326,7 +326,7 @@ class ConductorServicer:
         selection = selection_from_proto(request.selection)
         if is_client() and (selection.keys or selection.namespaces):
             raise PermissionDenied("a client deletes its own tenant's KV, by the tenant's name")
-        own = frozenset(map(tenant_of, selection.tenants))  # a client may call its own tenant ""
+        own = frozenset(map(tenant_of, selection.tenants))  # a client may call the client's own tenant ""
         return await self.deletions.delete(replace(selection, tenants=own), request.id)
 
     async def ConductorStats(
@@ -449,7 +449,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
 
 
 def _resumes(message: conductor_pb2.GenerateRequest, session: Session) -> bool:
-    """Whether the request's own client resumes the request, before the loss of its connection was noticed here."""
+    """Whether the request's own client resumes the request, before the lost connection was noticed here."""
     if not message.HasField("resume"):
         return False
     same = hmac.compare_digest(message.resume.point.secret, session.secret)

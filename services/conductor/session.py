@@ -1,4 +1,4 @@
-"""One request in the conductor's shell: its output so far, the messages to its client, and how it is resumed."""
+"""One request in the conductor's shell: output so far, messages to the client, and resuming."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ LENGTH = kv_pb2.FINISH_REASON_LENGTH
 CANCELLED = kv_pb2.FINISH_REASON_CANCELLED
 
 CONTEXT_TOKENS = 16
-"""Tokens of the prompt's end, in whose context the first generated tokens are spelled."""
+"""Tokens at the prompt's end, as context for spelling the first generated tokens."""
 
 MAX_TOKEN_TIMES = 512
 """Token times that are kept for `Explain`."""
 
 
 class ChoiceOutput:
-    """One of a request's `n` outputs: its tokens, its text, and what its client still lacks.
+    """One of a request's `n` outputs: tokens, text, and what the client still lacks.
 
     Attributes:
         index: number of the choice.
         tokens: generated so far, those included that a resuming client already had.
         finish: set with the last token.
         resumed_at: number of tokens that a resuming client had.
-        score: of a deferred answer; None for others.
+        score: a deferred answer's score; None for others.
     """
 
     def __init__(self, request: ValidRequest, index: int, served: ServedModel) -> None:
@@ -100,7 +100,7 @@ class ChoiceOutput:
                 break
             self.tokens.append(token_id)
             if self._request.ends_with(token_id, len(self.tokens)):
-                self.finish = STOP  # the end token itself has no text
+                self.finish = STOP  # the end token has no text
             else:
                 text += self._spell(token_id)
                 if self._stop.stopped:
@@ -261,7 +261,7 @@ class OutputQueue:
         self._changed.set()
 
     def drop(self) -> None:
-        """End the queue without its waiting messages: another call sends the client everything."""
+        """End the queue without waiting messages: another call sends the client everything."""
         self._messages.clear()
         self._growing.clear()
         self.end()
@@ -293,20 +293,20 @@ class OutputQueue:
 
 
 class Session:
-    """The shell's only record of one request, from its reading to its end.
+    """The shell's only record about one request, from reading to end.
 
     Attributes:
         request: what the client asked for, with the core's `spec`.
-        number: the request's first number at the core. A request that is taken back gets another one in its `spec`.
+        number: the request's first number at the core. A request that is taken back gets another number in `spec`.
         choices: the outputs.
         outgoing: messages to the client.
-        keys: of all full blocks of the prompt and the tokens at the last placement.
-        secret: a client that resumes the request must show it.
+        keys: keys for all full blocks in the prompt and the tokens at the last placement.
+        secret: a client that resumes the request must show the secret.
         resumes: how often the client has resumed the request.
         placement: the last one; `placements` counts them, `sequence` is the id that engines see.
         started: decode was told to start there.
         candidates: tokens that may follow the prompt of deferred answers; None for others.
-        opening_logprobs: of the tokens with which decode begins, if they are wanted.
+        opening_logprobs: log probabilities for decode's first tokens, if wanted.
         prompt_unscored: the client wants the prompt's log probabilities or embedding, not known here yet.
         cached_tokens: tokens of the prompt that were not computed.
         transport: name of the transport that takes the prompt's KV to decode.
@@ -328,7 +328,7 @@ class Session:
         Args:
             request: the request.
             served: the model that is served.
-            secret: a client that resumes the request must show it.
+            secret: a client that resumes the request must show the secret.
             clock: the core's clock, seconds.
             wall_clock: gives seconds since 1970.
             on_first_token: called with the first new token.
@@ -355,7 +355,7 @@ class Session:
         self._on_delivered = on_delivered
         self._first_token_at = self._last_token_at = 0.0
         self._queue_s = self._prefill_s = 0.0
-        self._transient = False  # the KV was deleted meanwhile: engines keep none of it
+        self._transient = False  # the KV was deleted meanwhile: engines keep no block
         self._placed_tokens = 0  # of the answer, in `keys` and in the sequence's prompt
         self._sequence_spec: kv_pb2.SequenceSpec | None = None
         self._placed: conductor_pb2.Placed | None = None
@@ -416,7 +416,7 @@ class Session:
         return max(self.spec.deadline - self._clock(), 0.001)
 
     def timeline(self, *, over: bool) -> conductor_pb2.Timeline:
-        """What happened to the request so far; `over`: until its end."""
+        """What happened to the request so far; `over`: until the end."""
         now = self._finished or self._finished_proto()
         timeline = conductor_pb2.Timeline(usage=now.usage, timing=now.timing)
         timeline.MergeFrom(self._timeline)
@@ -467,14 +467,14 @@ class Session:
         return self._placed_tokens
 
     def kv_deleted(self, selection: KVSelection, namespace: bytes) -> None:
-        """If the deleted KV may be this request's, engines keep none of it."""
+        """If the deleted KV may be this request's, engines keep no block."""
         named = self.spec.tenant in selection.tenants or namespace in selection.namespaces
         if named or not selection.keys.isdisjoint(self.keys):
             self._transient, self._sequence_spec = True, None
 
     @property
     def opening_tokens(self) -> list[int]:
-        """Tokens with which decode begins: the token after the placed ones, of each choice, or the candidates.
+        """Tokens with which decode begins: each choice's token after the placed tokens, or the candidates.
 
         A choice may have more tokens by then (`known_tokens`).
         """
@@ -484,7 +484,7 @@ class Session:
 
     @property
     def known_tokens(self) -> Sequence[Sequence[int]]:
-        """Of each choice, the known tokens after its opening token; empty if they are few, or for deferred answers.
+        """For each choice, the known tokens after the opening token; empty if they are few, or for deferred answers.
 
         A single choice has some when the request is moved, several choices also when they are placed again.
         """
@@ -496,7 +496,10 @@ class Session:
     # --- events of the core -------------------------------------------------------------------------------------------
 
     def admit(self, number: int) -> RequestSpec:
-        """Take the request's number at the core; returns the spec with it. A resuming client gets the text it lacks."""
+        """Take the request's number at the core; returns the spec with that number.
+
+        A resuming client gets the missing text.
+        """
         self.number = number
         self._change_spec(replace(self.spec, number=number))
         resume = self.request.resume
@@ -509,7 +512,7 @@ class Session:
         return self.spec
 
     def placed(self, attempt: conductor_pb2.Attempt, sequence: str, target: DecodeReservation | None) -> None:
-        """Tell the client where its request goes, and how to resume it.
+        """Tell the client where the request goes, and how to resume the request.
 
         A second placement under the same sequence corrects the first: a prefill instance has not taken the request.
         `attempt` tells the place, and why.
@@ -531,7 +534,7 @@ class Session:
         self.outgoing.placed(self._placed)
 
     def taken_over(self, sequence: str) -> None:
-        """The sequence goes on at the instance where another conductor placed it."""
+        """The sequence continues at the instance where another conductor placed the sequence."""
         self._cause = self._cause or "the client resumed the request at this conductor"
         self._begin_attempt(conductor_pb2.Attempt(placement=self.placement), sequence)
 
@@ -606,7 +609,7 @@ class Session:
     def take_back(self, number: int) -> bool:
         """Prepare to take back a sequence that another conductor has taken over.
 
-        The other conductor did so for a call that the client made before its last one here. The request is then a new
+        The other conductor did so for a call that the client made before the last call here. The request is then a new
         one for the core, with this number.
 
         Returns:
@@ -634,7 +637,7 @@ class Session:
     def add_first_tokens(self, first: prefill_pb2.FirstToken, sequence: str) -> kv_pb2.FinishReason.ValueType:
         """Take prefill's token of each choice, for a sequence; returns the reason if they end the request.
 
-        Tokens of deferred answers are candidates, and end nothing.
+        A deferred answer's tokens are candidates, and end nothing.
 
         Raises:
             StreamBroken: there is not one per choice, known tokens were different, or log probabilities are missing.
@@ -704,14 +707,14 @@ class Session:
         self._on_delivered(self)
 
     def computed_at_decode(self, held_blocks: int) -> None:
-        """Decode computes the prompt after the blocks that it holds."""
+        """Decode computes the prompt after the blocks already held there."""
         if self.attempts:
             self.attempts[-1].local_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
         if not self.tokens:
             self.cached_tokens = min(held_blocks * self.request.block_tokens, len(self.request.prompt) - 1)
 
     def _note_prefill(self, first: prefill_pb2.FirstToken, sequence: str) -> None:
-        """Keep how the prompt was computed: in its attempt, and in the timeline if that gave the first token."""
+        """Keep how the prompt was computed: in the attempt and, if that gave the first token, in the timeline."""
         if (attempt := self._attempts.get(sequence)) is not None:
             attempt.local_tokens, attempt.loaded_tokens = first.local_tokens, first.loaded_tokens
             attempt.queue_s, attempt.prefill_s, attempt.transport = first.queue_s, first.prefill_s, first.lane
@@ -736,7 +739,7 @@ class Session:
         They are sent once, however often the request is placed.
 
         Raises:
-            StreamBroken: they did not come, or there is not one for each token of the prompt but the first.
+            StreamBroken: the values did not come, or a prompt token other than the first has none.
         """
         if not self.prompt_unscored:
             return

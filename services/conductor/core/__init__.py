@@ -1,1 +1,1 @@
-"""What the conductor knows of its cluster, and where it places requests. Pure: no I/O, time is an argument."""
+"""The conductor's knowledge about the cluster, and where requests are placed. Pure: no I/O, time is an argument."""

@@ -1,6 +1,6 @@
 """Admission control: refuses requests early, with the reason, the prediction and when to retry.
 
-The Mooncake paper refuses with HTTP 429 when the predicted time to first token or between tokens exceeds its SLO.
+The Mooncake paper refuses with HTTP 429 if the predicted time to first token or between tokens exceeds the SLO.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class AdmissionMode(Enum):
     """Which requests are refused before anything is computed for them (docs/overload.md)."""
 
     NONE = "none"
-    """None: only a decode instance refuses, if it could not keep the TBT limit."""
+    """None: only a decode instance refuses, if the instance could not keep the TBT limit."""
     EARLY = "early"
     """Requests that miss a limit by the load of now."""
     PREDICTIVE = "predictive"
@@ -38,7 +38,7 @@ class AdmissionGate:
 
     Args:
         admission: which requests are refused.
-        forecasts: of the decode instances.
+        forecasts: the decode instances' forecasts.
     """
 
     def __init__(self, admission: AdmissionMode, forecasts: LoadForecaster) -> None:
@@ -48,12 +48,12 @@ class AdmissionGate:
     def check(
         self, slo: SloLimits, decision: RoutingDecision, stratum: Stratum, now: float, elapsed_s: float
     ) -> Failure | Sequence[DecodeChoice]:
-        """The decode instances that may serve a request, best first; or its refusal.
+        """The decode instances that may serve a request, best first; or the refusal.
 
         Args:
             slo: limits of the request.
-            decision: its placement.
-            stratum: whose forecasts of answer lengths apply.
+            decision: the request's placement.
+            stratum: stratum whose forecasts for answer lengths apply.
             now: seconds.
             elapsed_s: seconds since the request arrived.
         """
@@ -69,19 +69,19 @@ class AdmissionGate:
         return kept or self._too_slow(slo.tbt_s, decision, stratum, now, min([tbt_s for tbt_s, _ in predicted]))
 
     def ttft_limit(self, slo: SloLimits, queue_key: QueueKey, elapsed_s: float) -> TtftLimit | None:
-        """TTFT limit for the router; None = the request is not refused, however late its first token comes."""
+        """TTFT limit for the router; None = never refuse the request, however late the first token comes."""
         if self.admission is AdmissionMode.NONE or slo.ttft_s is None:
             return None
         return TtftLimit(slo.ttft_s - elapsed_s, queue_key)
 
     def late(self, slo: SloLimits, decision: RoutingDecision, elapsed_s: float) -> Failure | None:
-        """The refusal of a request whose first token would come too late. Arguments as for `check`."""
+        """The refusal if a request's first token would come too late. Arguments as for `check`."""
         if self.admission is AdmissionMode.NONE:
             return None
         return check_ttft(slo, decision.prefill.ttft_s, decision.prefill.alone_s, elapsed_s)
 
     def starts_in_s(self, decision: RoutingDecision) -> float:
-        """Seconds after which the decode instance shall expect the sequence, for its own check; 0 = now."""
+        """Seconds after which the decode instance shall expect the sequence, for the instance's own check; 0 = now."""
         return decision.prefill.ttft_s if self.admission is AdmissionMode.PREDICTIVE else 0.0
 
     def _tbt_s(
@@ -89,7 +89,7 @@ class AdmissionGate:
     ) -> float:
         if self.admission is AdmissionMode.EARLY:
             return self._forecasts.tbt_now(option.id, _joining(decision))
-        if option.tbt_s <= limit_s:  # even if all that is there and on its way stayed
+        if option.tbt_s <= limit_s:  # even if all present and expected sequences stayed
             return option.tbt_s
         return self._forecasts.tbt_at(option.id, _joining(decision), stratum, now, now + decision.prefill.ttft_s)
 

@@ -1,6 +1,6 @@
 """The calls that carry out the attempts of requests, and the claims on the cluster that they hold.
 
-A call holds its claim until its `IoEnded` arrives, even if nothing waits for the call any more.
+A call holds the claim until the call's `IoEnded` arrives, even if nothing waits for the call any more.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,13 +42,15 @@ from services.conductor.core.router import RoutingDecision
 from services.conductor.placement.base import DecodeChoice, PrefillChoice
 
 MAX_RESERVES = 2
-"""`CallReserve` calls of one request at once."""
+"""A request's `CallReserve` calls at once."""
 
 RENEWALS = 3
-"""Renewals of a reservation within its lease."""
+"""A reservation's renewals within the lease."""
 
 LINGER_S = 5.0
-"""Seconds a prefill call may go on after its first token if the answer is complete: it still writes to kvstores."""
+"""Seconds for which a prefill call may continue after the first token if the answer is complete: prefill still writes
+to kvstores.
+"""
 
 MAX_STALE_ANSWERS = 8
 """`StalePlacement` answers in a row for one placement. The next instance must take the prompt."""
@@ -80,7 +82,7 @@ class OpenCall:
     Attributes:
         kind: what the call does.
         request: number of the request.
-        sequence: id that the instance sees; it says to which attempt the call belongs.
+        sequence: id that the instance sees; says to which attempt the call belongs.
         instance, incarnation: the called instance.
         claim: claim on the cluster that the call holds; 0 = none.
     """
@@ -145,7 +147,7 @@ class StalePlacementCheck:
         Other prompts that this conductor placed there count, whichever arrives first.
 
         Args:
-            decision: of the prompt, which the instance's state includes already.
+            decision: the prompt's placement, which the instance's state includes already.
             answered: `StalePlacement` answers to this placement so far.
             now: seconds.
         """
@@ -157,7 +159,7 @@ class StalePlacementCheck:
         return (before_s + max(lead_s, STALE_SLACK * best.ttft_s, STALE_SLACK_S)) / instance.slowed
 
     def answered(self, instance_id: str, stale: StalePlacement, now: float) -> None:
-        """Takes the queue that an instance answered. The answer says nothing of blocks and speeds."""
+        """Takes the queue that an instance answered. The answer tells neither blocks nor speeds."""
         self.answers += 1
         prefills = self._cluster.prefills
         instance = prefills.get(instance_id)
@@ -182,7 +184,7 @@ class AttemptCalls:
 
     Args:
         cluster: counts the claims.
-        timers: of the scheduler.
+        timers: the scheduler's.
         actions: gets the actions; shared with the scheduler.
         reserve_timeout_s: seconds after which the next decode instance is asked.
         gate: says when decode shall expect a sequence.
@@ -225,7 +227,7 @@ class AttemptCalls:
     def begin(
         self, request: ScheduledRequest, decision: RoutingDecision, candidates: list[DecodeChoice], now: float
     ) -> Attempt:
-        """Begins an attempt: the prompt counts at its prefill instance from now on."""
+        """Begins an attempt: from now on the prompt counts at the prefill instance."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         incarnation = self._cluster.incarnation(decision.prefill.id)
         claim = self._claim_prefill(request, decision, now)
@@ -333,8 +335,7 @@ class AttemptCalls:
     ) -> bool:
         """Takes the result of a `CallReserve`; a reservation that no attempt waits for is cancelled.
 
-        Returns:
-            Whether the request's attempt has its reservation by this call.
+        Returns: Whether this call gave the request's attempt a reservation.
         """
         attempt = request.attempt if request is not None else None
         waits = False
@@ -361,14 +362,14 @@ class AttemptCalls:
         return True
 
     def renew(self, number: int, attempt: Attempt, now: float) -> None:
-        """Renews the reservation of a request, now and within its lease again."""
+        """Renews a request's reservation, now and within the lease again."""
         if attempt.reservation is not None and attempt.decode_phase is DecodePhase.RESERVED:
             self._actions.append(RenewSession(attempt.reservation))
             if attempt.lease_s > 0:
                 self._timers.set((TimerKind.RENEWAL, number), now + attempt.lease_s / RENEWALS)
 
     def lose_reservation(self, attempt: Attempt, now: float) -> None:
-        """The reservation is given up, or its instance is lost, before the sequence was started."""
+        """The reservation is given up, or the decode instance is lost, before the sequence was started."""
         attempt.enter_decode(DecodePhase.ENDED)
         self._cluster.release(attempt.decode_claim, now)
         attempt.decode_claim = 0
@@ -395,13 +396,13 @@ class AttemptCalls:
         )
 
     def prefill_accepted(self, attempt: Attempt, taken: int) -> None:
-        """The prefill instance has the prompt in its queue, as its `taken`-th."""
+        """The prefill instance has the prompt in the queue, as the `taken`-th."""
         attempt.max_queue_s = None
         if attempt.prefill_claim:
             self._cluster.acknowledged(attempt.prefill_claim, taken)
 
     def prefill_refused(self, attempt: Attempt, instance: str, stale: StalePlacement, now: float) -> None:
-        """The prefill instance has not taken the prompt: its queue is longer than predicted."""
+        """The prefill instance has not taken the prompt: the queue is longer than predicted."""
         self._release_prefill(attempt, now)
         attempt.enter_prefill(PrefillPhase.NOT_CALLED)
         attempt.stale_answers += 1
@@ -418,7 +419,7 @@ class AttemptCalls:
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def start_sequence(self, request: ScheduledRequest, attempt: Attempt, *, compute: bool = False) -> None:
-        """Starts the sequence at decode; its call holds the reserved memory from now on."""
+        """Starts the sequence at decode; the start call holds the reserved memory from now on."""
         target, number = attempt.reservation, request.spec.number
         assert target is not None
         attempt.enter_decode(DecodePhase.STARTED)
@@ -441,7 +442,7 @@ class AttemptCalls:
     def take_over(self, request: ScheduledRequest, now: float) -> None:
         """Takes over the sequence that another conductor started.
 
-        Its blocks are in the instance's next report.
+        The sequence's blocks are in the instance's next report.
         """
         spec, resumed, target = request.spec, request.spec.resumed, request.owner
         assert resumed is not None
@@ -466,7 +467,7 @@ class AttemptCalls:
             attempt.tpot = decode.tpot.forecast(attempt.tpot.tbt_s, attempt.decision.prefill.others)
 
     def observe_tpot(self, request: ScheduledRequest, now: float) -> None:
-        """Learns from a complete answer how long its tokens took, if one attempt gave all of them."""
+        """Learns from a complete answer how long the tokens took, if one attempt gave all tokens."""
         attempt, once = request.attempt, request.attempts == 1 and request.spec.resumed is None
         if attempt is None or attempt.reservation is None or attempt.first_token_at is None:
             return
@@ -495,13 +496,13 @@ class AttemptCalls:
         self.end_attempt(request, now, complete=True, known=request.followed_call)
 
     def end_attempt(self, request: ScheduledRequest, now: float, *, complete: bool = False, known: int = 0) -> None:
-        """Ends the attempt, if there is one. Its claims are released now, or when its calls end.
+        """Ends the attempt, if there is one. The attempt's claims are released now, or when the calls end.
 
         Args:
             request: the request of the attempt.
             now: seconds.
-            complete: the answer is complete, or goes on elsewhere. A prefill call that has given its first token may
-                go on for `LINGER_S`: it may still send KV.
+            complete: the answer is complete, or goes on elsewhere. A prefill call that has given the first token may
+                continue for `LINGER_S`: the call may still send KV.
             known: call of a sequence that decode has ended, or that is followed on; 0 = none.
         """
         attempt, request.attempt = request.attempt, None
@@ -549,7 +550,7 @@ class AttemptCalls:
         assert {(instance, number) for instance, there in self._requests_at.items() for number in there} == parts
 
     def _check_attempt(self, request: ScheduledRequest, attempt: Attempt) -> None:
-        """Asserts that an attempt's phases have their calls and claims, and that it waits for something."""
+        """Asserts that an attempt's phases have their calls and claims, and that the attempt waits for something."""
         prefill, decode, calls = attempt.prefill_phase, attempt.decode_phase, self.open
         assert (prefill in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED)) == bool(attempt.prefill_claim)
         if prefill in (PrefillPhase.CALLED, PrefillPhase.FIRST_TOKEN):

@@ -1,7 +1,7 @@
-"""The cluster as the conductor sees it: instances, the blocks they hold, their load, and requests routed by them.
+"""The conductor's view of the cluster: instances, their blocks, their load, and requests routed there.
 
-The state of an instance is its last report plus the conductor's own requests there that the report does not include.
-A request counts from the moment its place is chosen (a claim), so that a burst does not go to one instance.
+An instance's state is the last report plus the conductor's own requests there that the report does not include. A
+request counts as soon as a place is chosen (a claim), so that a burst does not go to one instance.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -45,7 +45,7 @@ def new_instance(facts: InstanceFacts, now: float) -> AnyInstance:
 
 
 class ClusterView:
-    """The cluster as one conductor knows it. Times are arguments, in seconds of one clock."""
+    """The cluster according to one conductor. Times are arguments, in seconds on one clock."""
 
     def __init__(self, config: RoutingConfig = DEFAULT_ROUTING, max_index_keys: int = 4_000_000) -> None:
         """Starts without instances; `max_index_keys` KV blocks are remembered at most."""
@@ -77,7 +77,7 @@ class ClusterView:
         return all(pool.mask & ~pool.draining_mask for pool in (self.prefills, self.decodes))
 
     def incarnation(self, instance_id: str) -> int:
-        """Incarnation of an instance; 0 = it is not here."""
+        """Incarnation of an instance; 0 = not a member."""
         instance = self._instances.get(instance_id)
         return instance.facts.incarnation if instance is not None else 0
 
@@ -92,17 +92,17 @@ class ClusterView:
         return sender is not None and receiver is not None and sender.facts.kv_domain == receiver.facts.kv_domain
 
     def should_drain(self, instance_id: str) -> bool:
-        """Whether requests must be moved away from an engine: it is slow, or drains (decode), and there is another."""
+        """Whether requests must move away from an engine: the engine is slow or drains (decode), and another exists."""
         leaving = self.decodes.slow_mask | self.decodes.draining_mask
         if not (leaving or self.prefills.slow_mask):
             return False  # most of the time
         return self.prefills.should_drain(instance_id) or self.decodes.should_drain(instance_id, leaving)
 
     def join(self, facts: InstanceFacts, now: float) -> None:
-        """Adds an instance, with all blocks free until its first report.
+        """Adds an instance, with all blocks free until the first report.
 
-        If the same incarnation is here already, its claims and learnt speeds are kept. An earlier incarnation of the id
-        is replaced.
+        If the same incarnation is a member already, the claims and learnt speeds are kept. An earlier incarnation of
+        the id is replaced.
         """
         earlier = self._instances.get(facts.id)
         if earlier is not None:
@@ -116,7 +116,7 @@ class ClusterView:
         self._put_in(instance)
 
     def leave(self, instance_id: str) -> None:
-        """Forgets an instance; unknown ids are fine. Its claims count for nothing any more."""
+        """Forgets an instance; unknown ids are fine. The instance's claims no longer count."""
         instance = self._instances.get(instance_id)
         if instance is not None:
             self._take_out(instance)
@@ -124,7 +124,10 @@ class ClusterView:
             self.hindsight.lost(instance_id)
 
     def report(self, instance_id: str, load: LoadFacts, now: float) -> None:
-        """Takes a load report; it includes the claims that the instance knew (`acknowledged`). Unknown ids are fine."""
+        """Takes a load report; the report includes the claims that the instance knew (`acknowledged`).
+
+        Unknown ids are fine.
+        """
         self.index.sweep()
         instance = self._instances.get(instance_id)
         match instance:
@@ -181,16 +184,16 @@ class ClusterView:
         *,
         overtaken: bool = False,
     ) -> None:
-        """Learns from a first token, which took `there_s` at its instance and `overhead_s` around it.
+        """Learns from a first token, which took `there_s` at the prefill instance and `overhead_s` around the instance.
 
-        What a prompt took there that others have overtaken, nobody has predicted: it teaches the overhead alone.
+        A prompt that others have overtaken there had no valid prediction: such a prompt teaches only the overhead.
         """
         instance = self.prefills.get(decision.prefill.id)
         if instance is None or self.shape is None:
             return
         size, foreseen = self.shape.block_tokens, self.tokens_to_compute(decision)
         instance.learnt.overhead.observe(overhead_s)
-        if abs(computed - foreseen) < size and not overtaken:  # else it was another prompt that was predicted
+        if abs(computed - foreseen) < size and not overtaken:  # else another prompt was predicted
             instance.observe(decision.prefill, there_s)
         instance.computed(now)
         self.prefills.rank(instance)
@@ -218,10 +221,10 @@ class ClusterView:
         send_s: float = 0.0,
         tokens: int = 0,
     ) -> int:
-        """Counts a prompt on an instance until `release`, and time on links: its source's, and its own.
+        """Counts a prompt on an instance until `release`, and time on links: the source's, and the instance's own.
 
         Returns:
-            The claim's number. It is never used twice.
+            The claim's number. No claim number is used twice.
         """
         number, instances = self._new_claim()
         instance, lender = self.prefills.get(prefill), self._instances.get(source)
@@ -253,10 +256,10 @@ class ClusterView:
         return number
 
     def acknowledged(self, claim: int, number: int = 0) -> None:
-        """Notes that the instance has confirmed that it has the request.
+        """Notes that the instance has confirmed the request.
 
         Args:
-            claim: of the request there.
+            claim: the request's claim there.
             number: requests the instance has taken so far, this one included; reports say how many they include. 0 =
                 not known: the next report includes the request.
         """
@@ -273,7 +276,7 @@ class ClusterView:
                 answer.generated, answer.reported_at = tokens, now
 
     def release(self, claim: int, now: float) -> None:
-        """Stops counting a claim: its prompt has its first token, its answer has ended, or neither will be.
+        """Stops counting a claim: the prompt has a first token, the answer has ended, or neither will happen.
 
         A claim that was released before is fine.
         """

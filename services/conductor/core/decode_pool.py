@@ -51,11 +51,11 @@ class PlacedAnswer:
     Attributes:
         context_tokens, blocks: of all answers together, as they were placed.
         sequences: number of answers.
-        stratum: whose forecasts of answer lengths apply.
+        stratum: stratum whose forecasts for answer lengths apply.
         reported_at: time of `generated`; time at which the answer is expected to begin while that is 0.
         generated: tokens so far.
-        number: the instance's own number of the reservation; 0 = it gives none, None = not known yet.
-        covered: the last report includes the answer, so its blocks are not counted any more.
+        number: the instance's own number of the reservation; 0 = no token there, None = not known yet.
+        covered: the last report includes the answer, so the answer's blocks are not counted any more.
     """
 
     context_tokens: int
@@ -73,13 +73,14 @@ class DecodeInstanceState:
     """One decode instance.
 
     Attributes:
-        speeds: as the instance reports them; it learns from its steps.
+        speeds: as the instance reports them; learns from the instance's steps.
         answers: answers that this conductor has placed here, by claim.
         tpot: what answers took here.
         unreported, unreported_blocks: sequences and blocks of these that no report includes.
-        own_sequences, own_context_tokens: of all of these.
-        sequences: by the last report and what it does not include; at least `own_sequences`.
-        context_tokens: of all sequences. Tokens of this conductor's answers since they were placed are in reports only.
+        own_sequences, own_context_tokens: totals over all these answers.
+        sequences: sequences in the last report and answers that the report does not include; at least `own_sequences`.
+        context_tokens: total over all sequences. Tokens of this conductor's answers since they were placed are in
+            reports only.
         available_blocks: blocks that could be reserved.
     """
 
@@ -116,7 +117,7 @@ class DecodeInstanceState:
         return DecodeLoad(self.sequences, self.context_tokens, *blocks, self.turn)
 
     def count(self) -> None:
-        """Counts sequences, context and memory anew: the last report, and what it does not include."""
+        """Counts sequences, context and memory anew: the last report, and answers that the report does not include."""
         load = self.load
         self.sequences = max(load.running + load.waiting + self.unreported, self.own_sequences)
         self.context_tokens = max(load.context_tokens, self.own_context_tokens)
@@ -132,7 +133,10 @@ class DecodeInstanceState:
         self.count()
 
     def acknowledged(self, claim: int, number: int) -> None:
-        """The instance has reserved memory for a claim, as its `number`-th; the last report may include it already."""
+        """The instance has reserved memory for a claim, as the `number`-th reservation.
+
+        The last report may include the reservation already.
+        """
         answer = self.answers[claim]
         answer.number = number
         if 0 < number <= self.load.taken and not answer.covered:
@@ -197,7 +201,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         self._policy = policy
 
     def rank(self, instance: DecodeInstanceState) -> None:
-        """Ranks an instance anew, after its load or speeds have changed."""
+        """Ranks an instance anew, after a change in load or speeds."""
         sequences, context = instance.sequences, instance.context_tokens
         self.ranks.put(
             instance.slot,
@@ -208,7 +212,7 @@ class DecodePool(InstancePool[DecodeInstanceState]):
         )
 
     def available_of(self, decode: str) -> tuple[int, int]:
-        """Blocks that an instance could reserve now, and all its blocks; (0, 0) if it takes no requests."""
+        """Blocks that an instance could reserve now, and all the instance's blocks; (0, 0) if not taking requests."""
         instance = self.get(decode)
         if instance is None or instance.load.draining:
             return 0, 0
@@ -296,7 +300,7 @@ def _decode_cost(model: DecodeLatencyModel, found: SpeedClass, blocks: int) -> f
 class TypicalDecodeSeconds:
     """Seconds by which decode instances are compared: a small step, a large one, and a transfer.
 
-    A class and not a function, so that a journal can hold it.
+    A class rather than a function, so that a journal can hold the value.
     """
 
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:
@@ -328,8 +332,9 @@ def load_now(instance: DecodeInstanceState) -> LoadForecast:
 def load_at(instance: DecodeInstanceState, lengths: OutputLengthModel, now: float, at: float) -> LoadForecast:
     """What is expected to run at the time `at`.
 
-    An answer of this conductor counts by the probability that it still runs then. Answers of other conductors are known
-    from reports only, and are taken to stay. Tokens come with the mean of the step of now and the step of then.
+    An answer from this conductor counts by the probability that the answer still runs then. Answers of other conductors
+    are known from reports only, and are taken to stay. Tokens come at the mean of the step time now and the step time
+    then.
     """
     now_s = forecast_step_seconds(instance, load_now(instance)) or 1.0
     then_s = forecast_step_seconds(instance, _load_at(instance, lengths, now, at, now_s)) or 1.0
@@ -351,10 +356,10 @@ def _load_at(
 def _answer_at(
     answer: PlacedAnswer, lengths: OutputLengthModel, now: float, at: float, step_s: float
 ) -> tuple[float, float]:
-    """Tokens that an answer will have, and the probability that it runs then."""
+    """Tokens that an answer will have, and the probability that the answer runs then."""
     since = (
         answer.reported_at if answer.generated else max(answer.reported_at, now)
-    )  # it cannot have begun without our knowing
+    )  # the answer cannot have begun without our knowing
     if at < since:
         return 0.0, 0.0
     tokens = answer.generated + (at - since) / step_s
@@ -365,7 +370,7 @@ def _answer_at(
 def forecast_step_seconds(
     instance: DecodeInstanceState, forecast: LoadForecast, joining: LoadForecast = NO_LOAD
 ) -> float:
-    """Seconds of a step over the forecast and what joins it."""
+    """Seconds for a step over the forecast and the joining load."""
     return decode_step_seconds(
         instance.speeds,
         forecast.sequences + joining.sequences,
@@ -394,9 +399,9 @@ class LoadForecaster:
     def tbt_at(self, decode: str, joining: LoadForecast, stratum: Stratum, now: float, at: float) -> float:
         """Seconds between tokens if `joining` joins what is expected to run there at the time `at`.
 
-        The longest of `at` and the later times at which sequences with a reservation begin: these would become too slow
-        if only the time `at` counted. `joining` counts there by the probability that it still runs, as an answer of the
-        stratum.
+        The longest over `at` and the later times at which sequences with a reservation begin: these would become too
+        slow if only the time `at` counted. `joining` counts there by the probability that the load still runs, as an
+        answer from the stratum.
         """
         instance = self._decodes.get(decode)
         if instance is None:

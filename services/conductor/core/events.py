@@ -1,6 +1,6 @@
 """Events and actions of the conductor's core, and failures as plain data.
 
-The shell gives each request a number and never uses it again; events and actions name requests by it.
+The shell gives each request a number and never uses the number again; events and actions name requests by number.
 """
 
 from dataclasses import dataclass
@@ -34,13 +34,13 @@ class FailureKind(Enum):
 FINAL_KINDS = (FailureKind.INVALID, FailureKind.UNSUPPORTED)
 """Another placement meets the same failure."""
 DAMAGED_KINDS = (FailureKind.TRANSFER, FailureKind.FRAME)
-"""Data was damaged on its way: chance, unless it repeats. It says little about the instances."""
+"""Data was damaged on the way: chance, unless repeated. Tells little about the instances."""
 INNER_KINDS = (FailureKind.TRANSFER, FailureKind.STREAM, FailureKind.FRAME, FailureKind.MISMATCH)
 """Failures between instances; the client gets `Unavailable` instead."""
 UNANSWERED_KINDS = (FailureKind.UNAVAILABLE, FailureKind.DEADLINE, FailureKind.STREAM, FailureKind.INTERNAL)
-"""Failures after which the instance may have done what it was asked all the same."""
+"""Failures after which the instance may have done the work all the same."""
 FENCE_FIELD = "resume.count"
-"""The field of the failure of a sequence that another conductor has taken over."""
+"""The failure's field if another conductor has taken over the sequence."""
 NO_DECODE_ROOM = "no_decode_room"
 """Reason of a refusal because no decode instance has memory."""
 
@@ -50,9 +50,9 @@ class Failure:
     """One failure.
 
     Attributes:
-        kind: which error it is.
+        kind: the error's kind.
         message: for a person.
-        field: of the request or the instance, for INVALID and MISMATCH.
+        field: the request's or the instance's field, for INVALID and MISMATCH.
         reason: machine-readable, for OVERLOADED; likewise the predictions, the limit and the retry time, seconds.
     """
 
@@ -80,11 +80,11 @@ CONDUCTOR_DRAINING = Failure(FailureKind.UNAVAILABLE, "this conductor is drainin
 
 @frozen
 class StalePlacement:
-    """A prefill instance has not taken a prompt: its queue is longer than predicted.
+    """A prefill instance has not taken a prompt: the queue is longer than predicted.
 
     Attributes:
-        drain_s: seconds that its queue takes.
-        taken: prompts it has taken so far, all of which `drain_s` includes.
+        drain_s: seconds until the queue is done.
+        taken: prompts taken so far, all included in `drain_s`.
     """
 
     drain_s: float
@@ -95,8 +95,8 @@ class StalePlacement:
 class FailureSeries:
     """Attempts of a request that failed in a row.
 
-    A failure begins a new series if the answer has grown since the last one and some time has passed: a long answer may
-    lose an instance every minute. A request that kills engines does not grow, so its series ends.
+    A failure begins a new series if the answer has grown since the last failure and some time has passed: a long answer
+    may lose an instance every minute. A request that kills engines does not grow, so such a series ends.
 
     Attributes:
         count: attempts that failed.
@@ -123,7 +123,7 @@ class FailureSeries:
 
 
 def retries_exhausted(failure: Failure, attempts: int) -> Failure:
-    """Error of a request whose last attempt has failed."""
+    """Error for a request after the last attempt has failed."""
     if failure.kind in INNER_KINDS:
         message = f"given up after {attempts} placements; the last failed: {failure}"
         return Failure(FailureKind.UNAVAILABLE, message)
@@ -132,7 +132,7 @@ def retries_exhausted(failure: Failure, attempts: int) -> Failure:
 
 @frozen
 class RoleChangeRequested:
-    """A person orders an instance to change its role, whatever the load."""
+    """A person orders an instance to change roles, whatever the load."""
 
     instance: str
 
@@ -173,13 +173,13 @@ class DecodeReservation:
 
 @frozen
 class ResumeState:
-    """Progress of a request whose client has lost its conductor.
+    """A request's progress when the client has lost the conductor.
 
     Attributes:
         tokens: tokens of the answer that the client has; 0 with several answers.
-        fence: number of times the request has resumed, this one included.
+        fence: number of times the request has resumed, including now.
         sequence: last id under which decode knew the request.
-        target: reservation at decode then, without its address. None = there was none.
+        target: reservation at decode then, without the address. None = there was none.
     """
 
     tokens: int
@@ -190,7 +190,7 @@ class ResumeState:
 
 @frozen
 class RequestSpec:
-    """A request, without its tokens.
+    """A request without tokens.
 
     Attributes:
         number: names the request in events and actions.
@@ -199,14 +199,14 @@ class RequestSpec:
         max_tokens: tokens generated at most.
         prompt_key: hash of the prompt.
         slo: latency limits.
-        arrived: time of arrival, seconds of the core's clock.
+        arrived: time of arrival, seconds on the core's clock.
         deadline: time at which the request fails.
         choices: sequences that run together. Prefill computes the prompt alone for several.
         deferred: decode sends the answers whole, at their end; a new attempt begins again.
         tenant: owner of the request.
         scored: log probabilities or the embedding of the prompt are returned, which prefill computes.
         resumed: progress of a resumed request; None = new.
-        priority: among the requests of its tenant; lower ones go first.
+        priority: among the tenant's requests; lower ones go first.
         weight: the tenant's share relative to other tenants.
         needs: sampling options that not every engine has, as far as the request sets them.
     """
@@ -230,11 +230,11 @@ class RequestSpec:
 
     @property
     def queue_key(self) -> QueueKey:
-        """Its position among requests that wait."""
+        """The request's position among waiting requests."""
         return QueueKey(self.tenant, priority_rank(self.arrived, self.priority), self.number, self.weight)
 
     def queue_key_at(self, now: float) -> QueueKey:
-        """Its position at an instance where it arrives now."""
+        """The request's position at an instance on arrival now."""
         return QueueKey(self.tenant, priority_rank(now, self.priority), self.number, self.weight)
 
     @property
@@ -248,7 +248,7 @@ class RequestSpec:
 
 @frozen
 class RequestArrived:
-    """A valid request; `keys` are of the full blocks of its prompt, and of the answer so far if it is resumed."""
+    """A valid request; `keys`: of the prompt's full blocks, and of the answer so far if the request is resumed."""
 
     spec: RequestSpec
     keys: tuple[bytes, ...]
@@ -256,7 +256,7 @@ class RequestArrived:
 
 @frozen
 class Rehashed:
-    """Answer to `Rehash`: keys of the full blocks of the prompt and `tokens` tokens of the answer (0 of several)."""
+    """Answer to `Rehash`: keys for the full blocks of the prompt and `tokens` answer tokens (0 for several answers)."""
 
     request: int
     tokens: int
@@ -265,7 +265,7 @@ class Rehashed:
 
 @frozen
 class StopRequested:
-    """The answer shall end now: with the tokens so far, or with a failure if it cannot be sent."""
+    """The answer shall end now: with the tokens so far, or with a failure if the answer cannot be sent."""
 
     request: int
     failure: Failure | None = None
@@ -280,7 +280,7 @@ class ClientGone:
 
 @frozen
 class PrefillAccepted:
-    """The prefill instance of a call has the prompt in its queue, as its `taken`-th."""
+    """A call's prefill instance has the prompt in the queue, as the `taken`-th."""
 
     io: int
     taken: int = 0
@@ -311,7 +311,7 @@ class FirstToken:
         io: the call.
         how: what was measured.
         finish: set if the token completes the answer.
-        known: the answer had the token already, as its sequence goes on elsewhere meanwhile.
+        known: the answer had the token already, as the sequence continues elsewhere meanwhile.
     """
 
     io: int
@@ -333,9 +333,9 @@ class TokensArrived:
 
     Attributes:
         io: call that follows the sequence.
-        count: tokens that are new to the answer; 0 if it had all.
+        count: tokens that are new to the answer; 0 if the instance had all.
         finish: set if they complete the answer.
-        known: decode itself has ended the sequence; its call ends, too.
+        known: decode has ended the sequence; the call ends, too.
     """
 
     io: int
@@ -353,7 +353,10 @@ class InstanceJoined:
 
 @frozen
 class InstanceLeft:
-    """An incarnation of an instance is no member any more. With `lost` its requests fail now, for this reason."""
+    """An incarnation of an instance is no member any more.
+
+    With `lost`, the instance's requests fail now, for this reason.
+    """
 
     instance: str
     incarnation: int
@@ -362,7 +365,7 @@ class InstanceLeft:
 
 @frozen
 class LoadReported:
-    """An instance has reported its load."""
+    """An instance has reported load."""
 
     instance: str
     load: LoadFacts
@@ -379,7 +382,7 @@ class KeysChanged:
     snapshot_begin: bool
     snapshot_end: bool
     cooled: tuple[bytes, ...] = ()
-    """Keys of a kvstore's blocks that are on its SSD only from now on."""
+    """Keys of a kvstore's blocks that are only on SSD from now on."""
 
 
 @frozen
@@ -388,7 +391,7 @@ class ReserveGranted:
 
     Attributes:
         target: the reservation.
-        lease_s: seconds for which decode keeps it without a renewal.
+        lease_s: seconds for which decode keeps the memory without a renewal.
         taken: decode's number of the reservation.
         tbt_s: time between tokens that decode predicts.
     """
@@ -400,7 +403,7 @@ class ReserveGranted:
 
 
 CallResult = ReserveGranted | StalePlacement | Failure | None
-"""Result of a call; None = it ended as it should."""
+"""Result of a call; None = ended normally."""
 FromClient = RequestArrived | Rehashed | StopRequested | ClientGone
 FromCall = PrefillAccepted | FirstToken | KVDelivered | TokensArrived
 FromCluster = InstanceJoined | InstanceLeft | LoadReported | KeysChanged | RoleChangeRequested
@@ -433,7 +436,7 @@ class CallPrefill:
 
     Attributes:
         target: where the KV goes; None if the first token is all that is needed.
-        max_queue_s: the instance answers `StalePlacement` if its queue takes longer, seconds; None = never.
+        max_queue_s: the instance answers `StalePlacement` if the queue takes longer, seconds; None = never.
     """
 
     io: int
@@ -449,7 +452,7 @@ class CallPrefill:
 class StartDecode:
     """Send decode the first token and follow the sequence. `CancelIo` ends the sequence there, too.
 
-    With `compute`, decode computes what it does not hold of the prompt, and the first token.
+    With `compute`, decode computes the missing part of the prompt, and the first token.
     """
 
     io: int
@@ -461,7 +464,10 @@ class StartDecode:
 
 @frozen
 class TakeOverSequence:
-    """Take a sequence over at decode, and follow it from what the client has. `CancelIo` ends it there, too."""
+    """Take a sequence over at decode, and follow the sequence from the client's position.
+
+    `CancelIo` ends the sequence there, too.
+    """
 
     io: int
     request: int
@@ -481,7 +487,8 @@ class RenewSession:
 class CancelReservation:
     """Cancel a reservation at decode that was not started.
 
-    If the answer to `CallReserve` was lost, the target has neither transfer nor address: the sequence names it.
+    If the answer to `CallReserve` was lost, the target has neither transfer nor address: the sequence names the
+    reservation.
     """
 
     sequence: str
@@ -538,7 +545,7 @@ class FailRequest:
 
 @frozen
 class DropRequest:
-    """The request has ended; its client is gone."""
+    """The request has ended; the client is gone."""
 
     request: int
 

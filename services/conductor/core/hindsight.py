@@ -11,13 +11,13 @@ from services.conductor.placement.base import PrefillChoice
 KEPT_OUTCOMES = 32
 """First tokens of an instance that are remembered."""
 NEAR_S = 60.0
-"""Seconds between two placements within which the outcome of one tells of the other."""
+"""Seconds between two placements within which one outcome tells about the other."""
 MAX_REMEMBERED = 1024
-"""Requests whose regret is remembered."""
+"""Requests with a remembered regret."""
 
 
 class PlacementOutcome(NamedTuple):
-    """A prompt that has its first token: when it was placed, and how many seconds later than predicted that came."""
+    """A prompt with a first token: the time of placement, and how many seconds later than predicted the token came."""
 
     placed_at: float
     late_s: float
@@ -59,7 +59,7 @@ class Hindsight:
         return self._regrets.get(request)
 
     def measured(self, request: int, candidates: Sequence[PrefillChoice], placed_at: float, now: float) -> None:
-        """A request has its first token now, at the first of the candidates."""
+        """A request has a first token now, at the first candidate."""
         chosen, *others = candidates
         ttft_s = now - placed_at
         outcome = PlacementOutcome(placed_at, ttft_s - chosen.ttft_s)

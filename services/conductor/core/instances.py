@@ -26,22 +26,22 @@ class InstanceKind(Enum):
 
 @frozen
 class InstanceFacts:
-    """An instance as it joins.
+    """An instance's facts on joining.
 
     Attributes:
         id: stable name.
         incarnation: changes at every start.
-        kind: what it does.
-        total_blocks: of its pool.
-        shape: of an engine's KV; None for a kvstore.
+        kind: the instance's kind.
+        total_blocks: blocks in the pool.
+        shape: an engine's KV shape; None for a kvstore.
         speeds: first ones.
-        stages: of a prefill instance's pipeline; so many steps overlap.
+        stages: a prefill instance's pipeline stages; so many steps overlap.
         step_tokens: a prefill step computes at most; 0 = a whole prompt.
-        capacity_bytes: of a kvstore; 0 = not known.
-        either: an engine that comes back in the other role when it is ordered to.
-        reports_ssd: a kvstore that reports which of its blocks are on SSD only.
-        kv_domain: its KV goes to and comes from instances of this domain only. Kvstores are in the domain "".
-        unsupported: sampling options that it does not have.
+        capacity_bytes: a kvstore's capacity; 0 = not known.
+        either: an engine that comes back in the other role on order.
+        reports_ssd: a kvstore that reports which blocks are on SSD only.
+        kv_domain: KV goes only to and comes only from instances in this domain. Kvstores are in the domain "".
+        unsupported: sampling options that the instance lacks.
     """
 
     id: str
@@ -66,11 +66,11 @@ class LoadFacts:
     Attributes:
         running, waiting: requests, or sessions of a kvstore.
         free_blocks, cached_blocks, promised_blocks: of the pool; `promised_blocks` are free or cached and spoken for.
-        context_tokens: of all running sequences (decode).
+        context_tokens: total over all running sequences (decode).
         drain_s: predicted seconds of the queue (prefill); None = not reported.
         speeds: measured; None = as before.
         draining: takes no new requests.
-        taken: prompts or promises so far: those numbered up to it are included (`ClusterView.acknowledged`).
+        taken: prompts or promises so far: numbers up to `taken` are included (`ClusterView.acknowledged`).
         answer_tokens: expected length of a new answer, for which memory is kept (decode); 0 = not reported.
         queued_tokens: prompt tokens without KV (prefill).
     """
@@ -97,15 +97,15 @@ Speeds at joining are from few steps, or from a profile, and may be far off.
 SLOW_HOLD_S = 0.75
 """Seconds for which an instance must seem slow: a moment is no failure."""
 MIN_SLOWDOWN_S = 0.05
-"""Least seconds by which its typical work must take longer: very short work is easily many times slower."""
+"""Least seconds by which the typical work must take longer: very short work is easily many times slower."""
 FOLLOW_SLOWER_S, FOLLOW_FASTER_S = 1800.0, 10.0
 """Seconds within which the usual speed follows the reported one, if that is slower or faster."""
 RECOVERED_SHARE = 0.5
 """Share of the slow factor below which a slow instance has recovered."""
 FIRST_TRIAL_S, LAST_TRIAL_S = 5.0, 60.0
-"""Seconds until a slow instance gets its first trial, and at most; they double with each failed trial."""
+"""Seconds until a slow instance gets a first trial, and at most; they double with each failed trial."""
 TRIAL_S = 2.0
-"""Seconds from a trial's first measurement to its verdict: the first ones count for little."""
+"""Seconds from a trial's first measurement to the verdict: the first measurements count little."""
 
 
 @dataclass(slots=True)
@@ -113,9 +113,9 @@ class HealthMonitor:
     """Judges whether one instance is slow.
 
     Attributes:
-        slow: the instance gets no new requests, but for its trial.
+        slow: the instance gets no new requests, except for a trial.
         trial: the instance gets one request.
-        usual_s: seconds that its typical work usually takes.
+        usual_s: seconds that the typical work usually takes.
         healthy_speeds: last reported speeds while the instance was not slow.
         reported_s: seconds of the typical work by the last report.
         reports: reports with new speeds so far.
@@ -138,7 +138,7 @@ class HealthMonitor:
 
         Args:
             speeds: as the instance reports them.
-            seconds: of its typical work by these speeds.
+            seconds: seconds for the typical work at these speeds.
             now: seconds.
             factor: an instance this many times slower than usual is slow; 0 = no instance is.
             idle: no work is there.
@@ -199,18 +199,21 @@ class HealthMonitor:
 SHORTLIST = 8
 """Instances found by a search; they are then compared by their own speeds."""
 CLASS_JOIN, CLASS_LEAVE = 0.5, 0.75
-"""Distances, in class widths, at which an instance joins a speed class and leaves it.
+"""Distances, in class widths, at which an instance joins a speed class and leaves the class.
 
-In between it stays, so that a speed at a border does not move it with every report.
+In between the instance stays, so that a speed at a border does not move the instance with every report.
 """
 ENUMERATE_UP_TO = 24
-"""A set of so few instances is enumerated instead of walking its class in order."""
+"""A set with at most this many instances is enumerated instead of walking the class in order."""
 SpeedLevels = tuple[float | None, ...]
 
 
 @frozen
 class SpeedClassKey:
-    """What members of a class have in common. `levels`: its middle, as logarithms of typical times; None for 0."""
+    """What members of a class have in common.
+
+    `levels`: the class's middle, as logarithms of typical times; None for 0.
+    """
 
     levels: SpeedLevels
     stages: int = 1
@@ -229,7 +232,7 @@ class SpeedClassKey:
 
 @dataclass(slots=True)
 class SpeedClass:
-    """Instances of about equal speed; `speeds` are those of the first, its middle, and stand for all in a search."""
+    """Instances of about equal speed; `speeds` are the first member's and stand for all members in a search."""
 
     key: SpeedClassKey
     speeds: Speeds
@@ -246,7 +249,7 @@ class RankedMatch(NamedTuple):
 
 
 class LoadRanking:
-    """All instances of one kind.
+    """All instances with the same role.
 
     Args:
         width: ratio of speeds within one class.
@@ -258,7 +261,7 @@ class LoadRanking:
         self._typical = typical
         self._classes: dict[SpeedClassKey, SpeedClass] = {}
         self._of: dict[int, tuple[SpeedClass, RankedInstance]] = {}
-        self._speeds: dict[int, tuple[Speeds, Sequence[float]]] = {}  # by which each was put into its class
+        self._speeds: dict[int, tuple[Speeds, Sequence[float]]] = {}  # by which each was put into a class
         self.mask = 0
         """Slots of all instances."""
 
@@ -275,7 +278,7 @@ class LoadRanking:
         stages: int = 1,
         step_tokens: int = 0,
     ) -> None:
-        """Adds an instance, or ranks one anew. `load` computes its load with its class's speeds."""
+        """Adds an instance, or ranks one anew. `load` computes the load at the class's speeds."""
         before = self._of.get(slot)
         if before is not None and self._speeds[slot][0] is speeds:
             self.move(slot, load, turn)
@@ -309,7 +312,7 @@ class LoadRanking:
         return nearest
 
     def move(self, slot: int, load: Callable[[Speeds], float], turn: int) -> None:
-        """Ranks an instance anew after its load has changed."""
+        """Ranks an instance anew after the load has changed."""
         found, before = self._of[slot]
         place = RankedInstance(load(found.speeds), turn, before.name, slot)
         if place != before:
@@ -341,7 +344,7 @@ class LoadRanking:
         Args:
             allowed: mask of the instances that may be chosen.
             prefixes: (blocks, mask) as `BlockTrie.match` gives them.
-            cost: seconds of the request on an idle member of a class that holds so many leading blocks.
+            cost: seconds for the request on an idle member of a class, with that many leading blocks there.
             wait: seconds that an instance's load adds; must not fall when load grows.
             limit: so many at most.
             fits: whether a slot may be chosen; None = every allowed slot.
@@ -390,7 +393,7 @@ class LoadRanking:
         return self._of[slot][0].key.levels
 
     def place(self, slot: int) -> RankedInstance:
-        """An instance's rank in its class."""
+        """An instance's rank within the class."""
         return self._of[slot][1]
 
     def class_speeds(self, slot: int) -> Speeds:
@@ -420,11 +423,11 @@ class LoadRanking:
 UNPROVEN_DOUBT = 0.25
 """How much less an unproven instance is taken to be slow with each request that goes elsewhere, per instance.
 
-It was measured at its start only, perhaps at a bad moment. Its first request measures it at work, so a bad measurement
-costs it one request.
+The instance was measured only at the start, perhaps at a bad moment. The first request measures the instance at work,
+so a bad measurement costs the instance one request.
 """
 TRIAL_FACTOR = 0.5
-"""Factor of the predicted seconds of an instance that has its trial."""
+"""Factor on an instance's predicted seconds during a trial."""
 STARVED_TURNS = 4
 """Requests that each other instance may get before an unproven instance counts as starved."""
 
@@ -439,7 +442,7 @@ class PoolInstance(Protocol):
 
     @property
     def facts(self) -> InstanceFacts:
-        """Its facts."""
+        """The instance's facts."""
         ...
 
     @property
@@ -453,14 +456,14 @@ K = TypeVar("K")
 
 
 class InstancePool(Generic[I]):
-    """Instances of one kind; `rank` of the subclass keeps the ranks.
+    """Instances with the same role; `rank` of the subclass keeps the ranks.
 
     Attributes:
         ranks: their order.
         by_slot: instance at each slot.
-        draining_mask: mask of those that take nothing new.
-        slow_mask: mask of those that are slow and get nothing new where there are others (`HealthMonitor`).
-        largest_blocks: of the largest pool that has ever been here.
+        draining_mask: mask of instances that take nothing new.
+        slow_mask: mask of slow instances, which get nothing new while others are there (`HealthMonitor`).
+        largest_blocks: largest pool that was ever here, blocks.
     """
 
     def __init__(self, ranks: LoadRanking) -> None:
@@ -471,9 +474,9 @@ class InstancePool(Generic[I]):
         self._by_id: dict[str, I] = {}
         self._by_size: dict[int, int] = {}
         self._by_domain: dict[str, int] = {}
-        self._lacking: dict[str, int] = {}  # by sampling option, mask of those that do not have it
+        self._lacking: dict[str, int] = {}  # by sampling option, mask of instances that lack the option
         self._turn = 0
-        self._unproven: dict[str, int] = {}  # those that served nothing yet, and the turn before which each joined
+        self._unproven: dict[str, int] = {}  # instances that served nothing yet, and the turn before which each joined
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -539,9 +542,9 @@ class InstancePool(Generic[I]):
         self.changed(instance)
 
     def optimism_factor(self, instance: I) -> float:
-        """Factor of an instance's predicted seconds: below 1 if it has served nothing while others served much.
+        """Factor on an instance's predicted seconds: below 1 if others served much and the instance nothing.
 
-        Only use corrects what was measured at its start. So the more requests go elsewhere, the faster the instance is
+        Only use corrects the measurement from the start. So the more requests go elsewhere, the faster the instance is
         taken to be, until a request goes there. An instance on trial gets a request soon likewise.
         """
         if self._tried and self._tried >> instance.slot & 1:
@@ -572,11 +575,11 @@ class InstancePool(Generic[I]):
         return self._by_domain
 
     def domain_mask(self, domain: str) -> int:
-        """Mask of the instances of a KV domain."""
+        """Mask of the instances in a KV domain."""
         return self._by_domain.get(domain, 0)
 
     def lacking_mask(self, needs: Iterable[str]) -> int:
-        """Mask of the instances that do not have one of these sampling options."""
+        """Mask of the instances that lack one of these sampling options."""
         mask = 0
         for option in needs:
             mask |= self._lacking.get(option, 0)
@@ -589,7 +592,7 @@ class InstancePool(Generic[I]):
     def eligible_mask(self, blocks: int, needs: Iterable[str] = (), within: int = ~0) -> int:
         """Mask of the instances that take a request.
 
-        Slow ones are in it only if all are slow.
+        Slow instances are in the mask only if all are slow.
 
         Args:
             blocks: they have so many blocks or more.

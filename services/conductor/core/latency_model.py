@@ -2,7 +2,7 @@
 
 Time to first token, time per output token, transfers and output lengths, corrected by what was measured.
 
-`PrefillLatencyModel` is Algorithm 1 of the Mooncake paper, with a choice of loading or recomputing a prefix.
+`PrefillLatencyModel` is the Mooncake paper's Algorithm 1, with a choice between loading and recomputing a prefix.
 """
 
 from bisect import bisect_left
@@ -30,7 +30,7 @@ from moonpool.scheduling.state_machine import digest_of
 from services.conductor.placement.base import DecodeChoice, DecodeLoad, PrefillChoice, PrefillCost
 
 RATE_WEIGHT = 0.2
-"""Weight of one read in the learned rate of a link."""
+"""One read's weight in a link's learned rate."""
 RATE_FRESH_S = 60.0
 """Seconds after the last read for which a learned rate counts: a link that seems slow gets another chance."""
 
@@ -39,13 +39,13 @@ class PrefixHolder(NamedTuple):
     """An instance that a request can load a prefix from.
 
     Attributes:
-        id: of the instance.
-        blocks: leading blocks of the request's chain that it holds.
+        id: the instance's id.
+        blocks: leading blocks of the request's chain held there.
         wait_s: seconds that reads of this conductor still take there.
-        bytes_per_s: learned rate of its link; 0 = not known.
+        bytes_per_s: the link's learned rate; 0 = not known.
         peer: the instance is an engine, not a kvstore.
-        warm: leading blocks in its memory; the others may be on its SSD only. None = all, as far as is known.
-        cold_bytes_per_s: learned rate of its SSD; 0 = not known.
+        warm: leading blocks in memory; the others may be on SSD only. None = all, as far as is known.
+        cold_bytes_per_s: the SSD's learned rate; 0 = not known.
     """
 
     id: str
@@ -57,7 +57,7 @@ class PrefixHolder(NamedTuple):
     cold_bytes_per_s: float = 0.0
 
     def cold_blocks(self, local_blocks: int) -> int:
-        """Blocks on its SSD only that an instance with `local_blocks` leading blocks would read."""
+        """Blocks on SSD only that an instance with `local_blocks` leading blocks would read."""
         return 0 if self.warm is None else max(0, self.blocks - max(self.warm, local_blocks))
 
     def rate(self, speeds: Speeds) -> float:
@@ -74,14 +74,14 @@ class PrefixHolder(NamedTuple):
 
 
 class LinkRead(NamedTuple):
-    """One read: predicted seconds, 0 if it shares the link with others, and the share from SSD."""
+    """One read: predicted seconds (0 if the link is shared), and the share from SSD."""
 
     seconds: float = 0.0
     cold: float = 0.0
 
     @classmethod
     def of(cls, choice: PrefillChoice) -> "LinkRead":
-        """The read of a choice from its source."""
+        """A choice's read from the source."""
         return cls(choice.read_s, choice.cold_blocks / max(1, choice.used_blocks - choice.local_blocks))
 
 
@@ -106,7 +106,7 @@ class LearnedRate:
 
 @dataclass(slots=True)
 class KVLink:
-    """Outgoing link of an instance: others read its blocks over it, and prefill sends KV to decode.
+    """An instance's outgoing link: others read blocks over the link, and prefill sends KV to decode.
 
     Attributes:
         memory, ssd: learned rates, by where blocks are.
@@ -132,7 +132,7 @@ class KVLink:
         self.reads[number] = read if alone else NO_READ
 
     def learn(self, read: LinkRead, nbytes: int, seconds: float, now: float) -> None:
-        """Learns from a read of `nbytes` in `seconds`, about the tier from which most of it came."""
+        """Learns the rate from a read of `nbytes` in `seconds`, for the tier that gave most bytes."""
         usual = nbytes / read.seconds
         rates = [rate.known(now) or usual for rate in (self.memory, self.ssd)]
         sizes = [nbytes * (1.0 - read.cold), nbytes * read.cold]
@@ -164,7 +164,7 @@ class ReadsInFlight:
         link.claim(number, LinkRead(seconds), now)
 
     def measured(self, number: int, link: KVLink, nbytes: int, seconds: float, now: float) -> None:
-        """Learns from a read over a link; a read that was not counted on this link teaches nothing."""
+        """Learns from a read over a link; a read not counted on this link teaches nothing."""
         if self._links.get(number) is link and link.reads[number].seconds and nbytes:
             link.learn(link.reads[number], nbytes, seconds, now)
 
@@ -183,7 +183,7 @@ class ReadsInFlight:
 
 
 _LoadableSource = tuple[PrefixHolder, int, PrefillWork]
-"""A prefix that may be loaded, its blocks, and the work behind it."""
+"""A prefix that may be loaded, the prefix's blocks, and the work after the prefix."""
 _RatedSource = tuple[PrefixHolder, int, PrefillWork, float, float]
 """The same at some speeds: also the work's seconds, and bytes per second of reading."""
 
@@ -223,24 +223,24 @@ class KVShape:
         return -(-tokens // self.block_tokens)
 
     def reused_tokens(self, tokens: int, blocks: int) -> int:
-        """Tokens of a prompt that need not be computed if its first `blocks` blocks are there.
+        """Prompt tokens that need no computing if the first `blocks` blocks are there.
 
-        The last token is always computed: its logits give the first token of the answer.
+        The last token is always computed: its logits give the answer's first token.
         """
         return min(blocks * self.block_tokens, tokens - 1)
 
     def blocks_for_choices(self, tokens: int, answer_tokens: int, choices: int) -> int:
-        """Blocks of `choices` answers that share the full blocks of the `tokens` they begin with."""
+        """Blocks for `choices` answers that share the full blocks of their first `tokens` tokens."""
         shared = tokens // self.block_tokens
         return shared + choices * (self.blocks_for(tokens + answer_tokens) - shared)
 
 
 class PrefillLatencyModel:
-    """Predicts the prompt of one request on any instance.
+    """Predicts one request's prompt on any instance.
 
     Args:
-        demand: of the request.
-        shape: of the KV.
+        demand: the request's.
+        shape: KV shape.
         sources: a few instances that a prefix may be loaded from.
         threshold: a prefix elsewhere must be this many times longer than the instance's own.
     """
@@ -259,9 +259,9 @@ class PrefillLatencyModel:
     def cost(
         self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int, *, loads: bool = True
     ) -> PrefillCost:
-        """The prediction for an instance of these speeds that holds `local_blocks` leading blocks itself.
+        """The prediction for an instance with these speeds and `local_blocks` leading blocks.
 
-        `loads`: it can load a longer prefix from others.
+        `loads`: the instance can load a longer prefix from others.
         """
         if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # those of a class are asked about in a row
             self._asked, self._loads = (speeds, step_tokens), self._loads_at(speeds, step_tokens)
@@ -289,7 +289,7 @@ class PrefillLatencyModel:
         return PrefillCost(least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold)
 
     def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
-        """Seconds to the first token on an idle instance that holds `blocks` leading blocks and loads nothing."""
+        """Seconds to the first token on an idle instance with `blocks` leading blocks, loading nothing."""
         work = self._works.get((blocks, step_tokens)) or self._work(blocks, step_tokens)
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
@@ -346,7 +346,7 @@ class DecodeLatencyModel:
         return blocks
 
     def fixed_s(self, speeds: Speeds, held_blocks: int) -> float:
-        """Seconds of the request on an idle instance: receiving the KV it lacks, and its own share of steps."""
+        """Seconds for the request on an idle instance: receiving missing KV, and the request's own share of steps."""
         receive_s = transfer_seconds(speeds, self._lacking_bytes(held_blocks))
         return receive_s + self._tokens * decode_step_seconds(speeds, self._choices, self._context_tokens)
 
@@ -360,8 +360,8 @@ class DecodeLatencyModel:
         """The prediction for an instance with this load.
 
         Args:
-            name: of the instance.
-            speeds: of the instance.
+            name: the instance's name.
+            speeds: the instance's speeds.
             there: what else is at the instance.
             held_blocks: leading blocks of the prompt that are there.
             blocks: expected memory of the request.
@@ -383,7 +383,7 @@ class DecodeLatencyModel:
 
 
 class MemoryNeed(NamedTuple):
-    """What the memory of a request depends on: tokens now, blocks with its longest answers, number of answers."""
+    """What a request's memory depends on: tokens now, blocks with the longest answers, number of answers."""
 
     tokens: int
     longest: int
@@ -394,8 +394,8 @@ def expected_blocks(shape: KVShape, need: MemoryNeed, answer_tokens: int) -> int
     """Blocks that a request is expected to need.
 
     Args:
-        shape: of the KV.
-        need: of the request.
+        shape: KV shape.
+        need: the request's.
         answer_tokens: length that the decode instance expects of an answer; 0 = not reported: the longest.
     """
     if not answer_tokens:
@@ -411,7 +411,7 @@ def step_load_s(speeds: Speeds, sequences: int, context_tokens: int) -> float:
 LOAD_BUCKETS = 5
 """Load buckets by prompts at the prefill instance: 0, 1, 2-3, 4-7, 8 and more. Each is learned apart."""
 OVERHEAD_SAMPLES = 15
-"""Samples whose median is the overhead: a few long ones do not count, and it follows the load of the machine."""
+"""Samples whose median is the overhead: a few long samples do not count, and the median follows the machine's load."""
 CHANGE_SAMPLES = 16
 """Prompts in a row beyond the gate that are taken for a change."""
 LEARNING_DRIFT = 5e-3
@@ -450,18 +450,19 @@ GROWING_SPREAD, SHARED_HOST_SPREAD = 0.2, 0.5
 
 
 class PrefillCorrections:
-    """Speeds of a prefill instance: those that it reports, corrected by what its prompts took.
+    """A prefill instance's speeds: reported, and corrected by what prompts took.
 
-    - `growing`: factor of computing that grows with tokens. If other programs use the cores, this takes longer than the
-      instance reports, which is by all of its cores; the fixed part of a step and the queue hardly do.
+    - `growing`: factor of computing that grows with tokens. If other programs use the cores, prompts take longer than
+      the instance reports, which assumes all the instance's cores; the fixed part of a step and the queue hardly do.
     - `overhead`: what is left of the time that the conductor measures: calls, tokenising, tokens on their way.
 
-    An instance learns from each of its steps, too, and reports that. The factor is about what it cannot see. The factor
-    is learnt slowly: otherwise both would learn one slow moment, and it would count twice.
+    An instance learns from each step, too, and reports the speeds. The factor covers what the instance cannot see. The
+    factor
+    is learnt slowly: otherwise both would learn one slow moment, which would count twice.
 
     Args:
         reported: the speeds that the instance reports.
-        alone: the instance takes no cores from others, nor they from it, as emulated engines.
+        alone: the instance neither takes cores from others nor loses cores to them, as emulated engines.
 
     Attributes:
         overhead: seconds beside the predicted work.
@@ -502,7 +503,7 @@ class PrefillCorrections:
         return work_seconds(self._speeds, *work) / reported_s if reported_s else self.growing
 
     def observe(self, growing_s: float, rest_s: float, there_s: float) -> None:
-        """Learns from the seconds between a prompt's arrival at its instance and its first token.
+        """Learns from the seconds between a prompt's arrival at the instance and the first token.
 
         Args:
             growing_s: predicted by the reported speeds: what grows with tokens.
@@ -526,7 +527,7 @@ class TpotForecast(NamedTuple):
     """Forecast of an answer's time per output token (TPOT), seconds.
 
     Attributes:
-        tbt_s: time between tokens that decode predicted when it reserved memory; 0 = none.
+        tbt_s: time between tokens that decode predicted when reserving memory; 0 = none.
         tpot_s: mean over the answer; 0 = no forecast.
         others: prompts that were at the prefill instance when the answer was placed.
     """
@@ -544,12 +545,12 @@ TPOT_SPREAD = 1.0
 class TpotModel:
     """Learns by how much answers take longer at a decode instance than their reserved steps.
 
-    The time between tokens at the reservation follows the load of the moment. What comes later adds some of the
-    instance's steps at its start, for each load bucket. Buckets begin with the steps of the nearest bucket, the first
-    with none.
+    The time between tokens at the reservation follows the load of the moment. Later steps take some of the instance's
+    start-up step time more, for each load bucket. Buckets begin with the steps of the nearest bucket, the first with
+    none.
 
     Args:
-        step_s: seconds of a step of one sequence, as the instance reported at its start.
+        step_s: seconds for a step over one sequence, as reported at the start.
     """
 
     __slots__ = ("_added", "_step_s")
@@ -563,7 +564,7 @@ class TpotModel:
         return TpotForecast(tbt_s, tbt_s + self._steps(others) * self._step_s, others)
 
     def observe(self, foreseen: TpotForecast, steps: int, seconds: float) -> None:
-        """Learns from the seconds between an answer's first token and its last, `steps` later."""
+        """Learns from the seconds between an answer's first token and the last token, `steps` later."""
         bucket = load_bucket(foreseen.others)
         learnt = self._added[bucket]
         if learnt is None:
@@ -597,9 +598,9 @@ LENGTH_WINDOW = 1024
 MAX_STRATA = 4096
 """Most strata; those that began an answer least recently are forgotten."""
 MIN_LOG_SURVIVAL = -30.0
-"""Logarithm of the least probability of outliving an interval: a product of such is still a number."""
+"""Logarithm of the least probability for outliving an interval: a product of such is still a number."""
 CURVE_REFRESH = 32
-"""A curve is computed anew after a share of 1 / `CURVE_REFRESH` more answers have ended, at least one."""
+"""A curve is computed anew after 1 / `CURVE_REFRESH` more answers have ended, at least one."""
 Stratum = tuple[str, ...]
 """() is all requests, (tenant,) a tenant."""
 
@@ -650,7 +651,7 @@ class OutputLengthModel:
     # --- what is seen -----------------------------------------------------------------------------------------------
 
     def begin(self, number: int, stratum: Stratum) -> None:
-        """An answer has its first token; an answer that is followed already is fine."""
+        """An answer has a first token; an answer that is followed already is fine."""
         if number in self._running:
             return
         self._running[number] = _RunningAnswer(stratum)
@@ -674,7 +675,7 @@ class OutputLengthModel:
         running.interval = reached
 
     def ended(self, number: int, tokens: int) -> None:
-        """An answer has ended by itself after `tokens` tokens; unknown numbers are fine."""
+        """An answer has ended normally after `tokens` tokens; unknown numbers are fine."""
         self.grew(number, tokens)
         running = self._running.pop(number, None)
         if running is not None:
@@ -682,7 +683,7 @@ class OutputLengthModel:
                 counts.end(running.interval)
 
     def removed(self, number: int) -> None:
-        """An answer was cut off or given up, so its length is not known; unknown numbers are fine."""
+        """An answer was cut off or given up, so the full length is unknown; unknown numbers are fine."""
         self._running.pop(number, None)
 
     def _of(self, stratum: Stratum) -> list[_LengthCounts]:
@@ -696,7 +697,7 @@ class OutputLengthModel:
         return exp(min(_curve_at(curve, tokens) - _curve_at(curve, so_far), 0.0))
 
     def _curve(self, stratum: Stratum) -> tuple[float, ...]:
-        """Logarithm of the probability of outliving each bound, and 0 before the first."""
+        """Logarithm of the probability for outliving each bound, and 0 before the first."""
         while stratum not in self._counts:
             stratum = stratum[:-1]
         total = self._counts[()].total
@@ -714,7 +715,7 @@ class OutputLengthModel:
         return tuple(curve)
 
     def _steps(self, stratum: Stratum, parent: tuple[float, ...]) -> tuple[float, ...]:
-        """Logarithms of the probabilities of outliving each interval, once it is reached."""
+        """Logarithms of the probabilities for outliving each interval, once reached."""
         counts = self._counts[stratum]
         three = zip(counts.ended, counts.outlived, parent, strict=True)
         return tuple(
@@ -740,12 +741,12 @@ class OutputLengthModel:
 
 
 def _with_parents(stratum: Stratum) -> list[Stratum]:
-    """The stratum and its parents, up to the root."""
+    """The stratum and all parents, up to the root."""
     return [stratum[:length] for length in range(len(stratum), -1, -1)]
 
 
 def _curve_at(curve: tuple[float, ...], tokens: float) -> float:
-    """The curve between its borders: straight in the logarithm."""
+    """The curve between two borders: straight in the logarithm."""
     if tokens <= 0.0:
         return 0.0
     place = bisect_left(LENGTH_BOUNDS, tokens)
@@ -760,7 +761,7 @@ def _curve_at(curve: tuple[float, ...], tokens: float) -> float:
 class SloLimits:
     """What a request expects, seconds; None = no limit.
 
-    `queue_s`: so long it waits at the conductor rather than being refused, which does not count in `ttft_s`.
+    `queue_s`: longest wait at the conductor before a refusal, not counted in `ttft_s`.
     """
 
     ttft_s: float | None = None

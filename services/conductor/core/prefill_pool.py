@@ -51,7 +51,7 @@ The first report may have been under way when the token came.
 
 @dataclass(slots=True)
 class _ComputedChain:
-    """A computed chain whose blocks are not reported yet, and the load reports since."""
+    """A computed chain with blocks not yet reported, and the load reports since."""
 
     marked: tuple[bytes, ...]
     reports: int = 0
@@ -82,26 +82,29 @@ class InFlightPrefixes:
         self._drop(*self._claims.pop(claim, ("", ())))
 
     def computed(self, claim: int) -> str:
-        """A prompt has its first token: its blocks will be reported soon. Returns its instance; "" = unknown claim."""
+        """A prompt has a first token: the blocks will be reported soon.
+
+        Returns the prompt's instance; "" = unknown claim.
+        """
         instance, marked = self._claims.pop(claim, ("", ()))
         if marked:
             self._computed.setdefault(instance, []).append(_ComputedChain(marked))
         return instance
 
     def keys_reported(self, instance: str, holds: Callable[[bytes], bool]) -> None:
-        """An instance has reported which blocks it holds."""
+        """An instance has reported which blocks are there."""
         if instance in self._computed:
             self._keep(instance, lambda one: not holds(one.marked[-1]))
 
     def reported(self, instance: str) -> None:
-        """An instance has reported its load."""
+        """An instance has reported load."""
         if instance in self._computed:
             for one in self._computed[instance]:
                 one.reports += 1
             self._keep(instance, lambda one: one.reports < REPORTS_AWAITED)
 
     def lost(self, instance: str) -> None:
-        """The instance is gone, and its blocks with it."""
+        """The instance and all its blocks are gone."""
         self._keep(instance, lambda _: False)
 
     def _keep(self, instance: str, wanted: Callable[[_ComputedChain], bool]) -> None:
@@ -125,7 +128,7 @@ class InFlightPrefixes:
                     del self._at[key]
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Instances where the beginning of a chain is being computed, and how many blocks of it."""
+        """Instances where a chain's beginning is being computed, and how many blocks."""
         if not self._at:
             return {}
         at = map(self._at.get, _keys_at_marks(keys))
@@ -193,7 +196,7 @@ LONG_PROMPT_END = work_of(512, 16384)
 LOAD_BYTES = 1 << 28
 """Bytes of KV by which loads are compared."""
 LATER_SHARE = 0.25
-"""Share of a full step that later prompts take of the step in which a waiting prompt ends."""
+"""Share of a full step that later prompts take in the step in which a waiting prompt ends."""
 
 
 RECENT_S = 60.0
@@ -202,7 +205,7 @@ RECENT_S = 60.0
 
 @dataclass(slots=True)
 class RecentRate:
-    """A sum that fades with `RECENT_S`, by the times of events: `total` as of the time `at`."""
+    """A sum that fades with `RECENT_S`, by event times: `total` as of the time `at`."""
 
     total: float = 0.0
     at: float = 0.0
@@ -225,7 +228,7 @@ USUAL_S = 600.0
 
 @dataclass(slots=True)
 class UsualValue:
-    """A mean of samples over `USUAL_S`, each with the time since the one before as its weight."""
+    """A mean over samples within `USUAL_S`, each weighted by the time since the sample before."""
 
     value: float = 0.0
     at: float = 0.0
@@ -237,7 +240,7 @@ class UsualValue:
 
 
 SAMPLED = 64
-"""Instances whose queues stand for those of all, where there are more."""
+"""Sample size: above this number, some instances' queues stand for all."""
 
 
 @dataclass(slots=True)
@@ -247,11 +250,11 @@ class PlacedPrompt:
     Attributes:
         busy_s: seconds for which the prompt keeps the instance busy.
         tokens: to compute.
-        overtaken: a prompt was placed before it later.
-        left_s: of `busy_s`, seconds to come, as of the instance's `advanced_at`.
-        number: the instance's own number of the prompt; 0 = it gives none, None = not known yet.
-        covered: the last report includes the prompt, so it is not counted any more.
-        queue_key: its position among other prompts there; None = not known.
+        overtaken: a prompt was placed before this prompt later.
+        left_s: remaining part of `busy_s` in seconds, as of the instance's `advanced_at`.
+        number: the instance's own number of the prompt; 0 = no token there, None = not known yet.
+        covered: the last report includes the prompt, so the prompt is not counted any more.
+        queue_key: the prompt's position among other prompts there; None = not known.
     """
 
     busy_s: float
@@ -267,12 +270,12 @@ class PlacedPrompt:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Orders prompts of one tenant; prompts without a key go first."""
+        """Orders one tenant's prompts; prompts without a key go first."""
         return self.queue_key.order_in_tenant if self.queue_key is not None else (-inf, 0)
 
     @property
     def tenant(self) -> str:
-        """Whose prompt it is."""
+        """The prompt's tenant."""
         return self.queue_key.tenant if self.queue_key is not None else ""
 
 
@@ -281,14 +284,14 @@ class PrefillInstanceState:
     """One prefill instance.
 
     Attributes:
-        learnt: its speeds, corrected.
-        free_at: time at which all known prompts are computed: those of the last report, and own ones that the report
-            does not include. Seconds of the clock of `now`.
+        learnt: corrected speeds.
+        free_at: time at which all known prompts are computed: prompts in the last report, and own prompts that the
+            report does not include. Seconds on `now`'s clock.
         others_at: the same for prompts of other conductors.
         reported_at: time of the last report.
-        overtaken: the last report was ignored, as an answer had overtaken it.
+        overtaken: the last report was ignored, as a later answer had arrived first.
         prompts: prompts that this conductor has placed here, by claim.
-        link: over which others read its blocks.
+        link: link over which others read blocks.
         recent: seconds of work that this conductor has placed here.
         advanced_at: time until which `PlacedPrompt.left_s` is counted.
         full_step: work of a full step.
@@ -320,7 +323,7 @@ class PrefillInstanceState:
 
     @property
     def slowed(self) -> float:
-        """Factor by which its queue takes longer than reported; a queue is mostly full steps."""
+        """Factor by which the queue takes longer than reported; a queue is mostly full steps."""
         return self.learnt.slowdown(self.full_step)
 
     def claim(self, number: int, busy_s: float, now: float, queue_key: QueueKey | None = None, tokens: int = 0) -> None:
@@ -333,7 +336,7 @@ class PrefillInstanceState:
         self.recent.add(busy_s, now)
 
     def acknowledged(self, claim: int, number: int) -> None:
-        """The instance has the prompt of a claim, as its `number`-th; the last report may include it already."""
+        """The instance has a claim's prompt, as the `number`-th; the last report may include the prompt already."""
         prompt = self.prompts[claim]
         prompt.number = number
         if 0 < number <= self.load.taken and not prompt.covered and self.load.drain_s is not None:
@@ -344,7 +347,7 @@ class PrefillInstanceState:
         """Stops counting a prompt."""
         self._advance(now)
         prompt = self.prompts.pop(number)
-        if self.load.drain_s is None:  # it does not tell when it will be free: what is left begins now
+        if self.load.drain_s is None:  # the instance does not tell when free: the remaining work begins now
             self.free_at = now + self._uncovered_s()
         elif not prompt.covered:
             self.free_at -= prompt.busy_s
@@ -369,13 +372,13 @@ class PrefillInstanceState:
         drain_s = load.drain_s * self.slowed
         ahead_s = drain_s + self._uncovered_s()
         self.others_at = now + max(0.0, drain_s - sum([it.busy_s for it in self.prompts.values() if it.covered]))
-        # An idle one keeps the time since when it is: the one that was idle longest is chosen first.
+        # An idle instance keeps the time since when idle: the longest idle instance is chosen first.
         self.free_at = now + ahead_s if ahead_s > 0 else min(self.free_at, now)
 
     def queue_s(self, key: QueueKey, all_s: float) -> float:
         """Predicted seconds until a prompt with this queue key begins, if the whole queue takes `all_s`.
 
-        A prompt that goes before others of this conductor waits for the earlier prompts of its tenant, each in its turn
+        A prompt that goes before other prompts from this conductor waits for the tenant's earlier prompts, each in turn
         among the tenants, and for the step under way.
         """
         own = [(it.queue_key, it.busy_s) for it in self.prompts.values() if it.queue_key is not None]
@@ -388,9 +391,9 @@ class PrefillInstanceState:
         return min(all_s, turns * sum(before) + self._step_s(self.prompts.values()))
 
     def wait(self, key: QueueKey, now: float) -> QueueWait:
-        """The place of a prompt with this queue key, where prompts are computed in the order of their keys.
+        """The place for a prompt with this queue key, if prompts are computed in key order.
 
-        Prompts of other conductors go first. Between tenants, each waits for its turns.
+        Prompts of other conductors go first. Tenants wait for their turns.
         """
         all_s = max(self.free_at - now, 0.0)
         if all_s <= 0.0:
@@ -405,13 +408,13 @@ class PrefillInstanceState:
         reported = self.load.running + self.load.waiting
         others = reported > sum([it.covered for it in self.prompts.values()])
         if (others or left_s <= 0.0) and left_s < all_s:
-            before_s += all_s - left_s  # of other conductors, or of prompts that take longer than predicted
+            before_s += all_s - left_s  # from other conductors, or from prompts that take longer than predicted
         elif left_s > 0.0:
             before_s *= all_s / left_s
         return QueueWait(min(all_s, before_s + (self._step_s(self.prompts.values()) / 2 if behind else 0.0)), behind)
 
     def _left(self, now: float) -> list[tuple[PlacedPrompt, float]]:
-        """This conductor's prompts in the order of their keys, and the seconds of each that are left to compute.
+        """This conductor's prompts in key order, and each prompt's remaining seconds.
 
         The time since `advanced_at` went to the first of them.
         """
@@ -449,7 +452,7 @@ class PrefillInstanceState:
         self.learnt.observe(choice.growing_s, choice.rest_s, there_s)
 
     def computed(self, now: float) -> None:
-        """A prompt of this conductor has its first token: the next prompt begins now."""
+        """A prompt from this conductor has a first token: the next prompt begins now."""
         self.free_at = max(now, self.others_at) + sum([prompt.busy_s for prompt in self.prompts.values()])
 
     def _uncovered_s(self) -> float:
@@ -483,8 +486,8 @@ class PromptToPlace:
     """A prompt for which an instance is chosen.
 
     Attributes:
-        request: what policies see of it.
-        queue_key: its position among others, as it arrives at an instance now.
+        request: the policies' view.
+        queue_key: position among others, on arrival at an instance now.
         limit: which placements are refused; None = none for the time to first token.
     """
 
@@ -495,11 +498,11 @@ class PromptToPlace:
 
 @dataclass(slots=True)
 class ShadowTally:
-    """Decisions of a shadow policy beside the real one.
+    """A shadow policy's decisions beside the real policy's.
 
     Attributes:
-        decisions: of both.
-        agreed: of these, those with the same instance.
+        decisions: number of compared decisions.
+        agreed: decisions with the same instance.
         sooner_s: predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.
     """
 
@@ -519,7 +522,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
     Args:
         policy: which is chosen.
-        seed: of its draws.
+        seed: for the draws.
         shadow_policy: what another policy would have chosen is counted in `shadow`; None = none is asked.
     """
 
@@ -538,7 +541,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def queue_s(self, choice: PrefillChoice, key: QueueKey) -> float:
         """Predicted seconds that a prompt with this queue key waits at the instance of a choice.
 
-        A choice to which the policy has given a place of its own waits as predicted there.
+        A choice with a place given by the policy waits as predicted there.
         """
         instance = self.get(choice.id)
         if instance is None or choice.queue_s <= 0.0 or choice.delay_s is not None:
@@ -546,12 +549,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return instance.queue_s(key, choice.queue_s)
 
     def wait(self, name: str, key: QueueKey, now: float) -> QueueWait:
-        """The place of a prompt with this queue key at an instance, where queues are in the order of these keys."""
+        """The place for a prompt with this queue key at an instance with queues in key order."""
         instance = self.get(name)
         return instance.wait(key, now) if instance is not None else QueueWait(0.0, 0)
 
     def rank(self, instance: PrefillInstanceState) -> None:
-        """Ranks an instance anew, after its load or speeds have changed."""
+        """Ranks an instance anew, after a change in load or speeds."""
         facts, free_at = instance.facts, instance.free_at
         self.ranks.put(
             instance.slot,
@@ -571,7 +574,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         )
 
     def computed(self, claim: int) -> None:
-        """A prompt has its token; its blocks count until they are reported, if its instance is still here."""
+        """A prompt has a first token; the blocks count until reported, if the instance is still a member."""
         name = self.in_flight.computed(claim)
         if self.get(name) is None:
             self.in_flight.lost(name)
@@ -589,8 +592,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Predictions for the best instances by the policy, best first, then for some that cannot be used.
 
         Args:
-            demand: of the request.
-            model: predicts it.
+            demand: the request's.
+            model: predicts the request's prompt.
             prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
             now: seconds.
             suspects: mask of instances that failed this request before; they come after all others.
@@ -624,12 +627,12 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         return draw_below(limit, self._seed, self._decisions, counter)
 
     def placed(self, busy_s: float, now: float) -> None:
-        """A prompt was placed: counts it in `arrivals`."""
+        """Counts a placed prompt in `arrivals`."""
         self._prompts.add(1.0, now)
         self._work.add(busy_s, now)
 
     def _sampled(self, now: float) -> Arrivals:
-        """What was placed lately, and the mean queue, as a sample of the usual one; of many instances, that of some."""
+        """Recent placements, and the mean queue as a sample of the usual queue; of many instances, some are sampled."""
         count = max(1, len(self))
         looked_at = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
         waits = [max(it.free_at - now, 0.0) for it in looked_at]
@@ -641,7 +644,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
     def predict(
         self, model: PrefillLatencyModel, slot: int, blocks: int, now: float, excluded: str = ""
     ) -> PrefillChoice:
-        """Predicts a prompt on an instance that holds so many leading blocks; `excluded`: why it cannot be used."""
+        """Predicts a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
         cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks, loads=not facts.kv_domain)
@@ -705,9 +708,9 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
 
 @frozen
 class TypicalPrefillSeconds:
-    """Seconds by which prefill instances are compared: a prompt, the end of a long one, and a load.
+    """Seconds by which prefill instances are compared: a prompt, a long prompt's end, and a load.
 
-    A class and not a function, so that a journal can hold it.
+    A class rather than a function, so that a journal can hold the value.
     """
 
     def __call__(self, speeds: Speeds) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""Which instances hold which KV blocks: a trie of blocks with a set of instances per block, fed by KV events.
+"""Which instances hold which KV blocks: a block trie with a set of instances per block, fed by KV events.
 
 Gaps in an instance's events are found by sequence number and healed by a snapshot; a doubtful block is dropped, which
 costs a cache miss.
@@ -176,7 +176,7 @@ def _set_table(tables: list[dict[int, int]], slot: int) -> dict[int, int]:
 ROOT = -1
 """Parent of a chain's first block."""
 UNLINKED = -2
-"""Parent of a block whose chain is not known yet."""
+"""Parent of a block without a known chain."""
 _MIN_SETS = 1 << 14
 
 
@@ -198,7 +198,7 @@ class BlockTrie:
         self._free = LRU_END  # first of the unused nodes, chained by `_parent`
         self._held: list[int] = []
         self._free_slots: list[int] = []
-        self._lost = 0  # mask of slots whose bits mean nothing any more
+        self._lost = 0  # mask of slots whose bits are no longer valid
         self._sweeping = 0  # those of them that the sweep under way removes
         self._cursor = 0
 
@@ -220,7 +220,7 @@ class BlockTrie:
         return len(self._held) - 1
 
     def close_slot(self, slot: int) -> None:
-        """Forgets a holder and all it held, at once; `sweep` makes the slot usable again."""
+        """Forgets a holder with all blocks, at once; `sweep` makes the slot usable again."""
         if self._held[slot]:
             self._lost |= 1 << slot
             self._held[slot] = 0
@@ -281,11 +281,10 @@ class BlockTrie:
         """How much of a chain everyone holds.
 
         Args:
-            keys: of a chain, from its first block on. A key follows the same keys in every call.
+            keys: a chain's keys, from the first block on. A key follows the same keys in every call.
 
-        Returns:
-            (blocks, mask) with blocks ascending and each mask within the one before: the slots that hold so many
-            leading blocks. A slot's prefix is the largest of its entries.
+        Returns: (blocks, mask) with blocks ascending and each mask within the mask before: the slots that hold that
+            many leading blocks. A slot's prefix is the largest entry with the slot.
         """
         linked = self._link(keys)
         if not linked:
@@ -295,7 +294,8 @@ class BlockTrie:
         if self._child[end] == LRU_END:
             self._leaves.renew(end)
         alive, masks, found = ~self._lost, self._sets.masks, []
-        # Samples to the right of `low`, the nearest last: bisecting for one stretch's end also narrows the next ones'.
+        # Samples to the right of `low`, the nearest last: bisecting for one stretch's end also narrows the next
+        # stretches' ends.
         samples = [(linked, EMPTY_SET), (linked - 1, closed[end])]
         low, number = 0, closed[nodes[keys[0]]]
         while number != EMPTY_SET:
@@ -318,7 +318,7 @@ class BlockTrie:
         return found
 
     def _link(self, keys: Sequence[bytes]) -> int:
-        """Links the chain as far as its blocks are known; returns how many are linked."""
+        """Links the chain as far as the blocks are known; returns how many are linked."""
         find, parents = self._nodes.get, self._parent
         low, high = 0, len(keys)
         last = find(keys[-1]) if keys else None
@@ -354,7 +354,7 @@ class BlockTrie:
         self._closed[node] = self._sets.common(self._raw[node], self._closed[parent])
 
     def _spread(self, node: int) -> None:
-        """Computes the closed set of a block anew, and of all below it as far as it changes."""
+        """Computes a block's closed set anew, and all sets below as far as they change."""
         parent, child, following = self._parent, self._child, self._next
         raw, closed, common = self._raw, self._closed, self._sets.common
         waiting = [node]
@@ -396,14 +396,14 @@ class BlockTrie:
         self._free = have
 
     def _lessened(self, node: int, *, evicting: bool = False) -> None:
-        """The raw set of a block has shrunk: spreads that, or removes the block if it is not needed."""
+        """A block's raw set has shrunk: spreads the change, or removes an unneeded block."""
         if self._raw[node] == EMPTY_SET and self._child[node] == LRU_END:
             self._remove(node, evicting=evicting)
         elif self._parent[node] != UNLINKED:
             self._spread(node)
 
     def _remove(self, node: int, *, evicting: bool) -> None:
-        """Removes a leaf that no instance holds, and its ancestors that become such leaves."""
+        """Removes a leaf that no instance holds, and ancestors that become such leaves."""
         self._leaves.remove(node)
         while True:
             parent, key = self._parent[node], self._keys[node]
@@ -520,7 +520,7 @@ class BlockTrie:
         else:
             assert above == ROOT or self._keys[above] is not None
             want = raw if above == ROOT else self._sets.common(raw, self._closed[above])
-            # While a sweep is under way, a block behind it is clean and its parent ahead of it need not be.
+            # During a sweep, a block behind the sweep is clean; the block's parent ahead of the sweep need not be.
             assert (self._sets.masks[want] ^ self._sets.masks[closed]) & ~self._lost == 0
 
     def _chain(self, node: int, following: Sequence[int]) -> list[int]:
@@ -544,14 +544,14 @@ class KeyEventResult(Enum):
     RESYNC = auto()
     """An earlier message is missing: the instance's blocks were dropped, and a snapshot must be ordered."""
     IGNORED = auto()
-    """A snapshot is awaited and this was not its beginning."""
+    """A snapshot is awaited and this message did not begin a snapshot."""
 
 
 @dataclass(slots=True)
 class _Holder:
     """One instance. `next_sequence` is 0 while a snapshot is awaited; `synced` when the last one was complete.
 
-    `memory` is the slot of what is not on its SSD only; NO_SLOT for an instance that does not tell.
+    `memory` is the slot for blocks that are not on SSD only; NO_SLOT for an instance that does not tell.
     """
 
     slot: int
@@ -561,7 +561,7 @@ class _Holder:
 
 
 class PrefixIndex:
-    """KV blocks of instances by id. An instance has a slot, which changes when all its blocks are dropped."""
+    """KV blocks of instances by id. An instance has a slot, which changes when all blocks are dropped."""
 
     def __init__(self, max_blocks: int = 4_000_000) -> None:
         self._trie = BlockTrie(max_blocks)
@@ -579,9 +579,11 @@ class PrefixIndex:
         return len(self._trie)
 
     def add_instance(self, instance_id: str, *, reports_ssd: bool = False) -> None:
-        """Adds an empty instance, whose first message must begin a snapshot. An earlier one of the id is removed.
+        """Adds an empty instance; the first message must begin a snapshot.
 
-        With `reports_ssd`, the instance has a second slot for the blocks in its memory.
+        An earlier instance with the id is removed.
+
+        With `reports_ssd`, the instance has a second slot for the blocks in memory.
         """
         self.remove_instance(instance_id)
         self._holders[instance_id] = holder = _Holder(self._trie.open_slot())
@@ -590,7 +592,7 @@ class PrefixIndex:
             holder.memory = self._trie.open_slot()
 
     def remove_instance(self, instance_id: str) -> None:
-        """Forgets an instance and everything it held; unknown ids are fine."""
+        """Forgets an instance with all blocks; unknown ids are fine."""
         holder = self._holders.pop(instance_id, None)
         if holder is not None:
             del self._owners[holder.slot]
@@ -600,7 +602,7 @@ class PrefixIndex:
             self.sweep()
 
     def slot(self, instance_id: str) -> int:
-        """The slot of an instance in the masks of `match` now.
+        """An instance's current slot in the masks from `match`.
 
         Raises:
             KeyError: the instance was not added.
@@ -608,7 +610,7 @@ class PrefixIndex:
         return self._holders[instance_id].slot
 
     def memory(self, instance_id: str) -> int:
-        """The slot of what is in its memory, NO_SLOT where it does not tell.
+        """The slot for blocks in memory, NO_SLOT if the instance does not tell.
 
         Raises:
             KeyError: the instance was not added.
@@ -626,9 +628,9 @@ class PrefixIndex:
         snapshot_begin: bool = False,
         snapshot_end: bool = False,
     ) -> KeyEventResult:
-        """Applies one message of an instance. A key that is both stored and removed counts as removed.
+        """Applies one message from an instance. A key that is both stored and removed counts as removed.
 
-        `cooled` are on its SSD only, until they are stored again.
+        `cooled` are on SSD only, until stored again.
 
         Raises:
             KeyError: the instance was not added.
@@ -663,7 +665,7 @@ class PrefixIndex:
         return {owners[slot]: blocks for blocks, mask in self.match(keys) for slot in slots_in(mask) if slot in owners}
 
     def forget(self, instance_id: str, keys: Iterable[bytes], version: int) -> None:
-        """Drops blocks that an instance was found not to hold, until it reports them again.
+        """Drops blocks that an instance was found to lack, until the instance reports them again.
 
         Those that were reported after `version`, the state of the index that promised them, are kept. Unknown instances
         and blocks are fine.
@@ -690,9 +692,9 @@ class PrefixIndex:
         return holder is not None and holder.synced
 
     def sweep(self, max_nodes: int = SWEEP_NODES) -> bool:
-        """Goes on removing what lost instances left in the trie; False if nothing is left.
+        """Goes on removing what lost instances left in the trie; False if the trie is clean.
 
-        Every message does a part of it; without messages it may wait.
+        Every message does a part of the sweep; without messages the sweep may wait.
         """
         self._trie.sweep(max_nodes)
         return self._trie.unswept
@@ -710,7 +712,7 @@ class PrefixIndex:
             assert holder.memory == NO_SLOT or self._trie.held(holder.memory) <= self._trie.held(holder.slot)
 
     def _drop_all(self, instance_id: str, holder: _Holder) -> None:
-        """Drops everything known of an instance at once, by giving it other slots."""
+        """Drops all knowledge about an instance at once, by giving the instance other slots."""
         holder.next_sequence, holder.synced = 0, False
         if self._trie.held(holder.slot):
             del self._owners[holder.slot]

@@ -1,4 +1,4 @@
-"""One request in the scheduler: its state, the phases of its current attempt, and the timers of both.
+"""One request in the scheduler: state, phases of the current attempt, and the timers for both.
 
 docs/states.md has the diagrams, which are generated from the tables here.
 """
@@ -33,21 +33,23 @@ class RequestState(Enum):
     ARRIVED = 0
     """Just taken in. No request is in this state between two events."""
     PLACED = 1
-    """Has an attempt: instances are chosen, and calls carry it out."""
+    """Has an attempt: instances are chosen, and calls carry the attempt out."""
     WAITING_MEMORY = 2
-    """No decode instance had KV blocks for it. Waits in `DecodeMemoryQueue`."""
+    """No decode instance had enough KV blocks. Waits in `DecodeMemoryQueue`."""
     WAITING_SLO = 3
-    """No placement kept its SLO, and the client lets it wait. Waits in `SloQueue`."""
+    """No placement kept the SLO, and the client lets the request wait. Waits in `SloQueue`."""
     WAITING_INSTANCE = 4
-    """No instance could take it. Waits until one joins."""
+    """No instance could take the request. Waits until one joins."""
     BACKOFF = 5
     """An attempt failed. Waits before the next one."""
     REHASHING = 6
     """Waits for the block keys of the prompt and the answer so far."""
     WAITING_OWNER = 7
-    """Resumed. Waits for the decode instance that runs its sequence to join this conductor."""
+    """Resumed. Waits for the decode instance that runs the sequence to join this conductor."""
     TAKEN_OVER = 8
-    """Follows a sequence that has no attempt here: another conductor started it, or moving it away failed."""
+    """Follows a sequence without an attempt here: another conductor started the sequence, or moving the sequence away
+    failed.
+    """
     ENDED = 9
     """Complete, failed, or dropped."""
 
@@ -113,7 +115,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = {
 
 
 class PrefillPhase(Enum):
-    """How far an attempt is at its prefill instance."""
+    """How far an attempt is at the prefill instance."""
 
     NOT_CALLED = 0
     """Decode memory is reserved first."""
@@ -144,7 +146,7 @@ class DecodePhase(Enum):
     RESERVED = 2
     """An instance keeps KV blocks for the request."""
     STARTED = 3
-    """The sequence is started there. It runs when its KV has arrived."""
+    """The sequence is started there. The sequence runs as soon as the KV has arrived."""
     STREAMING = 4
     """Tokens have come."""
     ENDED = 5
@@ -162,12 +164,12 @@ DECODE_TRANSITIONS: Mapping[DecodePhase, frozenset[DecodePhase]] = {
 
 
 class TimerKind(Enum):
-    """What a timer of the scheduler is for; the number beside it in a `TimerKey` is a request's or a call's."""
+    """What a timer of the scheduler is for; the number in a `TimerKey` is a request's or a call's."""
 
     DEADLINE = 0
     """A request must have ended."""
     WAIT = 1
-    """A request has waited for a placement as long as it may."""
+    """A request has waited for a placement as long as allowed."""
     BACKOFF = 2
     """A request's pause between two attempts is over."""
     RENEWAL = 3
@@ -179,7 +181,7 @@ class TimerKind(Enum):
     RESERVE = 6
     """A `CallReserve` has taken too long: the next instance is asked."""
     LINGER = 7
-    """A prefill call whose answer is complete must have ended."""
+    """A prefill call must have ended after the answer is complete."""
     SLO_QUEUE = 8
     """Requests in the `SloQueue` look for a placement again."""
 
@@ -199,12 +201,12 @@ REQUEST_TIMERS = (
 
 @dataclass(slots=True)
 class Attempt:
-    """One placement of a request and what carries it out.
+    """One placement of a request, and the calls that carry the placement out.
 
     Attributes:
-        sequence: id that engines see. It ends with the attempt's number, which fences earlier attempts off.
+        sequence: id that engines see. The id ends with the attempt's number, which fences earlier attempts off.
         decision: instances that the router chose.
-        incarnation: of the prefill instance.
+        incarnation: the prefill instance's.
         decode_candidates: decode instances still to be asked for memory, best first.
         prefill_claim: claim of the prompt at prefill; 0 = released.
         prefill_phase, decode_phase: how far the attempt is.
@@ -215,7 +217,7 @@ class Attempt:
         failed: last failure to ask an instance.
         reservation: KV blocks kept at decode; None before.
         lease_s: seconds for which decode keeps the reservation without a renewal.
-        decode_claim: claim of the reserved memory until the sequence's call holds it; 0 = none.
+        decode_claim: claim on the reserved memory until the sequence's call holds the claim; 0 = none.
         delivered: decode has all KV of the prompt.
         instances: ids of instances that have, or had, a part in the attempt.
         begun: time of the placement, seconds.
@@ -268,38 +270,38 @@ class Attempt:
 
     @property
     def delivery_unknown(self) -> bool:
-        """Whether prefill has ended and nothing says that decode has all KV."""
+        """Whether prefill has ended and no message says that decode has all KV."""
         streaming = self.decode_phase is DecodePhase.STREAMING
         return self.prefill_phase is PrefillPhase.ENDED and not self.delivered and not streaming
 
     def runs(self, *, deferred: bool) -> bool:
-        """Whether decode computes the sequence. Deferred answers send nothing before their end: they run when able."""
+        """Whether decode computes the sequence. Deferred answers send nothing before the end: they run when able."""
         started = self.decode_phase is DecodePhase.STARTED
         return self.decode_phase is DecodePhase.STREAMING or (deferred and started and self.delivered)
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One request from its arrival to its end.
+    """One request from arrival to end.
 
     Attributes:
         spec: what the client asked for.
-        keys: of all full blocks of the prompt and the tokens so far, at the last placement.
+        keys: keys for all full blocks of the prompt and the tokens so far, at the last placement.
         state: what the request does now.
         tokens: length of the answer so far; 0 with several answers, none of which prefill computes again.
-        generated: tokens that have come of all answers; none of deferred ones before their end.
-        attempts: placements so far; the number of the next one.
+        generated: tokens that have come of all answers; none from deferred answers before their end.
+        attempts: placements so far; the next attempt's number.
         failures: the latest attempts in a row that failed.
         suspects: ids of instances that failed the request; used only when no other is left.
         attempt: the current one; None while the request has no placement.
         followed_call: call that follows a sequence without an attempt, after a takeover or while moving; 0 = none.
-        stays_until: time before which the sequence is not moved again, as no other instance took it.
+        stays_until: time before which the sequence is not moved again, as no other instance took the sequence.
         reserves: `CallReserve` calls of all attempts that have not ended.
         unasked: placements in a row for which no decode instance could be asked.
         refusal: error to return if the wait times out.
-        waits_since: time since which the request looks for a placement in vain; None while it has one.
+        waits_since: time since which the request looks for a placement in vain; None during an attempt.
         queued_s: seconds of earlier waits that do not count in the TTFT limit.
-        counted: charged to its tenant, and counted for replication of its prefix.
+        counted: charged to the tenant, and counted for prefix replication.
         recovering: placed before, or held up by a passing failure: the request is not refused early any more.
     """
 
@@ -328,7 +330,7 @@ class ScheduledRequest:
 
     @property
     def moving(self) -> bool:
-        """Whether the sequence goes on at its old instance while the request is placed anew."""
+        """Whether the sequence continues at the old instance while the request is placed anew."""
         return bool(self.followed_call) and self.state is not RequestState.TAKEN_OVER
 
     @property
@@ -344,13 +346,13 @@ class ScheduledRequest:
 
     @property
     def next_sequence(self) -> str:
-        """Id under which engines see the next attempt. No earlier attempt had it."""
+        """Id under which engines see the next attempt. No earlier attempt had this id."""
         resumed, number = self.spec.resumed, self.attempts
         fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
         return f"{self.spec.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.spec.id
 
     def attempt_as(self, sequence: str) -> Attempt | None:
-        """The current attempt if engines see it under this id; None if the id is an earlier attempt's."""
+        """The current attempt if engines see the attempt under this id; None if the id is an earlier attempt's."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.sequence == sequence else None
 
@@ -360,7 +362,7 @@ class ScheduledRequest:
         return until - self.spec.arrived - self.queued_s
 
     def grow(self, tokens: int) -> None:
-        """Counts new tokens of the answer, or of one of them."""
+        """Counts new tokens in the answer, or in one answer."""
         self.generated += tokens
         if self.spec.choices == 1 and not self.spec.deferred:
             self.tokens += tokens

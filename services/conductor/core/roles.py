@@ -1,15 +1,15 @@
-"""Whether an engine instance changes its role, by the pressure of the two pools, with hysteresis.
+"""Whether an engine instance changes roles, by the two pools' pressure, with hysteresis.
 
-The *pressure* of a pool is its offered work as a share of what it can do within the limits. For prefill: the share of
-time in which instances compute, plus the queue. For decode: the share of a step that sequences take of what the TBT
-limit leaves them, or the share of blocks in use if that is more. Pressure falls as one over the number of instances, so
-the pressure after a change can be predicted.
+A pool's *pressure* is the offered work as a share of the pool's capacity within the limits. For prefill: the share of
+time in which instances compute, plus the queue. For decode: sequences' share of the step time that the TBT limit
+leaves, or the share of blocks in use if that is more. Pressure falls as one over the number of instances, so the
+pressure after a change can be predicted.
 
 An instance goes to the other pool if that pool's pressure has been `ratio` times as high for `hold_s`, and both pools
-gain: the pool that gives an instance stays below its limit, and below what the other one had. Then nothing changes
-until the change has ended and the pressures are known anew. A draining instance that can switch roles counts as a
-change under way: another conductor may have ordered it. A pool that needs a further instance gets one after `SETTLE_S`;
-a change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
+gain: the giving pool stays below the limit, and below the other pool's pressure before. Then nothing changes until the
+    change has ended and the pressures are known anew. A draining instance that can switch roles counts as a
+change under way: another conductor may have ordered the change. A pool that needs a further instance gets one after
+`SETTLE_S`; a change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ MEMORY_S = 30.0
 MIN_PRESSURE = 0.5
 """Least pressure of a pool that needs an instance: a pool less than half used needs none."""
 SETTLE_S = 40.0
-"""Seconds from the end of a change to the next one to the same pool."""
+"""Seconds from a change's end to the next change to the same pool."""
 CHANGE_S = 180.0
 """Seconds after which a change that has not ended is given up."""
 OTHER_ROLE = {InstanceKind.PREFILL: InstanceKind.DECODE, InstanceKind.DECODE: InstanceKind.PREFILL}
@@ -45,7 +45,7 @@ class RoleLimits:
     Attributes:
         swap: roles change without an order.
         ttft_s: seconds of queue that count as much as a pool that is busy all the time.
-        tbt_s: seconds of a step of a full decode instance.
+        tbt_s: seconds for a step at a full decode instance.
         ratio, hold_s, dwell_s: see the module.
     """
 
@@ -62,7 +62,7 @@ FIXED_ROLES = RoleLimits()
 
 @dataclass(slots=True)
 class RoleChange:
-    """An instance is on its way to another pool."""
+    """An instance on the way to another pool."""
 
     instance: str
     kind: InstanceKind
@@ -71,7 +71,7 @@ class RoleChange:
 
 @dataclass(slots=True)
 class PoolPressure:
-    """Pressure of one pool, a running mean; `since`: time since which it is `ratio` times the other pool's."""
+    """One pool's pressure, a running mean; `since`: time since which the pressure is `ratio` times the other pool's."""
 
     value: float = 0.0
     since: float | None = None
@@ -79,7 +79,7 @@ class PoolPressure:
 
 @dataclass(slots=True)
 class RoleBalancer:
-    """Decides which instance changes its role.
+    """Decides which instance changes roles.
 
     Args:
         limits: when roles change.
@@ -100,7 +100,7 @@ class RoleBalancer:
     _sampled_at: float | None = None
 
     def order(self, now: float, instance: str, out: list[Action]) -> None:
-        """Orders an instance to change its role, whatever the pressures; unknown ids are fine."""
+        """Orders an instance to change roles, whatever the pressures; unknown ids are fine."""
         place: PrefillInstanceState | DecodeInstanceState | None = self.prefills.get(instance) or self.decodes.get(
             instance
         )
@@ -120,7 +120,7 @@ class RoleBalancer:
             self.pressures[facts.kind].since = now + min(SETTLE_S - self.limits.hold_s, 0.0)
 
     def load_reported(self, now: float, out: list[Action]) -> None:
-        """An instance has reported: samples the pressures, and orders a change if it pays."""
+        """An instance has reported: samples the pressures, and orders a change that pays."""
         if not self.limits.swap or (self._sampled_at is not None and now - self._sampled_at < SAMPLE_S):
             return
         self._sample(now)
@@ -134,7 +134,7 @@ class RoleBalancer:
                     return
 
     def _under_way(self, now: float) -> bool:
-        """Whether a change is under way, ordered by this conductor or, as it seems, by another one."""
+        """Whether a change is under way, ordered by this conductor or, it seems, by another."""
         pools: tuple[Iterable[PrefillInstanceState | DecodeInstanceState], ...] = self.prefills, self.decodes
         drain = {
             it.facts.id: it.facts.kind for pool in pools for it in pool if it.facts.switches_role and it.load.draining

@@ -1,7 +1,7 @@
 """Routing.
 
-Prefill and decode instance of a request, where its prefix is loaded from, which kvstores keep its blocks, and copies
-of hot prefixes.
+A request's prefill and decode instance, source of the prefix, kvstores that keep the blocks, and copies of hot
+prefixes.
 """
 
 from collections import OrderedDict
@@ -49,7 +49,7 @@ MAX_REPLICAS = 8
 
 
 class StoreView(NamedTuple):
-    """A kvstore as a request sees it.
+    """A kvstore's state for a request.
 
     `blocks`: leading blocks of the request's chain in the store. `warm`: those of them in memory, the others are on SSD
     only; None = unknown. `busy`: sessions that the store serves. `score`: of rendezvous hashing.
@@ -75,8 +75,8 @@ def _reading_order(store: StoreView) -> tuple[int, int, int, float, str]:
 def choose_write_back(stores: Sequence[StoreView], copies: int, *, shared: bool = False) -> list[StoreView]:
     """Return the stores that shall hold the chain, at most `copies` of them, best first.
 
-    A store that holds at least half of what the best one does keeps the chain: completing it is quicker than filling
-    another. With `shared`, stores hold only a prefix that many chains share, and the score alone decides.
+    A store that holds at least half as much as the best keeps the chain: completing the chain is quicker than filling
+    another store. With `shared`, stores hold only a prefix that many chains share, and the score alone decides.
     """
     half = max((store.blocks for store in stores), default=0) / 2
 
@@ -88,17 +88,17 @@ def choose_write_back(stores: Sequence[StoreView], copies: int, *, shared: bool 
 
 
 def rendezvous_weights(capacities: Mapping[str, int]) -> dict[str, float]:
-    """Return rendezvous weights: capacities in bytes; one that is not known (0) counts as the mean of the others."""
+    """Return rendezvous weights: capacities in bytes; an unknown capacity (0) counts as the mean of the others."""
     known = [capacity for capacity in capacities.values() if capacity > 0]
     usual = sum(known) / len(known) if known else 1.0
     return {name: float(capacity) if capacity > 0 else usual for name, capacity in capacities.items()}
 
 
 class ChainForks:
-    """Where chains fork: for each last held block the different blocks that followed it, in bounded memory.
+    """Where chains fork: for each last held block the different blocks that followed, in bounded memory.
 
-    A conversation's next turn follows its last block once. A block that many different chains follow ends a prefix that
-    they share, such as a system prompt, and those chains may go to different stores.
+    A conversation's next turn follows the conversation's last block once. A block that many different chains follow
+    ends a shared prefix, such as a system prompt, and those chains may go to different stores.
     """
 
     def __init__(self, max_blocks: int = MAX_FORKS) -> None:
@@ -134,7 +134,10 @@ class ChainForks:
 
 @dataclass(slots=True)
 class StoreInstanceState:
-    """One kvstore. Prefixes are loaded over its `link`; `memory` is the slot of those in memory (`PrefixIndex`)."""
+    """One kvstore.
+
+    Prefixes are loaded over the store's `link`; `memory` is the slot of those in memory (`PrefixIndex`).
+    """
 
     facts: InstanceFacts
     slot: int
@@ -184,7 +187,7 @@ class StorePool:
             self._weigh()
 
     def views(self, keys: Sequence[bytes], prompt_key: bytes, prefixes: Sequence[tuple[int, int]]) -> list[StoreView]:
-        """The stores as a request sees them; `prefixes` are what `BlockTrie.match` gives for its keys."""
+        """The stores as a request sees them; `prefixes` are the result of `BlockTrie.match` for `keys`."""
         stores = [self._by_id[name] for name in self._weights]
         held: dict[int, int] = {}
         everyone = 0
@@ -205,7 +208,7 @@ class StorePool:
             )
             for store in stores
         ]
-        # Scores decide among equals. Where one store alone holds something, it is read from and keeps the chain.
+        # Scores decide among equals. If one store alone holds blocks, that store is read from and keeps the chain.
         alone = sum([view.blocks > 0 for view in views]) == 1 == self._replicas
         return views if alone else self._scored(keys, prompt_key, views)
 
@@ -216,9 +219,9 @@ class StorePool:
         return [view._replace(score=rendezvous.score(key, view.id, self._weights[view.id])) for view in views]
 
     def write_back(self, keys: Sequence[bytes], prompt_key: bytes, views: Sequence[StoreView]) -> tuple[StoreView, ...]:
-        """The stores that shall hold the chain, also for a prompt without a full block: its answer may fill some."""
+        """The stores that shall hold the chain, also for a prompt without a full block: the answer may fill blocks."""
         longest = max([view.blocks for view in views], default=0)
-        parts = len(views) > self._replicas and 0 < longest < len(keys)  # else there is nothing to decide
+        parts = len(views) > self._replicas and 0 < longest < len(keys)  # else no decision is needed
         shared = parts and self._forks.shared(keys[longest - 1], keys[longest])
         rated = self._scored(keys, prompt_key, views) if shared else views
         return tuple(choose_write_back(rated, self._replicas, shared=shared))
@@ -240,7 +243,7 @@ class StorePool:
 
 
 MAX_PEERS = 2
-"""Engine instances that are considered for one prompt: of those that hold most, and of those that hold less."""
+"""Engine instances considered for one prompt: among those with most blocks, and among those with fewer."""
 MAX_LOOKED_AT = 16
 """Of instances that hold equally much, so many are compared by how busy their links are."""
 MAX_FALLBACK_HOLDERS = 2
@@ -252,7 +255,7 @@ class PrefixHolders:
     """Finds instances that a prefix can be loaded from.
 
     Args:
-        pools: of the engine instances; none = only kvstores are read from.
+        pools: the engine instances' pools; none = only kvstores are read from.
         stores: the kvstores; None = they are not read from.
     """
 
@@ -289,7 +292,7 @@ class PrefixHolders:
 
         Args:
             prefixes: instances by length of the prefix, as `BlockTrie.match` gives them.
-            suspects: mask of the instances of a pool that are not asked.
+            suspects: mask of a pool's instances that are not asked.
             now: seconds.
         """
         there = [
@@ -318,16 +321,16 @@ class PrefixHolders:
 def holders_to_load_from(
     sources: Sequence[PrefixHolder], chosen: str, local_blocks: int, held_blocks: int
 ) -> tuple[PrefixHolder, ...]:
-    """Instances to load from: the chosen one first, then by length of the prefix; none if nothing is to be loaded.
+    """Instances to load from: the chosen instance first, then by prefix length; none if no load is needed.
 
     If prompts in flight are expected to bring what the instance lacks, no source is chosen. Fallbacks are given all the
     same, as those prompts may fail.
 
     Args:
         sources: instances that were considered.
-        chosen: id of the one that the prediction counts with; "" = none.
+        chosen: id of the instance that the prediction assumes; "" = none.
         local_blocks: leading blocks that the loading instance holds, or will hold when prompts in flight are computed.
-        held_blocks: leading blocks that it holds now.
+        held_blocks: leading blocks there now.
     """
     least = local_blocks if chosen else held_blocks
     holders = [source for source in sources if source.blocks > least] if chosen or held_blocks < local_blocks else []
@@ -336,7 +339,7 @@ def holders_to_load_from(
 
 
 class ReplicationHint(NamedTuple):
-    """What a request would have gained if an instance had held a prefix of its prompt.
+    """What a request would have gained if an instance had held a prefix of the prompt.
 
     Attributes:
         blocks: length of the prefix.
@@ -366,7 +369,7 @@ class RoutingDecision:
         demand: what the request needs.
         index_version: version of the prefix index behind the decision, for `ClusterView.forget`.
         emulated: compute is emulated.
-        at_decode: the one decode instance computes the end of the prompt itself; `prefill` predicts that.
+        at_decode: the single decode instance computes the prompt's end; `prefill` predicts that.
         hint: the copy of a prefix from which the request would have gained; None = none, or copies are off.
         send_s: predicted seconds of sending the KV that decode lacks.
     """
@@ -425,7 +428,7 @@ class PrefixReplication:
     """Orders copies of hot prefixes.
 
     Args:
-        share: share of an instance's link that copies may take, out of it and into it; 0 = no copies.
+        share: share of an instance's link that copies may take, in both directions; 0 = no copies.
 
     Attributes:
         ordered: copies ordered so far.
@@ -486,12 +489,12 @@ class PrefixReplication:
 
 
 DECODE_STEP_TOKENS = 256
-"""Tokens that a decode instance computes beside its batch in a step at most (`step_tokens` there)."""
+"""Most tokens that a decode instance computes beside the batch in a step (`step_tokens` there)."""
 
 
 @frozen
 class DecodeSideChoice:
-    """The prediction if a decode instance computes the end of a prompt itself.
+    """The prediction for a decode instance computing a prompt's end.
 
     Attributes:
         prefill: in the form of a prefill instance's prediction.
@@ -507,7 +510,7 @@ class DecodeSideChoice:
 
 
 class DecodeSidePrefill:
-    """Finds a decode instance that holds most of a prompt and computes the remaining tokens itself.
+    """Finds a decode instance that holds most of a prompt and can compute the remaining tokens.
 
     Args:
         decodes: all decode instances.
@@ -524,7 +527,7 @@ class DecodeSidePrefill:
     def weigh(
         self, decision: RoutingDecision, shape: KVShape, prefixes: Prefixes, suspects: Collection[str]
     ) -> RoutingDecision:
-        """The decision with the best decode instance as one more candidate: the first one if that pays."""
+        """The decision with the best decode instance as a further candidate: the first candidate if that pays."""
         choice = self._best(decision.demand, shape, prefixes, suspects, decision.prefill)
         if choice is None:
             return decision
@@ -544,7 +547,7 @@ class DecodeSidePrefill:
     def _best(
         self, demand: Demand, shape: KVShape, prefixes: Prefixes, suspects: Collection[str], other: PrefillChoice
     ) -> DecodeSideChoice | None:
-        """The best of the decode instances that hold most of the prompt; None if there is none.
+        """The best decode instance among those with most of the prompt; None if there is none.
 
         Best is the least TTFT and cost to others together. `other` is the best prefill instance.
         """
@@ -579,7 +582,7 @@ def _decode_side_choice(
     compute_s = prefill_seconds(speeds, tokens, prefix, steps=steps)
     batch_s = decode_step_seconds(speeds, running, instance.context_tokens) if running else 0.0
     name, need = instance.facts.id, model.blocks(instance.load.answer_tokens)
-    prefill = PrefillChoice(  # it waits for the step that is running, and is computed beside the batch
+    prefill = PrefillChoice(  # the prompt waits for the running step, and is computed beside the batch
         name, blocks, blocks, batch_s, 0.0, compute_s + steps * batch_s, compute_s, overhead_s=other.overhead_s
     )
     decode = model.choice(name, speeds, instance.there, blocks, need)
@@ -592,13 +595,13 @@ class RoutingConfig:
     """How requests are routed.
 
     Attributes:
-        balancing_threshold: a prefix elsewhere counts if it is this many times longer than the instance's own.
+        balancing_threshold: a prefix elsewhere counts if this many times longer than the instance's own.
         kvstore_replicas: kvstores that keep each chain.
         policy: chooses prefill instances.
         decode_policy: orders decode instances.
         shadow_policy: decides beside `policy` without acting; None = none does.
-        seed: of the policy's random draws.
-        decode_prompt_tokens: prompt tokens that decode computes itself, at most; 0 = none.
+        seed: for the policy's random draws.
+        decode_prompt_tokens: most prompt tokens that decode computes; 0 = none.
         slow_factor: an instance this many times slower than usual gets no new requests; 0 = all do.
         peers: prefixes are loaded from engine instances, too, not only from kvstores.
         copy_share: share of a link that copies of hot prefixes may take; 0 = no copies.
@@ -629,16 +632,16 @@ class RoutingRequest:
     Attributes:
         tokens: to compute: the prompt and, of a continued answer, the tokens generated before.
         answer_tokens: still to be generated; with 1, prefill alone can serve the request.
-        keys: of all full blocks of `tokens`.
+        keys: keys for all full blocks of `tokens`.
         prompt_key: hash of the prompt; chooses the kvstore if there is no full block.
         now: time, seconds.
         suspects: ids of instances that failed the request before; used only if no other is left.
         choices: answers to generate.
         at_decode: decode may compute the rest of the prompt.
-        ttft_limit: beyond which the request is refused; None = it is not.
+        ttft_limit: beyond which the request is refused; None = not running.
         limit_s: seconds from now within which the client wants the first token; None = not told.
-        priority: among the requests of its tenant.
-        queue_key: position among requests that wait, by its arrival at the conductor.
+        priority: among the tenant's requests.
+        queue_key: position among waiting requests, by arrival at the conductor.
         needs: sampling options that the instances must have.
     """
 
@@ -657,7 +660,7 @@ class RoutingRequest:
     needs: tuple[str, ...] = ()
 
     def to_place(self, demand: Demand) -> PromptToPlace:
-        """The prompt, as it arrives at an instance now."""
+        """The prompt on arrival at an instance now."""
         key = self.queue_key
         there = QueueKey(key.tenant, priority_rank(self.now, self.priority), key.number, key.weight)
         return PromptToPlace(self.placed(demand), there, self.ttft_limit)
@@ -723,7 +726,7 @@ class Router:
         best = candidates[0]
         domain = self._domain(best.id)
         decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
-        if domain:  # it neither loads from others nor writes to kvstores
+        if domain:  # an instance in a domain neither loads from others nor writes to kvstores
             sources, stores = [], None
         decision = RoutingDecision(
             prefill=best,
@@ -765,7 +768,7 @@ class Router:
         return mask
 
     def _paired(self, demand: Demand) -> int:
-        """Mask of the prefill instances whose KV a decode instance could take, if the request needs one."""
+        """Mask of the prefill instances whose KV a decode instance could take, if the request needs decode."""
         domains = list(self._prefills.domains)
         if domains == [""] or not demand.decode_tokens:
             return ~0
@@ -798,7 +801,7 @@ class Router:
         sources: Sequence[PrefixHolder],
         shape: KVShape,
     ) -> ReplicationHint | None:
-        """The instance whose first token would have come first if it held the longest prefix; None = none."""
+        """The instance with the soonest first token if the longest prefix were there; None = none."""
         source = max(sources, key=lambda it: it.blocks)
         found: list[tuple[float, str, PrefillChoice, PrefillInstanceState]] = []
         for choice in choices:

@@ -79,7 +79,7 @@ MOVE_RETRY_S = 1.0
 """Seconds from a move that failed to the next one."""
 
 DELIVERY_TIMEOUT_S = 0.5
-"""Seconds decode may take to say whether it has all KV after prefill was lost."""
+"""Seconds within which decode must say whether all KV has arrived after prefill was lost."""
 
 FIRST_RETRY_PAUSE_S = 0.05
 
@@ -105,18 +105,18 @@ class SchedulerLimits:
 
 
 class RequestScheduler:
-    """All requests of one conductor.
+    """All requests at one conductor.
 
-    `handle` takes an event and decides; everything below it is a transition of a request, grouped by what it is about:
-    clients, instances, placement, waiting, calls, failures, moves, timers, ends.
+    `handle` takes an event and decides; everything below is a transition of a request, grouped by subject: clients,
+    instances, placement, waiting, calls, failures, moves, timers, ends.
 
     Args:
         limits: how long requests may take.
-        cluster: instances; it has taken an event before the scheduler does.
+        cluster: instances; takes each event before the scheduler does.
 
     Attributes:
         requests: those that have not ended, by number.
-        tenants: the number of requests of each tenant.
+        tenants: number of requests per tenant.
         memory_queue: requests that wait for decode memory.
         slo_queue: requests that wait for a placement within their SLO.
         waiting_for_instance: requests that wait for an instance to join.
@@ -210,7 +210,10 @@ class RequestScheduler:
                 self._place(now, request)
 
     def _stop(self, now: float, request: ScheduledRequest, failure: Failure | None) -> None:
-        """Completes an answer as cancelled. A request without an answer fails, also one whose answer cannot be sent."""
+        """Completes an answer as cancelled.
+
+        A request without an answer fails, as does a request whose answer cannot be sent.
+        """
         if failure is not None:
             self._fail(now, request, failure)
         elif request.begun:
@@ -287,7 +290,7 @@ class RequestScheduler:
             self._reserve(now, request, attempt)
 
     def _prefill_lost(self, now: float, request: ScheduledRequest, attempt: Attempt, failure: Failure) -> None:
-        """Gives the prefill call up. Decode goes on if it has all KV."""
+        """Gives the prefill call up. Decode continues if all KV is there."""
         if attempt.prefill_phase in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED):
             self._attempt_failed(now, request, failure, [attempt.decision.prefill.id])
         elif attempt.prefill_phase is PrefillPhase.FIRST_TOKEN:
@@ -324,7 +327,7 @@ class RequestScheduler:
     def _admitted(
         self, now: float, request: ScheduledRequest, *, at_decode: bool
     ) -> tuple[RoutingDecision | Failure, Sequence[DecodeChoice] | Failure]:
-        """A decision and the decode instances that may serve it; a failure in place of either refuses the request."""
+        """A decision and the decode instances that may serve the request; a failure in place of either: refused."""
         decision, spec = self._routed(now, request, at_decode=at_decode), request.spec
         if isinstance(decision, Failure):
             return decision, decision
@@ -365,8 +368,8 @@ class RequestScheduler:
     def _candidates(self, request: ScheduledRequest, decodes: Sequence[DecodeChoice], now: float) -> list[DecodeChoice]:
         """Decode instances to ask for memory, best first.
 
-        A report may be stale: at first instances without free memory are asked, too. A tenant above its fair share
-        must find memory, and leaves some to others.
+        A report may be stale: at first instances without free memory are asked, too. A tenant above the fair share must
+            find memory, and leaves some to others.
         """
         key = request.spec.queue_key
         leaves = not request.recovering and self.tenants.above_share(key, now)
@@ -397,10 +400,10 @@ class RequestScheduler:
             self._none_asked(now, request, failed)
 
     def _placed(self, now: float, request: ScheduledRequest, attempt: Attempt) -> None:
-        """The attempt has its instances: prefill is called, or decode computes what it lacks."""
+        """The attempt has instances: prefill is called, or decode computes the missing part."""
         decision, number, target = attempt.decision, request.spec.number, attempt.reservation
         if decision.at_decode and target is not None and target.held_blocks != decision.prefill.used_blocks:
-            self._calls.end_attempt(request, now)  # it does not hold the prefix that was expected
+            self._calls.end_attempt(request, now)  # the instance lacks the expected prefix
             self._place(now, request)
             return
         for kind in (TimerKind.WAIT, TimerKind.BACKOFF):
@@ -426,7 +429,7 @@ class RequestScheduler:
     def _replace_prefill(self, now: float, request: ScheduledRequest, attempt: Attempt) -> None:
         """Finds another prefill instance, as the first one's queue was longer than predicted.
 
-        The reservation at decode stays. The request is not refused early any more: its client knows a placement.
+        The reservation at decode stays. The request can no longer be refused early: the client knows a placement.
         """
         request.recovering = True
         decision = self._routed(now, request, at_decode=False)
@@ -443,7 +446,7 @@ class RequestScheduler:
         self._placed(now, request, attempt)
 
     def _count(self, now: float, request: ScheduledRequest, decision: RoutingDecision) -> None:
-        """Charges a request to its tenant at its first placement, and counts it for replication of its prefix."""
+        """Charges a request to the tenant at the first placement, and counts the request for prefix replication."""
         if request.counted:
             return
         request.counted = True
@@ -481,7 +484,7 @@ class RequestScheduler:
             self.memory_queue.add(waiter)
 
     def _slo_missed(self, now: float, request: ScheduledRequest, refusal: Failure, decision: RoutingDecision) -> None:
-        """No placement keeps the request's SLO: it waits if the client allows that, or is refused."""
+        """No placement keeps the request's SLO: the request waits if the client allows waiting, or is refused."""
         if not request.spec.slo.queue_s:
             self._fail(now, request, refusal, refused=True, candidates=decision.candidates)
         elif self._wait(now, request, RequestState.WAITING_SLO, refusal):
@@ -509,7 +512,7 @@ class RequestScheduler:
             self._set_backoff(now, request, request.unasked)
 
     def _wait(self, now: float, request: ScheduledRequest, state: RequestState, refusal: Failure) -> bool:
-        """Lets a request wait within the limit that began with its first refusal; fails it if that has passed.
+        """Lets a request wait within the limit that began with the first refusal; fails the request after that limit.
 
         Returns:
             Whether the request waits.
@@ -535,7 +538,7 @@ class RequestScheduler:
         return limits.room_wait_s if slo.ttft_s is None else min(limits.room_wait_s, slo.ttft_s - waited_s)
 
     def _wait_over(self, now: float, request: ScheduledRequest) -> None:
-        """A request has waited as long as it may, or the queue is too long for it."""
+        """A request has waited as long as allowed, or the queue is too long for the request."""
         refusal, since = request.refusal, request.waits_since
         assert refusal is not None
         if request.spec.slo.queue_s and since is not None:
@@ -619,7 +622,7 @@ class RequestScheduler:
     ) -> None:
         request.grow(event.count)
         self._lengths.grew(request.spec.number, request.tokens)
-        if attempt is not None:  # decode begins only if it has all KV
+        if attempt is not None:  # decode begins only with all KV there
             if attempt.decode_phase is not DecodePhase.STREAMING:
                 attempt.enter_decode(DecodePhase.STREAMING)
             self._timers.clear((TimerKind.DELIVERY, request.spec.number))
@@ -672,11 +675,11 @@ class RequestScheduler:
             self._reserve(now, request, attempt)
 
     def _reserve_refused(self, request: ScheduledRequest, attempt: Attempt, call: OpenCall, result: CallResult) -> None:
-        """Notes why an instance reserved nothing: it is full, too slow, or could not be asked."""
+        """Notes why an instance reserved nothing: full, too slow, or unreachable."""
         if isinstance(result, Failure) and result.kind is FailureKind.OVERLOADED:
             attempt.full = result
             available, total = self._cluster.decodes.available_of(call.instance)
-            if result.reason == NO_DECODE_ROOM and total:  # it is a member still
+            if result.reason == NO_DECODE_ROOM and total:  # the instance is still a member
                 self.memory_queue.refused(call.instance, available)
             return
         restarted = Failure(FailureKind.UNAVAILABLE, f"{call.instance} was restarted")
@@ -700,7 +703,7 @@ class RequestScheduler:
                 self._await_delivery(now, request)
 
     def _await_delivery(self, now: float, request: ScheduledRequest) -> None:
-        """Prefill is lost and may have sent all KV: decode begins, or says that it cannot."""
+        """Prefill is lost and may have sent all KV: decode begins, or says that decode cannot."""
         self._timers.set((TimerKind.DELIVERY, request.spec.number), now + DELIVERY_TIMEOUT_S)
 
     def _sequence_ended(self, now: float, request: ScheduledRequest, attempt: Attempt, failure: Failure | None) -> None:
@@ -712,7 +715,7 @@ class RequestScheduler:
         self._attempt_failed(now, request, failure, [blamed])
 
     def _followed_ended(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
-        """A sequence without an attempt has ended. A request that is being moved goes on at its new instance."""
+        """A sequence without an attempt has ended. A request that is being moved continues at the new instance."""
         moving, request.followed_call = request.moving, 0
         if not moving:
             self._attempt_failed(now, request, failure, [])
@@ -722,7 +725,7 @@ class RequestScheduler:
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def _attempt_failed(self, now: float, request: ScheduledRequest, failure: Failure, blamed: Sequence[str]) -> None:
-        """Ends the attempt. The request is placed again unless it has failed too often."""
+        """Ends the attempt. The request is placed again unless too many attempts have failed."""
         for instance in blamed:
             request.suspect(instance)
         if request.moving:
@@ -748,7 +751,7 @@ class RequestScheduler:
         return request.failures.is_over(self._limits.retries, self._limits.recovery_s)
 
     def _retry(self, now: float, request: ScheduledRequest, failure: Failure) -> None:
-        """Places a request again: at once if this is its first failure and there are other instances."""
+        """Places a request again: at once after the first failure if other instances are there."""
         request.refusal = failure
         if request.failures.count == 1 and not self._cluster.all_suspected(request.suspects):
             self._rehash(request)
@@ -765,7 +768,7 @@ class RequestScheduler:
     # --- moves and takeovers ----------------------------------------------------------------------------------------
 
     def _take_over(self, now: float, request: ScheduledRequest) -> bool:
-        """Takes over the sequence of a resumed request, or waits for its instance to join.
+        """Takes over a resumed request's sequence, or waits for the sequence's instance to join.
 
         Returns:
             False if the request must be placed like a new one.
@@ -775,7 +778,7 @@ class RequestScheduler:
             return False
         incarnation = self._cluster.incarnation(owner.decode)
         if incarnation and incarnation != owner.incarnation:
-            return False  # restarted: it does not know the sequence
+            return False  # restarted: the instance does not know the sequence
         if incarnation:
             request.enter(RequestState.TAKEN_OVER)
             self._calls.take_over(request, now)
@@ -795,7 +798,7 @@ class RequestScheduler:
             self._move(now, request, instance)
 
     def _prompts_at(self, instance: str) -> Iterator[ScheduledRequest]:
-        """Requests whose prompt waits or is computed at a prefill instance."""
+        """Requests with a prompt that waits or is computed at a prefill instance."""
         for number in self._calls.requests_at(instance):
             attempt = self.requests[number].attempt
             if attempt is None or attempt.prefill_phase is not PrefillPhase.CALLED:
@@ -804,7 +807,7 @@ class RequestScheduler:
                 yield self.requests[number]
 
     def _streaming_at(self, instance: str) -> Iterator[ScheduledRequest]:
-        """Requests whose client gets the tokens of a sequence at an instance."""
+        """Requests whose client gets tokens from a sequence at an instance."""
         for call in self._calls.open.following(instance):
             request = self.requests.get(call.request)
             if request is None:
@@ -815,7 +818,7 @@ class RequestScheduler:
                 yield request
 
     def _move(self, now: float, request: ScheduledRequest, instance: str) -> None:
-        """Places a request anew, away from an instance; its sequence there goes on meanwhile."""
+        """Places a request anew, away from an instance; the sequence there continues meanwhile."""
         self._calls.detach(request, now)
         request.suspect(instance)
         request.recovering = True
@@ -823,14 +826,14 @@ class RequestScheduler:
         self._rehash(request)
 
     def _moved(self, now: float, request: ScheduledRequest) -> None:
-        """The request runs at its new instance: its old sequence ends, and another request may be moved."""
+        """The request runs at the new instance: the old sequence ends, and another request may be moved."""
         old = self._calls.open.get(request.followed_call)
         self._calls.end_followed(request)
         if old is not None:
             self._drain(now, old.instance)
 
     def _stay(self, request: ScheduledRequest, now: float) -> None:
-        """A request that was to be moved has no other instance: its sequence goes on where it is for a while."""
+        """A request that was to be moved has no other instance: the sequence stays for a while."""
         request.enter(RequestState.TAKEN_OVER)
         request.refusal = request.waits_since = None
         request.stays_until = now + MOVE_RETRY_S
@@ -938,7 +941,7 @@ class RequestScheduler:
         assert len(self._timers) <= timers
 
     def _check_state(self, number: int, request: ScheduledRequest) -> None:
-        """Asserts that a request has what its state says, and waits for something that will come."""
+        """Asserts that a request has everything its state requires, and waits for something that will come."""
         state, timers = request.state, {kind for kind in REQUEST_TIMERS if self._timers.at((kind, number)) is not None}
         assert state not in (RequestState.ARRIVED, RequestState.ENDED)
         assert (state is RequestState.PLACED) == (request.attempt is not None)

@@ -14,12 +14,12 @@ from services.conductor.core.latency_model import MemoryNeed
 from services.conductor.core.request import TimerKey, TimerKind
 
 TENANT_MEMORY_S = 60.0
-"""Seconds after the end of its last request for which a tenant keeps its share."""
+"""Seconds after the last request's end for which a tenant keeps a share."""
 MAX_RECENT_TENANTS = 1024
 """Tenants without requests that are remembered."""
 WEIGHT_UNIT = 2.0**-20
 SHARE_LEFT_FREE = 16
-"""A tenant above its fair share leaves one in this many blocks of an instance to others."""
+"""A tenant above the fair share leaves one in this many blocks at an instance to others."""
 
 
 def blocks_left_free(blocks: int, total: int) -> int:
@@ -36,7 +36,7 @@ class TenantCounts:
     def __init__(self) -> None:
         self._here: dict[str, int] = {}
         self._total = 0
-        self._lately: OrderedDict[str, float] = OrderedDict()  # tenants without requests: the end of their last one
+        self._lately: OrderedDict[str, float] = OrderedDict()  # tenants without requests: their last request's end
         self._weights: dict[str, int] = {}  # of all tenants above
         self._weight = 0
 
@@ -60,7 +60,7 @@ class TenantCounts:
                 self._forget()
 
     def above_share(self, key: QueueKey, now: float) -> bool:
-        """Whether the tenant has more than its fair share of the requests, and others have, or lately had, requests."""
+        """Whether the tenant has more than a fair share of the requests, and others have, or lately had, requests."""
         while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
             self._forget()
         parts = _weight_units(key.weight)
@@ -95,7 +95,7 @@ MAX_LOOKS = 64
 """Requests that do not fit into an instance's free memory, looked at for one report, at most.
 
 One after the other gets an instance that is held free, so that no request behind them waits for ever. Requests that an
-instance is too small for do not count: it is never held for them.
+instance is too small for do not count: the instance is never held for them.
 """
 
 
@@ -104,9 +104,9 @@ class MemoryWaiter:
     """A request that waits for decode memory.
 
     Attributes:
-        key: its position in the queue.
+        key: position in the queue.
         need: blocks depend on this.
-        since: time since which it waits, seconds.
+        since: time since which the request waits, seconds.
         cost: predicted instance seconds, which fair sharing charges.
     """
 
@@ -119,8 +119,8 @@ class MemoryWaiter:
 class DecodeMemoryQueue:
     """Requests that wait for decode memory.
 
-    A report costs at most `MAX_LOOKS` looks, a look for each request that it wakes, and a comparison for each request
-    that the instance is too small for.
+    A report costs at most `MAX_LOOKS` looks, a look for each woken request, and a comparison for each request that the
+    instance is too small for.
     """
 
     def __init__(self, shares: FairShares) -> None:
@@ -181,16 +181,16 @@ class DecodeMemoryQueue:
         above_share: Callable[[QueueKey], bool],
         now: float,
     ) -> list[int]:
-        """Requests that fit into the free memory of one instance, in fair order; to be called after its report.
+        """Requests that fit into one instance's free memory, in fair order; to be called after the instance's report.
 
         If the instance refused memory that seemed free, and nothing has changed since, one request at a time asks.
 
         Args:
             decode: the instance.
-            available: blocks that it could reserve.
-            total: blocks of its pool.
+            available: blocks that the instance could reserve.
+            total: blocks in the pool.
             needs: blocks that a request is expected to need there.
-            above_share: whether its tenant has more than its share, and leaves some blocks to others.
+            above_share: whether the tenant has more than a fair share, and leaves some blocks to others.
             now: seconds.
         """
         found: list[int] = []
@@ -227,7 +227,7 @@ class DecodeMemoryQueue:
         return self._waiters, self._holds, self._refused
 
     def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:
-        """Whether the instance is held for a request that has waited for long and does not fit into its free memory."""
+        """Whether the instance is held for a request that has waited for long and does not fit into the free memory."""
         number = waiter.key.number
         if now - waiter.since >= HOLD_AFTER_S and number not in self._holds.values():
             self._holds.setdefault(decode, number)
@@ -237,7 +237,7 @@ class DecodeMemoryQueue:
 RETRY_PAUSE_S = 0.05
 """Least seconds between two retries by the queue."""
 MAX_RETRY_PAUSE_S = 1.0
-"""Most seconds between two retries of one request: forecasts err."""
+"""Most seconds between a request's two retries: forecasts err."""
 RETRY_FIRST = 4
 """Requests at the front of the queue that retry each time."""
 MAX_RETRIES_AT_ONCE = 12
@@ -247,7 +247,7 @@ SLO_QUEUE_TIMER = (TimerKind.SLO_QUEUE, 0)
 
 @frozen
 class SloWaiter:
-    """A request in the `SloQueue`, and bytes of its prompt."""
+    """A request in the `SloQueue`, and the prompt's bytes."""
 
     key: QueueKey
     nbytes: int
@@ -256,13 +256,13 @@ class SloWaiter:
 class SloQueue:
     """Requests that wait for a placement within their SLO, bounded in number and bytes.
 
-    Costs of each call do not grow with the number of requests, only with that of their tenants.
+    A call's cost does not grow with the number of requests, only with the number of tenants.
 
     Args:
-        shares: of the tenants.
-        timers: of the scheduler; `SLO_QUEUE_TIMER` is set to the time of the next retry.
+        shares: the tenants' shares.
+        timers: the scheduler's; `SLO_QUEUE_TIMER` is set to the time of the next retry.
         most: requests.
-        most_bytes: of their prompts.
+        most_bytes: for all prompts together.
     """
 
     def __init__(self, shares: FairShares, timers: Timers[TimerKey], most: int, most_bytes: int) -> None:
@@ -291,8 +291,8 @@ class SloQueue:
         """Lets a request wait that may try again after `retry_s` seconds.
 
         Returns:
-            Requests that the queue is too long for, maybe this one; they wait no more. They are the last ones of the
-            tenant that has most bytes in the queue for its weight.
+            Requests that the queue is too long for, maybe this one; they wait no more. They are the last requests from
+            the tenant with most bytes in the queue for the tenant's weight.
         """
         again_at = now + min(max(retry_s, RETRY_PAUSE_S), MAX_RETRY_PAUSE_S)
         self._queue.add(key, cost)
@@ -316,7 +316,7 @@ class SloQueue:
             self._wake()
 
     def retrying(self, now: float) -> list[int]:
-        """Requests that look for a placement now: the first ones, and those whose retry is overdue for longest."""
+        """Requests that look for a placement now: the first, and the most overdue retries."""
         self._retried_at = now
         found = list(islice(self._queue, RETRY_FIRST))
         for number in found:
@@ -335,7 +335,7 @@ class SloQueue:
             del self._held[tenant]
 
     def _largest(self) -> str:
-        """The tenant with most bytes in the queue for its weight; of equal ones the last in the alphabet."""
+        """The tenant with most bytes in the queue for the tenant's weight; among equals the last in the alphabet."""
         return max(self._held, key=lambda tenant: (self._held[tenant] / self._weight(tenant), tenant))
 
     def _weight(self, tenant: str) -> float:

@@ -8,11 +8,11 @@ from typing import NamedTuple, Protocol
 
 
 class PlacementPolicy(Protocol):
-    """How the prefill instance of a request is chosen. It keeps no state: equal arguments give equal answers.
+    """How the prefill instance of a request is chosen. A policy keeps no state: equal arguments give equal answers.
 
     Attributes:
-        stores: kvstores and other instances' pools count. A prefix is loaded from there if that is predicted to be
-            quicker than computing it, and new blocks are written to kvstores. Otherwise instances use their own blocks.
+        stores: kvstores and other instances' pools count. A prefix is loaded from there if loading is predicted to be
+            quicker than computing, and new blocks are written to kvstores. Otherwise instances use their own blocks.
     """
 
     @property
@@ -30,7 +30,7 @@ class Candidates(ABC):
     """The prefill instances that a request may go to, and predictions of the prompt on each.
 
     Attributes:
-        now: seconds of the clock of `RankedInstance.load`, which is the time at which an instance will be free.
+        now: seconds on `RankedInstance.load`'s clock; the load is the time at which an instance will be free.
         request: what is placed.
         arrivals: what was placed lately.
     """
@@ -49,7 +49,7 @@ class Candidates(ABC):
 
     @abstractmethod
     def __iter__(self) -> Iterator[RankedInstance]:
-        """All instances, in a fixed order: when each will be free, when it was chosen last, and its name."""
+        """All instances, in a fixed order: when each will be free, when each was chosen last, and the name."""
 
     @abstractmethod
     def draw(self, limit: int, counter: int) -> int:
@@ -65,9 +65,9 @@ class Candidates(ABC):
     ) -> list[PrefillChoice]:
         """Predictions with the least seconds, best first, without a look at each instance.
 
-        Equal predictions are ordered by: narrower pipeline (a wide one is worth more to a long prompt), idle longest,
-        chosen least recently. A starved instance, which has served nothing while others were preferred for long, is
-        looked at as well.
+        Equal predictions are ordered by: narrower pipeline (a wide pipeline is worth more to a long prompt), idle
+        longest, chosen least recently. A starved instance, which has served nothing while others were preferred for
+        long, is considered as well.
 
         Args:
             limit: predictions wanted; there may be one more.
@@ -97,7 +97,7 @@ class PlacementRequest(NamedTuple):
         prompt_tokens: to compute or to find: the prompt and, of a continued answer, the tokens generated before.
         prompt_blocks: KV blocks of these tokens.
         answer_tokens: expected from decode, of each answer.
-        tenant: whose request it is.
+        tenant: the request's tenant.
         priority: among the tenant's requests; lower ones go first.
         limit_s: seconds from now within which the first token is wanted; None = no limit was told.
     """
@@ -130,7 +130,7 @@ class StoredPrefix(NamedTuple):
     """A kvstore or another instance that holds a prefix of the prompt.
 
     Attributes:
-        id: of the store or the instance.
+        id: the store's or instance's id.
         blocks: leading blocks held.
         memory_blocks: those of them in memory; the others are on SSD.
         peer: a prefill or decode instance.
@@ -143,7 +143,7 @@ class StoredPrefix(NamedTuple):
 
 
 class QueueWait(NamedTuple):
-    """A place in the queue of an instance: predicted seconds until it is reached, and how many prompts are behind."""
+    """A place in an instance's queue: predicted seconds until the place is reached, and how many prompts are behind."""
 
     seconds: float
     behind: int
@@ -157,7 +157,7 @@ class InstanceLoad(NamedTuple):
         tokens: prompt tokens that have no KV yet.
         busy_share: predicted seconds of work that this conductor placed there over the last minute, per second.
         free_blocks, total_blocks: of the pool; cached blocks count as used.
-        stages: of the pipeline.
+        stages: the pipeline's stages.
     """
 
     prompts: int = 0
@@ -172,7 +172,7 @@ NOTHING_THERE = InstanceLoad()
 
 
 class RankedInstance(NamedTuple):
-    """An instance's rank in its class: least load first, then least recently chosen, then by name."""
+    """An instance's rank within the class: least load first, then least recently chosen, then by name."""
 
     load: float
     turn: int
@@ -181,18 +181,18 @@ class RankedInstance(NamedTuple):
 
 
 class PrefillChoice(NamedTuple):
-    """The prediction of a prompt on one prefill instance. Times are seconds.
+    """A prompt's prediction on one prefill instance. Times are seconds.
 
     Attributes:
-        id: of the instance.
-        local_blocks: leading blocks that it holds, or will hold when prompts in flight are computed.
-        used_blocks: leading blocks that it need not compute, loaded ones included.
-        queue_s: wait for earlier prompts: all that are there, or those before the place that the policy has given it.
-        load_s: loading the prefix, as far as computing does not hide it.
+        id: the instance's id.
+        local_blocks: leading blocks held there now, or when prompts in flight are computed.
+        used_blocks: leading blocks that need no computing, loaded blocks included.
+        queue_s: wait for earlier prompts: all present prompts, or those before the place chosen by the policy.
+        load_s: loading the prefix, as far as computing does not hide the load.
         prefill_s: computing.
-        busy_s: delay of the next prompt by this one; less than its own time if pipeline stages overlap.
+        busy_s: delay that this prompt causes for the next; less than the prompt's own time if pipeline stages overlap.
         source: instance to load from; "" = none.
-        excluded: why the instance cannot be used; "" = it can.
+        excluded: why the instance cannot be used; "" = usable.
         overhead_s: calls, tokenising, tokens on their way.
         others: prompts that were at the instance.
         growing_s: part of `prefill_s` that grows with tokens, by the speeds that the instance reports.
@@ -203,8 +203,8 @@ class PrefillChoice(NamedTuple):
         there: what else is at the instance.
         work_s: `busy_s` by the speeds that the instance reports. What the conductor has learnt of identical instances
             differs by chance; a term that is many times the work must not grow with that.
-        delay_s: the prompt stands so many seconds behind its arrival in the queue there, and `queue_s` is the wait for
-            that place; None = first come, first served. A policy sets both (`with_place`).
+        delay_s: the prompt stands this many seconds behind its arrival in the queue there, and `queue_s` is the wait
+            for that place; None = first come, first served. A policy sets both (`with_place`).
     """
 
     id: str
@@ -238,17 +238,17 @@ class PrefillChoice(NamedTuple):
 
     @property
     def known_s(self) -> float:
-        """Predicted TTFT without later prompts: instances are compared by it."""
+        """Predicted TTFT without later prompts: used for comparing instances."""
         return self.queue_s + self.alone_s
 
     @property
     def ttft_s(self) -> float:
-        """Predicted TTFT with later prompts: limits are checked by it."""
+        """Predicted TTFT with later prompts: used for checking limits."""
         return self.known_s + self.tail_s
 
 
 class PrefillCost(NamedTuple):
-    """Seconds of a prompt on an idle instance, and the prefix it uses; fields as in `PrefillChoice`."""
+    """Seconds for a prompt on an idle instance, and the prefix used; fields as in `PrefillChoice`."""
 
     load_s: float
     prefill_s: float
@@ -266,7 +266,10 @@ class PrefillCost(NamedTuple):
 
 
 class DecodePolicy(Protocol):
-    """How the decode instances of a request are ordered. It keeps no state: equal arguments give equal answers."""
+    """How the decode instances of a request are ordered.
+
+    A policy keeps no state: equal arguments give equal answers.
+    """
 
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
         """The best of the candidates, best first, about `limit`; none if there are none. They are asked in turn."""
@@ -294,7 +297,7 @@ class DecodeCandidates(ABC):
     def least(self, limit: int) -> list[DecodeChoice]:
         """Predictions of the instances where the answer is expected to end soonest, without a look at each.
 
-        A starved instance, which has served nothing while others were preferred for long, is looked at as well.
+        A starved instance, which has served nothing while others were preferred for long, is considered as well.
         """
 
 
@@ -303,9 +306,9 @@ class DecodeLoad(NamedTuple):
 
     Attributes:
         sequences: running and waiting, of all conductors.
-        context_tokens: of all of these.
+        context_tokens: total over all of these.
         available_blocks: could be reserved now.
-        total_blocks: of the pool.
+        total_blocks: the pool's blocks.
         turn: when the instance was chosen last, as in `RankedInstance`.
     """
 
@@ -320,10 +323,10 @@ NOTHING_RUNS = DecodeLoad()
 
 
 class DecodeChoice(NamedTuple):
-    """The prediction of a request on one decode instance. Times are seconds.
+    """A request's prediction on one decode instance. Times are seconds.
 
     Attributes:
-        id: of the instance.
+        id: the instance's id.
         tbt_s: between tokens.
         finish_s: until the request has ended there.
         blocks: that the request is expected to need there.

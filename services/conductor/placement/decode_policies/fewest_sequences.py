@@ -1,7 +1,7 @@
 """The fewest sequences.
 
-Source: the load balancer of vLLM's data-parallel engines, which sends a request to the engine with the fewest, and the
-default of SGLang's router for decode workers among two drawn ones; here all are looked at.
+Source: the load balancer for vLLM's data-parallel engines, which sends a request to the engine with the fewest, and the
+    default in SGLang's router for decode workers, between two drawn workers; here all are looked at.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The most free memory.
 
-Source: the cost of NVIDIA Dynamo's KV router for decode workers: the blocks in use there, those of the request among
-them. Blocks of the prompt that the instance holds need not be sent.
+Source: the cost in NVIDIA Dynamo's KV router for decode workers: blocks in use there, including the request's. Blocks
+    of the prompt that the instance holds need not be sent.
 """
 
 from collections.abc import Sequence

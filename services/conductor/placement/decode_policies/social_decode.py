@@ -1,7 +1,7 @@
 """Own time to the answer's end, and what the answer takes from the sequences of the same batch.
 
-Each token of the answer makes a step longer, for every sequence that runs there: both terms are seconds of waiting of
-some answer, so that they need no weights. docs/adr/0056-social-placement.md says the same of prompts.
+Each answer token makes a step longer, for every sequence that runs there: both terms are seconds that some answer
+waits, so that they need no weights. docs/adr/0056-social-placement.md says the same of prompts.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from services.conductor.placement.base import DecodeCandidates, DecodeChoice
 
 @frozen
 class SocialDecode:
-    """The least seconds of all answers, this one and the others together."""
+    """The least seconds over all answers, this answer and the others together."""
 
     def order(self, candidates: DecodeCandidates, limit: int) -> Sequence[DecodeChoice]:
         """By own time and what others lose; of many instances, those where the answer ends soonest are compared."""

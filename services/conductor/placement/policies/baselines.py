@@ -39,7 +39,7 @@ class Random:
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
-        """The first ones of a random order (Fisher and Yates)."""
+        """The first instances in a random order (Fisher and Yates)."""
         places = sorted(candidates, key=attrgetter("name"))
         for at in range(min(limit, len(places))):
             other = at + candidates.draw(len(places) - at, at)

@@ -1,7 +1,7 @@
 """The least tokens to compute, those that wait there among them.
 
-Source: the cost of NVIDIA Dynamo's KV router for prefill workers: prompt tokens under way on the worker, and the new
-prompt's without what is found there. What is found in host memory or on disk counts in part, as loading it takes time.
+Source: the cost in NVIDIA Dynamo's KV router for prefill workers: prompt tokens under way on the worker, and the new
+    prompt's tokens not found there. Blocks found in host memory or on disk count in part, as loading takes time.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from services.conductor.placement.base import Candidates, PrefillChoice
 from services.conductor.placement.policies.scoring import least, new_tokens
 
 MEMORY_CREDIT, SSD_CREDIT = 0.75, 0.25
-"""Share of a block that counts as found if it is loaded from memory elsewhere, or from SSD."""
+"""Share of a block that counts as found if the block is loaded from memory elsewhere, or from SSD."""
 
 
 @frozen

@@ -1,7 +1,7 @@
 """Weighted scores, and "sticky until saturated".
 
-Source: the scorers of llm-d's inference scheduler (prefix cache 3, KV memory 2, queue 2, each from 0 to 1), and its
-rule of 2026 that keeps a prompt where most of it is held until that instance is saturated.
+Source: the scorers in llm-d's inference scheduler (prefix cache 3, KV memory 2, queue 2, each from 0 to 1), and the
+    2026 rule that keeps a prompt at the instance with most of the prefix until that instance is saturated.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from services.conductor.placement.policies.scoring import held_share, least
 
 PREFIX_WEIGHT, MEMORY_WEIGHT, QUEUE_WEIGHT = 3.0, 2.0, 2.0
 STICKY_SHARE = 0.8
-"""Share of the prompt that an instance must hold to keep it."""
+"""Share of the prompt that an instance must hold to keep the prompt."""
 SATURATED_S = 5.0
 """Seconds by which the first token may come later there than anywhere else."""
 

@@ -13,7 +13,7 @@ from services.conductor.placement.policies.scoring import least, new_tokens
 
 @frozen
 class LMetric:
-    """The least product of the tokens to compute and the prompts at the instance, the new one among them."""
+    """The least product of tokens to compute and prompts at the instance, the new prompt included."""
 
     stores: bool = True
 

@@ -1,7 +1,7 @@
 """The least predicted time to first token.
 
-Source: Algorithm 1 of "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving" (arXiv 2407.00079),
-with its open points decided in docs/adr/0016-policies.md.
+Source: Algorithm 1 in "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving" (arXiv 2407.00079), with
+    the open points decided in docs/adr/0016-policies.md.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,22 @@ class KVCacheCentric:
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
         """By the predicted time to first token, without what later prompts are expected to take.
 
-        That counts in the request's limit: where the best would miss it, the first that keeps it is taken.
+        Later prompts count in the request's limit: if the best instance would miss the limit, the first that keeps the
+        limit is taken.
         """
         return candidates.keeping(candidates.least(limit, _KNOWN_S, _ALONE_S))
 
 
 @frozen
 class CacheAware:
-    """The least predicted time to first token, each instance with its own blocks only."""
+    """The least predicted time to first token, if each instance uses only its own blocks."""
 
     stores: bool = False
 
     def order(self, candidates: Candidates, limit: int) -> Sequence[PrefillChoice]:
         """By the predicted time to first token, without what later prompts are expected to take.
 
-        That counts in the request's limit: where the best would miss it, the first that keeps it is taken.
+        Later prompts count in the request's limit: if the best instance would miss the limit, the first that keeps the
+        limit is taken.
         """
         return candidates.keeping(candidates.least(limit, _KNOWN_S, _ALONE_S))

@@ -1,8 +1,8 @@
 """Exploit a long prefix, explore with a short one.
 
 Source: E2 of "Preble: Efficient Distributed Prompt Scheduling for LLM Serving" (ICLR'25, arXiv 2407.00023). Two terms
-are of this code: the load of an instance is its predicted queue in place of the work of the last three minutes, which
-is the better predictor where there is one, and eviction has no cost, as instances report no hit rates of blocks.
+come from this code: an instance's load is the predicted queue instead of the last three minutes' work, as the better
+    predictor, and eviction has no cost, as instances report no hit rates for blocks.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ IMBALANCE = 2.0
 
 @frozen
 class Preble:
-    """Where most of the prompt is held, if that is more than half of it; else the least load and cost together."""
+    """The instance that holds most of the prompt, if more than half; else the least load and cost together."""
 
     stores: bool = True
 

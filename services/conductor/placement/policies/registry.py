@@ -19,15 +19,15 @@ DECODE_ENTRY_POINT_GROUP = "moonpool.decode_policies"
 
 
 def seed_of(conductor: str) -> int:
-    """Seed of the draws of a conductor of this name. Another name gives another one."""
+    """Seed for draws by a conductor with this name. Another name gives another one."""
     return int.from_bytes(blake3(conductor.encode()).digest(8), "little")
 
 
 def load_policy(name: str) -> PlacementPolicy:
-    """The policy for prefill of a name, or the object of `MODULE:OBJECT`; of a class, one made without arguments.
+    """The prefill policy with a name, or the object at `MODULE:OBJECT`; for a class, an object made without arguments.
 
     Raises:
-        ConfigError: naming `policy`: there is none of this name, it cannot be loaded, or it is no policy.
+        ConfigError: naming `policy`: no policy has this name, the object cannot be loaded, or the object is no policy.
     """
     if name in POLICIES:
         return POLICIES[name]
@@ -57,7 +57,7 @@ def _loaded(field: str, name: str, group: str, built_in: Collection[str]) -> Any
     found = _policy_object(field, name) if ":" in name else _installed_policy(field, name, group, built_in)
     try:
         return found() if isinstance(found, type) else found
-    except Exception as error:  # of the class: whatever it raises, the setting is wrong
+    except Exception as error:  # raised by the class: whatever the error, the setting is wrong
         raise ConfigError(field, f"{name!r} cannot be made: {error!r}") from error
 
 

@@ -1,10 +1,10 @@
-"""The longest prefix while the load is even, the fewest prompts while it is not.
+"""The longest prefix while the load is even, otherwise the fewest prompts.
 
-Source: the cache-aware policy of SGLang's router (sgl-router, now the SGLang Model Gateway), which is also that of
-vLLM's router in Rust. Its tree of prompts is an approximation of what instances hold; here the conductor's index says
-it exactly. The gateway counts running requests, of which an instance that decodes has hundreds, and calls a difference
-of 64 uneven; a prefill instance has few, so that 4 stands for it here. With 64 all prompts of a conversation would stay
-where they are whatever waits there.
+Source: the cache-aware policy in SGLang's router (sgl-router, now the SGLang Model Gateway), which vLLM's Rust router
+shares. The router's prompt tree approximates what instances hold; here the conductor's index is exact. The gateway
+counts running requests, which number hundreds at a decoding instance, and calls a difference of 64 uneven; a prefill
+instance has few, so 4 replaces 64 here. With 64 all prompts of a conversation would stay where they are whatever waits
+there.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from services.conductor.placement.base import Candidates, PrefillChoice
 from services.conductor.placement.policies.scoring import held_share, least
 
 UNEVEN_BY, UNEVEN_TIMES = 4, 1.5
-"""The load is uneven if the longest queue is so many prompts longer, and so many times as long, as the shortest."""
+"""The load is uneven if the longest queue is this many prompts longer, and this many times as long, as the shortest."""
 LEAST_MATCH = 0.3
-"""Share of the prompt that an instance must hold to be chosen for it."""
+"""Share of the prompt that an instance must hold to be chosen for the prompt."""
 
 
 @frozen

@@ -1,14 +1,15 @@
 """Own time to first token, and what the placement takes from others; docs/adr/0056-social-placement.md.
 
-Both terms are seconds of waiting of some prompt, so that they need no weights. A prompt that keeps an instance busy for
-S seconds delays by S everybody who is computed after it there: the prompts that wait there now and that it goes before,
-and those that come until the queues are empty. With arrivals at a rate r, a mean backlog W and a load p, these are
-r * W / (1 - p), as the queue of an M/G/1 system lasts W / (1 - p) seconds. Their number is the same everywhere, since
-later prompts go where the queue is shortest: so the rule prefers the cheapest place the more, the more is queued.
+Both terms are seconds that some prompt waits, so that they need no weights. A prompt that keeps an instance busy for S
+seconds delays by S every prompt that is computed later there: waiting prompts that the new prompt goes before, and
+prompts that come until the queues are empty. With arrival rate r, mean backlog W and load p, the second number is r * W
+/ (1 - p), as an M/G/1 queue lasts W / (1 - p) seconds. The number is the same everywhere, since later
+prompts go to the shortest queue: so the longer the queues, the more the rule prefers the cheapest place.
 
-Each instance computes first what came first, where a prompt stands behind its arrival by a delay. Short prompts have
-short delays. A long prompt gives up half of the wait that first come, first served would cost it, and a quarter of
-its work, at most: so it is hardly later than there. Only in a lasting overload, prompts that miss their limit go last.
+Each instance computes prompts in arrival order, but a prompt can stand behind its arrival by a delay. Short prompts
+have short delays. A long prompt gives up half of the wait that first come, first served would cost the prompt, and a
+quarter of the prompt's work, at most: so the prompt is hardly later than there. Only in a lasting overload, prompts
+that miss their limit go last.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,15 @@ from moonpool.frozen import frozen
 from services.conductor.placement.base import Arrivals, Candidates, PrefillChoice, QueueWait
 
 MOST_GROWTH = 5.0
-"""1 / (1 - load) at most: at a load of one and more, a queue ends when arrivals ebb."""
+"""Most 1 / (1 - load): at a load of one and more, a queue ends when arrivals ebb."""
 PATIENCE = 10.0
-"""A prompt waits for those that come so many times its own work later, at most."""
+"""A prompt waits for later prompts at most for this multiple of its own work."""
 QUEUE_SHARE = 0.5
 """Share of the mean queue that a prompt's delay may take at most."""
 WORK_SHARE = 0.25
 """Share of the prompt's work that comes on top."""
 LATE_PATIENCE = 20.0
-"""As `PATIENCE`, of a prompt that misses its limit in an overload."""
+"""As `PATIENCE`, for a prompt that misses the limit in an overload."""
 OVERLOADED_SHARE = 0.5
 """Share of the limit at which the usual queue means a lasting overload."""
 LIMIT_S = 30.0
@@ -36,12 +37,14 @@ LIMIT_SHARE = 1 / 3
 MARGIN = 0.9
 """Share of the limit at which a prompt is taken for late."""
 LOOKED_AT = 24
-"""Instances that are looked at each; of more, those of the least queue and cost, twice as many as are wanted."""
+"""Instances that are looked at each; of more instances, those with the least queue and cost, twice as many as are
+wanted.
+"""
 
 
 @frozen
 class Social:
-    """The least seconds of waiting of all, this prompt and others together."""
+    """The least waiting seconds over all prompts, this prompt and others together."""
 
     stores: bool = True
 
@@ -60,7 +63,7 @@ class Social:
 
 
 def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[PrefillChoice]:
-    """The instances that are compared. Equal ones are in the order of `Candidates.least`."""
+    """The instances that are compared. Equal instances are in `Candidates.least`'s order."""
     if len(candidates) <= LOOKED_AT:
         return [candidates.predict(place) for place in sorted(candidates)]
     return candidates.least(
@@ -69,10 +72,10 @@ def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[Pref
 
 
 def _place_in_queue(candidates: Candidates, choice: PrefillChoice, arrivals: Arrivals) -> tuple[float, QueueWait]:
-    """The prompt's delay in the queue of an instance, and its wait there.
+    """The prompt's delay in an instance's queue, and the prompt's wait there.
 
-    The delay is ten times the work, half the mean queue and a quarter of the work, and a third of the limit, at most.
-    A prompt that would be late makes room for others, the more, the nearer the usual queue is to half the limit.
+    The delay is at most ten times the work, half the mean queue plus a quarter of the work, and a third of the limit. A
+    prompt that would be late makes room for others, the more, the nearer the usual queue is to half the limit.
     """
     limit_s = candidates.request.limit_s
     within_s = max(0.0, LIMIT_S if limit_s is None else limit_s)

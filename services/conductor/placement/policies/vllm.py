@@ -1,8 +1,8 @@
-"""The instance that lacks little of the prompt, else the one with the fewest prompts.
+"""The instance that lacks little of the prompt, else the instance with the fewest prompts.
 
-Source: KV-aware routing of vLLM's production stack (`--routing-logic kvaware`), whose controller knows what instances
-hold. Where too many tokens would be left to compute, the stack goes by session or by requests per second; here it is
-the prompts that are there, which is what both stand for.
+Source: KV-aware routing in vLLM's production stack (`--routing-logic kvaware`), whose controller knows which KV
+instances hold. Where too many tokens would be left to compute, the stack goes by session or by requests per second;
+here the prompts at the instance are counted, which both stand for.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from services.conductor.placement.base import Candidates, PrefillChoice
 from services.conductor.placement.policies.scoring import least, new_tokens
 
 MOST_LEFT = 2000
-"""Tokens that the instance with the longest prefix may lack to be chosen for it."""
+"""Tokens that the instance with the longest prefix may lack to be chosen for the prompt."""
 
 
 @frozen
