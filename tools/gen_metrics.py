@@ -19,7 +19,7 @@ from services.conductor.explain import PredictionMetrics
 from services.conductor.servicer import CONDUCTOR_METRICS
 from services.decode.service import DECODE_METRICS
 from services.gateway.service import BODY_METRICS, RESPONSE_METRICS, SERVER_METRICS
-from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from services.kvstore.metrics import SSD_METRICS, STORE_METRICS, TENANT_DRAM, TENANT_PINNED, TENANT_SSD, StoreObserver
 from services.prefill.service import PREFILL_METRICS
 
@@ -75,6 +75,7 @@ def _families(service: str) -> Iterable[MetricFamily]:
             StoreObserver(metrics)
         case "gateway":
             GatewayMetrics(metrics, world.monotonic)
+            metrics.registry.register(EngineCollector(lambda: None, lambda _: ""))
     return metrics.registry.collect()
 
 

@@ -19,7 +19,7 @@ class TierInfo:
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """An instance according to the conductor. Only a kvstore has `tiers`."""
+    """An instance according to the conductor. A kvstore alone has `tiers`; decode alone counts `preemptions`."""
 
     id: str
     kind: str
@@ -35,6 +35,7 @@ class InstanceInfo:
     indexed_blocks: int
     draining: bool
     tiers: tuple[TierInfo, ...] = ()
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

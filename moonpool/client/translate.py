@@ -347,6 +347,7 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         indexed_blocks=state.indexed_blocks,
         draining=load.draining,
         tiers=tuple(from_message(TierInfo, tier) for tier in load.tiers),
+        preemptions=load.preemptions,
     )
 
 

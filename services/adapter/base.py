@@ -99,11 +99,19 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What runs on an engine. `usage`: share of its KV blocks that requests hold."""
+    """What runs on an engine.
+
+    Attributes:
+        running: requests that run.
+        waiting: requests that wait.
+        usage: share of the engine's KV blocks that requests hold.
+        preemptions: preemptions since the engine's start.
+    """
 
     running: int
     waiting: int
     usage: float
+    preemptions: int = 0
 
 
 class EngineClient(ABC):

@@ -297,6 +297,7 @@ class EngineLife:
             speed=speeds_to_proto(self.speeds.speeds),
             draining=self.draining or bool(self.lost),
             taken=self.promises_taken if decode else self.prompts_taken,
+            preemptions=self.load.preemptions if decode else 0,
         )
 
     def hello(self, instance: kv_pb2.Instance, domain: str, model: conductor_pb2.ModelInfo) -> conductor_pb2.JoinHello:

@@ -79,7 +79,8 @@ class VllmClient(EngineClient):
         usage = [value for _, value in samples.get("vllm:kv_cache_usage_perc", [])] or [0.0]
         running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
         waiting = sum([value for _, value in samples.get("vllm:num_requests_waiting", [])])
-        return _life(samples), EngineLoad(int(running), int(waiting), sum(usage) / len(usage))
+        preemptions = sum([value for _, value in samples.get("vllm:num_preemptions_total", [])])
+        return _life(samples), EngineLoad(int(running), int(waiting), sum(usage) / len(usage), int(preemptions))
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""

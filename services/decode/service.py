@@ -158,6 +158,7 @@ class DecodeInstance:
             draining=self.draining,
             taken=self.executor.taken,
             expected_answer_tokens=core.expected_answer_tokens,
+            preemptions=core.preempted.preemptions,
         )
 
     def gauges(self) -> MetricSet:

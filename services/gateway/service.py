@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
@@ -12,14 +12,15 @@ from starlette.applications import Starlette
 
 from moonpool import world
 from moonpool.checkpoint import Tokenizer, model_name, resolve
-from moonpool.client import AsyncClient
+from moonpool.client import AsyncClient, ClusterState
 from moonpool.config import parse_address
+from moonpool.errors import MoonpoolError
 from moonpool.rpc.auth import ApiKeys
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.tls import Security
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet
-from moonpool.telemetry.prometheus import PrometheusMetrics
+from moonpool.telemetry.prometheus import SCRAPE_TIMEOUT_S, PrometheusMetrics
 from services.gateway.config import GatewayConfig
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.http_server import HttpServer, http_serving
@@ -30,7 +31,7 @@ from services.gateway.serving.cluster_state import ClusterStateCache
 from services.gateway.serving.envelope import AllowedHosts
 from services.gateway.serving.generation import RequestBuilder
 from services.gateway.serving.json_body import BodyMemory, BodyReader
-from services.gateway.serving.metrics import GatewayMetrics
+from services.gateway.serving.metrics import EngineCollector, GatewayMetrics
 from services.gateway.serving.response_pins import ResponsePins
 from services.gateway.serving.response_store import ResponseStore, StoreLimits
 from services.gateway.serving.tokenizer import GatewayTokenizer, ParserNames
@@ -118,6 +119,19 @@ def response_store(config: GatewayConfig) -> Iterator[ResponseStore]:
             threads.submit(store.close).result()
 
 
+def state_reader(cluster: ClusterStateCache) -> Callable[[], ClusterState | None]:
+    """The cluster now, or None if the cluster cannot be asked; for other threads than that of the running loop."""
+    loop = asyncio.get_running_loop()
+
+    def read() -> ClusterState | None:
+        try:
+            return asyncio.run_coroutine_threadsafe(cluster.state(), loop).result(SCRAPE_TIMEOUT_S)
+        except (MoonpoolError, TimeoutError):
+            return None
+
+    return read
+
+
 def allowed_hosts(config: GatewayConfig) -> AllowedHosts:
     """The hosts under which a gateway with these settings answers."""
     if config.allowed_hosts or config.api_keys is not None:
@@ -149,7 +163,7 @@ def gateway_context(
     if keys is None and config.api_keys is not None:
         keys = ApiKeys(config.api_keys)
     request_metrics = GatewayMetrics(metrics, world.monotonic)
-    return GatewayContext(
+    context = GatewayContext(
         client=client,
         auth=Authenticator(
             keys,
@@ -170,6 +184,8 @@ def gateway_context(
         started_at=int(world.unix_time()),
         served_names=config.served_model_name,
     )
+    metrics.registry.register(EngineCollector(state_reader(context.cluster), context.shown_name))
+    return context
 
 
 async def serve(context: ProcessContext, config: GatewayConfig) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import Metric as MetricFamily
+from prometheus_client.registry import Collector
 
-from moonpool.client import GenerateResult
+from moonpool.client import ClusterState, GenerateResult
 from moonpool.telemetry.prometheus import SECONDS, PrometheusMetrics
 
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(0, 18, 2))
 E2E_BUCKETS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
+ENGINE = "0"
+"""vLLM numbers the engines behind a server. A gateway shows its cluster as one engine."""
 
 
 class GatewayMetrics:
@@ -46,8 +51,14 @@ class GatewayMetrics:
         self.prefill = self._histogram(
             "request_prefill_time_seconds", "Seconds that computing the prompt took.", SECONDS
         )
+        self.decode = self._histogram(
+            "request_decode_time_seconds", "Seconds from the first token to the last.", E2E_BUCKETS
+        )
         self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKEN_BUCKETS)
         self.answer_lengths = self._histogram("request_generation_tokens", "Tokens of an answer.", TOKEN_BUCKETS)
+        self.longest_answers = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer of a request.", TOKEN_BUCKETS
+        )
         self._refused = Counter(
             "moonpool_gateway_refused",
             "Responses with a status other than 2xx.",
@@ -71,13 +82,13 @@ class GatewayMetrics:
         self._refused.labels(str(status), code).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"vllm:{name}", text, ("model_name", *labels), registry=self._registry)
+        return Counter(f"vllm:{name}", text, ("model_name", "engine", *labels), registry=self._registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, ("model_name",), registry=self._registry)
+        return Gauge(f"vllm:{name}", text, ("model_name", "engine"), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"vllm:{name}", text, ("model_name",), registry=self._registry, buckets=buckets)
+        return Histogram(f"vllm:{name}", text, ("model_name", "engine"), registry=self._registry, buckets=buckets)
 
 
 class RequestMetrics:
@@ -85,14 +96,14 @@ class RequestMetrics:
 
     def __init__(self, metrics: GatewayMetrics, model: str) -> None:
         self._metrics = metrics
-        self._model = model
+        self._labels = (model, ENGINE)
         self._arrived = metrics.clock()
         self._last = self._arrived
         self._started = False
-        self._gaps = metrics.gaps.labels(model)
+        self._gaps = metrics.gaps.labels(*self._labels)
         self._reason = "abort"
-        metrics.waiting.labels(model).inc()
-        metrics.running.labels(model).inc(0)  # so that the gauge exists from the first request on
+        metrics.waiting.labels(*self._labels).inc()
+        metrics.running.labels(*self._labels).inc(0)  # so that the gauge exists from the first request on
 
     def tokens(self) -> None:
         """Tokens of the answer have arrived."""
@@ -101,9 +112,9 @@ class RequestMetrics:
             self._gaps.observe(now - self._last)
         else:
             self._started = True
-            metrics.ttft.labels(self._model).observe(now - self._arrived)
-            metrics.waiting.labels(self._model).dec()
-            metrics.running.labels(self._model).inc()
+            metrics.ttft.labels(*self._labels).observe(now - self._arrived)
+            metrics.waiting.labels(*self._labels).dec()
+            metrics.running.labels(*self._labels).inc()
         self._last = now
 
     def failed(self) -> None:
@@ -112,21 +123,64 @@ class RequestMetrics:
 
     def finished(self, result: GenerateResult) -> None:
         """The answer is complete."""
-        metrics, model, usage = self._metrics, self._model, result.usage
+        metrics, labels, usage = self._metrics, self._labels, result.usage
         self._reason = result.finish_reason
-        metrics.prompt_tokens.labels(model).inc(usage.prompt_tokens)
-        metrics.generated_tokens.labels(model).inc(usage.completion_tokens)
-        metrics.cache_queries.labels(model).inc(usage.prompt_tokens)
-        metrics.cache_hits.labels(model).inc(usage.cached_tokens)
-        metrics.prompt_lengths.labels(model).observe(usage.prompt_tokens)
-        metrics.answer_lengths.labels(model).observe(usage.completion_tokens)
-        metrics.tpot.labels(model).observe(result.timing.tpot_s)
-        metrics.queue.labels(model).observe(result.timing.queue_s)
-        metrics.prefill.labels(model).observe(result.timing.prefill_s)
+        metrics.prompt_tokens.labels(*labels).inc(usage.prompt_tokens)
+        metrics.generated_tokens.labels(*labels).inc(usage.completion_tokens)
+        metrics.cache_queries.labels(*labels).inc(usage.prompt_tokens)
+        metrics.cache_hits.labels(*labels).inc(usage.cached_tokens)
+        metrics.prompt_lengths.labels(*labels).observe(usage.prompt_tokens)
+        metrics.answer_lengths.labels(*labels).observe(usage.completion_tokens)
+        metrics.tpot.labels(*labels).observe(result.timing.tpot_s)
+        metrics.queue.labels(*labels).observe(result.timing.queue_s)
+        metrics.prefill.labels(*labels).observe(result.timing.prefill_s)
+        metrics.decode.labels(*labels).observe(max(0.0, result.timing.e2e_s - result.timing.ttft_s))
+        metrics.longest_answers.labels(*labels).observe(
+            max((len(choice.token_ids) for choice in result.choices), default=0)
+        )
 
     def close(self) -> None:
         """The request is over."""
-        metrics, model = self._metrics, self._model
-        (metrics.running if self._started else metrics.waiting).labels(model).dec()
-        metrics.ended.labels(model, self._reason).inc()
-        metrics.e2e.labels(model).observe(metrics.clock() - self._arrived)
+        metrics, labels = self._metrics, self._labels
+        (metrics.running if self._started else metrics.waiting).labels(*labels).dec()
+        metrics.ended.labels(*labels, self._reason).inc()
+        metrics.e2e.labels(*labels).observe(metrics.clock() - self._arrived)
+
+
+class EngineCollector(Collector):
+    """The metrics of an engine that routers and dashboards read, of all decode instances together."""
+
+    def __init__(self, state: Callable[[], ClusterState | None], shown_name: Callable[[ClusterState], str]) -> None:
+        """`state` returns the cluster now, or None if the cluster cannot be asked; `shown_name` the model's name."""
+        self._state = state
+        self._shown_name = shown_name
+
+    def describe(self) -> Iterable[MetricFamily]:
+        """Nothing, so that registering asks nobody."""
+        return []
+
+    def collect(self) -> Iterable[MetricFamily]:
+        """The metrics now; without values if the cluster cannot be asked."""
+        names, cache = ["model_name", "engine"], ["block_size", "num_gpu_blocks", "enable_prefix_caching", "engine"]
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc",
+            "Share of the KV blocks of the decode instances that requests hold, 1 = all.",
+            labels=names,
+        )
+        preemptions = CounterMetricFamily(
+            "vllm:num_preemptions", "Preemptions of the decode instances since each one's start.", labels=names
+        )
+        config = GaugeMetricFamily(
+            "vllm:cache_config_info", "1; the labels have the KV blocks of the decode instances.", labels=cache
+        )
+        if state := self._state():
+            decodes, labels = (
+                [each for each in state.instances if each.kind == "decode"],
+                (self._shown_name(state), ENGINE),
+            )
+            total = sum(each.total_blocks for each in decodes)
+            kept = sum(each.free_blocks + each.cached_blocks for each in decodes)
+            usage.add_metric(labels, max(0.0, 1.0 - kept / total) if total else 0.0)
+            preemptions.add_metric(labels, sum(each.preemptions for each in decodes))
+            config.add_metric((str(state.block_tokens), str(total), "True", ENGINE), 1.0)
+        return usage, preemptions, config

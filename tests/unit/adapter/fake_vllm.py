@@ -105,6 +105,7 @@ class FakeVllm:
             'enable_prefix_caching="True"} 1.0\n'
             f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
             'vllm:num_requests_waiting{engine="0"} 0\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+            'vllm:num_preemptions_total{engine="0"} 4\nvllm:num_preemptions_total{engine="1"} 3\n'
         )
 
     async def _reset(self, request: web.Request) -> web.Response:

@@ -19,6 +19,7 @@ from moonpool.telemetry.spans import Recorder
 from services.adapter.config import AdapterConfig
 from services.adapter.service import serve
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
+from tests.unit.conductor.fakes import WAIT_S
 from tests.unit.conductor.stack import TINY, Stack, stack
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -105,6 +106,15 @@ async def test_what_an_engine_holds_draws_the_prompts_that_continue_it(tmp_path:
             assert again.usage.cached_tokens == 20 * BLOCK_TOKENS
         served = next(engine for engine in engines if engine.requests)
         assert served.hits == [0, 20, 20, 20, 20]
+
+
+async def test_preemptions_are_those_of_all_ranks_of_the_engine(tmp_path: Path) -> None:
+    async with cluster(tmp_path, "one") as (running, _), asyncio.timeout(WAIT_S):
+        counted = dict[str, int]()
+        while counted.get("decode") != 7:
+            state = await running.client.cluster_state()
+            counted = {each.kind: each.preemptions for each in state.instances}
+        assert counted["prefill"] == 0
 
 
 async def test_several_answers_are_generated_side_by_side(tmp_path: Path) -> None:

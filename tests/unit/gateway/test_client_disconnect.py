@@ -103,8 +103,8 @@ async def test_request_ends_with_its_client(stream: bool, tokens: int) -> None:
         assert holding.call.cancelled
         text = await metrics(app)
     for line in ("num_requests_running", "num_requests_waiting"):
-        assert f'vllm:{line}{{model_name="tiny"}} 0.0' in text
-    assert 'vllm:request_success_total{finished_reason="abort",model_name="tiny"} 1.0' in text
+        assert f'vllm:{line}{{engine="0",model_name="tiny"}} 0.0' in text
+    assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 1.0' in text
 
 
 async def test_client_that_leaves_within_its_body() -> None:

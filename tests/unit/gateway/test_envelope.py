@@ -122,7 +122,10 @@ async def test_served_names() -> None:
         assert (await gateway.http.get("/v1/models/tiny-chat")).json()["max_model_len"] == MODEL_TOKENS
         assert (await gateway.http.get("/v1/models/tiny")).status_code == 404
         assert (await gateway.http.get("/health")).json()["model"] == "best"
-        assert await gateway.metric('vllm:request_success_total{finished_reason="stop",model_name="best"}') == "3.0"
+        assert (
+            await gateway.metric('vllm:request_success_total{engine="0",finished_reason="stop",model_name="best"}')
+            == "3.0"
+        )
 
 
 async def test_models_for_anthropics_client(gateway: Answers) -> None:

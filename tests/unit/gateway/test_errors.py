@@ -251,7 +251,10 @@ async def test_a_stream_that_breaks_says_so() -> None:
         last = answered.text.split("\n\n")[-2]
         assert last.startswith('data: {"error":{"message":"lost"')
         assert "[DONE]" not in answered.text
-        assert await gateway.metric('vllm:request_success_total{finished_reason="error",model_name="tiny"}') == "1.0"
+        assert (
+            await gateway.metric('vllm:request_success_total{engine="0",finished_reason="error",model_name="tiny"}')
+            == "1.0"
+        )
 
 
 async def test_what_the_cluster_ended_is_no_answer() -> None:

@@ -4,6 +4,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from moonpool.client.testing import FakeConductor, answer
+from moonpool.v1 import conductor_pb2 as pb
+from moonpool.v1 import kv_pb2
 
 from .fakes import answering
 
@@ -26,9 +28,46 @@ async def test_metrics() -> None:
             "vllm:e2e_request_latency_seconds_count": 2,
             "vllm:request_prompt_tokens_sum": 18,
             "vllm:request_generation_tokens_sum": 6,
+            "vllm:request_decode_time_seconds_count": 2,
+            "vllm:request_max_num_generation_tokens_sum": 6,
         }.items():
-            assert await gateway.metric(f'{name}{{model_name="tiny"}}') == f"{value:.1f}", name
-        assert await gateway.metric('vllm:request_success_total{finished_reason="stop",model_name="tiny"}') == "2.0"
+            assert await gateway.metric(f'{name}{{engine="0",model_name="tiny"}}') == f"{value:.1f}", name
+        assert (
+            await gateway.metric('vllm:request_success_total{engine="0",finished_reason="stop",model_name="tiny"}')
+            == "2.0"
+        )
+
+
+def instance(name: str, blocks: int, load: pb.LoadReport) -> pb.InstanceState:
+    kind = kv_pb2.INSTANCE_KIND_DECODE if name.startswith("decode") else kv_pb2.INSTANCE_KIND_PREFILL
+    return pb.InstanceState(instance=kv_pb2.Instance(id=name, kind=kind), load=load, total_blocks=blocks)
+
+
+async def test_routers_read_kv_and_preemptions_of_all_decode_instances() -> None:
+    fake = FakeConductor(lambda _: answer([5]))
+    fake.state.model.CopyFrom(pb.ModelInfo(name="tiny", layout=kv_pb2.KVLayout(block_tokens=64)))
+    fake.state.instances.extend(
+        [
+            instance("prefill-0", 1000, pb.LoadReport()),
+            instance("decode-0", 60, pb.LoadReport(free_blocks=10, cached_blocks=20, preemptions=3)),
+            instance("decode-1", 20, pb.LoadReport(free_blocks=20, preemptions=4)),
+        ]
+    )
+    async with answering(fake) as gateway:
+        assert await gateway.metric('vllm:kv_cache_usage_perc{engine="0",model_name="tiny"}') == "0.375"
+        assert await gateway.metric('vllm:num_preemptions_total{engine="0",model_name="tiny"}') == "7.0"
+        info = 'block_size="64",enable_prefix_caching="True",engine="0",num_gpu_blocks="80"'
+        assert await gateway.metric(f"vllm:cache_config_info{{{info}}}") == "1.0"
+
+
+async def test_without_a_cluster_the_gateways_own_metrics_are_there() -> None:
+    fake = FakeConductor(lambda _: answer([5]))
+    async with answering(fake) as gateway:
+        fake.state.Clear()  # nobody has joined
+        response = await gateway.http.get("/metrics")
+    assert response.status_code == 200
+    assert "vllm:num_requests_running" in response.text
+    assert "vllm:kv_cache_usage_perc{" not in response.text
 
 
 @pytest.mark.parametrize("escaping", ["", ";escaping=underscores"])
