@@ -143,8 +143,11 @@ class PoolReads:
 
         The block need not be lent for that: nothing is evicted before this returns.
         """
-        layers = range(self.pool.layout.layers)
-        if not all(self._is_intact(layer, block) for block in self._manager.match([key]) for layer in layers):
+        layout = self.pool.layout
+        for block in self._manager.find([key]):
+            lacking = layout.windowed_layers if self._manager.is_partial(block) else ()
+            if all(self._is_intact(layer, block) for layer in range(layout.layers) if layer not in lacking):
+                continue
             self._calls.take_back(ReturnBlocks(next(self._numbers), (key,)))
 
     def _is_intact(self, layer: int, block: int) -> bool:

@@ -20,8 +20,8 @@ QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Types whose numbers are stored with a scale, by the names that flags have for them."""
 SCALE_BYTES = 4
 """Of one scale, a little-endian float32; each token has one per head and plane."""
-UNIFORM_VERSION, GROUPED_VERSION = 1, 2
-"""Of layouts with one group of full attention, and of all others."""
+UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION = 1, 2, 3
+"""Of layouts with one group of full attention, of those with windows, and of all others (2)."""
 _BLOCK_TOKENS_MULTIPLE = 16
 
 KVKind = Literal["full", "window", "latent"]
@@ -209,7 +209,9 @@ class KVLayout:
     @property
     def version(self) -> int:
         """Version of the arrangement: layouts of version 1 are those that older programs know."""
-        return UNIFORM_VERSION if self.is_uniform else GROUPED_VERSION
+        if self.is_uniform:
+            return UNIFORM_VERSION
+        return WINDOWED_VERSION if self.windowed_layers else GROUPED_VERSION
 
     @property
     def dtype(self) -> str:
@@ -225,6 +227,23 @@ class KVLayout:
     def scaled(self) -> bool:
         """Whether slices have scales. Such slices travel whole, because scales lie behind all heads."""
         return any(group.scaled for group in self.groups)
+
+    @cached_property
+    def windowed_layers(self) -> frozenset[int]:
+        """Layers that need the slices of a sequence's last blocks only."""
+        return frozenset(layer for group in self.groups if group.kind == "window" for layer in group.layers)
+
+    @cached_property
+    def window_blocks(self) -> int:
+        """Full blocks before the next token that the layer with the largest window may need; 0 without windows."""
+        return -(-max(group.window for group in self.groups) // self.block_tokens)
+
+    def first_windowed_block(self, tokens: int) -> int:
+        """First block whose windowed slices are needed behind a sequence of `tokens` tokens: none before are sent.
+
+        With these slices, the sequence can be continued behind its last full block.
+        """
+        return max(0, tokens // self.block_tokens - self.window_blocks) if self.windowed_layers else 0
 
     @cached_property
     def _groups_by_layer(self) -> tuple[KVGroup, ...]:
@@ -339,8 +358,8 @@ class KVLayout:
             Mismatch: this version cannot hold such a layout; names the field.
         """
         version, size = message.version, message.block_tokens
-        if version not in (UNIFORM_VERSION, GROUPED_VERSION):
-            raise Mismatch("layout.version", f"{UNIFORM_VERSION} and {GROUPED_VERSION} are known, not {version}")
+        if not UNIFORM_VERSION <= version <= WINDOWED_VERSION:
+            raise Mismatch("layout.version", f"{UNIFORM_VERSION} to {WINDOWED_VERSION} are known, not {version}")
         try:
             if version == UNIFORM_VERSION:
                 found = cls.uniform(message.layers, message.kv_heads, message.head_dim, size, message.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from moonpool.errors import FrameError, TransferFailed
@@ -16,8 +16,18 @@ class SliceBitmap:
     Per layer one integer is the set of blocks whose heads have all come; head ranges of unfinished blocks lie apart.
     """
 
-    def __init__(self, layers: range, blocks: int, heads: range, held_blocks: int = 0) -> None:
-        """Expects `heads` of `blocks` blocks in `layers`; the first `held_blocks` are there already."""
+    def __init__(
+        self, layers: range, blocks: int, heads: range, held_blocks: int = 0, unsent: Mapping[int, int] | None = None
+    ) -> None:
+        """Expects `heads` of `blocks` blocks in `layers`.
+
+        Args:
+            layers: of the model.
+            blocks: of the sequence.
+            heads: in shares.
+            held_blocks: leading blocks that are there already.
+            unsent: layer -> leading blocks that it does not need and does not get; 0 for layers that are left out.
+        """
         ranges = all(len(each) > 0 and each.step == 1 and each.start >= 0 for each in (layers, heads))
         if not (ranges and 0 <= held_blocks <= blocks):
             raise ValueError(f"impossible ledger: {layers}, {blocks} blocks, {held_blocks} held, heads {heads}")
@@ -26,10 +36,10 @@ class SliceBitmap:
         self._heads = heads
         self._held = held_blocks
         self._all = (1 << blocks) - 1
-        held = (1 << held_blocks) - 1
-        self._have = dict.fromkeys(layers, held)
+        first = {layer: max(held_blocks, (unsent or {}).get(layer, 0)) for layer in layers}
+        self._have = {layer: (1 << begin) - 1 for layer, begin in first.items()}
         self._parts: dict[tuple[int, int], int] = {}
-        self._missing = len(layers) * (blocks - held_blocks)
+        self._missing = sum(blocks - begin for begin in first.values())
 
     @property
     def blocks(self) -> int:
@@ -47,7 +57,7 @@ class SliceBitmap:
 
     @property
     def leading(self) -> int:
-        """Leading blocks of which all has come or is held."""
+        """Leading blocks of which all has come, is held or is not needed."""
         whole = self._all
         for have in self._have.values():
             whole &= have
@@ -183,7 +193,9 @@ class InboundTransfer:
         self._written = False
         self._trusted = True
         self._when_quiet: Callable[[], None] | None = None
-        self._ledger = SliceBitmap(range(layout.layers), num_blocks, range(layout.head_shares), held_blocks)
+        tokens = (num_blocks - 1) * layout.block_tokens + last_valid_tokens
+        unsent = dict.fromkeys(layout.windowed_layers, layout.first_windowed_block(tokens))
+        self._ledger = SliceBitmap(range(layout.layers), num_blocks, range(layout.head_shares), held_blocks, unsent)
 
     @property
     def done(self) -> bool:

@@ -7,6 +7,9 @@ Each block is in exactly one state:
                                           unused for `COLD_S` are evicted before
     used    referenced, with or without a key
 
+A block is whole, or lacks the slices of layers with a window. A chain is continued behind a block if the last
+`window_blocks` blocks up to there are whole.
+
 Prefill and decode share the rules here for deleting KV from the pool and for lending blocks to other instances.
 """
 
@@ -51,12 +54,18 @@ class BlockManager:
 
     Each block from `allocate` or `acquire` must be given to `release` once.
 
+    Args:
+        num_blocks: of the pool.
+        window_blocks: full blocks that layers with a window need before a token; 0 = no layer has a window.
+
     Attributes:
         now: time of the current event, seconds; set by the scheduler that owns the manager.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, window_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
+        self._window_blocks = window_blocks
+        self._partial: set[int] = set()
         # A stack: the block freed last is used first, so that a lightly loaded pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # first = next to be evicted
@@ -91,10 +100,45 @@ class BlockManager:
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Iterable[BlockKey]) -> list[int]:
-        """Blocks for the longest leading run of `keys` found in the pool.
+        """Blocks of the longest run of leading keys in the pool behind which the chain can be continued.
 
-        Not acquired: do that before any other call.
+        The blocks are not acquired: do that before any other call.
         """
+        found = self.find(keys)
+        del found[self.continuable(found) :]
+        return found
+
+    def match_behind(self, keys: Sequence[BlockKey], blocks: int) -> list[int]:
+        """As `match`, if all further KV arrives: the chain is continued behind `blocks` blocks."""
+        found, first = self.find(keys), max(0, blocks - self._window_blocks)
+        end = next((index for index in range(first, len(found)) if found[index] in self._partial), len(found))
+        return found[:end]
+
+    def match_whole(self, keys: Iterable[BlockKey]) -> list[int]:
+        """As `match`, but only whole blocks."""
+        found = self.find(keys)
+        return found[: next((index for index, block in enumerate(found) if block in self._partial), len(found))]
+
+    def continuable(self, blocks: Sequence[int]) -> int:
+        """The most leading blocks behind which a chain with these blocks can be continued."""
+        end = len(blocks)
+        for index in reversed(range(end)):
+            if end - index > self._window_blocks:
+                break
+            if blocks[index] in self._partial:
+                end = index
+        return end
+
+    def is_partial(self, block: int) -> bool:
+        """Whether a block lacks the slices of layers with a window."""
+        return block in self._partial
+
+    def drop_windows(self, blocks: Iterable[int]) -> None:
+        """Notes that used blocks without key lack the slices of layers with a window."""
+        self._partial.update(blocks)
+
+    def find(self, keys: Iterable[BlockKey]) -> list[int]:
+        """Blocks of the longest run of leading keys in the pool, whole or not. Not acquired."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -142,14 +186,16 @@ class BlockManager:
         for _ in range(n):
             block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
+            self._partial.discard(block)
             taken.append(block)
         return taken
 
     def register(self, block: int, key: BlockKey, owner: KVOwner = NO_OWNER) -> bool:
-        """Gives a used block a key; the block's KV must be complete in all layers.
+        """Gives a used block a key; the block's KV must be complete, but for windowed slices of a partial block.
 
         If another block has this key already, that block keeps the key and this block gets none: `match` needs a single
-        block, and others may reference the older block. A block of a transient owner gets no key either.
+        block, and others may reference the older block. But a whole block takes the key from a partial block. A block
+        of a transient owner gets no key.
 
         Returns:
             Whether the block has the key now.
@@ -157,8 +203,14 @@ class BlockManager:
         assert self._refs[block] > 0, f"block {block} is not used"
         own = self._key_of[block]
         assert own is None or own == key, f"block {block} has another key"
-        if owner.transient or self._block_of.setdefault(key, block) != block:
+        if owner.transient:
             return False
+        held = self._block_of.get(key, block)
+        if held != block:
+            if held not in self._partial or block in self._partial:
+                return False
+            self.forget([key])
+        self._block_of[key] = block
         if own is None:
             self._key_of[block] = key
             self._owned[block] = owner.tenant, self.now
@@ -248,7 +300,7 @@ class BlockManager:
     def digest(self) -> bytes:
         """Hash of the whole state."""
         owned = [self._owned[block] for block in self._block_of.values()]
-        cached = list(self._cached), self._copies
+        cached = list(self._cached), self._copies, sorted(self._partial)
         return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
 
     def check_invariants(self) -> None:
@@ -382,7 +434,7 @@ class BlockLending:
     def _lend(self, event: LendBlocks, spare: int) -> BlocksLent:
         blocks = []
         left = self._most - len(self._loans)
-        for block in self._manager.match(event.keys):
+        for block in self._manager.match_whole(event.keys):
             left -= block not in self._loans
             spare -= self._manager.is_cached(block)
             if min(left, spare) < 0:

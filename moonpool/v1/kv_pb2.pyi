@@ -268,27 +268,27 @@ class KVLayout(_message.Message):
     GROUPS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Version of the arrangement itself; 1 = all layers are alike: [kv_heads, 2, block_tokens, head_dim], then scale_bytes,
-    per layer; 2 = `groups` say what each layer has.
+    per layer; 2 = `groups` say what each layer has; 3 = as 2, with windows: slices behind a window are left out.
     """
     layers: _builtins.int
     """Number of transformer layers in a whole block."""
     kv_heads: _builtins.int
-    """Key/value heads per layer; in version 2 the greatest common divisor of theirs: the shares in which heads are counted."""
+    """Key/value heads per layer; from version 2 on the greatest common divisor of theirs: the shares in which heads are counted."""
     head_dim: _builtins.int
-    """Elements per head; in version 2 of the first group."""
+    """Elements per head; from version 2 on of the first group."""
     block_tokens: _builtins.int
     """Tokens per block."""
     dtype: _builtins.str
-    """Element type: "float32", "bfloat16" or "float16"; of quantised KV "int8" or "float8_e4m3fn". In version 2 of the
+    """Element type: "float32", "bfloat16" or "float16"; of quantised KV "int8" or "float8_e4m3fn". From version 2 on of the
     first group.
     """
     scale_bytes: _builtins.int
     """Bytes of scales at the end of each layer slice: [kv_heads, 2, block_tokens] float32, what each token's stored
-    values are multiplied with; 0 when KV is not quantised, and in version 2.
+    values are multiplied with; 0 when KV is not quantised, and from version 2 on.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KVGroup]:
-        """In version 2: each layer is in one of them."""
+        """From version 2 on: each layer is in one of them."""
 
     def __init__(
         self,

@@ -162,7 +162,13 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
 
 def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
     layout = KVLayout.from_proto(model.layout)
-    return KVShape(layout.block_tokens, layout.token_bytes, layout.layers, model.emulated != "")
+    return KVShape(
+        layout.block_tokens,
+        layout.token_bytes,
+        layout.layers,
+        emulated=model.emulated != "",
+        windowed=bool(layout.windowed_layers),
+    )
 
 
 # --- placements -------------------------------------------------------------------------------------------------------

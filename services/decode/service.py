@@ -312,6 +312,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         ahead_steps=engine.run_steps if engine.run_steps > 1 else 0,
         log_bytes=config.log_bytes,
         preempt_every=config.preempt_every,
+        window_blocks=layout.window_blocks,
     )
 
 

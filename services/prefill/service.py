@@ -231,6 +231,8 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         max_queue=config.max_queue,
         load_timeout_s=config.load_timeout_s,
         verdict_timeout_s=config.verdict_timeout_s,
+        windowed_layers=layout.windowed_layers,
+        window_blocks=layout.window_blocks,
     )
 
 

@@ -211,12 +211,19 @@ class Demand:
 
 @frozen
 class KVShape:
-    """Sizes of the served KV. `emulated`: all engines emulate compute."""
+    """Sizes of the served KV.
+
+    Attributes:
+        emulated: all engines emulate compute.
+        windowed: decode instances lack slices that a prompt may need if it is continued behind another block than
+            theirs: nothing is loaded from them.
+    """
 
     block_tokens: int
     token_bytes: int
     layers: int
     emulated: bool = False
+    windowed: bool = False
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""

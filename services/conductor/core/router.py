@@ -720,7 +720,11 @@ class Router:
                 raise InvalidRequest(f"sampling.{option}", "no engine of this cluster can serve it")
         prefixes = self._index.match(keys)
         views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []
-        sources = self._holders.of(views, prefixes, lambda pool: pool.mask_of(request.suspects), request.now)
+
+        def not_asked(pool: PrefillPool | DecodePool) -> int:
+            return ~0 if shape.windowed and pool is self._decodes else pool.mask_of(request.suspects)
+
+        sources = self._holders.of(views, prefixes, not_asked, request.now)
         model = PrefillLatencyModel(demand, shape, sources, self._threshold)
         candidates = self._prefill(request, demand, self._prefills.soon(prefixes, keys), model)
         best = candidates[0]

@@ -155,7 +155,7 @@ class DecodeAdmission:
     def _admit(self, request: DecodeRequest, *, alone: bool) -> tuple[str, str] | None:
         """Promises blocks for the prompt if the blocks expected to be needed later fit as well; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
-        held = budget.blocks.match(sequence.keys)
+        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // self._state.settings.block_tokens)
         new = self._state.settings.blocks_for(sequence.tokens) - len(held)
         cost = budget.cost(held, new)
         sequence.table, request.promised = held, new

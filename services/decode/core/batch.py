@@ -328,10 +328,14 @@ def block_sharing_behind_prompt(request: DecodeRequest, settings: DecodeSettings
 
 
 def find_cached_blocks(request: DecodeRequest, manager: BlockManager) -> dict[int, int]:
-    """Blocks of a request that the pool still has, by their index in its `BlockSharing`. Not acquired."""
+    """Blocks of a request that the pool still has, by their index in its `BlockSharing`. Not acquired.
+
+    Sequences of a group may continue behind any block that they share: all must be whole.
+    """
     found: dict[int, int] = {}
+    match = manager.match if len(request.sequences) == 1 else manager.match_whole
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
-        for number, block in zip(table, manager.match(sequence.keys), strict=False):
+        for number, block in zip(table, match(sequence.keys), strict=False):
             found.setdefault(number, block)
         if request.preemption.swapped_blocks:
             break  # swapped blocks are copied from one index on

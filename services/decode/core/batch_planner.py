@@ -566,13 +566,14 @@ class BatchPlanner:
         """Binds the promised blocks and computes the prompt behind the cached prefix, as after preemption.
 
         Returns:
-            False if that is not possible: no slot is free, or preempted requests wait for blocks.
+            False if that is not possible: no slot is free, preempted requests wait for blocks, or cached blocks
+            lack slices and the pool has none to compute these blocks anew.
         """
-        held = len(request.blocks)
         kept = sum(self.slots_kept.values()) - self.slots_kept.get(request.id, 0)
         is_full = self.slots_taken + kept >= self._settings.max_batch
-        if request.is_group or self._preempted.queue or is_full:
+        if request.is_group or self._preempted.queue or is_full or not self._budget.keep_continuable(request):
             return False
+        held = len(request.blocks)
         self._budget.bind(request)
         batch.begin_prompt_here(request, held, self._settings)
         self.restored(request)

@@ -77,6 +77,31 @@ class BlockBudget:
         sequence.table += self.blocks.allocate(request.promised)
         request.promised = 0
 
+    def bind_to_receive(self, request: DecodeRequest, whole_from: int) -> None:
+        """As `bind`, of blocks that the prompt's KV arrives in: those before `whole_from` arrive without windows."""
+        [sequence] = request.sequences
+        held = len(sequence.table)
+        self.bind(request)
+        self.blocks.drop_windows(sequence.table[held : max(held, whole_from)])
+
+    def keep_continuable(self, request: DecodeRequest) -> bool:
+        """Gives back matched blocks behind which the prompt cannot be continued here, for a promise of new ones.
+
+        Returns:
+            False, with no effect, if the pool has too few available blocks.
+        """
+        [sequence] = request.sequences
+        end = self.blocks.continuable(sequence.table)
+        given_back = sequence.table[end:]
+        freed = sum(self.blocks.ref_count(block) == 1 for block in given_back)
+        if self.available + freed < len(given_back):
+            return False
+        self.blocks.release(given_back)
+        del sequence.table[end:]
+        request.promised += len(given_back)
+        self.promised += len(given_back)
+        return True
+
     def register_leading(self, request: DecodeRequest, leading: int) -> None:
         """Registers the keys of the full blocks among a prompt's first `leading` blocks, whose KV has arrived."""
         [sequence] = request.sequences

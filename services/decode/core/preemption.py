@@ -48,11 +48,11 @@ class StoredBlocks:
     def write(self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int) -> None:
         """Writes a full block to one of its request's kvstores; the pool keeps the block until the write ends.
 
-        Does nothing if the request's blocks may not be kept.
+        Does nothing if the request's blocks may not be kept, or the block lacks slices.
         """
-        if request.owner.transient:
-            return
         block = sequence.table[index]
+        if request.owner.transient or self._state.blocks.is_partial(block):
+            return
         self._state.blocks.acquire([block])
         if sequence.stored[store] == index:
             sequence.stored[store] = index + 1
@@ -296,6 +296,9 @@ class PreemptedRequests:
     def _swap_out(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
         request.set_status(RequestStatus.SWAPPING_OUT)
         request.preemption.swapped_blocks = len(blocks)
+        request.preemption.swapped_partial = frozenset(
+            number for number, block in enumerate(blocks) if self._state.blocks.is_partial(block)
+        )
         self.swapped_blocks += len(blocks)
         self.blocks_being_freed += len(request.blocks)
         self.swaps += 1
@@ -357,6 +360,10 @@ class PreemptedRequests:
         """Chooses how the KV that is not cached is restored."""
         if request.preemption.swapped_blocks > len(held):
             copied = tuple(blocks[len(held) : request.preemption.swapped_blocks])
+            partial = request.preemption.swapped_partial
+            self._state.blocks.drop_windows(
+                block for number, block in enumerate(copied, len(held)) if number in partial
+            )
             request.set_status(RequestStatus.SWAPPING_IN)
             io = self._state.ios.begin(SwapPin(request, False, copied))
             self._state.act(SwapIn(io, request.id, len(held), copied))

@@ -133,12 +133,14 @@ class PreemptionState:
         count: preemptions so far.
         sharing: how its sequences shared blocks; None before the first preemption.
         swapped_blocks: leading blocks of `sharing` that are in DRAM.
+        swapped_partial: those of them that lack the slices of layers with a window.
         recompute: all its KV is to be computed again.
     """
 
     count: int = 0
     sharing: BlockSharing | None = None
     swapped_blocks: int = 0
+    swapped_partial: frozenset[int] = frozenset()
     recompute: bool = False
 
     @property

@@ -463,7 +463,7 @@ class DecodeScheduler:
             return
         match event:
             case TransferOpened() if request.status is RequestStatus.PROMISED:
-                self.budget.bind(request)
+                self.budget.bind_to_receive(request, self.settings.first_windowed_block(request.spec.tokens))
                 if event.older:
                     request.keep_nothing()
                 request.set_status(RequestStatus.RECEIVING)

@@ -46,6 +46,7 @@ class DecodeSettings:
         log_ttl_s: seconds for which output of ended and parked requests is kept.
         log_bytes: most bytes of that output.
         preempt_every: for diagnosis: a request of the batch is preempted every so many steps; 0 = never.
+        window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
     """
 
     num_blocks: int
@@ -67,7 +68,12 @@ class DecodeSettings:
     log_ttl_s: float = 60.0
     log_bytes: int = 16 << 20
     preempt_every: int = 0
+    window_blocks: int = 0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
+
+    def first_windowed_block(self, tokens: int) -> int:
+        """First block of which a sequence of `tokens` tokens needs the windowed slices."""
+        return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0

@@ -8,13 +8,13 @@ All integers are little-endian.
     16      4             header_bytes: a multiple of 4096; the data begin there
     20      4             layers (also the number of slice hashes)
     24      32 · 3        key, parent key, namespace
-    120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes; of layouts of version 2:
+    120     4 · 5         layout version, kv_heads, head_dim, block_tokens, scale_bytes; of other versions than 1:
                           version, bytes of the layout's message, zeros
-    140     16            dtype, ASCII, zero-padded; of layouts of version 2 zeros
+    140     16            dtype, ASCII, zero-padded; of other versions than 1 zeros
     156     4             length of the tenant's name
     160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/keys.py), then 8 bytes:
             seconds since 1970 at which the store got the block, then 8 bytes: the number of the segment that it is of
-            (both 0 = not known, as in older records), then, of a layout of version 2, its message
+            (both 0 = not known, as in older records), then, of other versions than 1, its message
             (KVLayout in protos/moonpool/v1/kv.proto), then zeros
     header_bytes          the data, one slice per layer, then zeros to a multiple of 4096
 
@@ -43,7 +43,7 @@ from moonpool.errors import ConfigError, MoonpoolError
 from moonpool.kv.blocks import MAX_TENANT_BYTES, BlockFormat, BlockInfo
 from moonpool.kv.file_io import FileSpan, aligned_memory
 from moonpool.kv.keys import BlockKey, key_bindings, layer_binding, slice_hash
-from moonpool.kv.layout import GROUPED_VERSION, KVLayout
+from moonpool.kv.layout import UNIFORM_VERSION, KVLayout
 from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.files import ALIGN, FileLayer
 from services.kvstore.ssd.index import Segment
@@ -174,7 +174,7 @@ def header_bytes_of(data: bytes | bytearray) -> int:
 def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes, message: bytes) -> BlockFormat:
     """A format as headers have it, cached: few differ, and a scan reads a million headers."""
     version, kv_heads, head_dim, block_tokens, scale_bytes = shape
-    if version == GROUPED_VERSION:
+    if version != UNIFORM_VERSION:
         found = kv_pb2.KVLayout.FromString(message)
     else:
         found = kv_pb2.KVLayout(
@@ -203,7 +203,7 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
     magic, _, _, layers, key, parent, namespace, *shape, dtype, tenant_len = fields
     sums_at = _FIXED.size + tenant_len
     time_at = sums_at + 8 * layers
-    grouped = shape[1] if shape[0] == GROUPED_VERSION else 0
+    grouped = shape[1] if shape[0] != UNIFORM_VERSION else 0
     if tenant_len > MAX_TENANT_BYTES or time_at > size or (grouped and time_at + 16 + grouped > size):
         raise BadRecordError("the header's parts are larger than it")
     try:

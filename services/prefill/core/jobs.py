@@ -42,7 +42,8 @@ class OutgoingKV:
     """The KV of one prompt on its way to decode. Queued slices are positions: the bytes stay in the pool until sent.
 
     Attributes:
-        handed: for each layer a bitmap of the blocks queued or sent; blocks that decode holds count as sent.
+        handed: for each layer a bitmap of the blocks queued or sent; blocks that decode holds or does not need count
+            as sent.
         pending: queued spans.
         io: opening, sending or waiting for the verdict: one at a time.
         open: the transfer is open.
@@ -56,9 +57,11 @@ class OutgoingKV:
     sent_bytes: int = 0
 
     @classmethod
-    def of(cls, layers: int, num_blocks: int, held_blocks: int) -> "OutgoingKV":
-        """For a prompt whose leading `held_blocks` decode holds."""
-        return cls(num_blocks, [(1 << held_blocks) - 1] * layers)
+    def of(cls, settings: "PrefillSettings", tokens: int, held_blocks: int) -> "OutgoingKV":
+        """For a prompt whose leading `held_blocks` decode holds. Slices behind the window are not sent."""
+        windowed = max(held_blocks, tokens // settings.block_tokens - settings.window_blocks)
+        first = [windowed if layer in settings.windowed_layers else held_blocks for layer in range(settings.layers)]
+        return cls(settings.blocks_for(tokens), [(1 << begin) - 1 for begin in first])
 
     @property
     def whole(self) -> bool:
@@ -114,6 +117,8 @@ class PrefillSettings:
         max_queue: most jobs; more are refused.
         load_timeout_s: seconds that a load may take beyond the prediction.
         verdict_timeout_s: longest wait for decode's verdict, seconds.
+        windowed_layers: layers that need the slices of a sequence's last blocks only.
+        window_blocks: of these layers, full blocks that are needed before a token (`KVLayout.window_blocks`).
     """
 
     blocks: int
@@ -126,6 +131,8 @@ class PrefillSettings:
     max_queue: int = 1024
     load_timeout_s: float = 5.0
     verdict_timeout_s: float = 30.0
+    windowed_layers: frozenset[int] = frozenset()
+    window_blocks: int = 0
 
     @property
     def token_bytes(self) -> int:
@@ -269,7 +276,7 @@ class PrefillJob:
         """A job on arrival."""
         spec, outgoing = event.request, None
         if event.held_blocks is not None:
-            outgoing = OutgoingKV.of(settings.layers, settings.blocks_for(spec.tokens), event.held_blocks)
+            outgoing = OutgoingKV.of(settings, spec.tokens, event.held_blocks)
         believed = max((source.blocks for source in event.sources), default=0) if event.reuse else 0
         expected = settings.reused_tokens(spec.tokens, believed)
         place = QueueKey(spec.tenant, priority_rank(now, spec.priority), event.job, spec.weight).delayed(event.delay_s)
@@ -432,7 +439,7 @@ class PrefillState:
 
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
         self.settings = settings
-        self.manager = BlockManager(settings.blocks)
+        self.manager = BlockManager(settings.blocks, settings.window_blocks)
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
         self.core_share = 1.0

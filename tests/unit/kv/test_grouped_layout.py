@@ -80,16 +80,17 @@ def test_a_group_names_what_is_wrong(field: str, value: Any) -> None:
 def test_a_grouped_layout_comes_back_as_it_was_sent() -> None:
     latent = KVLayout.of_layers(16, [LayerKV(1, 24, "float32", "latent")] * 3)
     quantised = KVLayout.of_layers(16, [LayerKV(2, 8, "int8"), LayerKV(1, 16, "int8", "window", 20)])
-    for layout in (GROUPED, latent, quantised):
+    for layout, version in ((GROUPED, 3), (latent, 2), (quantised, 3)):
         found = KVLayout.from_proto(kv_pb2.KVLayout.FromString(layout.to_proto().SerializeToString()))
         assert found == layout
-        assert found.version == 2
+        assert found.version == version
 
 
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"version": 3}, "layout.version"),
+        ({"version": 4}, "layout.version"),
+        ({"version": 2}, "layout.version"),
         ({"version": 1}, "layout.groups"),
         ({"layers": 5}, "layout.layers"),
     ],
@@ -125,7 +126,7 @@ def test_a_difference_names_the_group_and_the_field() -> None:
     other = KVLayout(16, (FULL, dataclasses.replace(WINDOWED, window=32)))
     found = GROUPED.difference(other)
     assert found == ("groups[1].window", 20, 32)
-    assert UNIFORM.difference(GROUPED) == ("version", 1, 2)
+    assert UNIFORM.difference(GROUPED) == ("version", 1, 3)
     assert GROUPED.difference(KVLayout(16, (FULL, WINDOWED))) is None
 
 
@@ -154,7 +155,7 @@ def test_uniform_layouts_are_those_of_version_1(message: str) -> None:
 def test_a_program_of_version_1_refuses_groups_by_version() -> None:
     """That program looks at ranges first, then at the version: all other fields must be within its ranges."""
     message = GROUPED.to_proto()
-    assert message.version == 2
+    assert message.version == 3
     assert 1 <= message.layers <= 4096
     assert 1 <= message.kv_heads <= 1024
     assert 1 <= message.head_dim <= 4096

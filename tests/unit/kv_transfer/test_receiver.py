@@ -8,6 +8,7 @@ from moonpool.errors import FrameError, TransferFailed
 from moonpool.kv.frames import SliceRun
 from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
+from tests.layouts import GROUPED
 
 LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 
@@ -52,6 +53,23 @@ def test_bound_only_once() -> None:
         inbound.bind([1, 2, 3])
     with pytest.raises(ValueError, match="needs 3 blocks"):
         transfer().bind([1])
+
+
+def test_slices_behind_the_window_are_not_expected() -> None:
+    """Of 4 blocks and 5 tokens, a window of 20 tokens needs blocks 2 to 4: the chain goes on behind block 4."""
+    inbound = InboundTransfer(7, 2, GROUPED, 5, 1, 5)
+    inbound.bind([4, 9, 2, 1, 3])
+    for layer in (1, 3):
+        with pytest.raises(FrameError, match="has come before"):
+            inbound.accept(run(layer, 1, 1))
+        inbound.accept(run(layer, 2, 3, 5))
+    assert (inbound.missing(), inbound.leading) == (8, 1)
+    inbound.accept(run(0, 1, 4, 5))
+    inbound.accept(run(2, 1, 1))
+    assert inbound.leading == 2
+    inbound.accept(run(2, 2, 3, 5))
+    inbound.check_invariants()
+    assert inbound.state is TransferState.COMPLETE
 
 
 def test_everything_held_is_complete_when_bound() -> None:

@@ -131,11 +131,16 @@ runs = st.builds(
 
 
 @SMALL
-@given(st.integers(0, 2), st.lists(runs, max_size=25), st.sampled_from([range(3), range(2), range(1, 3), range(2, 3)]))
-def test_agrees_with_a_set(held: int, sequence: list[SliceRun], heads: range) -> None:
+@given(
+    st.integers(0, 2),
+    st.lists(runs, max_size=25),
+    st.sampled_from([range(3), range(2), range(1, 3), range(2, 3)]),
+    st.sampled_from([{}, {1: 1}, {2: 4}, {1: 6, 2: 3}]),
+)
+def test_agrees_with_a_set(held: int, sequence: list[SliceRun], heads: range, unsent: dict[int, int]) -> None:
     layers, blocks = range(1, 3), 6
-    ledger = SliceBitmap(layers, blocks, heads, held)
-    wanted = {(la, b, h) for la in layers for b in range(held, blocks) for h in heads}
+    ledger = SliceBitmap(layers, blocks, heads, held, unsent)
+    wanted = {(la, b, h) for la in layers for b in range(max(held, unsent.get(la, 0)), blocks) for h in heads}
     got: set[tuple[int, int, int]] = set()
     for item in sequence:
         cells = {

@@ -19,9 +19,10 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
 
-    @initialize(stages=st.integers(1, 3))
-    def begin(self, stages: int) -> None:
-        self.world = World(staged(stages))
+    @initialize(stages=st.integers(1, 3), window_blocks=st.integers(0, 2))
+    def begin(self, stages: int, window_blocks: int) -> None:
+        layers = frozenset({1} if window_blocks else ())
+        self.world = World(staged(stages, windowed_layers=layers, window_blocks=window_blocks))
 
     @rule(
         n=st.integers(1, 5 * BT),
@@ -162,7 +163,7 @@ TestPrefillMachine = PrefillMachine.TestCase
 def walk(seed: int, stages: int) -> World:
     rng = random.Random(seed)
     machine = PrefillMachine()
-    machine.begin(stages)
+    machine.begin(stages, window_blocks=seed % 2)
     for _ in range(1000):
         choice = rng.random()
         if choice < 0.12 and len(machine.world.core.state.jobs) < 8:

@@ -325,8 +325,10 @@ class World:
     def _sent_whole(self, client: Client) -> None:
         held = client.arrive.held_blocks
         if held is not None:
-            blocks = range(held, self.settings.blocks_for(client.arrive.request.tokens))
-            assert set(client.sent) == {(layer, index) for layer in range(LAYERS) for index in blocks}
+            tokens, windowed = client.arrive.request.tokens, self.settings.windowed_layers
+            first = max(held, tokens // BT - self.settings.window_blocks)
+            blocks = [range(first if it in windowed else held, -(-tokens // BT)) for it in range(LAYERS)]
+            assert set(client.sent) == {(layer, index) for layer in range(LAYERS) for index in blocks[layer]}
 
     # --- to the end ------------------------------------------------------------------------------------------------
 
@@ -381,6 +383,6 @@ class World:
         assert self.core.due() is None
 
 
-def staged(stages: int, **changes: int | float) -> PrefillSettings:
+def staged(stages: int, **changes: object) -> PrefillSettings:
     """The settings for so many stages."""
     return replace(SETTINGS, stages=stages, **changes)  # type: ignore[arg-type]

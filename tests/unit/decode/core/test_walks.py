@@ -34,12 +34,13 @@ def advance(world: World, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("way", Preemption)
-@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize(("every", "window_blocks"), [(0, 0), (1, 0), (1, 1)])
 @pytest.mark.parametrize("groups", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_overcommitted(way: Preemption, every: int, groups: bool) -> None:
+def test_overcommitted(way: Preemption, every: int, groups: bool, window_blocks: int) -> None:
     """Answers three times longer than expected, in a pool for a few of them."""
     rng = random.Random(f"{way} {every}")
     crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 40, "assumed_answer_tokens": 20}
+    crowded |= {"window_blocks": window_blocks}
     runs = {"preempt_every": every} if every else {"run_steps": BT + 2, "ahead_steps": BT + 2}
     world = World(config(24, **crowded, **runs))
     left = count = (5 if every else 15) if groups else (6 if every else 20)

@@ -1,6 +1,7 @@
 """A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
 
-Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once.
+Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once. KV of layers
+with a window lies at the slot's complement (`~slot`), and is checked in the window.
 """
 
 import pickle
@@ -176,8 +177,9 @@ class World:
         it = self.sequences[number]
         self._receive(it, len(it.tokens))
         for store in range(self.core.requests[number].stores):
-            for block, key in zip(it.table, it.keys(), strict=False):
-                self.stored[store, key] = dict(self.pool[block])
+            for index, key in enumerate(it.keys()):
+                content = {at: it.content(index * BT + at) for at in range(BT)}
+                self.stored[store, key] = content | {~at: value for at, value in content.items()}
         self.post(TransferComplete(number))
 
     def start(self, number: int, stream: int = 1, known: int = 0) -> None:
@@ -242,6 +244,9 @@ class World:
             for position in range(start + count * full_hit):
                 held = self.pool[it.table[position // BT]].get(position % BT)
                 assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
+            for position in range(max(0, start + 1 - self.core.settings.window_blocks * BT), start + count * full_hit):
+                held = self.pool[it.table[position // BT]].get(~(position % BT))
+                assert held == it.content(position), f"no KV of the window at {position} of sequence {number}"
             for position in () if full_hit else range(start, start + count):
                 assert self.core.blocks.key_of(it.table[position // BT]) is None, "a full block is written again"
                 self._write(it, position)
@@ -366,11 +371,15 @@ class World:
 
     def _receive(self, it: Sequence, end: int) -> None:
         """The KV of all positions before `end` comes; that of blocks which are held here is not sent."""
+        first = self.core.settings.first_windowed_block(self.asked[it.request].request.tokens)
         for position in range(self.held[it.request] * BT, end):
             self._write(it, position)
+            if position // BT < first:
+                del self.pool[it.table[position // BT]][~(position % BT)]
 
     def _write(self, it: Sequence, position: int) -> None:
-        self.pool[it.table[position // BT]][position % BT] = it.content(position)
+        block = self.pool[it.table[position // BT]]
+        block[position % BT] = block[~(position % BT)] = it.content(position)
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -388,6 +397,7 @@ class World:
                 self.ios[action.io] = action
                 if isinstance(action, StoreBlock):
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
+                    assert len(self.pool[action.block]) == 2 * BT, "a block that lacks slices is stored"
             case SwapDrop(number):
                 self.sequences[number].saved = {}
             case ForkSequences():
