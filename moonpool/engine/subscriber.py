@@ -5,16 +5,21 @@ bounded by what the admitted sequences may generate.
 """
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from moonpool.contracts import logprobs_to_proto
-from moonpool.errors import Unavailable
+from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.logprobs import Logprobs
 from moonpool.rpc.stream_writes import write_each
+from moonpool.telemetry.logs import get_logger
 from moonpool.transport.send_queue import STALL_S
 from moonpool.transport.streams import ServerStream, Write
 from moonpool.v1 import decode_pb2, kv_pb2
 
+log = get_logger(__name__)
+Order = decode_pb2.StartSequence | decode_pb2.CancelSequence | decode_pb2.ResumeSequence
+"""What a conductor asks of one request."""
 MAX_CANCEL_ANSWERS = 4096
 """Failures, and answers to cancels and resumes, that wait at most.
 
@@ -141,9 +146,29 @@ def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequen
 
 
 class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
-    """A conductor's Steps stream whose answers come from a `Subscriber`, which `on_hello` makes."""
+    """A conductor's Steps stream: its orders, and the answers of a `Subscriber`, which `on_hello` makes."""
 
     _subscriber: Subscriber
+
+    @abstractmethod
+    def carry_out(self, message: decode_pb2.StepsRequest) -> None:
+        """Carries out one order: start, cancel or resume."""
+
+    @abstractmethod
+    def give_up(self, order: Order, reason: str) -> None:
+        """Ends the request of an order that met a defect, and tells the conductor so."""
+
+    def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
+        """Takes one order. A defect ends the order's request only."""
+        kind = message.WhichOneof("message")
+        if kind not in ("start", "cancel", "resume"):
+            raise InvalidRequest("message", f"{kind or 'nothing'} has no place in the middle of a stream")
+        try:
+            self.carry_out(message)
+        except Exception:
+            order: Order = getattr(message, kind)
+            log.exception("an order cannot be carried out: its request ends", order=kind, request=order.request_id)
+            self.give_up(order, f"a defect: its {kind} cannot be carried out")
 
     async def room(self) -> None:
         """Waits while too many answers were not read."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.kv_service import PoolCalls
 from moonpool.engine.request import IncomingRequest
-from moonpool.engine.subscriber import Subscriber, conductor_identity
+from moonpool.engine.subscriber import Order, Subscriber, conductor_identity
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
@@ -494,7 +494,7 @@ class DecodeExecutor:
     def give_up(
         self,
         subscriber: Subscriber,
-        order: decode_pb2.StartSequence | decode_pb2.CancelSequence | decode_pb2.ResumeSequence,
+        order: Order,
         why: str,
     ) -> None:
         """Ends the request of an order that cannot be carried out, unless another conductor has it."""

@@ -12,7 +12,7 @@ from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
 from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
-from moonpool.engine.subscriber import SubscribedStream, Subscriber, conductor_identity, known_tokens
+from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader
@@ -459,19 +459,8 @@ class _StepsStream(SubscribedStream):
         self._instance.subscribers[self._subscriber] = None
         self._instance.executor.subscribe(self._subscriber)
 
-    def on_message(self, message: decode_pb2.StepsRequest, payload: memoryview) -> None:
-        """Takes one order. An internal error ends the order's request only."""
-        order = message.WhichOneof("message")
-        if order not in ("start", "cancel", "resume"):
-            raise InvalidRequest("message", f"{order or 'nothing'} has no place in the middle of a stream")
-        try:
-            self._carry_out(message)
-        except Exception:
-            its = getattr(message, order)
-            log.exception("an order cannot be carried out: its request ends", order=order, request=its.request_id)
-            self._instance.executor.give_up(self._subscriber, its, f"a defect: its {order} cannot be carried out")
-
-    def _carry_out(self, message: decode_pb2.StepsRequest) -> None:
+    def carry_out(self, message: decode_pb2.StepsRequest) -> None:
+        """Carries out one order."""
         match message.WhichOneof("message"):
             case "start":
                 _start(message.start, self._subscriber, self._instance)
@@ -482,6 +471,10 @@ class _StepsStream(SubscribedStream):
                 self._subscriber.cancelled(message.cancel.request_id, outcome)
             case "resume":
                 self._instance.executor.resume(self._subscriber, message.resume)
+
+    def give_up(self, order: Order, reason: str) -> None:
+        """Ends the order's request."""
+        self._instance.executor.give_up(self._subscriber, order, reason)
 
     def _cancel(self, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
         outcome = self._instance.executor.cancel(self._subscriber, message)

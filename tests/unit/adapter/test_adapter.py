@@ -16,6 +16,7 @@ from moonpool.kv.keys import block_keys, chain_root
 from moonpool.rpc.process import ProcessContext
 from moonpool.sampling_params import SamplingParams
 from moonpool.telemetry.spans import Recorder
+from services.adapter.answers import PromisedRequest
 from services.adapter.config import AdapterConfig
 from services.adapter.service import serve
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
@@ -125,6 +126,28 @@ async def test_several_answers_are_generated_side_by_side(tmp_path: Path) -> Non
         expected = answer_to([1, 2, 3], 4, running.checkpoint.config.vocab_size)
         assert [choice.token_ids for choice in result.choices] == [expected] * 3
         assert len({body["sampling_params"]["seed"] for body in engine.requests}) == 3
+        await running.rest()
+
+
+async def test_a_defect_meets_its_own_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, defects = PromisedRequest.start, list[int]()
+
+    def defective(live: PromisedRequest, *told: Any) -> None:
+        if len(live.part.incoming.token_ids) == 3:
+            defects.append(live.number)
+            raise KeyError("a defect")
+        start(live, *told)
+
+    monkeypatch.setattr(PromisedRequest, "start", defective)
+    async with cluster(tmp_path, "one") as (running, [engine]):
+        vocab, sampling = running.checkpoint.config.vocab_size, SamplingParams(max_tokens=40, **GREEDY)
+        other = asyncio.create_task(running.client.generate(token_ids=[5, 6], sampling=sampling))
+        again = await running.client.generate(
+            token_ids=[1, 2, 3], sampling=sampling
+        )  # placed anew with its first token
+        assert again.token_ids == answer_to([1, 2, 3], 40, vocab)
+        assert (await other).token_ids == answer_to([5, 6], 40, vocab)
+        assert (len(defects), len(engine.requests)) == (1, 3)  # the other one was not placed anew
         await running.rest()
 
 
