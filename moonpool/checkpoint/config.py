@@ -18,7 +18,7 @@ import tokenizers
 from blake3 import blake3
 
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.families.spec import AttentionSpec, DecoderSpec, FeedForwardSpec, RopeSpec
+from moonpool.families.spec import DecoderSpec, FeedForwardSpec, LayerSpec, RopeSpec
 from moonpool.kv.layout import QUANTISED, KVKind, KVLayout, LayerKV
 
 END_OF_TURN = (
@@ -130,6 +130,11 @@ def config_hash(config: ModelConfig) -> bytes:
         fields = dataclasses.asdict(config)
         for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling"):
             del fields[name]
+        for layer in fields["decoder"]["layers"]:  # what came later counts where it is used: other KV keeps its name
+            if layer["recurrent"] is None:
+                del layer["recurrent"]
+            if not layer["attention"]["output_gate"]:
+                del layer["attention"]["output_gate"]
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()
 
@@ -189,12 +194,17 @@ def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str 
     """Return how one block of this model's KV is arranged, all layers.
 
     Its element type is that of the weights, `dtype`, where `kv_dtype` is "auto"; else it is quantised, "int8" or "fp8".
+    Recurrent states are float32.
     """
     stored = dtype if kv_dtype == "auto" else QUANTISED[kv_dtype]
-    return KVLayout.of_layers(block_tokens, [_layer_kv(layer.attention, stored) for layer in config.decoder.layers])
+    return KVLayout.of_layers(block_tokens, [_layer_kv(layer, stored) for layer in config.decoder.layers])
 
 
-def _layer_kv(attention: AttentionSpec, dtype: str) -> LayerKV:
+def _layer_kv(layer: LayerSpec, dtype: str) -> LayerKV:
+    attention = layer.attention
+    if layer.recurrent is not None:  # as many shares as the KV of other layers
+        share = -(-layer.recurrent.state_elements // attention.num_kv_heads)
+        return LayerKV(attention.num_kv_heads, share, "float32", "recurrent")
     if attention.latent is not None:
         return LayerKV(attention.num_kv_heads, attention.head_dim, dtype, "latent")
     kind: KVKind = "full" if attention.window is None else "window"

@@ -35,6 +35,10 @@ _PROCESSORS = 256
 """Multiprocessors that a GPU has at most."""
 _TILE_ROWS = 128
 """Query rows that a program of the GPU's attention has at most (`kernels/triton/tiles.py`)."""
+_SEQUENCES = 64
+"""Sequences of a step whose recurrent states are held apart, where no size says how many decode together."""
+_STATE_COPIES = 5
+"""Of one layer's states, while they are computed (`moonpool.models.recurrent`)."""
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
 """Programs for each multiprocessor whose results are held apart; tokens of a part in deterministic mode."""
 _DEVICE_SLACK_BYTES = 256 << 20
@@ -62,6 +66,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
         _widened_bytes(model, rows, threads) if native else 0,
         _packed_bytes(model, rows, native=native) if engine.quantization != "none" else 0,
+        _recurrent_bytes(model, engine),
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
         threads << 20,
     ]
@@ -83,6 +88,7 @@ def device_work_bytes(model: ModelConfig, engine: EngineSpec) -> int:
         rows * _row_elements(model) * element * 3,
         rows * model.head_dim * 3 * 4 * 2,  # rotations
         splits * _PROCESSORS * _TILE_ROWS * (model.head_dim + 2) * 4,
+        _recurrent_bytes(model, engine),
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * _TORCH_COPIES,
     ]
     return sum(parts) * (_FRAGMENTS + 1) // _FRAGMENTS + _DEVICE_SLACK_BYTES
@@ -101,7 +107,20 @@ def max_rows(engine: EngineSpec) -> int:
 def _row_elements(model: ModelConfig) -> int:
     """What a token's states take in a layer: hidden states, projections, attention's result, the inner layer's."""
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return 5 * model.hidden_size + 3 * heads + 2 * kv_heads + 2 * model.intermediate_size
+    channels = max(layer.recurrent.channels if layer.recurrent else 0 for layer in model.decoder.layers)
+    return 5 * model.hidden_size + 3 * heads + 2 * kv_heads + 2 * model.intermediate_size + 4 * channels
+
+
+def _recurrent_bytes(model: ModelConfig, engine: EngineSpec) -> int:
+    """Recurrent states that a step overwrites, kept until it is over; those of one layer, and what a block takes."""
+    layers = [layer.recurrent for layer in model.decoder.layers if layer.recurrent is not None]
+    if not layers:
+        return 0
+    size = engine.layout.block_tokens
+    sequences = min(engine.graph_rows or _SEQUENCES, engine.blocks or _SEQUENCES)
+    largest = max(layer.state_elements for layer in layers) * 4
+    pairs = max(layer.heads * size * max(size, 16 * layer.key_dim) for layer in layers) * 4
+    return sequences * (engine.layout.state_bytes + _STATE_COPIES * largest) + _STATE_COPIES * pairs
 
 
 def _attention_bytes(model: ModelConfig, engine: EngineSpec, longest: int) -> int:

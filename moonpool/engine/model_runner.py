@@ -462,6 +462,8 @@ class StageRunner:
         if done and self.model.is_last:
             self.platform.stream.run(partial(self._choose, run))
         self.platform.stream.record().wait()
+        if not done or run.output.late:  # their tokens are computed again
+            self.platform.stream.run(partial(self.model.undo.restore, run.output.late if done else None))
         if not done:
             run.output = StepOutput()
         following = self._begin_next(run, done=done)

@@ -73,7 +73,7 @@ def _batches(runner: StageRunner, step_tokens: int, longest: int) -> list[BatchS
     shapes = dict.fromkeys(
         AttentionShape(model.dtype, kv.dtype, layer.attention.num_heads, kv.shape[1], kv.shape[4], exact, limits)
         for layer, kv in zip(layers, runner.platform.memory.kv, strict=True)
-        if triton_head(kv)
+        if layer.recurrent is None and triton_head(kv)
     )
     return list(dict.fromkeys(batch for shape in shapes for batch in shape.batches(step_tokens, longest)))
 

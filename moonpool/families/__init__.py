@@ -19,6 +19,7 @@ from moonpool.families.gpt_oss import GPT_OSS
 from moonpool.families.granite import GRANITE, GRANITE_MOE
 from moonpool.families.helium import HELIUM
 from moonpool.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from moonpool.families.lfm2 import LFM2
 from moonpool.families.llama import LLAMA
 from moonpool.families.minimax_m2 import MINIMAX_M2
 from moonpool.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -60,6 +61,7 @@ _ALL = (
     HELIUM,
     HUNYUAN,
     HUNYUAN_MOE,
+    LFM2,
     LLAMA,
     MINIMAX_M2,
     MISTRAL,

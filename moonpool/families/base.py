@@ -51,6 +51,11 @@ class TensorNames:
     k_b: str = "self_attn.k_b_proj"
     """GGUF files have `kv_b` as two tensors: of keys, with its inputs first in each head, and of values."""
     v_b: str = "self_attn.v_b_proj"
+    recurrent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of layers with a recurrent state: names by field of `moonpool.models.recurrent.RecurrentWeights`. Tensors of one
+    field are stacked. Names of "decay", "step_bias" and "skip" are whole."""
+    interleaved: bool = False
+    """Whether the rows of "inputs" lie by key head: its query, key, values and gates; its b and a ("gated_delta")."""
     attention_out_norm: str = "post_attention_layernorm"
     feed_forward_norm: str = "post_attention_layernorm"
     feed_forward_out_norm: str = "post_feedforward_layernorm"
@@ -72,6 +77,8 @@ class TensorNames:
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
     shared_down: str = "mlp.shared_experts.down_proj"
+    shared_gate_up: str = ""
+    """Gates and ups of the shared network where they are one tensor."""
     shared_weight: str = "mlp.shared_expert_gate"
 
 
@@ -221,7 +228,12 @@ def llama_decoder(fields: JsonFields, *, rope_kind: str | None = None) -> Decode
     return DecoderSpec((LayerSpec(attention, inner, norm),) * layers, (read_rope(fields, size, kind=rope_kind),), norm)
 
 
-def layer_kinds(fields: JsonFields, layers: int, default: Sequence[str]) -> Sequence[str]:
+_ATTENTION_KINDS = ("full_attention", "sliding_attention")
+
+
+def layer_kinds(
+    fields: JsonFields, layers: int, default: Sequence[str], known: Sequence[str] = _ATTENTION_KINDS
+) -> Sequence[str]:
     """Return each layer's kind from `layer_types`, `default` where the key is absent.
 
     Raises:
@@ -233,8 +245,8 @@ def layer_kinds(fields: JsonFields, layers: int, default: Sequence[str]) -> Sequ
     if not isinstance(kinds, list) or len(kinds) < layers:
         raise CheckpointError(f"{fields.source}: layer_types must be a list of {layers} kinds, not {kinds!r}")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
-            raise UnsupportedModel("layer_types", f"{kind!r} is none of full_attention, sliding_attention")
+        if kind not in known:
+            raise UnsupportedModel("layer_types", f"{kind!r} is none of {', '.join(known)}")
     return [str(kind) for kind in kinds[:layers]]
 
 

@@ -124,6 +124,55 @@ class AttentionSpec:
     qk_norm_last: bool = False
     """Norm after rotation instead of before."""
     latent: LatentSpec | None = None
+    output_gate: bool = False
+    """Attention's result is multiplied with the sigmoid of a gate, which lies behind each head's query."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """A part with a recurrent state of fixed size, in place of attention.
+
+    `kind` is one of:
+
+    - "short_conv": gate * conv(gate * input) over the last `conv` tokens (LFM2).
+    - "mamba2": a state space with one decay a head (Dao and Gu 2024).
+    - "gated_delta": the delta rule with one decay a head (Yang et al. 2024).
+    - "kimi_delta": the delta rule with one decay an element of the keys (Kimi Linear, 2025).
+
+    All kinds but the first convolve queries, keys and values first. Their state is [heads, key_dim, value_dim] beside
+    the convolution's last inputs.
+    """
+
+    kind: Literal["short_conv", "mamba2", "gated_delta", "kimi_delta"]
+    conv: int
+    """Tokens that the convolution sees, the present one included."""
+    heads: int = 0
+    """Of values; 0: there is no state beside the convolution's."""
+    key_heads: int = 0
+    """Of keys and queries; each serves heads / key_heads consecutive heads of values."""
+    key_dim: int = 0
+    value_dim: int = 0
+    width: int = 0
+    """Channels of "short_conv"; width of the gates' inner vectors of "kimi_delta"."""
+    conv_bias: bool = False
+    bias: bool = False
+    """Whether projections have biases."""
+    norm_eps: float = 1e-6
+    """Of the norm before the last projection."""
+    gate_first: bool = False
+    """Whether that norm's input is gated, instead of its result."""
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        if self.kind == "short_conv":
+            return self.width
+        return 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a sequence's state, those of the convolution first."""
+        return self.channels * (self.conv - 1) + self.heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +242,8 @@ class LayerSpec:
     parallel: bool = False
     residual_factor: float = 1.0
     """What each part adds is multiplied with it."""
+    recurrent: RecurrentSpec | None = None
+    """What stands in place of attention, of which only the shape of other layers' KV counts then."""
 
     def with_attention(self, **changes: Any) -> LayerSpec:
         """Return this layer with fields of its attention replaced."""
@@ -212,11 +263,13 @@ class LayerSpec:
         places = (True, False, True, False)
         found = (self.attention_norm, self.attention_out_norm, self.feed_forward_norm, self.feed_forward_out_norm)
         reasons = (
+            ("a recurrent state", self.recurrent is not None),
             ("another norm", not self.norm.plain or found != places),
             ("latent attention", attention.latent is not None),
             ("a sliding window", attention.window is not None),
             ("a soft cap", attention.soft_cap is not None),
             ("attention sinks", attention.sinks),
+            ("a gate of attention's result", attention.output_gate),
             ("another norm of queries and keys", not heads or attention.qk_norm_last),
             ("no rotary embeddings", attention.rope != 0),
             ("experts", inner.experts is not None),
@@ -247,6 +300,11 @@ class DecoderSpec:
     other: str = ""
     """Of an architecture that transformers' own modelling code computes, a digest of its config.json; layers then say
     the shape of KV alone."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return any(layer.recurrent is not None for layer in self.layers)
 
     def each(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
         """Return this decoder with `change(index, layer)` in place of each layer."""

@@ -21,12 +21,12 @@ QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 SCALE_BYTES = 4
 """Of one scale, a little-endian float32; each token has one per head and plane."""
 UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION = 1, 2, 3
-"""Of layouts with one group of full attention, of those with windows, and of all others (2)."""
+"""Of layouts with one group of full attention, of those with windows or recurrent states, and of all others (2)."""
 _BLOCK_TOKENS_MULTIPLE = 16
 
-KVKind = Literal["full", "window", "latent"]
+KVKind = Literal["full", "window", "latent", "recurrent"]
 """What a group's layers attend to: keys and values of all tokens; keys and values of the last tokens; one latent vector
-a token, from which keys and values come (MLA)."""
+a token, from which keys and values come (MLA); a state of fixed size, which stands for all tokens before."""
 _KINDS = get_args(KVKind)
 
 MAX_OF = {
@@ -35,6 +35,7 @@ MAX_OF = {
     "head_dim": 4096,
     "block_tokens": 4096,
     "window": 1 << 31,
+    "state": 1 << 24,
 }
 """Largest value of each field: some ten times what any known model has."""
 MAX_PIECE_BYTES = 4 << 20
@@ -44,19 +45,22 @@ MAX_BLOCK_BYTES = 512 << 20
 """A block is hashed whole, on the event loop, when a reader says that it is damaged."""
 
 
-def _check_range(name: str, value: int) -> None:
-    if not 1 <= value <= MAX_OF[name]:
-        raise ConfigError(name, f"must be in [1, {MAX_OF[name]}], is {value}")
+def _check_range(name: str, value: int, limit: str = "") -> None:
+    most = MAX_OF[limit or name]
+    if not 1 <= value <= most:
+        raise ConfigError(name, f"must be in [1, {most}], is {value}")
 
 
 @dataclass(frozen=True)
 class KVGroup:
     """Layers whose slices have one shape: `[kv_heads, planes, block_tokens, head_dim]`, then their scales.
 
+    A slice of a recurrent group is `[kv_heads, head_dim]`: the state behind the block's last valid token, in shares.
+
     Attributes:
         layers: indices in the model, rising.
         kv_heads: of each layer; heads are outermost, so that a share of them is one run of bytes.
-        head_dim: elements of a head's key, and of its value.
+        head_dim: elements of a head's key, and of its value; of a recurrent group, elements of a share of the state.
         dtype: element type. Quantised KV has scales, `[kv_heads, planes, block_tokens]` float32: a number is its
             stored value times its token's scale.
         kind: what the layers attend to.
@@ -78,11 +82,13 @@ class KVGroup:
         if list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise ConfigError("layers", "must be indices in rising order")
         _check_range("kv_heads", self.kv_heads)
-        _check_range("head_dim", self.head_dim)
+        _check_range("head_dim", self.head_dim, "state" if self.kind == "recurrent" else "head_dim")
         if self.dtype not in ELEMENT_BYTES:
             raise ConfigError("dtype", f"must be one of {', '.join(ELEMENT_BYTES)}, is {self.dtype!r}")
         if self.kind not in _KINDS:
             raise ConfigError("kind", f"must be one of {', '.join(_KINDS)}, is {self.kind!r}")
+        if self.kind == "recurrent" and self.scaled:
+            raise ConfigError("dtype", f"recurrent states have no scales, as {self.dtype!r} needs")
         if self.kind == "window":
             _check_range("window", self.window)
         elif self.window:
@@ -90,8 +96,12 @@ class KVGroup:
 
     @property
     def planes(self) -> int:
-        """Vectors of `head_dim` elements per token and head: key and value, or the latent vector alone."""
-        return 1 if self.kind == "latent" else 2
+        """Vectors of `head_dim` elements per token and head: key and value, or one alone."""
+        return 1 if self.kind in ("latent", "recurrent") else 2
+
+    def slots(self, block_tokens: int) -> int:
+        """Vectors of each head and plane in a block: one a token, or one for all tokens of a recurrent group."""
+        return 1 if self.kind == "recurrent" else block_tokens
 
     @cached_property
     def element_bytes(self) -> int:
@@ -105,11 +115,11 @@ class KVGroup:
 
     def scale_bytes(self, block_tokens: int) -> int:
         """Bytes of the scales behind one layer's values; 0 where KV is not quantised."""
-        return self.kv_heads * self.planes * block_tokens * SCALE_BYTES if self.scaled else 0
+        return self.kv_heads * self.planes * self.slots(block_tokens) * SCALE_BYTES if self.scaled else 0
 
     def value_bytes(self, block_tokens: int) -> int:
         """Bytes of one layer's values, without their scales."""
-        return self.kv_heads * self.planes * block_tokens * self.head_dim * self.element_bytes
+        return self.kv_heads * self.planes * self.slots(block_tokens) * self.head_dim * self.element_bytes
 
     def slice_bytes(self, block_tokens: int) -> int:
         """Bytes of one layer in one block."""
@@ -186,7 +196,7 @@ class KVLayout:
     def _check_sizes(self) -> None:
         for group in self.groups:
             size = group.slice_bytes(self.block_tokens)
-            undivided = ("kv_heads", size) if group.scaled else ("head_dim", size // self.head_shares)
+            undivided = ("kv_heads", size) if self.scaled else ("head_dim", size // self.head_shares)
             for (name, nbytes), limit, what in (
                 (undivided, MAX_PIECE_BYTES, "a message"),
                 (("kv_heads", size), MAX_SLICE_BYTES, "a slice"),
@@ -200,6 +210,20 @@ class KVLayout:
     def layers(self) -> int:
         """Number of layers."""
         return sum(len(group.layers) for group in self.groups)
+
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether some layers have a recurrent state."""
+        return any(group.kind == "recurrent" for group in self.groups)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of all layers in one block."""
+        return sum(
+            len(group.layers) * group.slice_bytes(self.block_tokens)
+            for group in self.groups
+            if group.kind == "recurrent"
+        )
 
     @property
     def is_uniform(self) -> bool:
@@ -230,13 +254,18 @@ class KVLayout:
 
     @cached_property
     def windowed_layers(self) -> frozenset[int]:
-        """Layers that need the slices of a sequence's last blocks only."""
-        return frozenset(layer for group in self.groups if group.kind == "window" for layer in group.layers)
+        """Layers that need the slices of a sequence's last blocks only: those with a window or a recurrent state."""
+        return frozenset(
+            layer for group in self.groups if group.kind in ("window", "recurrent") for layer in group.layers
+        )
 
     @cached_property
     def window_blocks(self) -> int:
-        """Full blocks before the next token that the layer with the largest window may need; 0 without windows."""
-        return -(-max(group.window for group in self.groups) // self.block_tokens)
+        """Full blocks before the next token that the layer with the largest window may need; 0 without windows.
+
+        A recurrent state stands for all tokens before: the last block has it.
+        """
+        return max(int(self.recurrent), -(-max(group.window for group in self.groups) // self.block_tokens))
 
     def first_windowed_block(self, tokens: int) -> int:
         """First block whose windowed slices are needed behind a sequence of `tokens` tokens: none before are sent.
@@ -402,6 +431,8 @@ class KVLayout:
     def zero_invalid(self, layer: int, data: memoryview, valid_tokens: int) -> None:
         """Zeroes the token slots from `valid_tokens` on in one writable slice (they may be another request's).
 
+        A recurrent state has no such slots and stays.
+
         Args:
             layer: of the slice.
             data: The slice, or some shares of the heads of one without scales.
@@ -411,7 +442,7 @@ class KVLayout:
         whole = data.nbytes == self.slice_bytes(layer)
         assert whole or not (group.scaled or data.nbytes % self.share_bytes(layer)), "neither a slice nor some heads"
         assert 0 <= valid_tokens <= self.block_tokens, "valid_tokens out of range"
-        if valid_tokens == self.block_tokens:
+        if valid_tokens == self.block_tokens or group.kind == "recurrent":
             return
         values = group.value_bytes(self.block_tokens)
         self._zero_planes(data[:values], group.head_dim * group.element_bytes, valid_tokens)
@@ -429,6 +460,7 @@ _PROTO_KINDS: dict[KVKind, kv_pb2.KVKind.ValueType] = {
     "full": kv_pb2.KV_KIND_FULL,
     "window": kv_pb2.KV_KIND_WINDOW,
     "latent": kv_pb2.KV_KIND_LATENT,
+    "recurrent": kv_pb2.KV_KIND_RECURRENT,
 }
 _KINDS_BY_PROTO = {value: name for name, value in _PROTO_KINDS.items()}
 

@@ -54,6 +54,7 @@ class PackedBatch:
     # What the layers of one stage compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
+    spans: Any = None  # of recurrent layers: `moonpool.models.recurrent.state_spans`
 
     @property
     def num_tokens(self) -> int:
@@ -123,6 +124,7 @@ class PackedBatch:
             its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
             self.within = size - 1 - int(its["offsets"].max())
         self.angles.clear()
+        self.spans = None
         for plan in self.plans.values():
             plan.go_on(tables)
         return self

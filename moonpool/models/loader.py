@@ -29,12 +29,21 @@ from moonpool.checkpoint.gguf import TENSOR_TYPES, TensorType, is_gguf
 from moonpool.checkpoint.tensor_info import QuantisedTensor, Quantization, TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES
-from moonpool.families.spec import AttentionSpec, ExpertsSpec, FeedForwardSpec, LatentSpec, LayerSpec, NormSpec
+from moonpool.families.spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    LatentSpec,
+    LayerSpec,
+    NormSpec,
+    RecurrentSpec,
+)
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.packed import CHUNK, PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
+from moonpool.models.recurrent import RecurrentWeights
 from moonpool.models.stage import StageModel
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
 from moonpool.models.transformers_stage import load_transformers_stage
@@ -327,17 +336,47 @@ class _LayerReader:
             self._norm("feed_forward_out_norm"),
         )
 
-    def _attention(self) -> AttentionWeights | LatentWeights:
+    def _attention(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
         spec = self._spec.attention
+        if self._spec.recurrent is not None:
+            return self._recurrent(self._spec.recurrent)
         if spec.latent is not None:
             return self._latent(spec, spec.latent)
         fused = "qkv" if "qkv.weight" in self._tensors else "q k v"
+        if spec.output_gate:
+            fused = "q k v attention_gate"
         return AttentionWeights(
             self._linear(fused),
             self._norm("q_norm", spec.qk_norm),
             self._norm("k_norm", spec.qk_norm),
             self._linear("output"),
             self._optional("sinks"),
+        )
+
+    def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
+        def stacked(slot: str) -> Tensor | None:
+            parts = [part for name, part in self._tensors.items() if name.rstrip("0123456789") == slot]
+            return self._reader.read(*parts) if parts else None
+
+        def wide(slot: str) -> Tensor | None:
+            found = self._optional(slot)
+            return None if found is None else found.float()
+
+        conv, decay = stacked("conv"), wide("decay")
+        assert conv is not None
+        inputs = [name.removesuffix(".weight") for name in self._tensors if name.startswith("inputs")]
+        return RecurrentWeights(
+            spec,
+            self._linear(" ".join(name for name in inputs if not name.endswith(".bias"))),
+            conv,
+            stacked("conv_bias"),
+            self._linear("output"),
+            decay=None if decay is None else -decay.exp(),
+            step_bias=wide("step_bias"),
+            skip=wide("skip"),
+            norm=self._optional("norm"),
+            steps=self._linear("steps") if "steps.weight" in self._tensors else None,
+            gates=self._linear("gates") if "gates.weight" in self._tensors else None,
         )
 
     def _latent(self, spec: AttentionSpec, latent: LatentSpec) -> LatentWeights:

@@ -34,6 +34,7 @@ from moonpool.models.native_step import (
     make_native_run,
     native_layers,
 )
+from moonpool.models.recurrent import RecurrentWeights, StateUndo
 from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
 
 InferenceParameters = ParamSpec("InferenceParameters")
@@ -62,7 +63,8 @@ class StageModel:
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
     `kernels`: what computes (`kernels.choice.prepare`). `one_by_one`: why layers are not one native call, or "".
-    `by_layers`: whether some layers can be run without the others.
+    `by_layers`: whether some layers can be run without the others. `undo`: takes back what the last `run` did to
+    recurrent states.
     """
 
     by_layers = True
@@ -95,6 +97,7 @@ class StageModel:
         positions_of_all = config.max_position_embeddings
         self._ropes = [RopeTable(rope, positions_of_all, self.dtype, self.device) for rope in config.decoder.ropes]
         self.deterministic = deterministic
+        self.undo = StateUndo()
         self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
         native = native_layers(config, layer_begin, self.layers)
         self._native = None if isinstance(native, str) else native
@@ -187,6 +190,8 @@ class StageModel:
             inputs = StepInputs(hidden, batch, angles, plan, kv, scales, last_rows, signals, progress)
             return self._native.run(self._native.step(inputs, first, last)), hidden
         assert progress is None
+        if first == self.layer_begin:
+            self.undo.begin()
         for index in range(first, last):
             if signals is not None and signals.stopped(index):
                 return index, hidden
@@ -278,7 +283,9 @@ class StageModel:
         weights = self.layers[index - self.layer_begin]
         spec = weights.spec
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
-        if isinstance(weights.attention, LatentWeights):
+        if isinstance(weights.attention, RecurrentWeights):
+            added = weights.attention(normed, batch, kv, self.undo, exact=self.deterministic)
+        elif isinstance(weights.attention, LatentWeights):
             added = self._latent_attention(weights.attention, spec.attention, normed, batch, kv, scales)
         else:
             added = self._attention(weights.attention, spec.attention, normed, batch, kv, scales)
@@ -311,14 +318,16 @@ class StageModel:
     ) -> Tensor:
         """Project, rotate, store keys and values, attend, project back: [T, hidden] to [T, hidden]."""
         tokens, heads, kv_heads = normed.shape[0], spec.num_heads, spec.num_kv_heads
-        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, heads + 2 * kv_heads, spec.head_dim)
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, -1, spec.head_dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads : heads + 2 * kv_heads]
         if not spec.qk_norm_last:
             qk = _normed_heads(weights, spec, qk)
         qk = self._rotated(spec, qk, batch)
         if spec.qk_norm_last:
             qk = _normed_heads(weights, spec, qk)
         attended = self._attended(spec, qk[:, :heads], (qk[:, heads:], v), batch, kv, scales, sinks=weights.sinks)
+        if spec.output_gate:
+            attended = attended * torch.sigmoid(qkv[:, heads + 2 * kv_heads :])
         return weights.output(attended.flatten(1), deterministic=self.deterministic)
 
     def _latent_attention(

@@ -6,7 +6,7 @@ A slot is what the loader asks for, for example "q.weight"; a `Stored` says wher
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families import FAMILIES
 from moonpool.families.base import TensorNames
-from moonpool.families.spec import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, NormSpec
+from moonpool.families.spec import AttentionSpec, ExpertsSpec, LatentSpec, LayerSpec, NormSpec, RecurrentSpec
 
 Shape = tuple[int, ...]
 Slots = dict[str, "Stored"]
@@ -65,7 +65,9 @@ def layer_tensors(config: ModelConfig, index: int, has: Callable[[str], bool] = 
     rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
     paired = rope.width if rope is not None and rope.paired else 0
     prefix = names.layer.format(index=index)
-    if spec.attention.latent is not None:
+    if spec.recurrent is not None:
+        slots |= _recurrent(names, config.hidden_size, spec.recurrent)
+    elif spec.attention.latent is not None:
         split = not has(f"{prefix}{names.kv_b}.weight")
         slots |= _latent(names, config, spec.attention, spec.attention.latent, paired, split=split)
     else:
@@ -90,6 +92,11 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
         for slot, rows, arrange in (("q", q, turn), ("k", kv, turn), ("v", kv, None)):
             its = getattr(names, slot)
             slots |= _linear(names, slot, its, (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
+        if spec.output_gate:  # a head's gate lies behind its query
+            for slot, first in (("q", 0), ("attention_gate", size)):
+                arrange = partial(_part_of_heads, 2 * size, first, size)
+                its = _linear(names, slot, names.q, (2 * q, hidden), bias=spec.qkv_bias, arrange=arrange)
+                slots |= {at: replace(part, kept_shape=(q, *part.shape[1:])) for at, part in its.items()}
     slots |= _linear(names, "output", names.output, (hidden, q), bias=spec.output_bias)
     if spec.qk_norm is not None:
         for slot, heads in (("q_norm", spec.num_heads), ("k_norm", spec.num_kv_heads)):
@@ -103,6 +110,43 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
             slots |= norms
     if spec.sinks:
         slots["sinks"] = _plain(names.sinks, (spec.num_heads,))
+    return slots
+
+
+def _recurrent(names: TensorNames, hidden: int, spec: RecurrentSpec) -> Slots:
+    """Return the tensors of a recurrent part; projections that are stacked have numbers behind their slots."""
+    keys, values = spec.key_heads * spec.key_dim, spec.heads * spec.value_dim
+    rows = {
+        "short_conv": (3 * spec.width,),
+        "mamba2": (values + spec.channels + spec.heads,),
+        "gated_delta": (spec.channels + values, 2 * spec.heads)
+        if names.interleaved
+        else (spec.channels, values, spec.heads, spec.heads),
+        "kimi_delta": (keys, keys, values, spec.width, spec.width, spec.heads),
+    }[spec.kind]
+    arranged = (partial(_by_kind, spec, 2), partial(_by_kind, spec, 0)) if names.interleaved else (None,) * len(rows)
+    its, slots = names.recurrent, Slots()
+    for number, (name, count, arrange) in enumerate(zip(its["inputs"], rows, arranged, strict=True)):
+        slots |= _linear(names, f"inputs{number}", name, (count, hidden), bias=spec.bias, arrange=arrange)
+    channels = (spec.channels,) if len(its["conv"]) == 1 else (keys, keys, values)
+    for number, (name, count) in enumerate(zip(its["conv"], channels, strict=True)):
+        kept = (count, spec.conv)
+        slots[f"conv{number}"] = Stored(f"{name}.weight", (count, 1, spec.conv), kept, lambda x: x[:, 0])
+        if spec.conv_bias:
+            slots[f"conv_bias{number}"] = _plain(f"{name}.bias", (count,))
+    outputs = spec.width if spec.kind == "short_conv" else values
+    slots |= _linear(names, "output", its["output"][0], (hidden, outputs), bias=spec.bias)
+    fine = spec.kind == "kimi_delta"
+    if "decay" in its:
+        stored = (1, 1, spec.heads, 1) if fine else (spec.heads,)
+        slots["decay"] = Stored(its["decay"][0], stored, (spec.heads,), torch.Tensor.flatten)
+        slots["step_bias"] = _plain(its["step_bias"][0], (keys if fine else spec.heads,))
+        slots["norm"] = _plain(f"{its['norm'][0]}.weight", (values if spec.gate_first else spec.value_dim,))
+    if "skip" in its:
+        slots["skip"] = _plain(its["skip"][0], (spec.heads,))
+    if fine:
+        slots |= _linear(names, "steps", its["steps"][0], (keys, spec.width))
+        slots |= _linear(names, "gates", its["gates"][0], (values, spec.width))
     return slots
 
 
@@ -169,7 +213,11 @@ def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, whole: bo
                 ("down", names.expert_down, (hidden, experts.inner)),
             ):
                 slots |= _linear(names, f"expert{expert}.{slot}", f"{prefix}{its}", shape, bias=experts.bias)
-    if experts.shared_inner:
+    if experts.shared_inner and names.shared_gate_up:
+        shape = (2 * experts.shared_inner, hidden)
+        slots |= _linear(names, "shared_gate_up", names.shared_gate_up, shape)
+        slots |= _linear(names, "shared_down", names.shared_down, (hidden, experts.shared_inner))
+    elif experts.shared_inner:
         slots |= _linear(names, "shared_gate", names.shared_gate, (experts.shared_inner, hidden))
         slots |= _linear(names, "shared_up", names.shared_up, (experts.shared_inner, hidden))
         slots |= _linear(names, "shared_down", names.shared_down, (hidden, experts.shared_inner))
@@ -254,6 +302,23 @@ def _ungrouped(spec: AttentionSpec, rows: Tensor) -> Tensor:
     grouped = rows.reshape(spec.num_kv_heads, share + 2, size, *rows.shape[1:])
     parts = (grouped[:, :share], grouped[:, share : share + 1], grouped[:, share + 1 :])
     return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def _part_of_heads(size: int, first: int, count: int, rows: Tensor) -> Tensor:
+    """Return rows first .. first + count of each head of `size` rows."""
+    part: Tensor = rows.reshape(-1, size, *rows.shape[1:])[:, first : first + count]
+    return part.flatten(0, 1)
+
+
+def _by_kind(spec: RecurrentSpec, keys: int, rows: Tensor) -> Tensor:
+    """Return all queries, keys, values and gates, or all b and a, of rows that lie by key head.
+
+    `keys`: how many of them have key_dim rows a head, the first ones; the others are of values, or one row each.
+    """
+    each = spec.heads // spec.key_heads
+    sizes = [spec.key_dim] * keys + [each * spec.value_dim if keys else each] * 2
+    grouped = rows.reshape(spec.key_heads, sum(sizes), *rows.shape[1:])
+    return torch.cat([part.flatten(0, 1) for part in torch.split(grouped, sizes, dim=1)])
 
 
 def _in_turns(x: Tensor) -> Tensor:

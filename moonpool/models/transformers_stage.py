@@ -21,6 +21,7 @@ from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
 from moonpool.models.native_step import NativeRun, Progress, StepSignals
+from moonpool.models.recurrent import StateUndo
 from moonpool.models.stage import StageModel, in_inference_mode
 
 _CHECKED_TOKENS, _BLOCK = 40, 16
@@ -53,6 +54,7 @@ class TransformersStage(StageModel):
         self.layer_begin, self.layer_end = 0, config.num_layers
         self.dtype, self.device = dtype, device
         self.deterministic = False
+        self.undo = StateUndo()
         self.kernels = prepare(device, dtype)
         self.one_by_one = config.decoder.not_plain
         self._model, self._body = model, getattr(model, model.base_model_prefix)

@@ -10,13 +10,14 @@ from torch import Tensor
 from moonpool.families.spec import LayerSpec
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm
+from moonpool.models.recurrent import RecurrentWeights
 
 
 @dataclass(slots=True)
 class AttentionWeights:
     """Weights of one layer's attention; projections that read the same input are one matrix."""
 
-    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v
+    qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v, then gates [heads * head_dim] if any
     q_norm: Norm | None
     k_norm: Norm | None
     output: Linear  # heads * head_dim to hidden
@@ -54,7 +55,7 @@ class LayerWeights:
 
     spec: LayerSpec
     attention_norm: Norm | None
-    attention: AttentionWeights | LatentWeights
+    attention: AttentionWeights | LatentWeights | RecurrentWeights
     attention_out_norm: Norm | None
     feed_forward_norm: Norm | None
     feed_forward: FeedForward | Experts

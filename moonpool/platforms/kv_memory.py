@@ -200,7 +200,7 @@ class StageSlices:
 def _typed(slices: Tensor, group: KVGroup, block_tokens: int) -> tuple[Tensor, Tensor | None]:
     """Values, and scales of quantised KV, over uint8 [..., blocks, slice_bytes]."""
     if not group.scaled:
-        shape = (group.kv_heads, group.planes, block_tokens, group.head_dim)
+        shape = (group.kv_heads, group.planes, group.slots(block_tokens), group.head_dim)
         return slices.view(torch_dtype(group.dtype)).view(*slices.shape[:-1], *shape), None
     sizes = {"kv_heads": group.kv_heads, "block_tokens": block_tokens, "head_dim": group.head_dim}
     return kv_quantization.views(slices, kv_quantization.DTYPES[group.dtype], planes=group.planes, **sizes)

@@ -57,6 +57,8 @@ class _KVKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_KVKind.ValueTy
     """Keys and values of the last `window` tokens."""
     KV_KIND_LATENT: _KVKind.ValueType  # 3
     """One latent vector a token, from which keys and values come (multi-head latent attention)."""
+    KV_KIND_RECURRENT: _KVKind.ValueType  # 4
+    """A state of fixed size, which stands for all tokens up to the block's last one."""
 
 class KVKind(_KVKind, metaclass=_KVKindEnumTypeWrapper):
     """What layers of a group attend to."""
@@ -68,6 +70,8 @@ KV_KIND_WINDOW: KVKind.ValueType  # 2
 """Keys and values of the last `window` tokens."""
 KV_KIND_LATENT: KVKind.ValueType  # 3
 """One latent vector a token, from which keys and values come (multi-head latent attention)."""
+KV_KIND_RECURRENT: KVKind.ValueType  # 4
+"""A state of fixed size, which stands for all tokens up to the block's last one."""
 Global___KVKind: _TypeAlias = KVKind  # noqa: Y015
 
 class _LaneKind:
@@ -312,7 +316,9 @@ Global___KVLayout: _TypeAlias = KVLayout  # noqa: Y015
 
 @_typing.final
 class KVGroup(_message.Message):
-    """Layers whose slices are alike: [kv_heads, planes, block_tokens, head_dim], then scale_bytes."""
+    """Layers whose slices are alike: [kv_heads, planes, block_tokens, head_dim], then scale_bytes. A slice of recurrent layers
+    is [kv_heads, head_dim], a state in kv_heads shares.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

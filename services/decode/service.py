@@ -313,6 +313,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         log_bytes=config.log_bytes,
         preempt_every=config.preempt_every,
         window_blocks=layout.window_blocks,
+        recurrent=layout.recurrent,
     )
 
 

@@ -233,6 +233,7 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         verdict_timeout_s=config.verdict_timeout_s,
         windowed_layers=layout.windowed_layers,
         window_blocks=layout.window_blocks,
+        recurrent=layout.recurrent,
     )
 
 

@@ -56,7 +56,8 @@ class Chunk:
 
     Attributes:
         sample: they are the last ones: the next token is sampled.
-        full_hit: the chunk is the last token of a prompt that has all its KV: nothing is written.
+        full_hit: the chunk ends a prompt that has all its KV: nothing is written. It is the last token, or the last
+            block where layers have a recurrent state.
     """
 
     id: int

@@ -399,6 +399,10 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
     done = set(held)
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         blocks = next((index for index, number in enumerate(table) if number not in done), len(table))
+        if (
+            settings.recurrent and sequence.shared >= sequence.tokens
+        ):  # a full hit: the last token has its state already
+            blocks = min(blocks, (sequence.tokens - 1) // settings.block_tokens)
         sequence.computed = min(blocks * settings.block_tokens, sequence.tokens - 1)
         sequence.shared = sequence.computed
         done.update(table)
@@ -407,7 +411,8 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
 def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSettings) -> None:
     """Lets a request compute its prompt behind the first `held` blocks, as after preemption.
 
-    If it holds the whole prompt in full blocks, which may not be written again, it computes the last token as a chunk.
+    If it holds the whole prompt in full blocks, which may not be written again, it computes the last token as a chunk;
+    with a recurrent state, the last block.
     """
     [sequence] = request.sequences
     # A full last block gets its key when it is computed, as an answer's block does.
@@ -416,6 +421,8 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
     request.prompt_here, request.preemption.sharing = True, block_sharing_of(request, settings)
     if held * settings.block_tokens >= sequence.tokens:
         _skip_held(request, range(held), settings)
+        if settings.recurrent:
+            sequence.computed -= settings.block_tokens - 1
         sequence.shared = sequence.tokens
         request.set_status(RequestStatus.RECOMPUTING)
     else:
@@ -447,16 +454,18 @@ def is_recomputed(request: DecodeRequest) -> bool:
 def plan_chunks(recomputing: list[DecodeRequest], tokens: int) -> tuple[Chunk, ...]:
     """Chunks of up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
 
-    A chunk of a token whose KV is held is a full hit, even if its block is not found by key any more.
+    A chunk of tokens whose KV is held is a full hit, even if its block is not found by key any more. It is not divided:
+    a recurrent state is not kept between two of them.
     """
     found = []
     for request in recomputing:
         for sequence in request.sequences:
-            count = min(tokens, recompute_goal(request, sequence) - sequence.computed)
+            left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
+            count = left if full_hit and tokens > 0 else min(tokens, left)
             if count > 0 and _may_recompute(request, sequence):
                 tokens -= count
                 sample = sequence.computed + count == sequence.tokens
-                found.append(Chunk(sequence.id, sequence.computed, count, sample, sequence.computed < sequence.shared))
+                found.append(Chunk(sequence.id, sequence.computed, count, sample, full_hit))
     return tuple(found)
 
 

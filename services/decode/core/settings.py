@@ -45,6 +45,7 @@ class DecodeSettings:
         grace_s: seconds for which a request runs on without a conductor, and a promise is kept without a stream.
         log_ttl_s: seconds for which output of ended and parked requests is kept.
         log_bytes: most bytes of that output.
+        recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         preempt_every: for diagnosis: a request of the batch is preempted every so many steps; 0 = never.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
     """
@@ -67,6 +68,7 @@ class DecodeSettings:
     grace_s: float = 5.0
     log_ttl_s: float = 60.0
     log_bytes: int = 16 << 20
+    recurrent: bool = False
     preempt_every: int = 0
     window_blocks: int = 0
 

@@ -115,6 +115,7 @@ class PrefillSettings:
         stages: most steps in flight.
         max_started: most jobs with blocks.
         max_queue: most jobs; more are refused.
+        recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         load_timeout_s: seconds that a load may take beyond the prediction.
         verdict_timeout_s: longest wait for decode's verdict, seconds.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
@@ -133,6 +134,7 @@ class PrefillSettings:
     verdict_timeout_s: float = 30.0
     windowed_layers: frozenset[int] = frozenset()
     window_blocks: int = 0
+    recurrent: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -496,8 +498,8 @@ class PrefillState:
             job.table = None
 
     def reusable_blocks(self, job: PrefillJob) -> int:
-        """Leading blocks that may be cached or loaded: the full ones."""
-        return job.spec.tokens // self.settings.block_tokens if job.reuse else 0
+        """Leading blocks that may be cached or loaded: the full ones; with recurrent states, before the last token."""
+        return (job.spec.tokens - self.settings.recurrent) // self.settings.block_tokens if job.reuse else 0
 
     def hold_prefix(self, job: PrefillJob, blocks: int) -> None:
         """The leading `blocks` of a job without steps were cached."""

@@ -51,6 +51,30 @@ def test_a_latent_vector_has_one_plane() -> None:
     assert not latent.is_uniform
 
 
+def test_a_recurrent_state_has_a_size_of_its_own() -> None:
+    """Qwen3-Next: 32 heads of 128 * 128, and 3 inputs of 8,192 channels, beside KV heads of 256 elements."""
+    state = LayerKV(2, (32 * 128 * 128 + 3 * 8192) // 2, "float32", "recurrent")
+    small, large = (KVLayout.of_layers(size, [state, LayerKV(2, 256, "bfloat16")]) for size in (64, 1024))
+    assert small.slice_bytes(0) == large.slice_bytes(0) == small.state_bytes == 2_195_456
+    assert small.recurrent
+    assert small.head_shares == 2
+    assert not GROUPED.recurrent
+    assert GROUPED.state_bytes == 0
+
+
+def test_a_state_of_a_part_filled_block_stays_whole() -> None:
+    layout = KVLayout.of_layers(16, [LayerKV(1, 6, "float32", "recurrent"), LayerKV(1, 2, "float32")])
+    for layer, kept in ((0, 24), (1, 16)):
+        data = memoryview(bytearray(b"\1" * layout.slice_bytes(layer)))
+        layout.zero_invalid(layer, data, 1)
+        assert bytes(data).count(1) == kept
+
+
+def test_a_recurrent_state_has_no_scales() -> None:
+    with pytest.raises(ConfigError, match="no scales"):
+        KVGroup((0,), 1, 8, "int8", "recurrent")
+
+
 @pytest.mark.parametrize(
     ("groups", "field"),
     [
@@ -80,7 +104,8 @@ def test_a_group_names_what_is_wrong(field: str, value: Any) -> None:
 def test_a_grouped_layout_comes_back_as_it_was_sent() -> None:
     latent = KVLayout.of_layers(16, [LayerKV(1, 24, "float32", "latent")] * 3)
     quantised = KVLayout.of_layers(16, [LayerKV(2, 8, "int8"), LayerKV(1, 16, "int8", "window", 20)])
-    for layout, version in ((GROUPED, 3), (latent, 2), (quantised, 3)):
+    hybrid = KVLayout.of_layers(16, [LayerKV(2, 5000, "float32", "recurrent"), LayerKV(2, 8, "int8")])
+    for layout, version in ((GROUPED, 3), (latent, 2), (quantised, 3), (hybrid, 3)):
         found = KVLayout.from_proto(kv_pb2.KVLayout.FromString(layout.to_proto().SerializeToString()))
         assert found == layout
         assert found.version == version

@@ -50,9 +50,10 @@ class Runner:
         ]
         layout = kv_layout(self.config, "float32", BLOCK)
         groups = [layout.group(layer) for layer in range(layout.layers)]
-        shapes = [(blocks, group.kv_heads, group.planes, BLOCK, group.head_dim) for group in groups]
+        shapes = [(blocks, group.kv_heads, group.planes, group.slots(BLOCK), group.head_dim) for group in groups]
         free = -1 if stored == torch.int8 else torch.nan
-        pools = [torch.full(shape, free, dtype=stored or dtype) for shape in shapes]
+        dtypes = [torch.float32 if group.kind == "recurrent" else stored or dtype for group in groups]
+        pools = [torch.full(shape, free, dtype=its) for shape, its in zip(shapes, dtypes, strict=True)]
         self.pool: LayersKV = torch.stack(pools) if len(set(shapes)) == 1 else pools
         self.scales: LayersScales | None = None
         if stored is not None:

@@ -48,6 +48,7 @@ FACTORS = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
+HYBRID = {"tie_word_embeddings": False}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "arcee": ("arcee", HEAD),
     "cohere": ("cohere", {}),
@@ -110,6 +111,8 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**HEAD, "rope_scaling": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}},
     ),
     "hunyuan, experts": ("hunyuan_v1_moe", {**HEAD, "num_experts": 4, "moe_topk": 2}),
+    "lfm2": ("lfm2", {**HYBRID, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "lfm2, biases": ("lfm2", {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 16}),
     "llama": ("llama", {}),
     "llama, yarn": ("llama", {"rope_scaling": YARN}),
     "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),

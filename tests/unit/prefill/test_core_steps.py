@@ -106,6 +106,16 @@ def test_two_full_hits_share_a_step() -> None:
     assert run(it) == [[(2, 0, 1)], [(3, 31, 32), (4, 31, 32), (5, 16, 19)]]
 
 
+def test_a_recurrent_state_is_never_gone_back_from() -> None:
+    """A prompt of full blocks that are all there computes the last one again."""
+    it = World(staged(1, step_tokens=2 * BT, blocks=16, recurrent=True))
+    it.arrive(2 * BT)
+    it.run_step(1)
+    it.arrive(2 * BT)
+    it.arrive(2 * BT + 1)
+    assert run(it) == [[(2, 16, 32)], [(3, 32, 33)]]
+
+
 def test_a_prompt_becomes_a_full_hit_while_it_waits() -> None:
     """What computes its last block is one step ahead; that block is found when it is done."""
     it = world(stages=2, step_tokens=BT)

@@ -63,6 +63,23 @@ def test_what_is_not_held_is_computed_and_gives_the_first_token(
     world.assert_reruns()
 
 
+@pytest.mark.parametrize(("length", "computed"), [(3 * BT, [(32, 16, True)]), (3 * BT + 1, [])])
+def test_the_last_block_of_a_full_hit_is_computed_again_where_there_is_a_recurrent_state(
+    length: int, computed: list[tuple[int, int, bool]]
+) -> None:
+    """Whole, also if a step has room for fewer tokens: the state within the block is kept nowhere."""
+    world = holding(3, step_tokens=20, recurrent=True)
+    others = [asked(world, 5), asked(world, 5)]
+    number = asked(world, length)
+    for it in (*others, number):
+        world.compute(it)
+    world.work()
+    assert [chunk for chunk in chunks(world) if chunk[0]] == computed
+    assert len(world.answers[number]) == 4
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
 def test_a_single_token_behind_what_is_held_needs_no_chunk() -> None:
     world = holding(2)
     number = asked(world, 2 * BT + 1)
@@ -132,14 +149,16 @@ def test_a_full_hit_writes_no_block_and_nothing_to_the_kvstores() -> None:
     world.assert_at_rest()
 
 
+@pytest.mark.parametrize("recurrent", [False, True])
 @pytest.mark.parametrize("way", Preemption)
-def test_a_full_hit_that_is_preempted_before_its_token_comes_back(way: Preemption) -> None:
-    world = holding(2, preemption=way, swap_blocks=10, preempt_every=1)
+def test_a_full_hit_that_is_preempted_before_its_token_comes_back(way: Preemption, recurrent: bool) -> None:
+    world = holding(2, preemption=way, swap_blocks=10, preempt_every=1, recurrent=recurrent)
     older = world.go(prompt(BT, 1), BT)
     number = asked(world, 2 * BT, stores=1)
     world.compute(number)
     world.work()
     assert [len(world.answers[it]) for it in (older, number)] == [BT, 4]
+    assert not recurrent or all(start != 2 * BT - 1 for start, _, _ in chunks(world))
     world.assert_at_rest()
     world.assert_reruns()
 

@@ -1,0 +1,69 @@
+"""LFM2: short convolutions, and attention in some layers."""
+
+from dataclasses import replace
+
+from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder
+from moonpool.families.fields import JsonFields
+from moonpool.families.spec import DecoderSpec, LayerSpec, RecurrentSpec
+
+
+def _decoder(fields: JsonFields) -> DecoderSpec:
+    decoder = llama_decoder(_with_width(fields))
+    layers = len(decoder.layers)
+    attend = fields.get("full_attn_idxs") or range(layers)
+    default = ["full_attention" if index in attend else "conv" for index in range(layers)]
+    kinds = layer_kinds(fields, layers, default, ("full_attention", "conv"))
+    conv = RecurrentSpec(
+        "short_conv",
+        fields.positive("conv_L_cache"),
+        width=fields.positive("hidden_size"),
+        conv_bias=fields.flag("conv_bias", False),
+        bias=fields.flag("conv_bias", False),
+    )
+
+    def kind(index: int, layer: LayerSpec) -> LayerSpec:
+        layer = layer.with_attention(qk_norm=layer.norm)
+        return replace(layer, recurrent=conv) if kinds[index] == "conv" else layer
+
+    return decoder.each(kind)
+
+
+def _with_width(fields: JsonFields) -> JsonFields:
+    """Return config.json with the inner width that its rules make."""
+    width = fields.positive("block_ff_dim", fields.positive("intermediate_size"))
+    if fields.flag("block_auto_adjust_ff_dim", True):
+        multiple, factor = fields.positive("block_multiple_of"), fields.get("block_ffn_dim_multiplier", 1.0)
+        width = int(2 * width / 3)
+        if factor is not None:
+            width = -(-int(fields.number("block_ffn_dim_multiplier", 1.0) * width) // multiple) * multiple
+    return JsonFields({**fields.all(), "intermediate_size": width}, fields.source)
+
+
+LFM2 = ModelFamily(
+    architecture="Lfm2ForCausalLM",
+    model_type="lfm2",
+    decoder=_decoder,
+    defaults={
+        "num_key_value_heads": 8,
+        "intermediate_size": 12288,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "tie_word_embeddings": True,
+    },
+    names=TensorNames(
+        norm="model.embedding_norm",
+        attention_norm="operator_norm",
+        output="self_attn.out_proj",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        feed_forward_norm="ffn_norm",
+        gate="feed_forward.w1",
+        up="feed_forward.w3",
+        down="feed_forward.w2",
+        recurrent={"inputs": ("conv.in_proj",), "conv": ("conv.conv",), "output": ("conv.out_proj",)},
+    ),
+    other_keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+)
