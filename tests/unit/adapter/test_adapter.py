@@ -47,7 +47,8 @@ async def cluster(folder: Path, *names: str, **settings: Any) -> AsyncIterator[t
         for name in names:
             engine = await running.exit.enter_async_context(fake_vllm(folder, name, vocab))
             await running.exit.enter_async_context(adapter(engine.url, running.address, name))
-            await running.until(lambda name=name: running.cluster.find(f"{name}-decode") is not None)  # type: ignore[misc]
+            for kind in ("prefill", "decode"):
+                await running.until(lambda one=f"{name}-{kind}": running.cluster.find(one) is not None)  # type: ignore[misc]
             engine.requests.clear()
             engine.hits.clear()
             engines.append(engine)
