@@ -1,1 +1,1 @@
-"""Moonpool: what its services share, and the client SDK."""
+"""Moonpool: code that all services share, and the client SDK."""

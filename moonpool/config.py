@@ -1,8 +1,8 @@
-"""Configuration of a service: one frozen class per service, read from flags, environment and a file.
+"""A service's configuration: one frozen class per service, read from flags, environment and a file.
 
-A setting has a flag if its class lists it in `flag_groups`; others are set by `--set KEY=VALUE`, environment or file.
-The command line goes before the environment, the environment before the file, the file before the default. Every error
-names its setting.
+A setting has a flag if the class lists the setting in `flag_groups`; others are set by `--set KEY=VALUE`, environment
+or file. The command line goes before the environment, the environment before the file, the file before the default.
+Every error names the setting.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def check_free(address: str, name: str) -> None:
-    """Sees that a service can listen at "host:port", before it loads anything; `name` is that of the setting.
+    """Checks that a service can listen at "host:port", before loading anything; `name` is that of the setting.
 
     Raises:
         ConfigError: another program listens there, or no program may.
@@ -115,7 +115,7 @@ def check_free(address: str, name: str) -> None:
 
 
 def read_mapping(value: object) -> object:
-    """A mapping by name, from a flag (YAML or JSON) or a file; raises ValueError when it is none."""
+    """A mapping by name, from a flag (YAML or JSON) or a file; raises ValueError for any other value."""
     if isinstance(value, str):
         try:
             value = yaml.safe_load(value) if value.strip() else {}
@@ -136,7 +136,7 @@ def _check_optional(address: str) -> str:
 
 
 def check_peer(address: str) -> str:
-    """The address of another service, as it was given.
+    """Another service's address, as given.
 
     Raises:
         ValueError: not of the form, or no address that can be reached.
@@ -148,7 +148,7 @@ def check_peer(address: str) -> str:
 
 
 def _split(value: Any) -> Any:
-    """Parts of a list, or of text that has commas between them; each once."""
+    """Parts of a list, or of text separated by commas; each once."""
     parts = [str(value)] if isinstance(value, str | Path) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         return value
@@ -167,7 +167,7 @@ ByteRate = Annotated[float, BeforeValidator(parse_size)]
 ListenAddress = Annotated[str, AfterValidator(_check_bind)]
 # The same, or "" for none.
 OptionalAddress = Annotated[str, AfterValidator(_check_optional)]
-# "host:port" of other services, or folders: the flag is given again, or there are commas between them in one value.
+# "host:port" of other services, or folders: repeat the flag, or separate values by commas.
 PeerAddresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_check_peers)]
 Folders = Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_split)]
 
@@ -242,7 +242,7 @@ class ServiceConfig(BaseSettings):
             prog: the program's name in `--help`.
 
         Raises:
-            ConfigError: a setting is unknown, missing or wrong; names it and where it came from.
+            ConfigError: a setting is unknown, missing or wrong; names the setting and the source.
             SystemExit: after `--help`, with code 0.
         """
         flags = _parse_flags(cls, argv, prog)
@@ -463,7 +463,10 @@ def refuse_unknown_variables(own: Iterable[str] = ()) -> None:
 
 
 def config_class(kind: str) -> type[ServiceConfig]:
-    """The settings class of a kind of service. Imports its module, which this one does not know otherwise."""
+    """The settings class for a kind of service.
+
+    Imports the class's module, which this module does not know otherwise.
+    """
     module = importlib.import_module(f"services.{kind}.config")
     (found,) = [
         value
@@ -500,12 +503,12 @@ def _add_flag(group: Any, name: str, field: FieldInfo) -> None:
 
 
 def is_size(name: str) -> bool:
-    """Whether a setting is a size in bytes, or a rate of bytes; its name says so."""
+    """Whether a setting is a size in bytes, or a rate of bytes; the setting's name says so."""
     return "bytes" in name.split("_")
 
 
 def default_text(name: str, value: object) -> str:
-    """A default as help and docs show it."""
+    """A default in the form for help and docs."""
     if isinstance(value, bool):
         return str(value).lower()
     return format_size(int(value)) if is_size(name) and isinstance(value, int | float) else str(value)
@@ -518,7 +521,7 @@ def _metavar(kind: Any) -> str:
 
 
 def suggestion(name: str, known: Sequence[str]) -> str:
-    """The end of an error about an unknown name: the known name that is most like it, if any."""
+    """The end of an error about an unknown name: the most similar known name, if any."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -542,7 +545,7 @@ def _config_error(
     error: ValidationError,
     sources: Mapping[str, Mapping[str, Any]],
 ) -> ConfigError:
-    """The first complaint; `sources` has values by kind of source, each kind before those that it overrides."""
+    """The first complaint; `sources` has values by kind of source, in order of precedence, lowest last."""
     first = error.errors(include_url=False)[0]
     name = str(first["loc"][0]) if first["loc"] else "settings"
     text = first["msg"].removeprefix("Value error, ")

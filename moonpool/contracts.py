@@ -12,7 +12,7 @@ from moonpool.sampling_params import ITEM_LIMITS, SamplingParams, Unset, UnsetIn
 from moonpool.v1 import kv_pb2
 
 _ALL_TOKENS = 2**31 - 1
-"""`top_k` of who wants all, which 0 does not say."""
+"""`top_k` for all tokens, which 0 does not express."""
 _EARLY_STOPPING: dict[object, int] = {
     True: kv_pb2.EARLY_STOPPING_WHEN_FULL,
     "never": kv_pb2.EARLY_STOPPING_NEVER,
@@ -24,7 +24,7 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
     """The contract's form of sampling parameters; what was not given, or equals a default for all, stays unset.
 
     Raises:
-        InvalidRequest: a value does not fit its field; names it as "FIELD_PREFIX.NAME".
+        InvalidRequest: a value does not fit the field; names the field as "FIELD_PREFIX.NAME".
     """
     message = kv_pb2.Sampling()
     for parameter in fields(params):
@@ -39,10 +39,10 @@ def sampling_to_proto(params: SamplingParams, field_prefix: str = "sampling") ->
 
 
 def sampling_from_proto(message: kv_pb2.Sampling, field_prefix: str = "sampling") -> SamplingParams:
-    """Sampling parameters from the contract; what is unset gets its default. Values are not checked.
+    """Sampling parameters from the contract; unset parameters get defaults. Values are not checked.
 
     Raises:
-        InvalidRequest: a list has too many items to be worth unpacking; names it as "FIELD_PREFIX.NAME".
+        InvalidRequest: a list has too many items to be worth unpacking; names the field as "FIELD_PREFIX.NAME".
     """
     for name, limit in ITEM_LIMITS.items():
         if len(getattr(message, name)) > limit:

@@ -52,7 +52,7 @@ class _FieldError(MoonpoolError):
 
 
 class InvalidRequest(_FieldError):
-    """The request is wrong and will stay wrong; `field` names what, as the contract spells it."""
+    """The request is wrong and will stay wrong; `field` names the wrong field, as the contract spells the name."""
 
 
 class Overloaded(MoonpoolError):
@@ -88,7 +88,7 @@ class Overloaded(MoonpoolError):
 
 
 def _overloaded(message: str, fields: dict[str, object]) -> Overloaded:
-    """Rebuild an `Overloaded`, whose arguments are keywords, from a pickle."""
+    """Rebuild an `Overloaded`, with keyword arguments, from a pickle."""
     return Overloaded(message, **fields)  # type: ignore[arg-type]
 
 
@@ -109,7 +109,7 @@ class Unsupported(MoonpoolError):
 
 
 class Unauthenticated(MoonpoolError):
-    """The caller does not show who it is, or shows what is not accepted any more."""
+    """The caller has no valid identity, or the identity is no longer accepted."""
 
 
 class PermissionDenied(MoonpoolError):
@@ -117,7 +117,7 @@ class PermissionDenied(MoonpoolError):
 
 
 class DeadlineExceeded(MoonpoolError):
-    """A wait took longer than it was allowed to."""
+    """A wait took longer than allowed."""
 
 
 class Internal(MoonpoolError):
@@ -125,7 +125,7 @@ class Internal(MoonpoolError):
 
 
 class ConfigError(_FieldError):
-    """A setting is wrong; `field` names it as the configuration class does."""
+    """A setting is wrong; `field` names the setting as the configuration class does."""
 
 
 class CheckpointError(MoonpoolError):
@@ -145,11 +145,11 @@ class UnsupportedModel(CheckpointError):
 
 
 class TransferFailed(MoonpoolError):
-    """KV did not arrive whole and intact; nothing of it may be used."""
+    """KV did not arrive whole and intact; no part may be used."""
 
 
 class StreamBroken(MoonpoolError):
-    """A multiplexed stream ended under its open sessions; a new one may succeed."""
+    """A multiplexed stream ended under open sessions; a new one may succeed."""
 
 
 class FrameError(MoonpoolError):

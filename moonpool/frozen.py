@@ -8,9 +8,9 @@ T = TypeVar("T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[T]) -> type[T]:
-    """Makes a class a dataclass with slots, which is equal and hashed by its fields; nobody may change one.
+    """Makes a class a dataclass with slots, equal and hashed by its fields; objects must not change.
 
-    mypy refuses whoever assigns to a field. At run time nothing does: a dataclass that refuses takes four times as long
-    to make, and cores make several for each event.
+    mypy refuses whoever assigns to a field. Run time does not enforce this: a dataclass that refuses takes four times
+    as long to make, and cores make several for each event.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)

@@ -1,6 +1,7 @@
 """What an answer may look like: JSON, a JSON schema, a regular expression or a grammar, by the library llguidance.
 
-Free of torch: a conductor checks with it before any work is done, an engine computes with it which tokens may follow.
+Free of torch: a conductor checks with this module before any work is done, an engine computes with it which tokens may
+    follow.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ _WHITESPACE = r"(\n[ \t]{0,16}| )?"
 """Between the parts of JSON. Without a bound, small models write spaces up to the last token."""
 _MAX_REASON = 400
 MAX_NAMES = 64
-"""Names of members that a pattern may stand for, to be listed one by one."""
+"""Member names that a pattern may stand for, to be listed one by one."""
 _MAX_NAME_STEPS, _MAX_NAME_BYTES = 2048, 64
 _TOKEN_ID = re.compile(r"<\[\d+\]>")
 _MAX_FAULT_PARTS = 32
-"""Parts of a schema that are tried alone, to name the place of a fault."""
+"""Schema parts that are tried alone, to name a fault's place."""
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,
     max_grammar_size=200_000,
@@ -40,15 +41,16 @@ LIMITS = LLParserLimits(
     step_lexer_fuel=100_000,
     verbose_errors=False,
 )
-"""What a grammar may cost at most: some 100 MB, and some 0.3 s for a mask; the same where it is checked and used."""
+"""What a grammar may cost at most: some 100 MB, and some 0.3 s for a mask; the same for checking and use."""
 MAX_CHECK_S = 0.25
-"""Processor time that compiling a grammar and its first masks may take. One mask more is begun at most."""
+"""Processor time for compiling a grammar and the first masks. One mask more is begun at most."""
 PROBED_TOKENS = 4
 """Masks that a check makes."""
 TOO_SLOW = "is too complex"
 SLICES = [*LLTokenizer.general_slices(), *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (2, 3, 4, 6, 20))]
-"""Tokens that match one of these expressions are allowed together where a format allows the expression; only the others
-are looked at one by one. The library's own, and shorter texts: for those whose longest length is near."""
+"""Tokens that match one of these expressions are allowed together if a format allows the expression; only the others
+are checked one by one. The library's own, and shorter texts: for texts near their longest length.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Grammar:
         return cls(params.response_format, params.grammar) if params.response_format else None
 
     def compiled(self) -> str:
-        """Llguidance's form of it.
+        """The grammar in llguidance's form.
 
         Raises:
             ValueError: a schema is no JSON object, or the format is not known.
@@ -87,7 +89,7 @@ class Grammar:
 
 
 def _lark(text: str) -> str:
-    """A grammar in Lark's notation, translated if it is in llama.cpp's (GBNF), whose rules are `name ::= ...`."""
+    """A grammar in Lark's notation, translated from llama.cpp's (GBNF), whose rules are `name ::= ...`, if need be."""
     if is_lark_syntax(text) or "::=" not in text:
         return text
     try:
@@ -117,7 +119,7 @@ def _built(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _name_members(place: str, schema: dict[str, Any]) -> Mapping[str, Any]:
-    """A schema whose patterns of few names are the names themselves, so that no member comes twice."""
+    """A schema with patterns of few names replaced by the names, so that no member comes twice."""
     patterns, members = schema.get("patternProperties"), schema.get("properties", {})
     if not isinstance(patterns, dict) or not isinstance(members, dict):
         return schema
@@ -205,7 +207,7 @@ class AnswerGrammar:
         """JSON of a schema.
 
         Raises:
-            SchemaWordError: a word is not supported; names the word with its place.
+            SchemaWordError: a word is not supported; names the word with the word's place.
         """
         flexible = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
         return f"%json {json.dumps({**flexible, **_built(schema)})}"
@@ -224,13 +226,13 @@ class AnswerGrammar:
         return name
 
     def form(self, forms: Sequence[str]) -> str:
-        """One of several forms, as one."""
+        """Several forms as one alternative."""
         name = self._name("form")
         self._rules.append(f"{name}: {' | '.join(forms)}")
         return name
 
     def add(self, trigger: str, forms: Sequence[str]) -> None:
-        """One of `forms` follows wherever the text `trigger` comes, which may be a special token."""
+        """One of `forms` follows the text `trigger` everywhere; `trigger` may be a special token."""
         self._triggers.append((trigger, self.form(forms)))
 
     def pass_mark(self, mark: str) -> None:
@@ -239,7 +241,7 @@ class AnswerGrammar:
             self._triggers.append((mark, ""))
 
     def open_with(self, forms: Sequence[str], begins: str) -> None:
-        """One of `forms` is the whole answer, behind its thinking, if the answer matches `begins` and anything."""
+        """One of `forms` is the whole answer, after the thinking, if the answer matches `begins` and anything."""
         self._opening = self.form(forms)
         self._rules.append(rf"FIRST: /(.|\n)*/ & ~/({begins})(.|\n)*/" + self._without_thinking())
 
@@ -266,7 +268,7 @@ class AnswerGrammar:
         return f"{name} {form}".rstrip()
 
     def _thought(self) -> str:
-        """The thinking, which ends at the first mark of its end."""
+        """The thinking, up to the first end mark."""
         if self._thinking is None:
             return ""
         begin, end = self._thinking.begin, self._thinking.end
@@ -288,12 +290,12 @@ class AnswerGrammar:
 
 
 def _first_fault(compiled: str) -> str:
-    """What is wrong, also what shows only where the first tokens are looked for; "" = nothing."""
+    """What is wrong, also what shows only where the first tokens are looked for; "" = no fault."""
     began_ns = time.thread_time_ns()
     wrong = LLMatcher.validate_grammar(compiled, limits=LIMITS)
     if wrong:
         return str(wrong)
-    # Tokens of the model are checked as another token, because the vocabulary of the check may lack them.
+    # Model tokens are checked as another token, because the checking vocabulary may lack them.
     parser = LLMatcher(_probe(), _TOKEN_ID.sub("<[258]>", compiled), log_level=0, limits=LIMITS)
     for _ in range(PROBED_TOKENS):
         allowed = parser.compute_bitmask()
@@ -308,7 +310,7 @@ def _first_fault(compiled: str) -> str:
 
 
 def _middle_token(allowed: bytes) -> int:
-    """One of the tokens that may follow: the middle one."""
+    """A token that may follow: the middle one."""
     bits = int.from_bytes(allowed, "little")
     tokens = [token for token in range(bits.bit_length()) if bits >> token & 1]
     return tokens[len(tokens) // 2]
@@ -326,7 +328,7 @@ def _unslashed(expression: str) -> str:
 
 
 def text_expressions(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions of the texts that a schema of a string allows, by length and pattern."""
+    """Regular expressions for the texts that a string schema allows, by length and pattern."""
     found = []
     if "minLength" in schema or "maxLength" in schema:
         found.append(rf"(.|\n){{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}")
@@ -341,11 +343,11 @@ def text_expressions(schema: Mapping[str, Any]) -> list[str]:
 def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> None:
     """Checks that the grammar, if there is one, can be followed, and at what cost; takes up to a second.
 
-    Nothing is ever fetched, whatever a schema refers to.
+    Fetches nothing, whatever a schema refers to.
 
     Raises:
         InvalidRequest: the grammar is wrong, too large, or uses what is not supported; names "FIELD_PREFIX.grammar".
-            Of a schema, the message names the word at fault and its place in the schema.
+            For a schema, the message names the faulty word and the word's place.
     """
     grammar = Grammar.of(params)
     if grammar is None:
@@ -359,7 +361,7 @@ def check_grammar(params: SamplingParams, field_prefix: str = "sampling") -> Non
 
 @functools.lru_cache(maxsize=256)
 def _fault(grammar: Grammar) -> str:
-    """What is wrong with a grammar, for the client; "" = nothing."""
+    """What is wrong with a grammar, for the client; "" = no fault."""
     try:
         wrong = _first_fault(grammar.compiled())
     except SchemaWordError as error:

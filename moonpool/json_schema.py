@@ -1,4 +1,4 @@
-"""JSON schemas of structured answers: closing objects, dropping words that constrain nothing, naming what is not built.
+"""JSON schemas for structured answers: closing objects, dropping words without effect, naming unsupported words.
 
 Free of llguidance, so that every process may use the functions. A *place* is where a schema stands within the whole,
 for example "properties.name.items"; "" is the whole.
@@ -10,18 +10,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WHITESPACE = "x-whitespace-pattern"
-"""Word at the top of a schema: a regular expression for what may stand between the parts of the JSON; "" = nothing."""
+"""Word at a schema's top: a regular expression for what may stand between the JSON's parts; "" = no text."""
 _SCHEMA_WORDS = (
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
     "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
-"""Words whose value is a schema. `items` may also be a list of schemas."""
+"""Words with a schema as value. `items` may also be a list of schemas."""
 _LIST_WORDS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
-"""Words whose value is a list of schemas."""
+"""Words with a schema list as value."""
 _MAPPING_WORDS = ("$defs", "definitions", "dependentSchemas", "patternProperties", "properties")
-"""Words whose value is an object of schemas."""
+"""Words with an object of schemas as value."""
 Change = Callable[[str, dict[str, Any]], Mapping[str, Any]]
-"""Takes a place and the schema there, whose inner schemas are changed already; returns the schema to put there."""
+"""Takes a place and the schema there, with inner schemas already changed; returns the schema to put there."""
 
 
 def map_schemas(schema: Mapping[str, Any], change: Change, place: str = "") -> Mapping[str, Any]:
@@ -44,7 +44,7 @@ def _mapped(value: Any, change: Change, place: str) -> Any:
 
 
 def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema whose objects have no members but those that the schema names.
+    """A schema with objects that have only the members named in the schema.
 
     Objects without `properties` stay open, and so do parts of an `allOf`, which do not know each other's members.
     """
@@ -59,7 +59,7 @@ def close_objects(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def moved_schema(schema: Mapping[str, Any], pointer: str) -> Mapping[str, Any]:
-    """A schema whose references to itself hold where it stands at `pointer` of another one, for example "/$defs/f"."""
+    """A schema with references adjusted for its place at `pointer` in another schema, for example "/$defs/f"."""
 
     def move(place: str, found: dict[str, Any]) -> Mapping[str, Any]:
         reference = found.get("$ref")
@@ -75,7 +75,7 @@ def _in_all_of(place: str) -> bool:
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
-    """The schemas within a schema with their places, the innermost first; the schema itself is not among them."""
+    """The schemas within a schema with their places, the innermost first; the given schema is not among them."""
     found: list[tuple[str, Mapping[str, Any]]] = []
 
     def note(place: str, part: dict[str, Any]) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ def inner_schemas(schema: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any
 
 
 class SchemaWordError(ValueError):
-    """A schema has a word that is not supported. The message names the word with its place."""
+    """A schema has a word that is not supported. The message names the word with the word's place."""
 
     def __init__(self, place: str, word: str, message: str) -> None:
         super().__init__(f"{place}.{word}: {message}" if place else f"{word}: {message}")
@@ -116,13 +116,13 @@ _TRIVIAL: Mapping[str, tuple[Any, ...]] = {
     "unevaluatedProperties": (True, {}),
     "uniqueItems": (False,),
 }
-"""Values of words that are not built with which the words constrain nothing."""
+"""Values with which unsupported words have no effect."""
 _APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "dependentSchemas")
 """Words beside which `unevaluatedProperties` means more than `additionalProperties`."""
 
 
 def ignored_words(schema: Mapping[str, Any]) -> list[str]:
-    """Places of the words of a schema that constrain nothing here: formats that are only annotations."""
+    """Places of a schema's words without effect here: formats that are only annotations."""
     found: list[str] = []
 
     def note(place: str, part: dict[str, Any]) -> Mapping[str, Any]:
@@ -142,10 +142,10 @@ def _is_followed(schema: Mapping[str, Any]) -> bool:
 def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """An equal schema in the words that are supported.
 
-    Formats that are only annotations, and words whose value constrains nothing, are left out.
+    Formats that are only annotations, and words without effect, are left out.
 
     Raises:
-        SchemaWordError: a word is not supported; names the word with its place.
+        SchemaWordError: a word is not supported; names the word with the word's place.
     """
     definitions = schema.get("$defs") if isinstance(schema.get("$defs"), Mapping) else {}
 
@@ -167,7 +167,7 @@ def normalise(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _drop_trivial(schema: dict[str, Any]) -> None:
-    """Leave out words whose value constrains nothing."""
+    """Leave out words without effect."""
     for word, values in _TRIVIAL.items():
         if word in schema and any(schema[word] == value and type(schema[word]) is type(value) for value in values):
             del schema[word]

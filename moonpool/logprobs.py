@@ -14,7 +14,7 @@ MAX_LOGPROBS = 20
 
 
 def bytes_per_token(top: int | None) -> int:
-    """Memory of one token's, with so many most likely ones beside it; 0 where none are wanted."""
+    """Memory for one token's log probabilities, with `top` most likely tokens beside; 0 where none are wanted."""
     return 0 if top is None else 8 * (1 + top)
 
 
@@ -25,9 +25,9 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     rank: int
-    """1 = it is the most likely one; equals share the better rank."""
+    """1 = most likely; equals share the better rank."""
     top: tuple[tuple[int, float], ...]
-    """The most likely tokens at its position with their log probabilities, the best first, equals by token."""
+    """The position's most likely tokens with log probabilities, best first, equals by token."""
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class Logprobs:
         return len(self.ranks) == len(self) and len(self.top_logprobs) == tops == self.top * len(self)
 
     def extend(self, more: Logprobs) -> None:
-        """Appends those of the following tokens, with as many likely ones per position."""
+        """Appends the following tokens' log probabilities, with as many likely tokens per position."""
         self.logprobs += more.logprobs
         self.ranks += more.ranks
         self.top_token_ids += more.top_token_ids

@@ -1,8 +1,8 @@
 """Sampling parameters of a request: names, defaults and limits, the same everywhere. Torch-free.
 
-A field of `SamplingParams` declares all that services need to know of an option: its default, its check, whether it
-goes with beam search and with a response format, and whether the OpenAI endpoints take it. The steps to add an option
-are in docs/extend/sampling_option.md.
+A field in `SamplingParams` declares all that services need to know about an option: default, check, whether the option
+goes with beam search and with a response format, and whether the OpenAI endpoints take the option. The steps to add an
+option are in docs/extend/sampling_option.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 1024
 SCORED_TOKEN_COST = 10
-"""Tokens that a prompt token with log probabilities counts as, in budgets and in steps: so much longer it takes."""
+"""Tokens that a prompt token with log probabilities counts as, in budgets and in steps, for the longer time."""
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGIT_BIASES = 1024
@@ -40,7 +40,7 @@ UNCOMMON = ("bad_words", "beam_width", "embedding", "logprobs", "n", "prompt_log
 
 
 class Unset(float):
-    """Neutral value of a parameter that was not given. The value that the served checkpoint suggests replaces it."""
+    """Neutral value of a parameter that was not given. The served checkpoint's suggestion replaces this value."""
 
 
 class UnsetInt(int):
@@ -48,7 +48,7 @@ class UnsetInt(int):
 
 
 Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is right, and the message if it is not."""
+"""Whether a value is right, and the message if not."""
 
 
 def _option(
@@ -62,12 +62,12 @@ def _option(
     """Return the metadata of a field.
 
     Args:
-        check: of its value.
-        max_items: of a list or a mapping.
-        http: the JSON type in which the OpenAI endpoints take it, under the same name; None: they have a form of
-            their own, or do not take it.
-        with_beams: whether it may be set for a beam search.
-        with_format: whether it may be set for a response format.
+        check: the value's check.
+        max_items: most items in a list or a mapping.
+        http: the JSON type in which the OpenAI endpoints take the option, under the same name; None: they have another
+            form, or do not take the option.
+        with_beams: whether allowed with a beam search.
+        with_format: whether allowed with a response format.
     """
     return {
         "check": check, "max_items": max_items, "http": http, "with_beams": with_beams, "with_format": with_format
@@ -101,13 +101,16 @@ class SamplingParams:
         default=Unset(1.0),
         metadata=_option((lambda value: 0 <= value < math.inf, "must be finite and at least 0"), http=float),
     )
-    """0 = greedy. This and the next two, and `repetition_penalty`, are the checkpoint's own where they are not given,
-    if its `generation_config.json` has them and the conductor uses it (docs/sampling.md)."""
+    """0 = greedy.
+
+    If this option, the next two or `repetition_penalty` are not given, they are the checkpoint's own, if its
+    `generation_config.json` has them and the conductor uses that file (docs/sampling.md).
+    """
     top_p: float = field(
         default=Unset(1.0),
         metadata=_option((lambda value: 0 < value <= 1, "must be in (0, 1]"), http=float, with_beams=False),
     )
-    """Smallest set of most likely tokens whose probability reaches it; 1 = all."""
+    """Smallest set of most likely tokens whose probability reaches `top_p`; 1 = all."""
     top_k: int = field(
         default=UnsetInt(0),
         metadata=_option((lambda value: value >= 0, "must be at least 0 (0 = all)"), with_beams=False),
@@ -122,7 +125,7 @@ class SamplingParams:
     frequency_penalty: float = field(
         default=0.0, metadata=_option(_in(-MAX_PENALTY, MAX_PENALTY), http=float, with_beams=False)
     )
-    """Subtracted from a token's logit for each time it was generated."""
+    """Subtracted from a token's logit for each time the token was generated."""
     repetition_penalty: float = field(
         default=Unset(1.0),
         # Beyond these bounds a logit overflows. Rounded: a bound that came as float32 is not exact.
@@ -137,7 +140,7 @@ class SamplingParams:
     )
     """Divides positive, multiplies negative logits of tokens in prompt or answer."""
     stop: str | Sequence[str] = field(default=(), metadata=_option(max_items=MAX_STOPS, with_beams=False))
-    """The answer ends before any of these texts; a single text stands for a list of one."""
+    """The answer ends before any of these texts; a single text stands for a list with this text."""
     stop_token_ids: Sequence[int] = field(default=(), metadata=_option(max_items=MAX_STOP_TOKENS))
     """The answer ends with any of these tokens."""
     ignore_eos: bool = field(default=False, metadata=_option(http=bool, with_format=False))
@@ -151,38 +154,45 @@ class SamplingParams:
     bad_words: str | Sequence[str] = field(
         default=(), metadata=_option(max_items=MAX_BAD_WORDS, with_beams=False, with_format=False)
     )
-    """Texts that the answer must not have, as vLLM means it: of each, and of it with a space before it, the last token
-    is not chosen after the others."""
+    """Texts that the answer must not have, as vLLM means this: for each text, and for the text after a space, the last
+    token is not chosen after the others.
+    """
     logprobs: int | None = field(default=None, metadata=_option(_in_or_none(0, MAX_LOGPROBS), with_beams=False))
     """Most likely tokens, at most 20, that are told beside each token with their log probabilities; None = not even the
     token's own. They are the model's own: before temperature, penalties, bias and bans."""
     prompt_logprobs: int | None = field(default=None, metadata=_option(_in_or_none(0, MAX_LOGPROBS), http=int))
-    """The same for the prompt's tokens but the first. The whole prompt is computed: no cached KV is used for it."""
+    """The same for the prompt's tokens but the first. The whole prompt is computed: cached KV is not used."""
     n: int = field(default=1, metadata=_option(_in(1, MAX_CHOICES), http=int))
     """Number of answers (choices) to the prompt, at most 64 and as many as a decode instance has places in a step.
-    Answer i is that of a request of its own with seed `seed` + i (`stream_seed`)."""
+
+    Answer i equals a separate request's answer with seed `seed` + i (`stream_seed`).
+    """
     response_format: ResponseFormat = field(default="", metadata=_option(with_beams=False))
     """What the answer looks like: "json_object" = any JSON object; "json_schema", "regex" and "lark" = what `grammar`
     describes; "" = anything. Tokens that do not fit are never chosen; the model's end token is chosen when, and only
     where, the answer may end."""
     grammar: str = ""
-    """A JSON schema, a regular expression (the whole answer matches it) or a grammar in Lark's notation, an EBNF."""
+    """A JSON schema, a regular expression (the whole answer matches) or a grammar in Lark's notation, an EBNF."""
     beam_width: int = field(default=0, metadata=_option(_in(0, MAX_BEAMS)))
-    """Beams of a beam search, at most 16; 0 = none. Its `n` best hypotheses are the answers, the best first, and come
-    at its end. Nothing is drawn, and nothing but bans changes the model's distribution."""
+    """Beams of a beam search, at most 16; 0 = none.
+
+    The `n` best hypotheses are the answers, best first, and come at the search's end. No token is drawn, and only bans
+    change the model's distribution.
+    """
     length_penalty: float = field(default=1.0, metadata=_option(_in(-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)))
-    """A hypothesis' score is the sum of its tokens' log probabilities over (their number ^ length_penalty)."""
+    """A hypothesis' score is the sum of the tokens' log probabilities over (number of tokens ^ length_penalty)."""
     early_stopping: bool | Literal["never"] = field(
         default=False,
         metadata=_option((lambda value: value in (False, True, "never"), "must be False, True or 'never'")),
     )
     """When a search that has as many hypotheses as beams ends: True = at once; False = when the best beam's score at
-    its length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
-    `transformers`."""
+    its present length is not better than the worst hypothesis'; "never" = when no beam can become better. As in
+    `transformers`.
+    """
     skip_special_tokens: bool = field(default=True, metadata=_option(http=bool))
     """The answer's text leaves out special tokens. Some models mark calls of functions with them."""
     embedding: bool = field(default=False, metadata=_option(with_beams=False, with_format=False))
-    """The result has the prompt's embedding: the hidden state of its last token after the last norm, of length 1."""
+    """The result has the prompt's embedding: the last token's hidden state after the last norm, scaled to length 1."""
 
     def __post_init__(self) -> None:
         for name, default in _DEFAULTS.items():
@@ -198,12 +208,12 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether a token's logit depends on the tokens before it."""
+        """Whether a token's logit depends on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the result has something of the prompt itself, which prefill alone computes."""
+        """Whether the result has a part about the prompt, which only prefill computes."""
         return self.prompt_logprobs is not None or self.embedding
 
     @property
@@ -213,12 +223,12 @@ class SamplingParams:
 
     @property
     def uncommon(self) -> tuple[str, ...]:
-        """Names of the options of `UNCOMMON` that are set."""
+        """Names of set options in `UNCOMMON`."""
         return tuple([name for name in UNCOMMON if getattr(self, name) != _DEFAULTS[name]])
 
     @property
     def width(self) -> int:
-        """Sequences that run together for the request: its beams, or its answers."""
+        """Sequences that run together for the request: the beams, or the answers."""
         return self.beam_width or self.n
 
     def suggested(self, values: Mapping[str, float | int]) -> SamplingParams:
@@ -344,7 +354,7 @@ _SETTERS = [getattr(SamplingParams, name).__set__ for name in _DEFAULTS]
 def stream_seed(seed: int, index: int) -> int:
     """Seed by which a request's sample of this index is drawn: (seed + index) mod 2^64.
 
-    So sample `index` of a request equals the one answer to a request with that seed.
+    So sample `index` equals the single answer to a request with that seed.
     """
     return (seed + index) % (1 << 64)
 
@@ -360,7 +370,7 @@ class SampleSpec:
     seed: int = 0
     """Of the counter-based generator, 64 bits unsigned: the request's `stream_seed`."""
     samples: int = 1
-    """Tokens that are drawn, each for another sample: the first with `seed`, the others with the seeds after it."""
+    """Tokens that are drawn, each for another sample: the first with `seed`, the others with the seeds after `seed`."""
     best: int = 0
     """For beam search: how many of the most likely tokens are wanted, with log probabilities; then none is drawn."""
     position: int = 0

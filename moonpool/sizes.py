@@ -12,7 +12,7 @@ _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(value: object) -> object:
-    """A number of bytes from a text such as "4GiB", "1.5 GB" or "4096"; anything but text is returned as it is.
+    """A number of bytes from a text such as "4GiB", "1.5 GB" or "4096"; other values than text are returned unchanged.
 
     Raises:
         ValueError: the text is no size.

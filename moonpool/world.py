@@ -1,4 +1,4 @@
-"""What a process takes from outside: time, random numbers, threads, gRPC connections and its own use of the machine.
+"""What a process takes from outside: time, random numbers, threads, gRPC connections and its own machine use.
 
 Services, streams, clients and stores take them from here alone. `CURRENT` is the real world unless the running
 `contextvars` context has another: tests run the services on a virtual clock, in one process (`tests/world`).
@@ -42,7 +42,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Random numbers that nobody can guess.
+    """Unguessable random numbers.
 
     Attributes:
         bits: a number of so many random bits.
@@ -81,7 +81,7 @@ def _waited_s(process: str) -> float:
         return 0.0
     try:
         return int(Path(f"/proc/{int(number)}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not count
+    except (OSError, ValueError, IndexError):  # the process has ended, or the kernel does not count
         return 0.0
 
 
@@ -103,9 +103,9 @@ class Processes:
     """Processes of this machine.
 
     Attributes:
-        this: names this process, for other processes of its machine; "" where that is not possible.
-        waited_s: seconds in which a process was ready to run and had no processor, since its start, by its name; what
-            counts is the thread that began the process. 0 for a process of another machine, or one that has ended.
+        this: names this process, for the machine's other processes; "" where that is not possible.
+        waited_s: seconds in which a process was ready to run but had no processor, since the process's start, by name;
+            what counts is the thread that began the process. 0 for a process on another machine, or an ended process.
     """
 
     this: Callable[[], str] = _this_process
@@ -127,7 +127,7 @@ class Network(Protocol):
 
 
 class GrpcNetwork:
-    """The real network. Engine processes need the clock alone, so gRPC is imported when it is used."""
+    """The real network. Engine processes need only the clock, so gRPC is imported on use."""
 
     def server(self, interceptors: Sequence[grpc.aio.ServerInterceptor], options: Options) -> grpc.aio.Server:
         import grpc.aio
@@ -146,7 +146,7 @@ class GrpcNetwork:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """Where a process takes everything from that its code does not decide.
+    """Where a process takes everything that the process's code does not decide.
 
     Attributes:
         clock: time.
@@ -154,7 +154,7 @@ class World:
         network: gRPC servers and channels.
         thread_pool: an executor of so many workers, named so, beside the event loop.
         usage: memory and files of the process.
-        processes: of this machine.
+        processes: this machine's.
     """
 
     clock: Clock = field(default_factory=Clock)
@@ -200,15 +200,15 @@ def random_hex(count: int) -> str:
 
 
 def this_process() -> str:
-    """The name of this process for other processes of its machine."""
+    """This process's name for the machine's other processes."""
     return CURRENT.get().processes.this()
 
 
 def waited_s(process: str) -> float:
-    """Seconds in which a process of this machine was ready to run and had no processor, by its name."""
+    """Seconds in which a process on this machine was ready to run but had no processor, by name."""
     return CURRENT.get().processes.waited_s(process)
 
 
 def thread_pool(workers: int, name: str) -> Executor:
-    """An executor of so many workers beside the event loop; whoever asks for the executor shuts it down."""
+    """An executor of so many workers beside the event loop; the caller shuts the executor down."""
     return CURRENT.get().thread_pool(workers, name)

@@ -1,4 +1,4 @@
-"""Membership of an instance in a cluster: the log of KV events, and the Join stream to a conductor. Without torch."""
+"""An instance's membership in a cluster: the KV event log, and the Join stream to a conductor. Without torch."""
 
 from moonpool.cluster.join import ChangeBell, ClusterMembership, InstanceReport, JoinAgent, Notify
 from moonpool.cluster.kv_events import HeldKeys, KVEventLog

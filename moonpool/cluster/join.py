@@ -1,8 +1,9 @@
-"""An instance's side of Join: reports itself, its load and its KV to every conductor, for as long as it lives.
+"""An instance's side of Join: reports the instance, its load and its KV to every conductor, for the instance's whole
+life.
 
-An agent connects, sends a snapshot of its keys, then changes and load; it sends another snapshot when the conductor
-asks for one, and connects again when the stream breaks or the conductor restarts. The instance is the authority on
-itself, so conductors need not agree on anything.
+An agent connects, sends a snapshot of the instance's keys, then changes and load; the agent sends another snapshot when
+the conductor asks, and connects again after the stream breaks or the conductor restarts. The instance is the authority
+on itself, so conductors need not agree.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = get_logger(__name__)
 FIRST_BACKOFF_S = 0.1
 LAST_BACKOFF_S = 2.0
 REPORTS = 4
-"""Load reports in a heartbeat when nothing changes."""
+"""Load reports per heartbeat without changes."""
 MIN_LOAD_INTERVAL_S = 0.05
 """Least distance between load reports, seconds."""
 
@@ -45,7 +46,7 @@ class AgentWake:
         self.soon = asyncio.Event()
 
     def ring(self, *, soon: bool = False) -> None:
-        """Something has changed; `soon`: more of it is not waited for."""
+        """Something has changed; `soon`: do not wait for more changes."""
         self.changed.set()
         if soon:
             self.soon.set()
@@ -108,12 +109,12 @@ class _JoinCall(ClientStream[conductor_pb2.JoinRequest, conductor_pb2.JoinRespon
 
 @dataclass(frozen=True, slots=True)
 class InstanceReport:
-    """What an instance reports to conductors, and how it carries out their orders.
+    """An instance's reports to conductors, and how the instance carries out orders.
 
     All callbacks are called on the event loop and must not block.
 
     Attributes:
-        hello: who joins; its address must already be served: the conductor probes it.
+        hello: the joining instance; the instance's address must already be served: the conductor probes the address.
         load: gives the load now.
         held: gives every key, for snapshots.
         take_events: takes the net changes of keys since the last call.
@@ -132,9 +133,9 @@ class InstanceReport:
 
 
 class KeyChangeFeed:
-    """The stream of key changes of one instance, with a log for each subscriber.
+    """One instance's stream of key changes, with a log for each subscriber.
 
-    A log has the net effect per key since its subscriber took the last message. While a subscriber does not follow, its
+    A log has the net effect per key since the subscriber took the last message. While a subscriber does not follow, its
     log stays empty: the subscriber begins with a snapshot.
     """
 
@@ -178,7 +179,7 @@ class JoinAgent:
         call_timeout_s: float = 10.0,
         keys_per_message: int = KEYS_PER_MESSAGE,
     ) -> None:
-        """Nothing happens before `run`.
+        """Has no effect before `run`.
 
         Args:
             channels: where the channel to the conductor comes from.
@@ -238,7 +239,7 @@ class JoinAgent:
             stop.cancel()
 
     async def _stay(self, stop: asyncio.Task[Literal[True]]) -> None:
-        """One stream, from hello to its end."""
+        """One stream, from hello to end."""
         call = _JoinCall(
             self._channels, self._address, self._report.hello, self._call_timeout_s, self._obey, self.notify
         )
@@ -310,7 +311,7 @@ class JoinAgent:
         await wait_within(self._flush_s, self._wake.soon)  # a distance between messages, unless changes are wanted soon
 
     async def _send_snapshot(self, call: _JoinCall) -> None:
-        """Send a snapshot, and between its steps what changes meanwhile."""
+        """Send a snapshot, and between the snapshot's steps the changes meanwhile."""
         self.follows = True
         self._feed.pull()
         self._events.forget()
@@ -325,7 +326,7 @@ class JoinAgent:
             await self._send(call, conductor_pb2.JoinRequest(events=message))
 
     async def _send(self, call: _JoinCall, message: conductor_pb2.JoinRequest) -> None:
-        """Sends a message and waits until it is being written, so that a snapshot does not pile up."""
+        """Sends a message and waits until the message is being written, so that a snapshot does not pile up."""
         call.send_queue.post(message)
         try:
             async with asyncio.timeout(self._call_timeout_s):
@@ -335,13 +336,13 @@ class JoinAgent:
 
 
 class ChangeBell:
-    """Wakes all who wait for a change."""
+    """Wakes all waiters for a change."""
 
     def __init__(self) -> None:
         self._wakes: list[AgentWake] = []
 
     def add(self) -> AgentWake:
-        """What one of them waits for."""
+        """A wake-up for one agent."""
         wake = AgentWake()
         self._wakes.append(wake)
         return wake
@@ -353,12 +354,12 @@ class ChangeBell:
 
 
 class ClusterMembership:
-    """Keeps one instance joined to all conductors of a list."""
+    """Keeps one instance joined to all listed conductors."""
 
     def __init__(
         self, channels: Channels, conductors: Sequence[str], report: InstanceReport, *, bell: ChangeBell | None = None
     ) -> None:
-        """Nothing happens before `run`. `bell` rings when load or keys have changed.
+        """Has no effect before `run`. `bell` rings when load or keys have changed.
 
         If `report` takes no events, call `changed` for each change of keys.
         """

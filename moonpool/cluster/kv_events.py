@@ -27,7 +27,7 @@ class HeldKeys:
 
     Attributes:
         parts: how many; at least one.
-        part: the keys of one part now. A key is of one part, always the same.
+        part: one part's keys now. A key always belongs to the same part.
         cold: which of some held keys are on SSD only; None = there is no SSD.
     """
 
@@ -42,11 +42,11 @@ class HeldKeys:
 
 
 def snapshot_messages(held: HeldKeys, max_keys: int = KEYS_PER_MESSAGE) -> Iterator[list[kv_pb2.KVEvents]]:
-    """Messages, not numbered yet, that say what is held, in steps; each step lists when it is taken.
+    """Messages, not numbered yet, that say what is held, in steps; each step lists keys at the time of the step.
 
-    So no step is long, and between the steps changes may be told. The rule that keeps the listener right: what a step
-    gives is told before any change that comes after the step, and changes are told in their order. Then a key is in
-    its step's messages if it is held at that moment, and what becomes of it later is told later.
+    So no step is long, and between the steps changes may be told. The rule that keeps the listener right: a step's
+    messages are sent before any change that comes after the step, and changes are sent in order. Then a key is in a
+    step's messages if held at that moment, and later changes are sent later.
 
     A step lists no more keys than a message has and the largest part; they may make several messages.
     """
@@ -66,13 +66,13 @@ class KVEventLog:
     """Changes not yet sent, and the number of the next message."""
 
     def __init__(self) -> None:
-        """Start with nothing pending; the first message has sequence 1."""
+        """Start without pending changes; the first message has sequence 1."""
         self._pending = NetChanges()
         self._next_sequence = 1
 
     @property
     def pending(self) -> int:
-        """Keys whose change was not sent yet."""
+        """Keys with unsent changes."""
         return len(self._pending)
 
     @property
@@ -93,13 +93,13 @@ class KVEventLog:
         return kv_pb2.KVEvents(sequence=sequence, stored_keys=stored, removed_keys=removed, cooled_keys=cooled)
 
     def numbered(self, messages: Iterable[kv_pb2.KVEvents]) -> Iterator[kv_pb2.KVEvents]:
-        """The messages of a snapshot's step; each gets its number when the caller takes the message."""
+        """The messages of a snapshot's step; each gets a number when the caller takes the message."""
         for message in messages:
             message.sequence = self._take_sequence()
             yield message
 
     def forget(self) -> None:
-        """Drop what is pending: a snapshot that is about to begin includes it."""
+        """Drop pending changes: a snapshot that is about to begin includes them."""
         self._pending.clear()
 
     def _take_sequence(self) -> int:
@@ -113,7 +113,7 @@ RETRY_AFTER_S = 5.0
 
 @dataclasses.dataclass(eq=False)
 class KVEventJournal:
-    """All changes since the start; the last messages are kept, so many of them and so many bytes of keys at most.
+    """All changes since the start; the last messages are kept, bounded in number and key bytes.
 
     `held` has every key, for snapshots; numbers mean something within one `incarnation` only.
     """
@@ -161,9 +161,9 @@ class KVEventJournal:
         self._news = asyncio.Event()
 
     async def watch(self, incarnation: int, after_sequence: int) -> AsyncGenerator[kv_pb2.KVEvents, None]:
-        """The messages, without end, of a watcher that has seen `after_sequence` of an incarnation (0 for none).
+        """The messages, without end, for a watcher that has seen `after_sequence` of an incarnation (0 for none).
 
-        Raises Unavailable when it was too slow, or the store is closing; Overloaded if too many watch.
+        Raises Unavailable if the watcher was too slow, or the store is closing; Overloaded if too many watch.
         """
         if self.watchers >= self.max_watchers:
             raise Overloaded("too many watchers", reason="kvstore_watchers", retry_after_s=RETRY_AFTER_S)
@@ -182,7 +182,7 @@ class KVEventJournal:
                     for message in page:
                         message.sequence = listed
                         yield message
-                    await asyncio.sleep(0)  # a quick watcher waits for nothing, but others must have turns
+                    await asyncio.sleep(0)  # a quick watcher never waits, but others must have turns
             while True:
                 while seen < self.sequence:
                     yield self._message(seen := seen + 1)

@@ -1,4 +1,4 @@
-"""Checks and translates messages of the contract: an instance's description, its speeds, and KV deletions."""
+"""Checks and translates contract messages: an instance's description, speeds, and KV deletions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOST = re.compile(r"[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%A-Za-z]+\]")
 
 
 def check_instance(instance: kv_pb2.Instance, field: str = "instance") -> None:
-    """Check that an instance has a name, and an address at which it can be reached.
+    """Check that an instance has a name and a reachable address.
 
     Raises:
         InvalidRequest: names what is wrong, as "FIELD.id" or "FIELD.address".
@@ -63,7 +63,7 @@ DELETION = "deletion"
 MAX_SELECTED_KEYS = 1 << 16
 MAX_SELECTED_NAMES = 1 << 10
 DELETION_PORTION, DELETION_COSTS = 1 << 14, 8
-"""Keys and names of deletions that are read or carried out in one turn of the event loop; each deletion costs more."""
+"""Keys and names in deletions that are read or carried out in one event loop turn; each deletion costs more."""
 
 
 def selection_to_proto(selection: KVSelection) -> kv_pb2.Selection:

@@ -1,8 +1,8 @@
 """Records: small values that must outlive conductors, the same at all kvstores and conductors in the end.
 
-A record has a place (kind, tenant, id) and a version; of two for one place the higher version is kept, whoever brings
-it and in whatever order (last writer wins). A deleted record stays, empty, until it expires, so that a store that was
-away does not bring it back.
+A record has a place (kind, tenant, id) and a version; if two claim one place, the higher version is kept, in whatever
+order they come (last writer wins). A deleted record stays, empty, until expiry, so that a store that was away does not
+bring the record back.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from moonpool.scheduling.state_machine import Timers
 from moonpool.v1 import kv_pb2
 
 MAX_BYTES = 256 << 20
-"""Of all records of a book."""
+"""Total for a book's records."""
 MAX_RECORD_BYTES = 4 << 20
 MESSAGE_BYTES = 2 << 20
-"""Records in one message: those after the one that reaches this come with the next."""
+"""Bytes of records in one message: records after the one that reaches this come with the next message."""
 MAX_NAME_BYTES = 1024
 RecordPlace = tuple[str, str, str]
 
 
 def record_place(record: kv_pb2.Record) -> RecordPlace:
-    """Where it belongs."""
+    """A record's place."""
     return record.kind, record.tenant, record.id
 
 
 class ReplicatedRecords:
-    """Records, each with the number under which it came here; numbers ascend and mean something in this book only."""
+    """Records, each with the number of its arrival here; numbers ascend and mean something in this book only."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -68,7 +68,7 @@ class ReplicatedRecords:
         return list(newer.values())
 
     def _note(self, place: RecordPlace, record: kv_pb2.Record | None) -> None:
-        """Keeps up who is there."""
+        """Keeps the tenants up to date."""
         kind, tenant, record_id = place
         there = self._there.setdefault((kind, tenant), {})
         there.pop(record_id, None)
@@ -88,7 +88,7 @@ class ReplicatedRecords:
     def after(self, number: int) -> tuple[list[kv_pb2.Record], int, bool]:
         """Records that came after a number, as many as a message holds; the last one's number; whether there are more.
 
-        A number of another book is fine when it is 0.
+        A number from another book is fine if 0.
         """
         found = []
         for came, record in reversed(self._records.values()):
@@ -103,11 +103,11 @@ class ReplicatedRecords:
         return taken, number, bool(found)
 
     def get(self, kind: str, tenant: str, record_id: str) -> kv_pb2.Record | None:
-        """The record of a place; None when there is none, or it was deleted."""
+        """The record of a place; None without a record, or after deletion."""
         return self._there.get((kind, tenant), {}).get(record_id)
 
     def of(self, kind: str, tenant: str | None = None) -> Iterator[kv_pb2.Record]:
-        """Records of a kind, and of a tenant if one is named, that were not deleted."""
+        """Records by kind, and by tenant if given, without deleted records."""
         for (what, whose), there in list(self._there.items()):
             if what == kind and tenant in (None, whose):
                 yield from list(there.values())
@@ -118,7 +118,7 @@ class ReplicatedRecords:
         return max(int(now * 1e9), 0 if found is None else found[1].version + 1)
 
     def prune(self, now: float) -> list[kv_pb2.Record]:
-        """Forgets records whose time is over; returns them. The others cost nothing."""
+        """Forgets expired records; returns them. Other records cost no time."""
         over = []
         while (place := self._over.pop_due(now)) is not None:
             _, record = self._records.pop(place)

@@ -1,1 +1,1 @@
-"""Engine processes: torch behind a small local protocol. Import the modules; nothing is re-exported here."""
+"""Engine processes: torch behind a small local protocol. Import the modules; no name is re-exported here."""

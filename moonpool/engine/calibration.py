@@ -30,11 +30,11 @@ class TimedSizes:
 
     Attributes:
         long: tokens of the longest prompt.
-        prefix: tokens before it.
+        prefix: tokens before the prompt.
         batch: sequences of the larger decode steps.
         context: tokens of each in the deepest step.
-        on_device: a few tokens take a device as long as many, and its caches must not hold all contexts: each sequence
-            of a batch has blocks of its own.
+        on_device: a few tokens take a device as long as many, and the device's caches must not hold all contexts: each
+            sequence in a batch has separate blocks.
     """
 
     long: int = LONG_TOKENS
@@ -82,7 +82,7 @@ class DecodeTime:
 
     sequences: int
     context: int
-    """Tokens of context of all sequences together."""
+    """Context tokens in all sequences together."""
     seconds: float
 
     @property
@@ -99,8 +99,8 @@ class DecodeTime:
 def fit_prefill(short: PrefillTime, long: PrefillTime, prefixed: PrefillTime) -> tuple[float, float, float]:
     """(base, per token, per pair), none negative, from three times; `prefixed` has the tokens of `long`.
 
-    Timings are noisy and may not grow with size: a negative coefficient becomes 0, and the others then explain the
-    long time. Attention gets at most half of the long step: in short prompts its share is less, and an error in it
+    Timings are noisy and may not grow with size: a negative coefficient becomes 0, and the others then explain the long
+    time. Attention gets at most half of the long step: in short prompts attention's share is less, and an error there
     grows with the square of a prompt's length.
     """
     pair_span = prefixed.pairs - long.pairs
@@ -131,7 +131,7 @@ _ON_A_CPU = TimedSizes()
 class StepTimer:
     """Times steps on blocks that are not in use yet: the quickest of some tries. One per engine.
 
-    `apart`: sequences of a batch have blocks of their own, as far as there are enough; else they share theirs.
+    `apart`: a batch's sequences have separate blocks, as far as there are enough; else they share theirs.
     """
 
     def __init__(self, engine: Engine, *, apart: bool = False) -> None:
@@ -147,7 +147,7 @@ class StepTimer:
     async def decode(self, sequences: int, context: int, *, times: int = 2) -> DecodeTime:
         """A batch of so many sequences, each with so much context.
 
-        On a device no step fills a block: few steps do, and their time has copies to the host in it.
+        On a device no step fills a block: few steps do, and their time includes copies to the host.
         """
         if self._apart and context > 1 and context % self._bt == 0:
             context -= 1
@@ -172,7 +172,7 @@ async def measure(engine: Engine, *, max_tokens: int = 0, sizes: TimedSizes = _O
     """The engine's speeds; takes under two seconds where a step of 16 tokens takes 0.05 s. Leaves garbage in blocks.
 
     Args:
-        engine: Idle, its pool unused.
+        engine: Idle, with an unused pool.
         max_tokens: Longest sequence the model takes; 0 = no limit.
         sizes: What is timed at most.
 
@@ -211,7 +211,7 @@ PREFIXES = (0, 512, 1024, 2048, 4096)
 BATCHES = (1, 2, 4, 8, 16, 32)
 CONTEXTS = (64, 512, 2048, 4096)
 LONGEST_STEP_S = 2.0
-"""Sizes at least as large as one that took longer are left out for the rest of the round."""
+"""Sizes at least as large as a size that took longer are left out for the rest of the round."""
 MAX_MEASURED_TOKENS = PREFIXES[-1] + CHUNKS[-1]
 """Tokens that the pool must hold for all sizes."""
 Coefficients = tuple[float, float, float]
@@ -286,7 +286,7 @@ async def _median_times(
 ) -> dict[tuple[int, int], float]:
     """Median seconds of each size.
 
-    All sizes are measured before any is repeated: a slow moment of the machine does not fall on all tries of one size.
+    All sizes are measured before any is repeated: a slow moment on the machine does not fall on all tries for one size.
     """
     seconds: dict[tuple[int, int], list[float]] = {}
     for _ in range(repeats):
@@ -305,7 +305,7 @@ def fit_profile(times: Sequence[Time]) -> ProfileFit:
     """Fits half of the measured sizes and holds out the rest.
 
     The sizes are a grid; as on a chess board, no two neighbours are on the same side. So the held-out sizes have the
-    range of the others, and half of the corners.
+    others' range, and half of the corners.
 
     Raises:
         ConfigError: too few sizes were measured.
@@ -323,8 +323,8 @@ def fit_profile(times: Sequence[Time]) -> ProfileFit:
 def fit(rows: Sequence[Coefficients], seconds: Sequence[float]) -> Coefficients:
     """The non-negative coefficients with the least sum of squared *relative* errors.
 
-    Relative, because a profile is used for short steps as much as for long ones. With three coefficients all subsets
-    of non-zero ones can be tried.
+    Relative, because a profile is used for short steps as much as for long ones. With three coefficients all subsets of
+    non-zero coefficients can be tried.
     """
     found: list[Coefficients] = []
     for used in itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in (1, 2, 3)):

@@ -20,7 +20,7 @@ class ChannelClosed(Exception):  # noqa: N818 - an ending, not a fault
 
 
 def encode(message: object) -> bytes:
-    """One message with its length before it."""
+    """A message with the message's length before."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     assert len(body) <= MAX_MESSAGE_BYTES
     return _LENGTH.pack(len(body)) + body

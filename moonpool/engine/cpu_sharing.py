@@ -1,8 +1,8 @@
-"""CPU cores that the engines of a host share: a process that computes takes the cores of those that do not.
+"""CPU cores that a host's engines share: a computing process takes the cores of idle processes.
 
-All engine processes of a user, or of a stack with a page of its own, map one small file. Each has a slot in it: its
-process, its share, a number for the cores it may run on, and when it last computed. Native kernels read the page
-before each parallel region (`kernels/native/cpu_sharing.cpp`). The cores of a dead process are free within 0.1 s.
+All engine processes of a user, or of a stack with a separate page, map one small file. Each has a slot there: process,
+share, a number for the usable cores, and last computing time. Native kernels read the page before each parallel region
+(`kernels/native/cpu_sharing.cpp`). The cores of a dead process are free within 0.1 s.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from moonpool.scheduling.steps import MAX_WAIT_STEPS, longest_wait_s
 
 SLOTS = 64
 SLOT = struct.Struct("qqqq")
-"""Process (`process_epoch`, 0 = free), share, number of its cores, when it last computed: ns of the monotonic clock."""
+"""Process (`process_epoch`, 0 = free), share, number for the cores, last computing time: ns on the monotonic clock."""
 _BEAT = 24
 POLL_S = 0.0005
 """Between two looks at whether others compute."""
@@ -32,7 +32,7 @@ _LONGEST_NUMBER = (1 << 63) - 1
 
 def default_core_page() -> Path:
     """Where this user's page is, in memory."""
-    return Path(f"/dev/shm/moonpool-lent-cores-{os.getuid()}")  # noqa: S108  # `claim` looks whose it is
+    return Path(f"/dev/shm/moonpool-lent-cores-{os.getuid()}")  # noqa: S108  # `claim` checks the owner
 
 
 def cpu_set_id(cores: Sequence[int]) -> int:
@@ -57,11 +57,11 @@ class CpuSlot:
         """Takes a free slot of a page, which is made when there is none; slots of dead processes are free.
 
         Args:
-            path: of the page.
-            share: of the cores when others compute too, relative to theirs.
+            path: the page's path.
+            share: share of the cores when others compute too, relative to theirs.
 
         Raises:
-            ConfigError: it cannot be used (`core_page`), or all slots are taken.
+            ConfigError: the page cannot be used (`core_page`), or all slots are taken.
         """
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -84,13 +84,13 @@ class CpuSlot:
         except OSError as error:
             raise ConfigError("core_page", f"{path}: {error.strerror}") from error
         finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone does not: the mapping has a descriptor of its own
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing alone does not: the mapping has a separate descriptor
             os.close(handle)
         return cls(page, own)
 
     @property
     def address(self) -> int:
-        """Of the page, in this process, as long as it runs."""
+        """The page's address in this process, while the process runs."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self.page))
 
     @contextlib.contextmanager
@@ -113,10 +113,10 @@ class CpuSlot:
 class StepTurns:
     """Lets patient steps of an engine wait while other processes compute on the same cores.
 
-    A step of a small batch takes almost as long as one of a large batch. So if no client waits for single tokens,
+    A small batch's step takes almost as long as a large batch's. So if no client waits for single tokens,
     prompts of the same host go first: the batch grows sooner, and each token costs less. A step may wait
-    `MAX_WAIT_STEPS` times its duration, and may save some of that time for later (`longest_wait_s`). So the prompts of
-    a burst go first, and decode keeps its share over time.
+    `MAX_WAIT_STEPS` times the step's duration, and may save some of that time for later (`longest_wait_s`). So a
+    burst's prompts go first, and decode keeps a share over time.
 
     Attributes:
         others_compute: whether another process computes on our cores.
@@ -136,7 +136,7 @@ class StepTurns:
         """Wait until no other process computes, at most for the time that this step may wait.
 
         Args:
-            urgent: whether the next step was aborted or must begin at once; then it does not wait.
+            urgent: whether the next step was aborted or must begin at once; then the step does not wait.
         """
         arrived = now = self.clock()
         while not urgent() and self.others_compute() and now < arrived + self._saved_s:
@@ -146,7 +146,7 @@ class StepTurns:
         self._began = 0.0 if urgent() else now  # an aborted step's duration is no measure
 
     def cpu_share(self, steps: int = 1) -> float:
-        """Return the fraction of the requested CPU time of the last `steps` steps, without the wait before them."""
+        """Return the fraction of requested CPU time that the last `steps` steps got, without the wait before them."""
         if self._began:
             took_s, self._began = self.clock() - self._began, 0.0
             self._saved_s = min(self._saved_s + MAX_WAIT_STEPS * took_s, longest_wait_s(took_s / steps))
@@ -159,7 +159,7 @@ def _read_slot(page: mmap.mmap, index: int) -> tuple[int, int, int, int]:
 
 
 def process_epoch(process: int) -> int:
-    """Return a number for a process and its start time, as process numbers are reused; 0: it has ended."""
+    """Return a number for a process and the process's start time, as process numbers are reused; 0: ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):

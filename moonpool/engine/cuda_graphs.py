@@ -4,7 +4,7 @@ A graph is captured for a shape: a number of rows, and contexts up to a length, 
 Steps are padded to the next shape. Padding rows write no KV (block -1).
 
 All graphs are captured before the stage is ready (`moonpool.engine.warm_up`): a capture waits for the device and stops
-everything that streams for tenths of a second. A shape without a graph takes the next larger one, or runs eagerly.
+all streams for tenths of a second. A shape without a graph takes the next larger one, or runs eagerly.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GraphCache:
         longest: tokens of the longest sequence.
         most_rows: sequences of the largest decode step.
         most_graphs: captured at most; where there would be more, every other number of rows is left out.
-        most_bytes: of memory that they hold together.
+        most_bytes: most memory that all graphs hold together.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class GraphCache:
 
     @property
     def shapes(self) -> list[GraphShape]:
-        """Shapes to capture, in their order: many rows first, since later graphs use the memory of earlier ones."""
+        """Shapes to capture, in order: many rows first, since later graphs use earlier graphs' memory."""
         return [GraphShape(rows, context) for context in self._contexts for rows in reversed(self._rows)]
 
     def shape(self, rows: int, context: int) -> GraphShape | None:
-        """The least shape with a graph that a step of so many sequences fits, the longest of `context` tokens."""
+        """The least captured shape that fits a step over `rows` sequences, the longest with `context` tokens."""
         found_rows, found_context = next_size(self._rows, rows), next_size(self._contexts, context)
         if found_rows is None or found_context is None:
             return None
@@ -98,7 +98,7 @@ class GraphCache:
         return min(larger, key=lambda it: (it.context, it.rows), default=None)
 
     def captured(self, shape: GraphShape, nbytes: int) -> bool:
-        """A graph was captured; returns whether it may be kept."""
+        """A graph was captured; returns whether the graph may be kept."""
         if self.nbytes + nbytes > self._most_bytes:
             self.stopped = f"graphs would hold more than {self._most_bytes >> 20} MiB"
             return False
@@ -112,7 +112,7 @@ class GraphCache:
 
 log = logging.getLogger(__name__)
 _PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
-"""What rows without a sequence have: they read one slot of the pool and write none."""
+"""Values for rows without a sequence: such rows read one pool slot and write none."""
 _INT32 = ("context_lens", "block_tables")
 """The other inputs are int64."""
 _ALIGNED = 128
@@ -123,7 +123,7 @@ class _Inputs:
     """A graph's inputs in one run of bytes: one copy brings them to the device.
 
     Args:
-        shape: of the graph.
+        shape: the graph's shape.
         blocks: that a row's table has.
     """
 
@@ -144,7 +144,7 @@ class _Inputs:
         }
 
     def packed(self, batch: PackedBatch | None) -> Tensor:
-        """Return what is to be copied: a batch, padded; None: nothing but padding."""
+        """Return what is to be copied: a batch, padded; None: only padding."""
         memory = torch.empty(self.nbytes, dtype=torch.uint8)
         for name, view in self.views(memory).items():
             array = view.numpy()
@@ -156,12 +156,12 @@ class _Inputs:
 
 
 class DecodeGraphs:
-    """The graphs of one stage.
+    """One stage's graphs.
 
     Args:
         device: captures.
         model: the stage.
-        memory: its KV.
+        memory: the stage's KV.
         captures: says what is to be captured.
         longest: tokens of the longest sequence.
     """
@@ -179,7 +179,7 @@ class DecodeGraphs:
         self._last_rows = torch.arange(MAX_GRAPH_ROWS, device=where)
 
     def shape(self, step: Step, batch: PackedBatch) -> GraphShape | None:
-        """The shape of the graph of a step, or of a further one of its run; None where it runs layer by layer.
+        """The graph's shape for a step, or for a later step in the run; None if the step runs layer by layer.
 
         `batch`: the step's, on the host.
         """
@@ -189,7 +189,7 @@ class DecodeGraphs:
         return self._captures.shape(sequences, int(batch.context_lens.max()))
 
     def capture(self, stream: DeviceStream, say: Callable[[str], None]) -> None:
-        """Capture all graphs. Each shape runs eagerly first, so that nothing is compiled within a capture.
+        """Capture all graphs. Each shape runs eagerly first, so that no kernel is compiled within a capture.
 
         Args:
             stream: the compute stream, idle.
@@ -206,10 +206,10 @@ class DecodeGraphs:
                 return
 
     def run(self, shape: GraphShape, batch: PackedBatch, hidden: Tensor) -> Tensor:
-        """Compute all layers of a step; return its hidden states [T, hidden], which belong to the caller.
+        """Compute all layers of a step; return the hidden states [T, hidden], which belong to the caller.
 
         Args:
-            shape: of the step.
+            shape: the step's shape.
             batch: the step's, on the host.
             hidden: states [T, hidden] of the stage before; not looked at on the first stage.
         """
@@ -226,16 +226,16 @@ class DecodeGraphs:
         return self._inputs_of[shape]
 
     def _fill(self, shape: GraphShape, batch: PackedBatch | None) -> None:
-        """Copy a batch to where the graph reads its inputs; None: rows without a sequence.
+        """Copy a batch to the graph's inputs; None: rows without a sequence.
 
-        From pinned memory, so that the host waits for nothing.
+        From pinned memory, so that the host need not wait.
         """
         packed = self._inputs(shape).packed(batch)
         pinned = packed.pin_memory() if self._device.torch_device.type == "cuda" else packed
         self._memory_of_inputs[: len(packed)].copy_(pinned, non_blocking=True)
 
     def _layers(self, shape: GraphShape) -> Tensor:
-        """What is captured: nothing here depends on what the buffers hold."""
+        """The captured work: independent of the buffers' content."""
         its = self._inputs(shape).views(self._memory_of_inputs)
         batch = PackedBatch(
             token_ids=its["token_ids"],
@@ -260,7 +260,7 @@ class DecodeGraphs:
         try:
             work()
             graph = self._device.capture(work)
-        except RuntimeError as error:  # as torch's errors of CUDA are, running out of memory among them
+        except RuntimeError as error:  # torch's CUDA errors, running out of memory among them
             self._captures.failed(f"{shape} cannot be captured: {error}")
         else:
             if self._captures.captured(shape, graph.nbytes):

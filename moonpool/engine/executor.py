@@ -1,8 +1,8 @@
 """Starts and runs an engine: one process per pipeline stage, or the emulated engine.
 
-A step is sent to all stages at once and is over when every stage has reported it; only then are its blocks free to
-change. If one process dies, the engine has failed for good: the other processes are killed, and running and later
-steps raise. Workers exit when their channel closes, so a killed I/O process leaves none behind.
+A step is sent to all stages at once and is over when every stage has reported; only then are the step's blocks free to
+change. If one process dies, the engine has failed for good: the other processes are killed, and running and later steps
+raise. Workers exit when their channel closes, so a killed I/O process leaves none behind.
 """
 
 import asyncio
@@ -69,12 +69,12 @@ class StartListener(Protocol):
         ...
 
     def loading(self, stage: int, layers: int, of: int) -> None:
-        """A stage has loaded so many of its layers."""
+        """A stage has loaded this many layers."""
         ...
 
 
 class NoListener:
-    """Nobody waits for the start."""
+    """A start without a listener."""
 
     def starting(self, what: str) -> None:
         """Ignored."""
@@ -85,7 +85,7 @@ class NoListener:
 
 @dataclass(frozen=True, slots=True)
 class _Renewing:
-    """Gives the start its time anew whenever it goes on."""
+    """Extends the start's time limit on each sign of progress."""
 
     listener: StartListener
     limit: asyncio.Timeout
@@ -113,7 +113,7 @@ _REAP_S = 2.0
 
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
-    """One stage's process and this end of its channel."""
+    """One stage's process and this end of the channel."""
 
     stage: int
     process: subprocess.Popen[bytes]
@@ -167,7 +167,7 @@ class _PendingAnswers:
 
 
 class PoolMemory:
-    """The memory that an engine's processes inherit, and the pool in it once its size is known."""
+    """The memory that an engine's processes inherit, and the pool inside once the size is known."""
 
     def __init__(self, layer_ranges: Sequence[tuple[int, int]]) -> None:
         self._ranges = layer_ranges
@@ -212,7 +212,7 @@ class ProcessEngine:
 
     @property
     def spec(self) -> EngineSpec:
-        """What the engine runs; sizes that the device decides are known once it is ready."""
+        """What the engine runs; sizes that the device decides are known once the engine is ready."""
         return self._spec
 
     @property
@@ -343,7 +343,7 @@ class ProcessEngine:
         """Waits until every stage has loaded.
 
         Args:
-            listener: told of each layer that a stage has loaded, and of what its start does.
+            listener: called for each layer that a stage has loaded, and for the start's progress.
 
         Raises:
             MoonpoolError: What a stage could not do; Unavailable when one died.
@@ -369,7 +369,7 @@ class ProcessEngine:
         log.info("computing", by=by, device=spec.device, weights=spec.dtype, kv=spec.layout.dtype)
 
     async def _of_all(self, kind: type[StartMessage], listener: StartListener) -> list[StartMessage]:
-        """The next message of each stage, of this kind; raises as `ready`."""
+        """Each stage's next message of this kind; raises as `ready`."""
         try:
             async with asyncio.TaskGroup() as group:
                 stages = [group.create_task(self._next(worker, listener)) for worker in self._workers]
@@ -380,7 +380,7 @@ class ProcessEngine:
         return messages
 
     async def _next(self, worker: WorkerProcess, listener: StartListener) -> Any:
-        """A stage's next message that does not just say how its start goes on."""
+        """A stage's next message that is not about the start's progress."""
         try:
             message = await worker.channel.receive()
             while isinstance(message, LayersLoaded | StageStarting):
@@ -404,13 +404,13 @@ class ProcessEngine:
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
 
     def listen(self) -> None:
-        """Starts to read the messages of the stages, and tells them of KV."""
+        """Starts to read the stages' messages, and reports landed KV."""
         for part, worker in zip(self.pool.parts, self._workers, strict=True):
             part.on_landed = partial(self._kv_landed, worker)
         self._readers = [asyncio.create_task(self._read(worker), name=str(worker)) for worker in self._workers]
 
     def _kv_landed(self, worker: WorkerProcess) -> None:
-        """KV landed in the pool, and nothing is under way to the stage's device. Called by any thread."""
+        """KV landed in the pool, and no KV is under way to the stage's device. Called by any thread."""
         self._loop.call_soon_threadsafe(worker.channel.send, LoadKV())
 
     async def _read(self, worker: WorkerProcess) -> None:
@@ -482,7 +482,7 @@ class ProcessEngine:
                 answer.future.set_exception(Unavailable(reason))
 
     async def _death_of(self, worker: WorkerProcess) -> str:
-        """How a worker ended whose channel has closed."""
+        """How a worker ended after the channel closed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = await asyncio.to_thread(worker.process.wait, _REAP_S)
             return f"{worker} {_exit_reason(code)}{self._others(worker)}"
@@ -552,15 +552,15 @@ def _worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
     env["OMP_NUM_THREADS"] = str(threads)
     # Threads that spin while they wait would take the cores from the I/O process and the other stages.
     env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # glibc hands every large buffer back to the kernel and pays its page faults again; ignored by other libraries.
+    # glibc hands every large buffer back to the kernel and pays the page faults again; ignored by other libraries.
     env.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 30))
     env.setdefault("MALLOC_TRIM_THRESHOLD_", str((1 << 31) - 1))
     env.setdefault("MALLOC_TOP_PAD_", str(64 << 20))
-    env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps the most that its threads ever had
+    env.setdefault("MALLOC_ARENA_MAX", "2")  # each arena keeps its threads' most
     if spec.stages > 1:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all stages are on this host
         # This process ends a stage that waits in vain for NCCL, with the reason: a channel closed, or a step took too
-        # long. By default torch's watchdog aborts the stage; so does its monitor, if the watchdog must not.
+        # long. By default torch's watchdog aborts the stage; so does NCCL's monitor, if the watchdog must not.
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         env.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
     return env
@@ -568,8 +568,8 @@ def _worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
 
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGTTOU)
 """In all threads of a worker. Draining is the I/O process's decision: a signal to the whole group must not take the
-engine away. Blocked, not ignored: Triton's compiler installs handlers of its own, which end the process. SIGTTOU: a
-terminal may stop a writer of another process group."""
+engine away. Blocked, not ignored: Triton's compiler installs handlers that end the process. SIGTTOU: a terminal may
+stop a writer of another process group."""
 
 
 @contextlib.contextmanager
@@ -585,7 +585,7 @@ def _signals_blocked() -> Iterator[None]:
 def _spawn_worker(
     command: Sequence[str], pool_fd: int, env: dict[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Starts one worker; returns it and our end of its channel."""
+    """Starts one worker; returns the worker and our end of the channel."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, _signals_blocked():
@@ -611,7 +611,7 @@ async def start_processes(
     listener: StartListener = NO_LISTENER,
     command: Sequence[str] = WORKER,
 ) -> AsyncIterator[Engine]:
-    """See `moonpool.engine.executor.start_engine`; `command` starts a worker (tests put their own in its place)."""
+    """See `moonpool.engine.executor.start_engine`; `command` starts a worker (tests use a substitute)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
     cores = len(os.sched_getaffinity(0))
     threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))
@@ -634,7 +634,7 @@ async def start_processes(
                 unwind.callback(process.kill)
                 workers.append(WorkerProcess(stage, process, await AsyncChannel.open(sock)))
                 unwind.callback(workers[-1].channel.close)
-            unwind.pop_all()  # from here on it is the engine's
+            unwind.pop_all()  # from here on the engine owns these
         engine = ProcessEngine(spec, memory, workers)
         stack.push_async_callback(engine.shutdown)
         for worker, (begin, end) in zip(workers, ranges, strict=True):
@@ -675,7 +675,7 @@ def start_engine(
         ConfigError: A value of `spec` is refused (stages, blocks, device, memory).
         CheckpointError: The checkpoint cannot be loaded.
         DeadlineExceeded: The start did not go on for `start_timeout_s`.
-        Unavailable: A worker died on its way up.
+        Unavailable: A worker died while starting.
     """
     if spec.emulated is not None:
         return start_emulated(

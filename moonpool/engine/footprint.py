@@ -1,15 +1,14 @@
 """Memory of an engine process: reported at start, and an upper bound from then on. Torch-free.
 
-Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. It is worked
-out from the largest step (`EngineSpec.step_tokens`): what the kernels and the sampling of such a step allocate, each at
-its largest. The allocator keeps what it once had (`moonpool.engine.executor`), so this is also what stays.
+Weights are held once and the pool is mapped whole, so only the work space depends on what is computed. The bound is
+worked out from the largest step (`EngineSpec.step_tokens`): what kernels and sampling allocate for such a step, each at
+its largest. The allocator keeps memory once used (`moonpool.engine.executor`), so the bound is also what stays.
 
-A device with memory of its own holds the weights, a pool as large as the host's, a work space, which is worked out too,
-and graphs of decode steps. The pool is refused where the others would have no room beside it.
+A device with separate memory holds the weights, a pool as large as the host's, a work space, which is worked out too,
+and decode graphs. A pool that leaves the others no room is refused.
 
-Answers of a given format (`moonpool.engine.structured_output`) bring in the tokenizer, and grammars and parsers, whose
-size the library that has them does not tell: when the whole process comes near its bound, they are dropped and made
-anew.
+Answers with a given format (`moonpool.engine.structured_output`) bring in the tokenizer, and grammars and parsers,
+whose library does not tell their size: when the whole process comes near the bound, they are dropped and made anew.
 """
 
 import ctypes
@@ -20,9 +19,9 @@ from moonpool.engine.calibration import LONG_TOKENS
 from moonpool.engine.messages import DeviceFootprint, EngineSpec
 
 LOGIT_ROWS = 64
-"""Rows of logits that are held at once: a row of 152k tokens has 0.6 MB."""
+"""Logits rows held at once: a row with 152k tokens has 0.6 MB."""
 _LOGIT_COPIES, _TORCH_COPIES = 10, 16
-"""Of these rows, in float32: what sampling makes of them natively and in torch (weights, their order, their sums)."""
+"""Copies of these rows, in float32, that sampling makes natively and in torch (weights, their order, their sums)."""
 _ARRANGED_BYTES = 48 << 20
 """Keys and values that native prefill attention arranges at a time (`kernels/native/prefill.cpp`)."""
 _WIDENED_ROWS, _PANEL = 448, 32
@@ -30,7 +29,7 @@ _WIDENED_ROWS, _PANEL = 448, 32
 _DEQUANTISED_OUTPUTS = 4096
 """Outputs of a packed weight that the torch path dequantises at a time (`moonpool.models.layers`)."""
 _SPLIT_TOKENS = 512
-"""Of a context, whose result native decode attention holds apart (`kernels/native/decode.cpp`)."""
+"""Context part whose result native decode attention holds separately (`kernels/native/decode.cpp`)."""
 _PROCESSORS = 256
 """Multiprocessors that a GPU has at most."""
 _TILE_ROWS = 128
@@ -40,18 +39,18 @@ _SEQUENCES = 64
 _STATE_COPIES = 5
 """Of one layer's states, while they are computed (`moonpool.models.recurrent`)."""
 _SPLIT_PROGRAMS, _EXACT_TOKENS = 9, 1024
-"""Programs for each multiprocessor whose results are held apart; tokens of a part in deterministic mode."""
+"""Programs per multiprocessor whose results are held separately; tokens of a part in deterministic mode."""
 _DEVICE_SLACK_BYTES = 256 << 20
-"""Code of kernels, work space of libraries, the static batch of graphs."""
+"""Kernel code, library work space, the graphs' static batch."""
 _SLACK_BYTES = 48 << 20
 """Code and tables that are touched later, thread stacks, messages."""
 _FRAGMENTS = 4
-"""The allocator's holes are at most one part in so many of what was allocated."""
+"""The allocator's holes are at most this fraction of the allocated memory."""
 GRAMMAR_BYTES = 256 << 20
 """Of grammars and parsers. Most grammars take less than 1 MB, the worst that are allowed 100 MB
 (`moonpool.grammar.LIMITS`)."""
 _MARGIN_BYTES = 128 << 20
-"""Of it, what they may grow by until the process is looked at again: by the worst grammar at least."""
+"""Part by which grammars may grow until the process is checked again: at least the worst grammar."""
 _TOKENIZER_BYTES = 1 << 10
 """For each token of the vocabulary, while the tokenizer is made."""
 
@@ -74,7 +73,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
 
 
 def device_footprint(model: ModelConfig, engine: EngineSpec, *, weights: int, pool: int) -> DeviceFootprint:
-    """What one stage holds in the memory of its device. `weights`, `pool`: bytes, as they are held."""
+    """Bytes that one stage holds in device memory. `weights`, `pool`: bytes, as they are held."""
     graphs = MAX_GRAPH_BYTES if engine.graph_rows else 0
     return DeviceFootprint(weights, pool, device_work_bytes(model, engine), graphs)
 
@@ -156,12 +155,12 @@ def grammar_bytes(model: ModelConfig) -> int:
 
 
 def near_memory_limit(bound: int) -> bool:
-    """Whether this process comes near the bound of its memory, by what grammars may grow."""
+    """Whether this process comes near the memory bound, by the grammars' possible growth."""
     return resident_bytes() > bound - _MARGIN_BYTES
 
 
 def release_memory() -> None:
-    """Hands freed memory back to the system, where the C library can: in an engine's process it keeps it otherwise."""
+    """Hands freed memory back to the system, if the C library can: an engine's process keeps freed memory otherwise."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -179,4 +178,4 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 MAX_GRAPH_BYTES = 512 << 20
-"""Of the device's memory, for all graphs of a stage."""
+"""Device memory for all a stage's graphs."""

@@ -59,9 +59,9 @@ class InstanceContext:
         engine: runs the steps.
         channels: to other instances.
         link: limits the rate of KV that leaves this process.
-        instance: this instance; its address is filled in once the server listens.
+        instance: this instance; the address is filled in once the server listens.
         spans: where spans are recorded.
-        notify: call it when keys or load have changed, to report to the conductor soon.
+        notify: call after keys or load have changed, to report to the conductor soon.
         dialer: opens transports to other instances.
         listener: offers transports to them.
         beside: threads for what would keep the event loop from dispatching steps.
@@ -104,7 +104,7 @@ INSTANCE_METRICS: tuple[Metric[InstanceContext], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExecutorParts:
-    """What the executor of a prefill or decode instance works with, besides its scheduler.
+    """Parts that a prefill or decode executor works with, besides the scheduler.
 
     Attributes:
         engine: runs the steps.
@@ -124,15 +124,15 @@ class ExecutorParts:
 
 
 class EngineService(Protocol):
-    """What a prefill or decode service offers to the process that runs it."""
+    """A prefill or decode service's interface for the process that runs the service."""
 
     @property
     def manager(self) -> BlockManager:
-        """The pool's blocks; its keys and events are reported to the conductor."""
+        """The pool's blocks; keys and events are reported to the conductor."""
         ...
 
     async def run(self) -> None:
-        """Runs until cancelled, or raises when it cannot go on."""
+        """Runs until cancelled, or raises if the service cannot continue."""
         ...
 
     def load(self) -> conductor_pb2.LoadReport:
@@ -166,9 +166,9 @@ async def run_instance(
     step_tokens: Callable[[Engine], int] = lambda engine: 0,
     start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
 ) -> None:
-    """Run one engine instance until it is stopped; `start` starts its engine.
+    """Run one engine instance until stopped; `start` starts the engine.
 
-    The conductor gets `stages`, and `step_tokens` of the engine: the most tokens of one prefill step (0 = no limit).
+    The conductor gets `stages`, and the engine's `step_tokens`: most tokens in one prefill step (0 = no limit).
 
     Raises:
         ConfigError: a setting is refused.
@@ -246,7 +246,7 @@ def _change_role(
 def open_dialer_and_listener(
     config: TransportConfig, engine: Engine, instance: kv_pb2.Instance
 ) -> tuple[TransportDialer, TransportListener]:
-    """Both ends of an instance's transports; peers may read its pool.
+    """Both ends of an instance's transports; peers may read the instance's pool.
 
     Raises:
         ConfigError: a setting cannot be used.
@@ -276,7 +276,7 @@ class _Lifecycle:
             async with asyncio.TaskGroup() as group:
                 worker = group.create_task(self.service.run())
                 watcher = group.create_task(self._watch_engine())
-                # While it drains the instance stays joined: that is how the conductor hears of it.
+                # While draining, the instance stays joined: that is how the conductor hears about the drain.
                 joined = group.create_task(self.agent.run(left))
                 announce()
                 await stopping.wait()
@@ -289,7 +289,7 @@ class _Lifecycle:
             raise _first_error(errors) from errors
 
     async def _watch_engine(self) -> None:
-        # The future belongs to the engine: a cancelled watcher must not cancel it.
+        # The future belongs to the engine: a cancelled watcher must not cancel the future.
         reason = await asyncio.shield(self.engine.failed)
         self.server.set_serving(False)
         raise Unavailable(f"the engine died: {reason}")
@@ -318,7 +318,7 @@ async def run_together(*work: Coroutine[Any, Any, object]) -> None:
 
 
 def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group: what is reported as the reason of an end."""
+    """A group's first error, reported as the reason of an end."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,6 +1,7 @@
 """The `Engine` interface: run steps, open KV gates, drop sequences, abort, and learn that the engine died.
 
-Services are written against it. Behind it are engine processes (`moonpool.engine.executor`) or an emulated engine.
+Services are written against this interface. Behind the interface are engine processes (`moonpool.engine.executor`) or
+an emulated engine.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ class Engine(Protocol):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of the largest step, where no setting of the service says it."""
+        """Tokens in the largest step, if no service setting says so."""
 
     @property
     def stages(self) -> int:
@@ -47,7 +48,7 @@ class Engine(Protocol):
 
     @property
     def run_steps(self) -> int:
-        """Steps that it takes in one run at most; 1 = it must be given each."""
+        """Most steps in one run; 1 = each step must be given."""
 
     async def run(
         self,
@@ -56,15 +57,14 @@ class Engine(Protocol):
         on_layer: Callable[[LayerDone], None] | None = None,
         on_step: Callable[[StepResult], None] | None = None,
     ) -> StepResult:
-        """Runs one step, or a run, and returns when every stage is done with it.
+        """Runs one step, or a run, and returns when every stage is done.
 
         The step is sent when this coroutine first runs, so steps start in the order of the calls' first run. Up to
         `stages` may be in flight. `on_layer` is called on the event loop for every `LayerDone`, always before the
-        result returns; with several stages the layers of one stage are in order. `on_step` is called for each step of a
-        run but the last, whose result is returned; those of a patient run may come with a later one's
-        (`StepResult.earlier`). Neither must raise.
-        Cancelling the coroutine does not stop the step: abort it, and treat its blocks as in use until a later step's
-        result has come.
+        result returns; with several stages, a stage's layers are in order. `on_step` is called for each of a run's
+        steps but the last, whose result is returned; a patient run's results may come with a later result
+        (`StepResult.earlier`). Neither must raise. Cancelling the coroutine does not stop the step: abort the step, and
+        treat the step's blocks as in use until a later step's result has come.
 
         Raises:
             Unavailable: The engine has failed, before or during the step.
@@ -75,7 +75,7 @@ class Engine(Protocol):
         """The step's prefix is in the pool, up to this layer. May precede `run`; late calls are ignored."""
 
     def drop(self, step_id: int, index: int) -> None:
-        """One sequence's share of a step counts for nothing: what it computes and samples is not looked at.
+        """One sequence's part of a step no longer counts: its results are ignored.
 
         After that the step's gates may open though this sequence's prefix is not there. May precede `run`; late calls
         are ignored.
@@ -84,24 +84,25 @@ class Engine(Protocol):
     async def fetch(self, blocks: Sequence[int]) -> None:
         """Returns when the pool has all KV of some blocks: what is part-filled may be on the engine's device alone.
 
-        Full blocks, and a prompt's last one after its last step, are there without it. No running step writes to them.
+        Full blocks, and a prompt's last block after the prompt's last step, are there without this call. No running
+        step writes to them.
 
         Raises:
             Unavailable: The engine has failed.
         """
 
     def load(self) -> "asyncio.Future[None] | None":
-        """Done when all KV that was written into the pool before is where steps compute; None if it is there.
+        """Done when all KV that was written into the pool before is where steps compute; None if all is there.
 
-        A step whose prefix is not there yet computes the same, but waits for the prefix. So a sequence joins others
-        after this. The future raises Unavailable if the engine has failed.
+        A step without its prefix computes the same, but waits for the prefix. So a sequence joins others after this.
+        The future raises Unavailable if the engine has failed.
         """
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
-        """Ends a run with the step that is being computed, or the one after it; late calls are ignored.
+        """Ends a run with the current step, or the step after; late calls are ignored.
 
         `urgent`: a client waits for single tokens, so the step must not wait for others.
         """
 
     def abort(self, step_id: int) -> None:
-        """Gives a step up before its next layer. May precede `run`; late calls are ignored; `run` still returns."""
+        """Gives a step up before the next layer. May precede `run`; late calls are ignored; `run` still returns."""

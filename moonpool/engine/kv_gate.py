@@ -1,4 +1,4 @@
-"""KV gates, dropped sequences, stopped runs and aborts of steps: set by one thread, read by another."""
+"""A step's KV gates, dropped sequences, stopped runs and aborts: set by one thread, read by another."""
 
 import threading
 from array import array
@@ -40,7 +40,7 @@ class KVGates:
         self._aborted: set[int] = set()
         self._stopped: set[int] = set()
         self._urgent: set[int] = set()
-        self._dropped: dict[int, set[int]] = {}  # step -> indices of its sequences
+        self._dropped: dict[int, set[int]] = {}  # step -> indices of dropped sequences
         self._signals: dict[int, StepState] = {}
         self._done: int | None = None  # all steps up to this one are done
 
@@ -49,7 +49,7 @@ class KVGates:
         return len(self._open.keys() | self._aborted | self._stopped | self._dropped.keys())
 
     def open(self, step_id: int, layer: int) -> None:
-        """Open the gates of this layer and all lower ones. Ignored once the step is done."""
+        """Open the gates for this layer and all lower layers. Ignored once the step is done."""
         with self._changed:
             if self._is_done(step_id):
                 return
@@ -59,7 +59,7 @@ class KVGates:
             self._changed.notify_all()
 
     def abort(self, step_id: int) -> None:
-        """Abort the step. Ignored once it is done."""
+        """Abort the step. Ignored once the step is done."""
         with self._changed:
             if self._is_done(step_id):
                 return
@@ -67,7 +67,10 @@ class KVGates:
             self._changed.notify_all()
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
-        """End a run with the step under way. `urgent`: that step must not wait for others. Ignored once it is done."""
+        """End a run with the step under way. `urgent`: that step must not wait for others.
+
+        Ignored once the step is done.
+        """
         with self._changed:
             if not self._is_done(step_id):
                 self._stopped.add(step_id)
@@ -96,14 +99,14 @@ class KVGates:
         return step_id in self._aborted  # one look-up: needs no lock
 
     def is_urgent(self, step_id: int) -> bool:
-        """Whether the step must not wait for others: it was aborted, or its end is urgent."""
+        """Whether the step must not wait for others: the step was aborted, or the end is urgent."""
         return step_id in self._aborted or step_id in self._urgent
 
     def wait(self, step_id: int, layer: int, timeout_s: float) -> bool:
         """Wait for a layer's gate.
 
         Returns:
-            True if the gate is open. False if the step was aborted; after `timeout_s` it is.
+            True if the gate is open. False if the step was aborted; after `timeout_s` the step is aborted.
         """
         with self._changed:
             self._changed.wait_for(
@@ -115,7 +118,7 @@ class KVGates:
             return False
 
     def signals(self, step_id: int, *, gated: bool) -> StepState:
-        """Return words that the step may read until it is done, in place of `aborted` and, if gated, `wait`."""
+        """Return words that the step may read until done, in place of `aborted` and, if gated, `wait`."""
         with self._changed:
             highest = self._open.get(step_id, -1) if gated else _ALL_LAYERS
             aborted, awaited = step_id in self._aborted, step_id in self._stopped
@@ -123,7 +126,7 @@ class KVGates:
             return self._signals[step_id]
 
     def done(self, step_id: int) -> None:
-        """Forget this step and all before it."""
+        """Forget this step and all earlier steps."""
         with self._changed:
             self._done = step_id
             self._open = {step: layer for step, layer in self._open.items() if step > step_id}

@@ -1,6 +1,6 @@
-"""What peers and conductors ask of an instance's KV pool: reads of its blocks (`ReadKV`) and deletions.
+"""What peers and conductors ask from an instance's KV pool: block reads (`ReadKV`) and deletions.
 
-Prefill and decode share it.
+Shared by prefill and decode.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class PoolCalls:
     """Calls of the KV service to the core.
 
     Args:
-        ask: has the core handle an event before it returns; raises the core's errors.
+        ask: has the core handle an event before returning; raises the core's errors.
         tell: the same for an event without an answer; raises nothing.
     """
 
@@ -77,20 +77,20 @@ class PoolCalls:
 
 log = get_logger(__name__)
 MAX_BLOCKS = 1 << 15
-"""Keys of one read at most."""
+"""Most keys in one read."""
 STALL_S = 10.0
 """Longest wait for a reader's credits."""
 LEASE_S = 60.0
-"""Longest read; its blocks cannot be evicted so long."""
+"""Longest read; the read's blocks cannot be evicted so long."""
 
 
 class PoolReads:
     """What other instances read here.
 
     Args:
-        context: of this instance.
+        context: this instance's.
         calls: has the core hold blocks.
-        manager: where the core has its blocks; only looked at.
+        manager: the pool's blocks; in the core; only looked at.
         closing: set when streams are to end.
         carried_out: names of deletions that were carried out here.
 
@@ -121,7 +121,7 @@ class PoolReads:
         return self._streams.traffic
 
     async def serve(self, requests: AsyncIterator[kv_pb2.ReadKVRequest], context: object) -> None:
-        """One reader's stream, until it ends; raises as `ServerStream.run`."""
+        """One reader's stream, until the end; raises as `ServerStream.run`."""
         stream = ReadStream(self)
         with self._streams.running(stream):
             await stream.run(requests, bare_write(context))
@@ -139,9 +139,9 @@ class PoolReads:
         self._calls.take_back(ReturnBlocks(lease.number))
 
     def suspect(self, key: BlockKey) -> None:
-        """Handle a block whose bytes did not match their hash at a reader: delete it if they do not match here.
+        """Handle a block whose bytes did not match their hash at a reader.
 
-        The block need not be lent for that: nothing is evicted before this returns.
+        Deletes the block if its bytes do not match here. The block need not be lent for that: no eviction happens before this returns.
         """
         layout = self.pool.layout
         for block in self._manager.find([key]):
@@ -234,7 +234,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
         return layers
 
     async def _serve(self, number: int, lease: PoolReadLease, layers: range, forgotten: Sequence[str]) -> None:
-        """One read from its opening to its end; deletions of such blocks were carried out before."""
+        """One read from opening to end; deletions of such blocks were carried out before."""
         reads = self._reads
         self.opened(number, len(lease.blocks), forgotten)
         try:
@@ -242,7 +242,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
                 sent = await self.frames.send(number, 0, reads.slices(lease, layers), timeout_s=STALL_S)
             reads.sent_bytes += sent
         except StreamBroken:
-            return  # the stream itself reports it
+            return  # the stream reports the error
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read ended early", blocks=len(lease.blocks), error=str(error))
         self.done(number)
@@ -260,11 +260,11 @@ class _PendingDeletion:
 
 
 class KVDeletion:
-    """Carries out deletions, each once, however often and by how many conductors it is ordered.
+    """Carries out deletions, each once, however often and by how many conductors ordered.
 
     Args:
-        block_bytes: of a block.
-        write_back: of the instance.
+        block_bytes: bytes per block.
+        write_back: the instance's.
         carry_out: deletes from the pool; returns the number of blocks.
         carried_out: log of deletions, which peers read; each deletion is added here.
     """

@@ -1,11 +1,11 @@
-"""Messages between an I/O process and its engine processes: frozen, picklable, free of torch.
+"""Messages between an I/O process and engine processes: frozen, picklable, free of torch.
 
-A *step* is one forward pass over a packed batch of sequences, run by all stages in the order in which steps were sent.
-`Step` goes to every stage; each stage answers `LayerDone` per layer (when asked for) and one `StageDone`; the
-`StageDone` of the last stage carries the sampled tokens. A run is answered by one `StageDone` for each of its steps;
-only a single stage runs more than one. `OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may
-come at any time in between, even before the step has begun, and are ignored once the step is done. Step ids grow from
-step to step. `FetchBlocks` is answered by one `BlocksFetched` of each stage, `LoadKV` by one `KVLoaded`.
+A *step* is one forward pass over a packed batch of sequences, run by all stages in sending order. `Step` goes to every
+stage; each stage answers `LayerDone` per layer (when asked for) and one `StageDone`; the `StageDone` of the last stage
+carries the sampled tokens. A run is answered by one `StageDone` for each step; only a single stage runs more than one.
+`OpenKVGateMessage`, `DropSequence`, `StopRunMessage` and `AbortStageStep` may come at any time in between, even before
+the step has begun, and are ignored once the step is done. Step ids grow from step to step. `FetchBlocks` is answered by
+one `BlocksFetched` from each stage, `LoadKV` by one `KVLoaded`.
 """
 
 from collections.abc import Mapping
@@ -25,20 +25,20 @@ MAX_FETCHES = 64
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is to run: the same for all of its stages."""
+    """What an engine runs: the same for all stages."""
 
     checkpoint: str
     """Folder of the checkpoint (already resolved: engines never reach for a hub)."""
     dtype: str
-    """Element type of weights and of what is computed: "float32", "bfloat16" or "float16"."""
+    """Element type for weights and computing: "float32", "bfloat16" or "float16"."""
     layout: KVLayout
-    """Arrangement of the KV of all layers, and its element type."""
+    """Arrangement of all layers' KV, and the KV's element type."""
     blocks: int
     """Blocks in the KV pool; 0 = as many as the device has room for (`moonpool.engine.sizes`)."""
     step_tokens: int = STEP_TOKENS
     """Tokens of the largest step that is run; the work space is bounded by them. 0 = by the device's memory."""
     memory_share: float = MEMORY_SHARE
-    """Share of its devices' memory, and of the host's free memory, that the engine takes where a size is 0."""
+    """Share of the devices' memory, and of the host's free memory, that the engine takes for sizes that are 0."""
     stages: int = 1
     """Engine processes; each runs consecutive layers."""
     threads: int = 0
@@ -46,7 +46,7 @@ class EngineSpec:
     core_page: str = ""
     """File by which the engines of this host lend each other cores; "" = they do not."""
     core_share: int = 1
-    """Of the cores, relative to the shares of the others, while all compute."""
+    """Share of the cores, relative to the others' shares, while all compute."""
     device: str = "cpu"
     """Devices of the stages, as `moonpool.platforms.registry.stage_devices` reads them."""
     graph_rows: int = 64
@@ -67,9 +67,9 @@ class EngineSpec:
     measure: bool = True
     """Time a few steps at start to learn `Engine.speeds`; off, the speeds are all defaults (tests)."""
     speeds: Speeds | None = None
-    """Told as `Engine.speeds` in place of what was timed at start: those of a calibration."""
+    """Given as `Engine.speeds` in place of the speeds timed at start: a calibration's."""
     emulated: EmulatedCompute | None = None
-    """Set when compute is emulated: then there is no engine process, and nothing is read of the checkpoint."""
+    """Set if compute is emulated: then there is no engine process, and the checkpoint's weights are not read."""
 
     @property
     def sized(self) -> bool:
@@ -79,14 +79,14 @@ class EngineSpec:
 
 @dataclass(frozen=True, slots=True)
 class StageDone:
-    """One stage is done with a step and no longer uses its blocks."""
+    """One stage is done with a step and no longer uses the step's blocks."""
 
     step_id: int
     stage: int
     sampled: tuple[int | None, ...]
-    """One entry per sequence, None where nothing was wanted; () from earlier stages and of an aborted step."""
+    """One entry per sequence, None if no token was wanted; () from earlier stages and of an aborted step."""
     aborted: bool
-    """Not all layers were computed; nothing was sampled."""
+    """Not all layers were computed; no token was sampled."""
     start_ns: int
     end_ns: int
     several: Mapping[int, SampledCandidates] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class StageDone:
 
 @dataclass(frozen=True, slots=True)
 class OpenKVGateMessage:
-    """The prefix's slices of this layer and all lower ones are in the pool."""
+    """The prefix's slices in this layer and all lower layers are in the pool."""
 
     step_id: int
     layer: int
@@ -114,7 +114,7 @@ class OpenKVGateMessage:
 
 @dataclass(frozen=True, slots=True)
 class DropSequence:
-    """Drop one sequence from the step; gates may open without its prefix from now on."""
+    """Drop one sequence from the step; gates may open without the sequence's prefix from now on."""
 
     step_id: int
     index: int
@@ -123,7 +123,7 @@ class DropSequence:
 
 @dataclass(frozen=True, slots=True)
 class AbortStageStep:
-    """Abort the step before its next layer."""
+    """Abort the step before the next layer."""
 
     step_id: int
 
@@ -141,7 +141,7 @@ class StopRunMessage:
 class FetchBlocks:
     """Store all KV of some blocks in the host's pool. No step that was sent writes to these blocks.
 
-    A device keeps part-filled blocks in its own memory until then.
+    Until then, a device keeps part-filled blocks in device memory.
     """
 
     number: int
@@ -201,7 +201,7 @@ class LayersLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StageRoom:
-    """What a stage finds on its device once its weights are loaded. Sent unless the engine is `sized`.
+    """A stage's free device memory after loading the weights. Sent unless the engine is `sized`.
 
     Attributes:
         total: bytes of the device.
@@ -218,7 +218,7 @@ class StageRoom:
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
-    """The answer to `StageRoom` of all stages: what takes the place of sizes in `EngineSpec` that are 0."""
+    """The answer to all stages' `StageRoom`: sizes in place of zeros in `EngineSpec`."""
 
     blocks: int
     step_tokens: int
@@ -228,13 +228,13 @@ class EngineSizes:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFootprint:
-    """Bytes of one stage in the memory of its device.
+    """One stage's bytes in device memory.
 
     Attributes:
-        weights: of its layers.
-        pool: of KV, as large as its part of the host's.
+        weights: the layers' weights.
+        pool: KV, as large as the device's part of the host's pool.
         work: everything that steps need.
-        graphs: of decode steps; 0 where there are none.
+        graphs: decode graphs; 0 where there are none.
     """
 
     weights: int
@@ -244,7 +244,7 @@ class DeviceFootprint:
 
     @property
     def bound(self) -> int:
-        """Upper bound of the memory once the engine is ready, without that of the device's driver."""
+        """Upper bound for the memory once the engine is ready, without the device driver's."""
         return self.weights + self.pool + self.work + self.graphs
 
     def mebibytes(self) -> dict[str, int]:
@@ -254,15 +254,15 @@ class DeviceFootprint:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of one engine process.
+    """One engine process's bytes.
 
     Attributes:
-        libraries: the program itself, before it has read anything of the checkpoint.
-        weights: of its layers, once.
-        pool: its part of the KV pool, which it shares with the I/O process, and the device's own where that is memory
-            of the host, and the buffers through which KV comes and leaves.
+        libraries: the program, before reading the checkpoint.
+        weights: the layers' weights, once.
+        pool: the process's part of the KV pool, shared with the I/O process, plus the device's pool if that is host
+            memory, and the buffers through which KV comes and leaves.
         work: everything that steps need, but for what is in `formats`.
-        formats: the tokenizer, grammars and parsers of answers of a given format; 0 but on the last stage.
+        formats: the tokenizer, grammars and parsers for answers with a given format; 0 but on the last stage.
         device: what is held in the memory of a device; None on a plain CPU. `weights` and `work` count here, too.
     """
 
@@ -287,21 +287,21 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """The stage has loaded its layers and is linked to its neighbours."""
+    """The stage has loaded the layers and is linked to the neighbours."""
 
     load_s: float
     """Seconds of loading."""
     peak_bytes: int
     """Peak memory of the process until then, with libraries and mapped files."""
     footprint: Footprint
-    """Upper bound of its memory from now on."""
+    """Upper bound for the memory from now on."""
     computing: str
-    """What computes its steps, for people: kernels, whether layers run in one native call or why not, and graphs."""
+    """What computes the steps, for people: kernels, whether layers run in one native call or why not, and graphs."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFailed:
-    """The worker has failed; it exits after this message."""
+    """The worker has failed; the worker exits after this message."""
 
     message: str
     kind: str = ""
@@ -316,4 +316,4 @@ class Shutdown:
 
 
 WRITE_BACK_SHARE = 4
-"""Write-back holds at most one in so many blocks of the pool, by default."""
+"""Write-back holds at most this fraction of the pool's blocks, by default."""

@@ -1,10 +1,10 @@
 """Runs steps on one pipeline stage: layers, KV gates, events, and the choice of tokens at the end.
 
-Work is given to the device's compute stream. A plain CPU does it at once, a GPU later. So nothing here reads a tensor
-before the stream has computed it.
+Work is given to the device's compute stream. A plain CPU computes at once, a GPU later. So this module reads no tensor
+before the stream has computed the tensor.
 
-Packed sequences and rows of the sampler are made once per run and changed in place from step to step: the sequences
-of a run do not change, so a decode step has almost nothing to do in Python.
+Packed sequences and sampler rows are made once per run and changed in place from step to step: a run's sequences do not
+change, so a decode step has almost nothing to do in Python.
 """
 
 import time
@@ -50,7 +50,7 @@ _NO_MASKS: dict[int, memoryview] = {}
 
 @dataclass(slots=True)
 class StepOutput:
-    """The fields of `StepResult` of the same names, and the time spent waiting for masks, in nanoseconds."""
+    """`StepResult`'s fields with the same names, and the time spent waiting for masks, in nanoseconds."""
 
     sampled: list[int | None] = field(default_factory=list)
     several: dict[int, SampledCandidates] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class StepOutput:
 
 
 class StepSampler:
-    """Samples the tokens of a step, and of the later steps of its run.
+    """Samples a step's tokens, and the tokens for the run's later steps.
 
     Args:
         model: the last stage.
@@ -71,7 +71,7 @@ class StepSampler:
         dropped: indices of sequences that were dropped from the step.
 
     Attributes:
-        logits: of the first group of rows, the largest, once computed; the other groups reuse their memory.
+        logits: the first, largest group's logits, once computed; the other groups reuse their memory.
     """
 
     def __init__(self, model: StageModel, step: Step, dropped: Container[int]) -> None:
@@ -111,7 +111,7 @@ class StepSampler:
 
     @property
     def tokens_address(self) -> int | None:
-        """Address of the last step's tokens, one int32 per sequence. None if native code cannot sample whole steps.
+        """The address of the last step's tokens, one int32 per sequence. None if native code cannot sample whole steps.
 
         With an address, the logits of all sequences are computed together, for `sample_from`.
         """
@@ -127,7 +127,7 @@ class StepSampler:
         return self._groups[0].attach(further)
 
     def set_masks(self, masks: PendingMasks) -> StepOutput:
-        """Set the masks of the next step; return what is known before it: sequences that failed, time waited."""
+        """Set the masks of the next step; return what is known before the step: failed sequences, time waited."""
         return self._groups[0].set_masks(masks)
 
     def last_output(self, masks: PendingMasks | None) -> StepOutput:
@@ -135,7 +135,7 @@ class StepSampler:
         return self._groups[0].last_output(masks)
 
     def set_previous(self, tokens: Sequence[int]) -> None:
-        """Set each sequence's token before the run's first step; nothing to do without a `tokens_address`."""
+        """Set each sequence's token before the run's first step; does nothing without a `tokens_address`."""
         if self.tokens_address is not None:
             self._groups[0].set_previous(tokens)
 
@@ -164,10 +164,10 @@ class _RowGroup:
         output: StepOutput,
         room: Tensor | None,
     ) -> Tensor:
-        """Write each row's tokens to the output; a row that wants candidates gets its most likely ones.
+        """Write each row's tokens to the output; a row that wants candidates gets the most likely tokens.
 
         Returns:
-            Logits whose memory may be reused: `room`, or those of this group without it.
+            Logits with reusable memory: `room`, or this group's logits without `room`.
         """
         if len(self._wanted) != batch.num_tokens:
             hidden = hidden[batch.last_rows[[index for index, _ in self._wanted]]]
@@ -231,7 +231,7 @@ class _RowGroup:
         )
 
     def _row_masks(self, masks: PendingMasks | None, output: StepOutput) -> dict[int, memoryview]:
-        """Return masks by row, the same object if nothing changed; add to the output the sequences without a mask."""
+        """Return masks by row, the same object if unchanged; add to the output the sequences without a mask."""
         if masks is None:
             return _NO_MASKS
         made = masks.now()
@@ -269,7 +269,7 @@ def _top_candidates(logits: Tensor, index: int, spec: SampleSpec, output: StepOu
 
 
 def _score_tokens(model: StageModel, hidden: Tensor, scored: ScoredTokens) -> Logprobs:
-    """Return log probabilities of the tokens after the leading rows of `hidden`."""
+    """Return log probabilities for the tokens after the leading rows in `hidden`."""
     tokens, found = torch.frombuffer(bytearray(scored.token_ids), dtype=torch.int32).tolist(), Logprobs()
     for begin in range(0, len(tokens), LOGIT_ROWS):
         part = tokens[begin : begin + LOGIT_ROWS]
@@ -287,14 +287,14 @@ class StepMode(Enum):
     GRAPH = "graph"
     """All layers as one captured graph; then the tokens are sampled."""
     NATIVE = "native"
-    """One native call from the last step's tokens to the next ones, or further."""
+    """One native call from the last step's tokens to the next, or further."""
 
 
 @dataclass(slots=True)
 class StepRun:
-    """A run: a step, and the steps after it of the same sequences.
+    """A run: a step, and the later steps over the same sequences.
 
-    Its tensors belong to the compute stream while a step is under way.
+    The run's tensors belong to the compute stream while a step is under way.
     """
 
     step: Step
@@ -313,17 +313,17 @@ class StepRun:
     """`packed` on the device; on the host if a graph computes the step."""
     shape: GraphShape | None = None
     """Shape of the step's graph; None: no graph."""
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; before the embedding nothing
+    hidden: Tensor = field(default_factory=lambda: torch.empty(0))  # [T, hidden]; empty before the embedding
     sampler: StepSampler | None = None
     """Set from the first sampling on."""
     native: NativeRun | None = None
-    """Native loop of its steps from now on; None: Python runs them."""
+    """Native loop for the run's steps from now on; None: Python runs them."""
     output: StepOutput = field(default_factory=StepOutput)
     reported: DeviceEvent | None = None
-    """Event behind the callbacks of its layers, if the callback thread makes them."""
+    """Event behind the layers' callbacks, if the callback thread makes them."""
     _unreported: list[StageDone] = field(default_factory=list)
     ends: frozenset[int] = field(init=False)
-    """End tokens of its sequences."""
+    """The sequences' end tokens."""
 
     def __post_init__(self) -> None:
         self.batch = self.packed
@@ -331,7 +331,7 @@ class StepRun:
 
     @property
     def mode(self) -> StepMode:
-        """How its step under way is computed."""
+        """How the current step is computed."""
         if self.native is not None:
             return StepMode.NATIVE
         return StepMode.LAYERS if self.shape is None else StepMode.GRAPH
@@ -365,7 +365,7 @@ class StepRun:
         return min(most, self.left + 1), first_ns + round(REPORT_WITHIN_S * 1e9)
 
     def to_report(self, done: StageDone) -> StageDone | None:
-        """Return the report of a finished step; None if it waits for later steps of the run."""
+        """Return the report of a finished step; None if the report waits for later steps in the run."""
         if self.step.patient and not done.over and len(self._unreported) + 1 < MAX_RESULTS_TOGETHER:
             first = self._unreported[0] if self._unreported else done
             if done.end_ns - first.end_ns < REPORT_WITHIN_S * 1e9:
@@ -376,7 +376,7 @@ class StepRun:
 
 
 class _StepTimes(NamedTuple):
-    """Start of a step, start of its computation, and the thread's CPU time then, in nanoseconds."""
+    """A step's start, the computation's start, and the thread's CPU time then, in nanoseconds."""
 
     start_ns: int
     began_ns: int
@@ -398,14 +398,15 @@ class StageRunner:
     masks: MaskBuilder | None = None
     """Of the last stage; None = answers have no format."""
     give_way: Callable[[Callable[[], bool]], None] = lambda urgent: None
-    """Called at the start of a patient step; its argument returns whether the step must not wait any longer."""
+    """Called at the start of a patient step; the argument returns whether the step must stop waiting."""
     cpu_share: Callable[[int], float] = lambda steps: 1.0
-    """Returns the fraction of the requested CPU time that this process got since the last call, so many steps ago
-    (`moonpool.engine.cpu_sharing`)."""
+    """Returns the fraction of the requested CPU time that this process got since the last call, `steps` steps ago
+    (`moonpool.engine.cpu_sharing`).
+    """
     graphs: DecodeGraphs | None = None
     """Graphs of decode steps; None: no step is a graph."""
     _next: tuple[StepRun, list[int]] | None = None
-    """The run that goes on, with its next tokens."""
+    """The continuing run, with the next tokens."""
 
     def close(self) -> None:
         """Wait until everything sent has been received, and end the stage's threads."""
@@ -419,16 +420,15 @@ class StageRunner:
         self.platform.memory.fetch(order.blocks, partial(self.emit, BlocksFetched(order.number, self.stage)))
 
     def load(self, order: LoadKV) -> None:
-        """Bring KV that landed in the host's pool to the device. Any thread may call it, while steps run."""
+        """Bring KV that landed in the host's pool to the device. Any thread may call this method, while steps run."""
         answer = partial(self.emit, KVLoaded(order.number, self.stage)) if order.number else None
         self.platform.memory.load(answer)
 
     @in_inference_mode
     def run(self, step: Step) -> bool:
-        """Run one step to its end, done or aborted; emit its events, `StageDone` last.
+        """Run one step to the end, done or aborted; emit the step's events, `StageDone` last.
 
-        Returns:
-            Whether its run goes on. Then `go_on` runs its next step.
+        Returns: Whether the step's run continues. Then `go_on` runs the run's next step.
         """
         masks = self._begin_masks(step)
         times = self._begin(step)
@@ -452,7 +452,7 @@ class StageRunner:
 
     def _step(self, run: StepRun, times: _StepTimes) -> bool:
         """Run one step in the run's mode; return whether the run goes on."""
-        # Native calls need no inference mode, and entering it takes time.
+        # Native calls need no inference mode, and entering inference mode takes time.
         return self._run_native(run, times) if run.mode is StepMode.NATIVE else self._run_on_stream(run, times)
 
     @in_inference_mode
@@ -519,12 +519,12 @@ class StageRunner:
         return self.masks.begin(wanted, alone=sum(it.may_skip for it in wanted) == len(step.sequences))
 
     def _make_masks(self, run: StepRun) -> None:
-        """Make masks before the layers on a plain CPU; on a device the sampler makes them while it computes."""
+        """Make masks before the layers on a plain CPU; on a device the sampler makes them while the device computes."""
         if run.pending_masks is not None and self.platform.device is None:
             run.pending_masks.early()
 
     def _begin_next(self, run: StepRun, *, done: bool) -> list[int] | None:
-        """Return the tokens of the run's next step, and begin its masks; None if the run is over."""
+        """Return the tokens for the run's next step, and begin the step's masks; None if the run is over."""
         following = run.next_tokens() if done and not self.kv_gates.is_stopped(run.step.step_id) else None
         if following is not None and self.masks is not None:
             run.pending_masks = self.masks.advance(following)
@@ -533,10 +533,10 @@ class StageRunner:
     def _finish(
         self, run: StepRun, times: _StepTimes, share: float, following: list[int] | None, *, done: bool
     ) -> bool:
-        """Report the step; return whether its run goes on."""
+        """Report the step; return whether the step's run continues."""
         self._next = None if following is None else (run, following)
         if following is None:
-            # Gates are done before the report: its receiver may open gates of the next step at once.
+            # Gates are done before the report: the receiver may open the next step's gates at once.
             self.kv_gates.done(run.step.step_id)
         report = partial(self._report, run, run.output, times, share, 0, aborted=not done, over=following is None)
         self.platform.memory.finish_step(report, aborted=not done)
@@ -561,8 +561,8 @@ class StageRunner:
     def _run_layers(self, run: StepRun) -> bool:
         """Give all layers of this stage to the stream; return False if the step was aborted before the last.
 
-        On a plain CPU, where work is done when it is given, they go together as far as gates are open. If each is
-        reported, the callback thread follows them.
+        On a plain CPU, which computes at once, layers go together as far as gates are open. If each is reported, the
+        callback thread follows them.
         """
         step, cpu = run.step, self.platform.device is None
         progress = self.model.progress() if cpu and step.layer_events else None
@@ -598,19 +598,19 @@ class StageRunner:
         return True
 
     def _begin_layers(self, step: Step, masks: PendingMasks | None) -> StepRun:
-        """Return a run whose first step goes layer by layer, or as a graph."""
+        """Return a run with a first step that goes layer by layer, or as a graph."""
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
         packed = PackedBatch.build(parts, self.platform.memory.block_tokens, full_hits=full_hits)
         return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
 
     def _begin_native(self, step: Step, masks: PendingMasks | None) -> StepRun | None:
-        """Return a run whose first step is like the later ones, so that native calls take it; None if it is not."""
+        """Return a run whose first step is like the later steps, so that native calls take the step; else None."""
         if step.steps == 1 or not self.model.native or not all(map(_like_further, step.sequences)):
             return None
         if masks is not None and masks.waits:  # for grammars, which are compiled beside the layers of a first step
             return None
-        # As the step before left it: native code begins with each sequence's next token.
+        # As left by the step before: native code begins with each sequence's next token.
         parts = [(it.token_ids, it.start - 1, it.block_table) for it in step.sequences]
         packed = PackedBatch.build(parts, self.platform.memory.block_tokens)
         run = StepRun(step, packed, masks, None, self.model.layer_begin, step.steps - 1)
@@ -620,7 +620,7 @@ class StageRunner:
         return None if run.native is None else run
 
     def _native_steps(self, run: StepRun, steps: int) -> NativeRun | None:
-        """Return the native loop of so many steps of a run; None if Python runs them."""
+        """Return the native loop for `steps` steps of a run; None if Python runs them."""
         step, sampler = run.step, run.sampler
         plain = self.platform.device is None and not step.gated and not step.layer_events
         if (
@@ -645,7 +645,7 @@ class StageRunner:
         return native
 
     def _replay_graph(self, run: StepRun) -> bool:
-        """Give all layers of this stage to the stream as one graph; return False if the step was aborted before."""
+        """Give all the stage's layers to the stream as one graph; return False if the step was aborted before."""
         if self.kv_gates.aborted(run.step.step_id):
             return False
         layers, memory = range(self.model.layer_begin, self.model.layer_end), self.platform.memory
@@ -694,7 +694,7 @@ class StageRunner:
     # --- in the callback thread ------------------------------------------------------------------------------------
 
     def _follow(self, step_id: int, progress: Progress) -> None:
-        """Finish each layer when it is computed; end with the first that is not."""
+        """Finish each layer once computed; end with the first that is not."""
         for layer in range(self.model.layer_begin, self.model.layer_end):
             if not progress.wait(layer):
                 return
@@ -715,7 +715,7 @@ class StageRunner:
         return _StepTimes(start_ns, time.monotonic_ns(), time.thread_time_ns())
 
     def _cpu_share(self, run: StepRun, times: _StepTimes, steps: int = 1) -> float:
-        """Return the fraction of the requested CPU time since a step began, and in the steps behind it."""
+        """Return the fraction of the requested CPU time since a step began, and in the steps behind."""
         return self.cpu_share(steps) * self._ran(run.step, times, run.output.awaited_ns)
 
     def _ran(self, step: Step, times: _StepTimes, awaited_ns: int) -> float:
@@ -761,5 +761,5 @@ class StageRunner:
 
 
 def _like_further(sequence: SequenceStep) -> bool:
-    """Whether a sequence's part of a run's first step is one token after others, as in the steps behind it."""
+    """Whether a sequence's part of a run's first step is one token after others, as in later steps."""
     return len(sequence.token_ids) == 4 and sequence.start > 0 and sequence.scored is None and not sequence.full_hit

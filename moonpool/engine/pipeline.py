@@ -1,12 +1,12 @@
-"""The links between stages of one host: hidden states go as a status word, then the tensor.
+"""The links between stages on one host: hidden states go as a status word, then the tensor.
 
-The status word makes an aborted step coherent: whatever happens to a step on one stage, the next one receives exactly
-one status word for it, and a tensor only when the word says so. So no stage ever waits for a tensor that will not come.
-Status words go over gloo, as the host looks at them. Tensors go over NCCL if each stage has a GPU of its own, else over
-gloo, from the host. NCCL, between two GPUs, never ran.
+The status word makes an aborted step coherent: whatever happens to a step on one stage, the next stage receives exactly
+one status word for the step, and a tensor only if the word says so. So no stage ever waits for a tensor that will not
+come. Status words go over gloo, as the host looks at them. Tensors go over NCCL if each stage has a separate GPU, else
+over gloo, from the host. NCCL, between two GPUs, never ran.
 
-A lost neighbour is noticed by the next status word. Between the word and its tensor NCCL notices nothing, and the
-compute stream stands still: then the I/O process, whose channel to the lost stage has closed, ends this one.
+A lost neighbour is noticed by the next status word. Between the word and the tensor NCCL notices nothing, and the
+compute stream stands still: then the I/O process, whose channel to the lost stage has closed, ends this stage.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ class Links(Protocol):
         ...
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:
-        """Hidden states of a step, or None for an aborted one, to the stage after. Must not be changed any more."""
+        """A step's hidden states, or None for an aborted step, to the stage after. Must not be changed any more."""
         ...
 
     def flush(self) -> None:
@@ -54,13 +54,13 @@ class NoLinks:
         """There is no stage after."""
 
     def flush(self) -> None:
-        """Nothing was sent."""
+        """No send is pending."""
 
 
 class StageLinks:
-    """Neighbours in a chain of processes on one host.
+    """Neighbours in a process chain on one host.
 
-    A stage may run ahead of the next one by `outstanding` steps: so many sends are left under way.
+    A stage may run ahead of the next stage by `outstanding` steps, with as many sends under way.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StageLinks:
 
         Raises:
             Internal: The stage before sent another step or shape: the stages have lost each other.
-            Unavailable: It is lost.
+            Unavailable: The stage before is lost.
         """
         status = torch.empty(2, dtype=torch.int64)
         with self._heard(f"stage {self._stage - 1}", step_id):
@@ -169,7 +169,7 @@ class StageLinks:
 
     @contextlib.contextmanager
     def _heard(self, neighbour: str, step_id: int | None = None) -> Iterator[None]:
-        """Turn torch's errors of a lost or silent neighbour into `Unavailable`, with its name."""
+        """Turn torch's errors about a lost or silent neighbour into `Unavailable`, with the neighbour's name."""
         try:
             yield
         except RuntimeError as error:  # as `torch.distributed.DistBackendError` is

@@ -1,6 +1,6 @@
 """Requests of an engine instance: checked, unpacked, and read in a thread if they are long.
 
-Every request that passes is safe to compute: the model has every token id in it.
+Every accepted request is safe to compute: the model has every token id.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ class IncomingRequest:
     """A checked request.
 
     Attributes:
-        request_id: of the request.
-        token_ids: tokens whose KV is wanted; typecode "i".
+        request_id: the request's id.
+        token_ids: tokens with wanted KV; typecode "i".
         chain_root: parent of the first key.
         sampling: how the next tokens are chosen.
         spec: the part that schedulers see.
@@ -63,7 +63,7 @@ class IncomingRequest:
         weight = spec.weight or 1.0
         if not 0.0 < weight < inf:
             raise InvalidRequest("sequence.weight", f"must be above 0, is {weight}")
-        # Sizes come first: what is refused for its size is neither copied nor unpacked.
+        # Sizes come first: a request refused for its size is neither copied nor unpacked.
         if not TOKEN_BYTES <= len(spec.token_ids) <= TOKEN_BYTES * max_tokens:
             raise InvalidRequest("sequence.token_ids", f"must be 1 to {max_tokens} tokens")
         if len(spec.end_token_ids) > min(vocab_size, MAX_END_TOKENS):
@@ -106,7 +106,7 @@ class IncomingRequest:
         return TokenHistory(self.chain_root, self.token_ids if token_ids is None else token_ids, self.spec.keys)
 
     def parents(self) -> list[BlockKey]:
-        """The key before each of the request's keys in its chain."""
+        """For each of the request's keys, the key before in the chain."""
         return [self.chain_root, *self.spec.keys][: len(self.spec.keys)]
 
 
@@ -133,7 +133,7 @@ MAX_PENDING_READS = 1024
 
 @dataclass(slots=True, eq=False)
 class _PendingRead:
-    """A request that a thread reads, and its caller."""
+    """A request that a thread reads, and the request's caller."""
 
     request_id: str
     caller: str
@@ -154,7 +154,7 @@ class RequestReader:
         self._reading: set[_PendingRead] = set()
 
     async def read(self, spec: kv_pb2.SequenceSpec, caller: str = "") -> IncomingRequest:
-        """Check a request of `caller`. State may change meanwhile: check it again afterwards.
+        """Check a request of `caller`. State may change meanwhile: check the request again afterwards.
 
         Raises:
             InvalidRequest: naming the field at fault.

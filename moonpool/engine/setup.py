@@ -1,4 +1,4 @@
-"""From an engine instance's flags to what it serves: dtype, layout, pool, namespace. Torch-free."""
+"""From an engine instance's flags to the served setup: dtype, layout, pool, namespace. Torch-free."""
 
 import dataclasses
 import importlib.util
@@ -174,7 +174,7 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
 
     @property
     def most_step_tokens(self) -> int:
-        """Tokens of the largest step that the engine is given; 0 = as many as suit its device."""
+        """Tokens of the largest step that the engine is given; 0 = as many as suit the device."""
         return STEP_TOKENS
 
     @property
@@ -184,11 +184,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
 
     @property
     def link_rate(self) -> float | None:
-        """The link's rate as `Link` takes it: None = unlimited, or the emulated profile's."""
+        """The link's rate in `Link`'s form: None = unlimited, or the emulated profile's."""
         return self.link_bytes_per_s or None
 
     def write_back_limit(self, blocks: int) -> int:
-        """Blocks held for write-back at most, of a pool of `blocks`."""
+        """Most blocks held for write-back, in a pool with `blocks` blocks."""
         return self.write_back_blocks or max(1, blocks // WRITE_BACK_SHARE)
 
 
@@ -236,12 +236,12 @@ class EngineSetup:
 def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False) -> EngineSetup:
     """Reads the checkpoint's description and decides dtype, layout, pool and namespace.
 
-    Blocks for as long as hashing the weights takes: call it in a thread.
+    Blocks as long as hashing the weights takes: call this in a thread.
 
     Args:
         config: the flags.
-        stages: of the pipeline.
-        decode: the instance is one: emulated compute takes its times.
+        stages: the pipeline's stages.
+        decode: whether this is a decode instance: emulated compute takes decode times.
 
     Raises:
         ConfigError: the pool would hold no block, or the profile of emulated compute is wrong.
@@ -289,7 +289,7 @@ def check_engine_installed() -> None:
     """Sees that the packages with which engines compute are installed.
 
     Raises:
-        ConfigError: one is not; says how to install it.
+        ConfigError: one is not; says how to install the missing package.
     """
     for package in ENGINE_PACKAGES:
         if importlib.util.find_spec(package) is None:
@@ -315,7 +315,7 @@ def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
     """The speeds of a calibration; None without one.
 
     Raises:
-        ConfigError: there is no such profile, or it is of another model or another type of KV.
+        ConfigError: the profile is missing, or belongs to another model or another KV type.
     """
     if not profile:
         return None
@@ -335,7 +335,7 @@ def _calibrated_speeds(profile: str, layout: KVLayout) -> Speeds | None:
 def _emulated_setup(
     config: EngineConfig, folder: Path, model: ModelConfig, stages: int, emulated: EmulatedCompute
 ) -> EngineSetup:
-    """The checkpoint lends its name and its tokens; KV and lengths are the profile's."""
+    """The checkpoint lends name and tokens; KV and lengths are the profile's."""
     profile = emulated.profile
     if config.profile:
         raise ConfigError("profile", f"emulated compute has its own, {profile.name}; leave it out")

@@ -1,9 +1,9 @@
 """Sizes that no flag gives, by the memory of devices and host: the KV pool, and the largest step. Torch-free.
 
-Stages tell what is free once their weights are loaded, so that nothing is guessed of weights. An engine takes a share
-of each of its devices (`EngineSpec.memory_share`), and stages on one device divide the engine's share: other engines
-have theirs. What weights and steps leave of the share holds KV. The host's pool has the same blocks, so that the same
-share of the host's free memory bounds them, too, less what other programs need.
+Stages tell their free memory once their weights are loaded, so that no guess about weights is needed. An engine takes a
+share of each device (`EngineSpec.memory_share`), and stages on one device divide the engine's share: other engines have
+theirs. What weights and steps leave of the share holds KV. The host's pool has the same blocks, so that the same share
+of the host's free memory bounds them, too, less the memory that other programs need.
 """
 
 from collections import Counter
@@ -18,15 +18,15 @@ from moonpool.platforms.registry import stage_devices
 from moonpool.scheduling.steps import stage_ranges
 
 _STEPS = (8192, 4096, 2048, 1024, 512)
-"""Tokens of the largest step of prompts: products of more rows are hardly quicker per row on any GPU."""
+"""Tokens in the largest prefill step: products with more rows are hardly quicker per row on any GPU."""
 _SLOWER = {100: 8192, 60: 4096}
-"""Tokens at most by the least number of multiprocessors: a step of an 8B model takes some 0.3 s then."""
+"""Most tokens, by the least number of multiprocessors: an 8B model's step then takes some 0.3 s."""
 _WORK_SHARE = 8
-"""Steps are made smaller until what they need beyond the smallest ones is at most one part in so many."""
+"""Steps are made smaller until their need beyond the smallest steps is at most this fraction."""
 _HOST_SHARE = 0.75
-"""Of the host's free memory, what all engines take together by shares of 1: kvstores and caches of files need some."""
+"""Part of the host's free memory that all engines with share 1 take together: kvstores and file caches need some."""
 _PROCESS_BYTES = 768 << 20
-"""Of a process on a GPU, beside what it allocates: the driver's context, libraries, code of kernels, and holes."""
+"""A GPU process's memory beside its allocations: the driver's context, libraries, kernel code, and holes."""
 _GROWTH_BYTES = 384 << 20
 """Of these, what comes after the weights are loaded."""
 
@@ -34,11 +34,11 @@ _GROWTH_BYTES = 384 << 20
 def choose_sizes(
     model: ModelConfig, spec: EngineSpec, rooms: Sequence[StageRoom], host_free: int | None
 ) -> EngineSizes:
-    """Return blocks of the pool and tokens of the largest step, those that the specification gives unchanged.
+    """Return the pool's blocks and the largest step's tokens; sizes in the specification stay unchanged.
 
     Args:
         model: served.
-        spec: of the engine; 0 blocks or step tokens are chosen.
+        spec: the engine's; 0 blocks or step tokens are chosen.
         rooms: what each stage told.
         host_free: bytes that the host can still give; None = any.
 
@@ -75,7 +75,7 @@ def _left(spec: EngineSpec, rooms: Sequence[StageRoom]) -> list[int]:
     devices = stage_devices(spec.device, spec.stages)
     on_device, found = Counter(devices), list[int]()
     for device, room in zip(devices, rooms, strict=True):
-        # Of stages on one device, that which told last has seen the weights of all.
+        # Among stages on one device, the last report has seen all stages' weights.
         free = min(other.free for its, other in zip(devices, rooms, strict=True) if its == device)
         share = int(spec.memory_share * room.total) // on_device[device] - room.weights - _PROCESS_BYTES
         found.append(min(share, free // on_device[device] - _GROWTH_BYTES))

@@ -1,8 +1,8 @@
 """Structured output: grammars, their parsers, and the token masks of a step.
 
-A parser is a function of the grammar and the answer so far. It is kept only to save time: a missing parser is made
-again from the answer, so nothing is lost when a sequence is preempted or moved. Threads compile grammars and make the
-masks. A step waits for them for a bounded time: a sequence whose mask takes longer goes without a token in this step.
+A parser is a function of the grammar and the answer so far. A parser is kept only to save time: a missing parser is
+made again from the answer, so nothing is lost when a sequence is preempted or moved. Threads compile grammars and make
+the masks. A step waits for them for a bounded time: a sequence with a slower mask goes without a token in this step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class KeptParser(NamedTuple):
     """A parser behind an answer.
 
     Attributes:
-        compiled: the grammar that it is of.
+        compiled: the parser's grammar.
         time: what the answer's masks took.
     """
 
@@ -48,14 +48,14 @@ class KeptParser(NamedTuple):
 
 
 class ParserCache:
-    """Grammars that are compiled, and parsers behind answers. One thread uses it; another one compiles.
+    """Grammars that are compiled, and parsers behind answers. Used by one thread; another one compiles.
 
     Args:
         load: gives the tokenizer; called on another thread.
         vocab_size: tokens of the model.
-        end_token_ids: of the model.
+        end_token_ids: the model's.
         aside: that thread works within such a context.
-        full: whether the process holds as much as it may.
+        full: whether the process holds as much as allowed.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class ParserCache:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """To be asked for here only when there is a parser, which is made with it on the thread."""
+        """Ask for this only once there is a parser, which is made with the tokenizer on the thread."""
         tokenizer = self._load()
         size = max(self._vocab_size, tokenizer.vocab_size)
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
 
     def known(self, grammar: Grammar, answer: bytes) -> KeptParser | None:
-        """Takes the parser that was kept behind an answer, or before its last token.
+        """Takes the parser kept behind an answer, or before the answer's last token.
 
         Args:
             grammar: that the answer follows.
-            answer: its tokens, little-endian int32.
+            answer: tokens, little-endian int32.
         """
         found = self._parsers.pop((grammar, answer), None)
         if found is None and answer:
@@ -97,7 +97,10 @@ class ParserCache:
         return found
 
     def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
-        """The parser before the first token, as soon as the thread has made it. A grammar that failed is tried anew."""
+        """The parser before the first token, as soon as the thread has made the parser.
+
+        A grammar that failed is tried anew.
+        """
         found = self._grammars.pop(grammar, None)
         if found is None or (found.done() and found.exception() is not None):
             self.make_room()
@@ -106,18 +109,21 @@ class ParserCache:
         return found
 
     def forget(self, grammar: Grammar, compiled: Future[LLMatcher]) -> None:
-        """Drops a compiled grammar of which a parser has failed, and its parsers, which share what has failed."""
+        """Drops a compiled grammar after a parser failed, and all its parsers, which share the failed state."""
         if self._grammars.get(grammar) is compiled:
             del self._grammars[grammar]
         for key in [key for key, kept in self._parsers.items() if kept.compiled is compiled]:
             del self._parsers[key]
 
     def keep(self, grammar: Grammar, answer: bytes, kept: KeptParser) -> None:
-        """Keep a parser for sequences that continue its answer."""
+        """Keep a parser for sequences that continue the answer."""
         _keep_newest(self._parsers, (grammar, answer), kept, MAX_PARSERS)
 
     def make_room(self) -> bool:
-        """Drop all if the process is near its memory limit; what is needed is made again. Return whether it did."""
+        """Drop all if the process is near the memory limit; what is needed is made again.
+
+        Return whether anything was dropped.
+        """
         if not self._full():
             return False
         self._parsers.clear()
@@ -130,7 +136,7 @@ class ParserCache:
         self._thread.shutdown(cancel_futures=True)
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
-        """On the thread; also makes what its copies share and their first mask needs."""
+        """On the thread; also makes what the grammar's copies share and their first mask needs."""
         with self._aside():
             parser = LLMatcher(self.tokenizer, grammar.compiled(), log_level=0, limits=LIMITS)
             parser.deep_copy().compute_bitmask()
@@ -164,8 +170,8 @@ class TokenMasks:
 
     Attributes:
         masks: bit i (from the lowest bit of the first byte on) says whether token i may follow. In all steps of a run
-            these are the same objects, whose bits change: they are to be read before the next step's are made.
-        failed: why there is no mask: a grammar is too complex at this place, or an answer does not fit it.
+            these are the same objects with changing bits: read them before the next step's masks are made.
+        failed: why there is no mask: a grammar is too complex at this place, or an answer does not fit the grammar.
         late: sequences whose mask takes longer than the step waits. They go without a token.
         waited_ns: for grammars and masks, in this step.
     """
@@ -199,11 +205,11 @@ class MaskRequest:
 
 
 class PendingMasks:
-    """Makes the masks of a step, once. A run goes on only from a step whose masks were made.
+    """Makes the masks of a step, once. A run continues only from a step whose masks were made.
 
     Args:
         make: makes them.
-        grammars: that it may have to wait for.
+        grammars: grammars that may have to be waited for.
     """
 
     def __init__(self, make: Callable[[], TokenMasks], grammars: Sequence[Future[LLMatcher]] = ()) -> None:
@@ -230,22 +236,22 @@ class PendingMasks:
 QUICK_NS = 5_000_000
 """Processor time of a mask that a step waits for, nanoseconds."""
 SLOW_MASKS = 16
-"""Masks of a sequence that are not waited for after one that took longer."""
+"""After a late mask, this many masks of the sequence are not waited for."""
 MASK_WAIT_S = 0.01
 """Longest wait of a step for masks that were quick before, seconds."""
 ALONE_WAIT_S = 0.05
 """The same where every sequence of the step would go without a token."""
 ALLOWED_NS, ALLOWED_TOKEN_NS = 1_000_000_000, 10_000_000
-"""Processor time that the masks of one answer may take: at its beginning, and more for each token."""
+"""Processor time for one answer's masks: at the beginning, and more for each token."""
 QUICK_THREADS = 2
 
 
 @dataclass(slots=True)
 class ProcessorTime:
-    """Time that the masks of one answer took.
+    """Time that one answer's masks took.
 
     Attributes:
-        spent_ns: of all masks, nanoseconds.
+        spent_ns: total over all masks, nanoseconds.
     """
 
     spent_ns: int = 0
@@ -269,19 +275,19 @@ class ProcessorTime:
         self._slow_left = SLOW_MASKS
 
     def is_over(self, tokens: int) -> bool:
-        """Whether an answer of so many tokens has taken more than it may."""
+        """Whether an answer with `tokens` tokens has taken more than allowed."""
         return self.spent_ns > ALLOWED_NS + ALLOWED_TOKEN_NS * tokens
 
 
 @dataclass(slots=True, eq=False)
 class _MaskRow:
-    """A sequence of the step or run under way, and the parser behind its answer.
+    """A sequence in the step or run under way, and the parser behind the answer.
 
     Attributes:
         wanted: the mask that was asked for when the run began.
-        compiled: its grammar.
+        compiled: the sequence's grammar.
         parser: behind the answer so far; None: to be begun.
-        bits: its mask.
+        bits: the sequence's mask.
         work: writes the mask, on another thread; None: not begun.
         fresh: the parser was begun anew for this mask.
     """
@@ -305,7 +311,7 @@ class _MaskRow:
         return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
     def write(self, answer: bytes) -> None:
-        """Writes its mask; on another thread. The library lets others run meanwhile."""
+        """Writes the mask; on another thread. The library lets others run meanwhile."""
         began_ns = time.thread_time_ns()
         try:
             if self.parser is None:
@@ -316,17 +322,18 @@ class _MaskRow:
 
 
 class MaskBuilder:
-    """Makes bit masks, of one step or run after the other, on threads of its own.
+    """Makes bit masks, for one step or run after the other, on separate threads.
 
-    A step waits for masks for a bounded time. A sequence that may go without a token does so while its mask is made.
+    A step waits for masks for a bounded time. A sequence that may go without a token does so while the sequence's mask
+    is made.
 
     Args:
         load: gives the tokenizer; called on another thread.
         vocab_size: tokens of the model.
-        end_token_ids: of the model.
+        end_token_ids: the model's.
         aside: the threads work within such a context.
-        full: whether the process holds as much as it may; asked for every `STEPS_PER_MEMORY_CHECK` steps, and before
-            a grammar is compiled.
+        full: whether the process holds as much as allowed; asked for every `STEPS_PER_MEMORY_CHECK` steps, and before a
+            grammar is compiled.
     """
 
     def __init__(
@@ -365,7 +372,7 @@ class MaskBuilder:
         return PendingMasks(self._made, needed)
 
     def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
-        """Begins those of the run's next step, when each sequence of the step has got its one of these tokens."""
+        """Begins the masks for the run's next step, when each sequence in the step has got a token."""
         return PendingMasks(partial(self._next, tokens)) if self._goes_on else None
 
     def close(self) -> None:
@@ -393,7 +400,7 @@ class MaskBuilder:
         return self._steps % STEPS_PER_MEMORY_CHECK == 0 and self._parsers.make_room()
 
     def _close(self) -> None:
-        """The run is over: its parsers are kept for those that go on with its sequences."""
+        """The run is over: the run's parsers are kept for runs that continue the sequences."""
         for row in self._rows:
             if row.index in self._allowed.failed:
                 continue
@@ -407,7 +414,7 @@ class MaskBuilder:
         self._rows = []
 
     def _row(self, wanted: MaskRequest) -> _MaskRow:
-        """The row of a mask: one whose mask is being made, or with a parser that was kept, or with neither."""
+        """A mask's row: with a mask being made, or with a kept parser, or with neither."""
         key = wanted.grammar, wanted.answer
         if waiting := self._unfinished.get(key):
             row = waiting.pop()
@@ -435,7 +442,7 @@ class MaskBuilder:
         return self._allowed
 
     def _submit(self, row: _MaskRow, answer: bytes) -> None:
-        """Begin to write a row's mask, unless that has begun, or its grammar is not compiled yet."""
+        """Begin to write a row's mask, unless begun, or unless the grammar is not compiled yet."""
         if row.work is not None or (row.parser is None and not row.compiled.done()):
             return
         row.fresh = row.parser is None
@@ -467,7 +474,7 @@ class MaskBuilder:
     def _collect(self, row: _MaskRow, answer: bytes) -> None:
         """Take a row's mask.
 
-        Other answers may have used up a limit of the library: only a failure of a grammar compiled anew counts.
+        Other answers may have used up a library limit: only a failure of a freshly compiled grammar counts.
         """
         allowed, index = self._allowed, row.index
         while row.work is not None and row.work.done():

@@ -1,7 +1,7 @@
-"""The sending side of a conductor's Steps stream, and how its messages are read. Torch-free.
+"""The sending side of a conductor's Steps stream, and how the conductor's messages are read. Torch-free.
 
-A conductor that reads slowly gets fewer, larger messages: waiting tokens of a sequence are merged, so memory is
-bounded by what the admitted sequences may generate.
+A conductor that reads slowly gets fewer, larger messages: a sequence's waiting tokens are merged, so memory is bounded
+by what the admitted sequences may generate.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ The conductor's next message is read when there is room again.
 
 
 class Subscriber:
-    """The sending side of one conductor's Steps stream: a queue of messages, merged while they wait."""
+    """The sending side of one conductor's Steps stream: a message queue, merged while waiting."""
 
     def __init__(self, conductor: kv_pb2.Instance) -> None:
         self.conductor = conductor
@@ -53,7 +53,7 @@ class Subscriber:
         score: float | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
-        """Queues new tokens of one answer, sent at the next `flush`. A hypothesis comes whole, with its score."""
+        """Queues one answer's new tokens, sent at the next `flush`. A hypothesis comes whole, with the score."""
         waiting = self._tokens.get((request_id, choice))
         if waiting is None:
             waiting = decode_pb2.SequenceTokens(request_id=request_id, position=position, choice=choice, score=score)
@@ -69,7 +69,7 @@ class Subscriber:
             self._rest.tokens.append(self._tokens.pop((request_id, choice)))
 
     def failed(self, request_id: str, reason: str, *, transfer: bool = False) -> None:
-        """A request cannot continue; `transfer`: because its prompt's KV has not arrived whole."""
+        """A request cannot continue; `transfer`: because the prompt's KV has not arrived whole."""
         self._rest.tokens.extend(self._take(request_id))
         self._rest.failed.add(request_id=request_id, reason=reason, transfer=transfer)
         self.flush()
@@ -135,12 +135,12 @@ class Subscriber:
 
 
 def conductor_identity(conductor: kv_pb2.Instance) -> str:
-    """A conductor's identity for the scheduler; "" if it has none."""
+    """A conductor's identity for the scheduler; "" without identity."""
     return f"{conductor.id}/{conductor.incarnation}" if conductor.id else ""
 
 
 def known_tokens(message: decode_pb2.StartSequence, answers: int) -> list[Sequence[int]]:
-    """For each answer, the tokens known behind its first one."""
+    """For each answer, the tokens known behind the first token."""
     further: list[Sequence[int]] = [it.token_ids for it in message.further_known]
     return [message.known_token_ids, *(further or [()] * (answers - 1))]
 
@@ -186,5 +186,5 @@ class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
         self.finish()
 
     def finish(self) -> None:
-        """Nothing more will wait."""
+        """No more messages will wait."""
         self._subscriber.close()

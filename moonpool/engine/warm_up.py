@@ -1,8 +1,8 @@
-"""Runs a stage's kernels once before it is ready, so that no request waits for a compiler. For devices only.
+"""Runs a stage's kernels once before the stage is ready, so that no request waits for a compiler. For devices only.
 
 A few steps take every variant of the kernels (`kernels.triton.variants`) and every way to sample; one has the most
-tokens. Then the graphs of decode steps are captured, and what is timed at start (`moonpool.engine.calibration`) are
-replays, as requests see them. Steps leave garbage in the first blocks of the pool, which nothing uses yet.
+tokens. Then the decode graphs are captured, and the timings at start (`moonpool.engine.calibration`) are replays, as
+requests see them. Steps leave garbage in the pool's first blocks, which are unused yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import ScoredTokens, SequenceStep, Step
 
 _PROMPT = 16
-"""Tokens of the prompts whose next token is sampled."""
+"""Tokens in the prompts whose next token is sampled."""
 _EVERY_WAY = SamplingParams(
     temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, presence_penalty=0.1, frequency_penalty=0.1,
     repetition_penalty=1.1, logit_bias={1: 1.0}, logprobs=5,
@@ -31,11 +31,11 @@ _EVERY_WAY = SamplingParams(
 
 @in_inference_mode
 def warm_up(runner: StageRunner, step_tokens: int, longest: int, say: Callable[[str], None]) -> None:
-    """Run what a stage's services will run, and capture its graphs.
+    """Run what the stage's services will run, and capture the graphs.
 
     Args:
-        runner: of the stage, which has run nothing yet.
-        step_tokens: of the largest step.
+        runner: the stage's, still unused.
+        step_tokens: tokens in the largest step.
         longest: tokens of the longest sequence; the pool holds them.
         say: told how far this has come.
     """
@@ -79,7 +79,7 @@ def _batches(runner: StageRunner, step_tokens: int, longest: int) -> list[BatchS
 
 
 def _sequence(rows: int, context: int, block_tokens: int) -> SequenceStep:
-    """A sequence's last `rows` tokens of `context`, in the pool's first blocks, which others of the step have, too."""
+    """A sequence's last `rows` tokens out of `context`, in the pool's first blocks, as the step's other sequences."""
     return SequenceStep(bytes(4 * rows), context - rows, tuple(range(-(-context // block_tokens))))
 
 
@@ -94,7 +94,7 @@ class _NoNeighbours:
         return torch.zeros(rows, self._model.config.hidden_size, dtype=self._model.dtype)
 
     def send(self, step_id: int, hidden: Tensor | None) -> None:
-        """Nobody hears it."""
+        """The message is dropped."""
 
     def flush(self) -> None:
-        """Nothing was sent."""
+        """No send is pending."""

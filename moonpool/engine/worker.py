@@ -1,7 +1,7 @@
 """An engine process: `python -m moonpool.engine.worker --channel FD --pool FD`, started by the I/O process only.
 
-It takes its orders from the channel and exits when the channel closes. Torch is imported after the receiving thread
-has started, so that the process ends with its parent even while importing.
+The process takes orders from the channel and exits when the channel closes. Torch is imported after the receiving
+thread has started, so that the process ends with its parent even while importing.
 """
 
 import argparse
@@ -61,7 +61,7 @@ _FAILED = 1
 
 
 class OrderReceiver:
-    """Reads the channel in a thread of its own, so that gates, aborts and the parent's death are heard at any time."""
+    """Reads the channel in a separate thread, so that gates, aborts and the parent's death are noticed at any time."""
 
     def __init__(self, channel: BlockingChannel, gates: KVGates, stages: int, rendezvous: str) -> None:
         # The parent never has more than `stages` steps in flight, and so many fetches; one more place is for Shutdown.
@@ -73,11 +73,11 @@ class OrderReceiver:
         """Brings KV to the device; set before the stage is ready."""
 
     def start(self) -> None:
-        """Starts the thread; it ends with the process."""
+        """Starts the thread; the thread ends with the process."""
         threading.Thread(target=self._run, name="receiver", daemon=True).start()
 
     def next_order(self, *, wait: bool) -> Step | FetchBlocks | Shutdown | EngineSizes | None:
-        """The next order; None where there is none yet and it does not wait.
+        """The next order; None without a waiting order, if not `wait`.
 
         There is no deadline: the process ends when the channel closes.
         """
@@ -112,12 +112,12 @@ class OrderReceiver:
 
 
 class StageLoader:
-    """Builds the runner of one stage, part by part. Torch is imported with the first of them.
+    """Builds one stage's runner, part by part. Torch is imported with the first of them.
 
     Args:
-        spec: of the stage.
-        pool_fd: descriptor of the stage's part of the KV pool.
-        gates: KV gates of its steps.
+        spec: the stage's.
+        pool_fd: descriptor for the stage's part of the KV pool.
+        gates: KV gates for the stage's steps.
         channel: to the I/O process.
         sizes: waits for the answer to `StageRoom`.
     """
@@ -271,7 +271,7 @@ def _build_kernels(channel: BlockingChannel) -> None:
 def import_libraries() -> None:
     """Import all that the engine needs, with the garbage collector off.
 
-    Importing makes no garbage, and looking for it takes a tenth of the time.
+    Importing makes no garbage, and looking for garbage takes a tenth of the time.
     """
     gc.disable()
     import moonpool.engine.model_runner
@@ -290,10 +290,10 @@ def describe_compute(runner: "StageRunner") -> str:
 
 
 def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], AbstractContextManager[None]]:
-    """What each step runs in: as many cores as are ours while it does (`moonpool.engine.cpu_sharing`).
+    """The context for each step: as many cores as are ours meanwhile (`moonpool.engine.cpu_sharing`).
 
-    Native kernels look at that themselves, before each of their regions, and the `runner`'s patient steps give way to
-    others. Torch's threads are set per step, unless results are to be the same whatever else runs.
+    Native kernels check that themselves, before each region, and the `runner`'s patient steps give way to others.
+    Torch's threads are set per step, unless results are to be the same whatever else runs.
 
     Raises:
         ConfigError: the page cannot be used.
@@ -308,7 +308,7 @@ def step_turns(engine: EngineSpec, runner: "StageRunner") -> Callable[[], Abstra
     try:
         cores = CpuSlot.claim(Path(engine.core_page), engine.core_share)
     except ConfigError as error:
-        if Path(engine.core_page) != default_core_page():  # a flag names it
+        if Path(engine.core_page) != default_core_page():  # named by a flag
             raise
         sys.stderr.write(f"cores are not lent: {error}\n")
         torch.set_num_threads(min(engine.threads, max(1, len(os.sched_getaffinity(0)) // engine.stages)))
@@ -369,7 +369,7 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Runs the worker to its end."""
+    """Runs the worker to the end."""
     parser = argparse.ArgumentParser(prog="moonpool.engine.worker")
     parser.add_argument("--channel", type=int, required=True, help="descriptor of the socket to the I/O process")
     parser.add_argument("--pool", type=int, required=True, help="descriptor of this stage's part of the KV pool")
@@ -383,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _end_process(channel: BlockingChannel, error: BaseException) -> NoReturn:
-    """Ends the process for an error of any of its threads."""
+    """Ends the process after an error in any thread."""
     if isinstance(error, ChannelClosed):
         _exit(_ORPHANED)
     if isinstance(error, MoonpoolError):
@@ -394,7 +394,7 @@ def _end_process(channel: BlockingChannel, error: BaseException) -> NoReturn:
 
 def _exit(code: int) -> NoReturn:
     sys.stderr.flush()
-    # Not sys.exit: tearing down torch, gloo and a blocked thread takes long and can hang; the kernel frees it all.
+    # Not sys.exit: tearing down torch, gloo and a blocked thread takes long and can hang; the kernel frees everything.
     os._exit(code)
 
 

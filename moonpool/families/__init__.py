@@ -85,7 +85,7 @@ _ALL = (
     STARCODER2,
 )
 FAMILIES: Mapping[str, ModelFamily] = {name: it for it in _ALL for name in (it.architecture, *it.other_architectures)}
-"""By architecture, as config.json names it."""
+"""By architecture, as config.json names the architecture."""
 
 _BY_MODEL_TYPE = {it.model_type: it for it in _ALL}
 _BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None and it not in (MIXTRAL, DEEPSEEK_V3)}
@@ -94,7 +94,7 @@ _BY_GGUF = {it.gguf.architecture: it for it in _ALL if it.gguf is not None and i
 def family_of(declared: object, model_type: object) -> ModelFamily:
     """Return the family that config.json names in `architectures`, or else (None) in `model_type`.
 
-    An architecture that is not described here, but is a decoder by its name, is one for transformers' own code.
+    An architecture that is not described here, but is a decoder by its name, is computed by transformers' own code.
 
     Raises:
         UnsupportedModel: the family is not known; names the key.
@@ -112,13 +112,13 @@ def family_of(declared: object, model_type: object) -> ModelFamily:
 
 
 def names_of(architecture: str) -> TensorNames:
-    """Return the names of a family's tensors; of an architecture that is not described here, the usual ones."""
+    """Return the names of a family's tensors; for an architecture that is not described here, the usual names."""
     family = FAMILIES.get(architecture)
     return TensorNames() if family is None else family.names
 
 
 def gguf_family(name: object) -> ModelFamily:
-    """Return the family of the value of `general.architecture` in a GGUF file.
+    """Return the family for a GGUF file's `general.architecture` value.
 
     Raises:
         UnsupportedModel: the family is not known.

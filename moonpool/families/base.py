@@ -1,8 +1,7 @@
-"""The contract of a model family: what its checkpoints say, and what their tensors are called. Torch-free.
+"""A model family's contract: what checkpoints say, and what their tensors are called. Torch-free.
 
-A family is one file beside this one, with a `ModelFamily`, and an entry of `FAMILIES`; docs/extend/model_family.md
-lists the steps. Readers of checkpoints and the loader of weights read the description, and nothing else, to tell
-families apart.
+A family is one file beside this file, with a `ModelFamily`, and an entry in `FAMILIES`; docs/extend/model_family.md
+lists the steps. Checkpoint readers and the weight loader tell families apart only by the description.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from moonpool.families.spec import Activation, AttentionSpec, DecoderSpec, FeedF
 class TensorNames:
     """Names of tensors in a Hugging Face checkpoint; of a layer's tensors between `layer` and .weight or .bias.
 
-    Where several projections are one tensor in the checkpoint, `qkv` or `gate_up` names it.
+    If several projections are one tensor in the checkpoint, `qkv` or `gate_up` names that tensor.
     """
 
     embedding: str = "model.embed_tokens.weight"
@@ -35,7 +34,7 @@ class TensorNames:
     v: str = "self_attn.v_proj"
     qkv: str = ""
     qkv_order: Literal["stacked", "grouped"] = "stacked"
-    """Rows of `qkv`: all of q, then k, then v; or for each KV head its queries, its key and its value."""
+    """Row order in `qkv`: all of q, then k, then v; or for each KV head the head's queries, key and value."""
     inputs_first: bool = False
     """Whether weights are stored [inputs, outputs]."""
     output: str = "self_attn.o_proj"
@@ -49,7 +48,7 @@ class TensorNames:
     kv_a_norm: str = "self_attn.kv_a_layernorm"
     kv_b: str = "self_attn.kv_b_proj"
     k_b: str = "self_attn.k_b_proj"
-    """GGUF files have `kv_b` as two tensors: of keys, with its inputs first in each head, and of values."""
+    """GGUF files have `kv_b` as two tensors: for keys, with the inputs first in each head, and for values."""
     v_b: str = "self_attn.v_b_proj"
     recurrent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of layers with a recurrent state: names by field of `moonpool.models.recurrent.RecurrentWeights`. Tensors of one

@@ -21,7 +21,7 @@ SHARED_EXPERT_KEYS = {
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
 }
-"""Keys of GGUF files by those of config.json."""
+"""GGUF keys by config.json's keys."""
 
 
 def latent_decoder(fields: JsonFields, *, paired: bool) -> DecoderSpec:
@@ -107,7 +107,7 @@ _LATENT_KEYS = {
 
 
 def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
-    """Return the keys of config.json. Files with one KV head say the lengths of all heads under keys of their own."""
+    """Return the keys of config.json. Files with one KV head give all heads' lengths under separate keys."""
     rope = found["qk_rope_head_dim"]
     keys = {
         "q_lora_rank": found.get("q_lora_rank"),
@@ -121,7 +121,7 @@ def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
         "topk_method": "group_limited_greedy" if found.get("n_group", 1) > 1 else "greedy",
     }
     if "rope_scaling" in found:
-        magnitude = found.get("yarn_log_multiplier", 0.0) * 10  # llama.cpp's key has YaRN's factor 0.1 in it
+        magnitude = found.get("yarn_log_multiplier", 0.0) * 10  # llama.cpp's key includes YaRN's factor 0.1
         keys["rope_scaling"] = {**found["rope_scaling"], "mscale": magnitude, "mscale_all_dim": magnitude}
     return keys
 

@@ -1,4 +1,4 @@
-"""Configuration files of checkpoints as JSON objects whose values are read by type."""
+"""Checkpoint configuration files as JSON objects with values read by type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 class JsonFields:
-    """A JSON object whose values are read by type; `source` says in errors where it comes from."""
+    """A JSON object with values read by type; `source` names the origin in errors."""
 
     def __init__(self, data: Mapping[str, Any], source: str) -> None:
         self._data = data
@@ -44,7 +44,7 @@ class JsonFields:
         return self._data
 
     def positive(self, name: str, default: int | None = None, *, null: int | None = None) -> int:
-        """Return a positive integer; `default` when absent, `null` (else `default`) when it is null."""
+        """Return a positive integer; `default` if absent, `null` (else `default`) if null."""
         value = self._present(name, default, null)
         if type(value) is not int or value <= 0:
             raise CheckpointError(f"{self.source}: {name} must be a positive integer, not {value!r}")

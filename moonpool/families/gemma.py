@@ -60,13 +60,13 @@ def _decoder3(fields: JsonFields) -> DecoderSpec:
         )
     )
     local = read_rope(fields, size, kind="sliding_attention")
-    if fields.get("rope_local_base_freq") is not None:  # the old spelling, whose rope_scaling is of full layers only
+    if fields.get("rope_local_base_freq") is not None:  # the old spelling, whose rope_scaling is for full layers only
         local = RopeSpec(fields.number("rope_local_base_freq"), size)
     return windowed(fields, replace(plain, ropes=(decoder.ropes[0], local)), kinds)
 
 
 def _query_scalar(found: dict[str, Any]) -> Mapping[str, Any]:
-    """GGUF files do not say it: the 27B models (46 and 62 layers) differ from the others."""
+    """GGUF files do not tell: the 27B models (46 and 62 layers) differ from the others."""
     large = found["num_hidden_layers"] in (46, 62)
     return {
         "query_pre_attn_scalar": found["hidden_size"] // found["num_attention_heads"] if large else found["head_dim"]

@@ -1,4 +1,4 @@
-"""GLM-4 in its forms: dense (with two or four norms a layer), with experts, and with latent attention."""
+"""GLM-4 in all forms: dense (with two or four norms a layer), with experts, and with latent attention."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia): parallel parts with a norm each, projections of queries, keys and values in one tensor."""
+"""GPT-NeoX (Pythia): parallel parts with a norm each, projections for queries, keys and values in one tensor."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Helium: Llama whose RoPE turns neighbouring elements."""
+"""Helium: Llama with a RoPE that turns neighbouring elements."""
 
 from dataclasses import replace
 

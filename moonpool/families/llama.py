@@ -1,4 +1,4 @@
-"""Llama, and models that were converted to its architecture."""
+"""Llama, and models converted to Llama's architecture."""
 
 from moonpool.families.base import GgufNames, ModelFamily, llama_decoder
 

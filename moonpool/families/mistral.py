@@ -1,4 +1,4 @@
-"""Mistral and Ministral. GGUF files are of the llama architecture, those of Ministral 3 of mistral3."""
+"""Mistral and Ministral. GGUF files have the llama architecture, Ministral 3's have mistral3."""
 
 from collections.abc import Mapping
 from dataclasses import replace

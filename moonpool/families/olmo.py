@@ -38,7 +38,7 @@ def _decoder2(fields: JsonFields) -> DecoderSpec:
 
 
 def _decoder3(fields: JsonFields) -> DecoderSpec:
-    """OLMo 3: windows in three of four layers, whose RoPE is not scaled."""
+    """OLMo 3: windows in three of four layers, with an unscaled RoPE."""
     decoder = _decoder2(fields)
     layers, size = len(decoder.layers), decoder.layers[0].attention.head_dim
     pattern = ["sliding_attention" if (index + 1) % 4 else "full_attention" for index in range(layers)]

@@ -1,6 +1,6 @@
-"""Architectures that no family here describes: transformers' own modelling code computes them, if it can.
+"""Architectures that no family here describes: transformers' own modelling code computes them, if possible.
 
-Only what KV needs is read of `config.json`: layers, KV heads, head size. All else of it counts by its digest, so that
+Only what KV needs is read of `config.json`: layers, KV heads, head size. All other keys count by their digest, so that
 two configurations never share KV.
 """
 
@@ -29,14 +29,14 @@ _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "u
 
 
 def other_family(architecture: str, model_type: object) -> ModelFamily | None:
-    """Return the family of an architecture that is not described here; None if its name is not that of a decoder."""
+    """Return the family of an architecture that is not described here; None if the name is not a decoder's."""
     if not architecture.endswith(_ENDS) or not isinstance(model_type, str):
         return None
     return ModelFamily(architecture=architecture, model_type=model_type, decoder=_decoder, defaults={}, other=True)
 
 
 def common_names(data: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json's fields with the common names of keys beside its own."""
+    """Return config.json's fields with the keys' common names beside config.json's own."""
     found = dict(data)
     for name, others in _OTHER_NAMES.items():
         value = next((data[other] for other in others if data.get(other) is not None), None)

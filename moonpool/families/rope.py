@@ -17,17 +17,17 @@ _KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 
 
 def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, paired: bool = False) -> RopeSpec:
-    """Return the table of rotary embeddings for heads of `head_dim` elements.
+    """Return the rotary embedding table for heads with `head_dim` elements.
 
     Args:
         fields: config.json.
-        head_dim: elements of a head, of which `partial_rotary_factor` says how many are rotated.
+        head_dim: elements in a head; `partial_rotary_factor` says how many are rotated.
         kind: kind of layer, for example "full_attention", where parameters may differ between kinds.
         paired: whether the checkpoint has elements that turn together beside one another.
 
     Raises:
-        CheckpointError: a value is malformed; names it.
-        UnsupportedModel: a kind of scaling that is not built; names it.
+        CheckpointError: a value is malformed; names the key.
+        UnsupportedModel: a kind of scaling that is not built; names the key.
     """
     rope, name = _parameters(fields, kind)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
@@ -40,8 +40,8 @@ def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, pai
 def longest(fields: JsonFields) -> int:
     """Return the positions for which frequencies do not depend on the sequence's length.
 
-    "longrope" and "dynamic" change the frequencies of all positions when a sequence outgrows its original length. The
-    KV of a prefix would then depend on what follows, so that no sequence may outgrow the original length.
+    "longrope" and "dynamic" change all positions' frequencies when a sequence outgrows the original length. The KV of a
+    prefix would then depend on what follows, so that no sequence may outgrow the original length.
     """
     positions = fields.positive("max_position_embeddings")
     rope, _ = _parameters(fields, "full_attention")
@@ -51,7 +51,7 @@ def longest(fields: JsonFields) -> int:
 
 
 def yarn_scale(fields: JsonFields, scale: float) -> float:
-    """Return DeepSeek's scale of attention scores: `scale` times the square of YaRN's magnitude over all dimensions."""
+    """Return DeepSeek's attention score scale: `scale` times the square of YaRN's magnitude over all dimensions."""
     rope, _ = _parameters(fields, None)
     everywhere = rope.number("mscale_all_dim", 0.0)
     if rope.get("rope_type", rope.get("type", "default")) == "default" or not everywhere:
@@ -74,11 +74,11 @@ def _parameters(fields: JsonFields, kind: str | None) -> tuple[JsonFields, str]:
 def _scaling(
     fields: JsonFields, rope: JsonFields, name: str, theta: float, width: int
 ) -> tuple[RopeScaling | None, float]:
-    """Return the scaling of frequencies and the factor of cosine and sine."""
+    """Return the frequency scaling and the factor for cosine and sine."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
         raise UnsupportedModel(f"{name}.rope_type", f"{kind!r} is none of {', '.join(_KINDS)}")
-    if kind in ("default", "dynamic"):  # dynamic: the frequencies of its first max_position_embeddings positions
+    if kind in ("default", "dynamic"):  # dynamic: the frequencies for the first max_position_embeddings positions
         return None, 1.0
     if kind == "linear":
         return RopeScaling("linear", rope.number("factor")), 1.0
@@ -123,7 +123,7 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 def _original(fields: JsonFields, rope: JsonFields) -> int:
-    """Return the length before scaling: of the configuration itself (as Phi-3's), else of the scaling."""
+    """Return the length before scaling: the configuration's own (as Phi-3's), else the scaling's."""
     positions = fields.positive("max_position_embeddings")
     inner = rope.positive("original_max_position_embeddings", positions)
     return fields.positive("original_max_position_embeddings", inner)

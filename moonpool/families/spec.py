@@ -1,7 +1,7 @@
-"""What a decoder-only transformer computes, layer by layer, in values: one `LayerSpec` per kind of layer. Torch-free.
+"""What a decoder-only transformer computes, layer by layer, as values: one `LayerSpec` per kind of layer. Torch-free.
 
-Families (`moonpool.families`) build these values from config.json. `moonpool.models` interprets them: the
-torch path all of them, the native step those that `LayerSpec.plain` says are of Llama's kind.
+Families (`moonpool.families`) build these values from config.json. `moonpool.models` interprets them: the torch path
+interprets all, the native step those that `LayerSpec.plain` marks as Llama's kind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RopeScaling:
     - "llama3": low frequencies are divided by `factor`, high ones kept, smooth between; the bounds of the two regions
       are `low_freq_factor` and `high_freq_factor`.
     - "yarn": the same idea over `ramp`, the pairs of elements between which division sets in (Peng et al. 2023).
-    - "divisors": each frequency is divided by one of its own, `divisors`.
+    - "divisors": each frequency is divided by a separate number in `divisors`.
     """
 
     kind: str
@@ -37,10 +37,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """One table of rotary position embeddings (Su et al. 2021).
+    """One rotary position embedding table (Su et al. 2021).
 
-    `width`: elements of a head that are rotated, its first ones; the others stay as they are. `paired`: the checkpoint
-    has elements that turn together beside one another; the loader moves them half a head apart. `magnitude`: cosine and
+    `width`: a head's leading elements that are rotated; the others stay as they are. `paired`: the checkpoint has
+    elements that turn together beside one another; the loader moves them half a head apart. `magnitude`: cosine and
     sine are multiplied with this factor (YaRN's attention factor). `by_length`: a query at position p is multiplied
     with 1 + by_length[0] * log(1 + p // by_length[1]).
     """
@@ -77,10 +77,10 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values of all heads come from one latent vector.
+    """Multi-head latent attention (DeepSeek-V2, 2024): all heads' keys and values come from one latent vector.
 
-    The pool holds the latent vector and the rotated part of the key, as one head. Queries are taken into the latent
-    space ("absorbed"), so that attention reads the latent vectors alone.
+    The pool holds the latent vector and the key's rotated part, as one head. Queries are taken into the latent space
+    ("absorbed"), so that attention reads the latent vectors alone.
     """
 
     kv_rank: int
@@ -98,18 +98,18 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Attention of one layer."""
+    """One layer's attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     """Of keys and values in the pool; with `latent`, kv_rank + rope_width."""
     scale: float
-    """Scores are multiplied with it."""
+    """Factor on scores."""
     rope: int | None = 0
-    """Index of the model's table of rotary embeddings; None: no position embeddings."""
+    """Index in the model's rotary embedding tables; None: no position embeddings."""
     window: int | None = None
-    """Tokens that a query sees, itself included; None: all."""
+    """Tokens that a query sees, the query's own included; None: all."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(scores / soft_cap)."""
     sinks: bool = False
@@ -119,8 +119,9 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     """Norm of queries and keys."""
     qk_norm_over: Literal["head", "heads", "all"] = "head"
-    """What is normed: each head with one weight for all heads, each head with a weight of its own, or all heads as one
-    vector."""
+    """Norm scope: each head with one weight for all heads, each head with a separate weight, or all heads as one
+    vector.
+    """
     qk_norm_last: bool = False
     """Norm after rotation instead of before."""
     latent: LatentSpec | None = None

@@ -1,11 +1,11 @@
-"""Who calls, and what each caller may call: roles of certificates, API keys with tenants and budgets.
+"""Who calls, and what each caller may call: certificate roles, API keys with tenants and budgets.
 
 A certificate names the owner's role as a URI among the alternative names, `moonpool:role:prefill`; the common name
 names the owner. A method that is not in the table is refused; a test compares the table with the contracts.
 
-Each line of a key file is `sha256:HEX [rpm=N] [tpm=N] TENANT`, where HEX is the SHA-256 of a key, or `tenant [rpm=N]
-[tpm=N] TENANT` for the requests and tokens per minute that all keys of a tenant have together. `#` begins a comment.
-Keys are random, so a plain hash is enough. Files are read again when they change.
+Each line in a key file is `sha256:HEX [rpm=N] [tpm=N] TENANT`, where HEX is a key's SHA-256, or `tenant [rpm=N] [tpm=N]
+TENANT` for the requests and tokens per minute that all a tenant's keys have together. `#` begins a comment. Keys are
+random, so a plain hash is enough. Files are read again when they change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHECK_INTERVAL_S = 0.5
 
 
 class WatchedFiles:
-    """Files of which a change is noticed, not more often than every `LOOK_S` seconds of `clock`."""
+    """Files watched for changes, at most every `LOOK_S` seconds on `clock`."""
 
     def __init__(self, paths: Sequence[Path], clock: Callable[[], float] = world.monotonic) -> None:
         self._paths = list(paths)
@@ -41,7 +41,7 @@ class WatchedFiles:
         self._signatures = self._sign()
 
     def changed(self) -> bool:
-        """Whether one of them is another one than at the last look, or has come or gone."""
+        """Whether a file differs from the last look, or has come or gone."""
         now = self._clock()
         if now - self._looked_at < CHECK_INTERVAL_S:
             return False
@@ -109,7 +109,7 @@ class KeyFile:
     shared: dict[str, KeyLimits]
 
     def owners(self, key_hash: str) -> list[BudgetOwner]:
-        """Whose budgets a request with this key is on."""
+        """Owners whose budgets a request with this key uses."""
         tenant = self.tenants[key_hash]
         own, shared = self.limits.get(key_hash), self.shared.get(tenant)
         found = [(f"key {key_hash}", "this key", own), (f"tenant {tenant}", "this key's tenant", shared)]
@@ -137,7 +137,7 @@ def parse_keys(text: str) -> KeyFile:
 
 
 def _add_line(file: KeyFile, number: int, key_hash: str, tenant: str, limits: KeyLimits | None) -> None:
-    """Add a line: of a key, or without a hash of a tenant."""
+    """Add a key's line, or without a hash a tenant's line."""
     if key_hash in file.tenants:
         raise ValueError(f"line {number}: this key stands here twice")
     if not key_hash and (tenant in file.shared or limits is None):
@@ -216,7 +216,7 @@ INSTANCES = ENGINES | {"kvstore"}
 CLIENTS = frozenset({"client", "gateway", "operator"})
 OPERATORS = frozenset({"operator"})
 KEEPERS = ENGINES | {"client"}
-"""Roles that keep KV in kvstores; a client under keys of one tenant only (`moonpool.kv.values.check_owned`)."""
+"""Roles that keep KV in kvstores; a client only under one tenant's keys (`moonpool.kv.values.check_owned`)."""
 READERS = OPERATORS | {"conductor"}
 ROLES = ("conductor", "prefill", "decode", "kvstore", "gateway", "client", "operator")
 _CONDUCTOR = {
@@ -275,11 +275,11 @@ ALLOWED: Mapping[str, frozenset[str]] = {
 }
 """Roles by method."""
 FOR_ALL = ("/grpc.health.v1.Health/", "/grpc.reflection.")
-"""What everybody may call whose connection was accepted."""
+"""Calls open to everybody with an accepted connection."""
 
 
 class RpcCaller(NamedTuple):
-    """Who calls: a role, and a name, which is the tenant's for a client."""
+    """A caller: a role, and a name, which is the tenant's for a client."""
 
     role: str
     name: str
@@ -289,7 +289,7 @@ _caller: ContextVar[RpcCaller | None] = ContextVar("caller", default=None)
 
 
 def current_caller() -> RpcCaller | None:
-    """Who made the call that is being answered; None where connections are not secured."""
+    """The caller of the call being answered; None where connections are not secured."""
     return _caller.get()
 
 
@@ -312,7 +312,7 @@ def own_tenant() -> str | None:
 
 
 def check_tenant(asked: str, own: str | None) -> str:
-    """The tenant that a request is for, as `tenant_of`, of a caller whose `own_tenant` was noted before."""
+    """A request's tenant, as `tenant_of`, for a caller whose `own_tenant` was noted before."""
     if own is not None and asked not in ("", own):
         raise PermissionDenied("the request names a tenant that is not the caller's")
     return asked if own is None else own
@@ -335,7 +335,7 @@ def require_role(role: str) -> None:
 
 
 class RoleGate:
-    """Lets in who has a certificate that is not revoked, or an API key, and a role that may call the method."""
+    """Lets in callers with an unrevoked certificate or an API key, and with a role that may call the method."""
 
     def __init__(
         self, revoked: Path | None = None, keys: ApiKeys | None = None, clock: Callable[[], float] = world.monotonic
@@ -343,8 +343,8 @@ class RoleGate:
         """Take what a peer may show.
 
         Args:
-            revoked: file of revoked certificates: a line `sha256:HEX` each, the hash of the certificate's DER.
-            keys: of clients that show no certificate; they are their tenants.
+            revoked: file with revoked certificates: a line `sha256:HEX` each, the hash over the certificate's DER.
+            keys: keys for clients without a certificate; they are their tenants.
             clock: by which the file is looked at again.
 
         Raises:
@@ -389,7 +389,7 @@ class RoleGate:
         return RpcCaller(_role(found), name[0].decode(errors="replace"))
 
     def _renew(self) -> None:
-        """Reads the file again if changed. A wrong or missing file leaves what was revoked as it was."""
+        """Reads the file again if changed. A wrong or missing file leaves the revocations unchanged."""
         if self._path is None or not self._watched.changed():
             return
         try:

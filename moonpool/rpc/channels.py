@@ -25,7 +25,7 @@ from moonpool.rpc.tuning import CONNECTION_OPTIONS
 _OPTIONS: list[tuple[str, Any]] = [
     *CONNECTION_OPTIONS,
     ("grpc.http2.max_pings_without_data", 0),
-    # A restarted peer is found again quickly, and a dropped channel takes its connection with it.
+    # A restarted peer is found again quickly, and a dropped channel takes the connection along.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -34,12 +34,15 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 OLD_S = 3600.0
-"""So long calls may go on over a connection whose certificates have changed since."""
+"""Calls may continue this long over a connection whose certificates have changed since."""
 Metadata = tuple[tuple[str, str], ...]
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """A new channel with our options; connects on first use. The caller closes it. Without `tls` it is in plaintext."""
+    """A new channel with our options; connects on first use. The caller closes the channel.
+
+    Without `tls` the channel is plaintext.
+    """
     network = world.CURRENT.get().network
     if tls is None:
         return CheckedChannel(network.channel(address, _OPTIONS))
@@ -84,7 +87,7 @@ class CheckedChannel(grpc.aio.Channel):
 
 
 class StreamCall(Protocol):
-    """What both a `ClientCall` and the call of a generated stub have: the two directions of a stream."""
+    """The common part of a `ClientCall` and a generated stub's call: the two directions of a stream."""
 
     async def read(self) -> Any:
         """As `ClientCall.read`."""
@@ -140,7 +143,7 @@ class ClientCall:
         return END_OF_STREAM if message is grpc.aio.EOF else message
 
     async def write(self, message: Any) -> None:
-        """Sends a message; returns when gRPC has taken it.
+        """Sends a message; returns after gRPC has taken the message.
 
         Raises:
             MoonpoolError: The call has failed.
@@ -165,7 +168,7 @@ def _client_calls(make: Callable[..., Any]) -> Callable[..., ClientCall]:
 
 
 def _checked(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a stub's method, with our deserialiser in the place of a message class' `FromString`."""
+    """A stub method's arguments, with our deserialiser in place of a message class' `FromString`."""
     cls = getattr(kwargs.get("response_deserializer"), "__self__", None)
     if isinstance(cls, type) and issubclass(cls, Message):
         return {**kwargs, "response_deserializer": messages.plain_deserializer(cls)}
@@ -243,7 +246,7 @@ class Channels:
 
 
 async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
-    """Ask the health service at `address` whether it serves.
+    """Ask the health service at `address` whether the service serves.
 
     Raises:
         Unavailable: no answer within `timeout_s` seconds, or the answer is no.
@@ -265,7 +268,7 @@ async def probe(address: str, timeout_s: float, tls: Tls | None = None) -> None:
 
 
 QUIET_SHARE, PROBE_SHARE = 0.4, 0.3
-"""Shares of the silence: nothing has come for the first, then the peer is asked `PROBES` times for the second."""
+"""Shares of the silence: no message for the first share, then `PROBES` probes within the second."""
 PROBES = 2
 
 
@@ -278,10 +281,10 @@ class MonitoredCall:
 
 
 class ConnectionMonitor:
-    """Monitor of one peer, for all calls over one connection.
+    """Monitors one peer, for all calls over one connection.
 
-    While calls wait and nothing comes, the peer is asked for a sign of life. If none comes, the calls are given up.
-    This process may be late itself, so one missing answer is not enough.
+    While calls wait without messages, the monitor asks the peer for a sign of life. If none comes, the calls are given
+    up. This process may be late too, so one missing answer is not enough.
     """
 
     def __init__(
@@ -290,7 +293,7 @@ class ConnectionMonitor:
         silence_s: float,
         waited_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Nothing happens before a call waits.
+        """Has no effect before a call waits.
 
         Args:
             ask: asks, for an answer within so many seconds; raises TimeoutError when none comes.
@@ -310,7 +313,7 @@ class ConnectionMonitor:
         """A call waits from now on, until `end`."""
         one = MonitoredCall(give_up)
         if not self._waiting:
-            self.heard()  # nobody waited: its silence begins now
+            self.heard()  # no call waited: the silence begins now
         self._waiting[one] = None
         if self._silence_s and (self._watching is None or self._watching.done()):
             self._watching = asyncio.get_running_loop().create_task(self._watch())

@@ -59,8 +59,8 @@ _TABLE: dict[type[MoonpoolError], tuple[grpc.StatusCode, kv_pb2.ErrorKind.ValueT
 def to_status(exc: BaseException) -> tuple[grpc.StatusCode, str, kv_pb2.ErrorDetail]:
     """Status code, text and detail with which an exception leaves a servicer.
 
-    A group of exceptions counts as the first leaf if all leaves are ours. What is not in the table (foreign exceptions,
-    and errors that have no business on the wire such as ConfigError) becomes INTERNAL without text.
+    A group of exceptions counts as the first leaf if all leaves are ours. Errors outside the table (foreign exceptions,
+    and local errors such as ConfigError) become INTERNAL without text.
     """
     error = _first_leaf(exc)
     if isinstance(error, TimeoutError):
@@ -121,7 +121,7 @@ def from_rpc_error(error: grpc.RpcError) -> MoonpoolError:
 _UNREACHED = re.compile(
     r"failed to connect to all addresses; last error: \w+: ipv[46]:(\S+): (?:Failed to connect to remote host: )?"
 )
-"""How gRPC says that nobody listens at an address."""
+"""gRPC's words if no server listens at an address."""
 _BARE: dict[grpc.StatusCode, Callable[[str], MoonpoolError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: partial(InvalidRequest, ""),
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -156,7 +156,7 @@ def _detail(metadata: Iterable[Any]) -> kv_pb2.ErrorDetail | None:
 
 
 def _first_leaf(exc: BaseException) -> BaseException:
-    """The exception that a group stands for: the first leaf if all leaves are ours, else the first that is not."""
+    """The exception that a group stands for: the first leaf if all leaves are ours, else the first foreign leaf."""
     if not isinstance(exc, BaseExceptionGroup):
         return exc
     leaves = [_first_leaf(inner) for inner in exc.exceptions]

@@ -3,8 +3,8 @@
 A message with a bytes field `payload` numbered 15 travels as `PayloadMessage`: exactly protobuf's encoding, so any
 protobuf peer can take part, with fewer copies. All others are plain protobuf.
 
-Protobuf turns two bytes into an object of some dozens: an 8 MiB message can become hundreds of MiB, and seconds of
-Python. So a message has bounds on its fields, repeated numbers and characters; what is smaller than `UNCHECKED_BYTES`
+Protobuf turns two bytes into an object with some dozens: an 8 MiB message can become hundreds of MiB, and seconds of
+Python. So a message has bounds on fields, repeated numbers and characters; what is smaller than `UNCHECKED_BYTES`
 cannot exceed them by much and is not checked.
 """
 
@@ -36,11 +36,11 @@ MESSAGE_BYTES = 8 << 20
 UNCHECKED_BYTES = 128 << 10
 """Messages up to this size are parsed unseen: they become at most some 3 MiB."""
 MAX_FIELDS = 1 << 14
-"""Fields in a larger message, those of messages within it included."""
+"""Fields in a larger message, inner messages' fields included."""
 MAX_NUMBERS = 1 << 20
 """Elements of packed repeated numbers: token ids, above all."""
 MAX_TEXT_BYTES = 4 << 20
-"""Bytes of text; Python may need four times as much for it."""
+"""Bytes of text; Python may need four times as much for the text."""
 FIELDS_OF = {
     # Answers about whole clusters, which a conductor gives and no service reads.
     "moonpool.v1.ClusterStateResponse": 1 << 18,
@@ -61,7 +61,7 @@ _CONTINUED = bytes(range(128, 256))
 
 
 class _KnownField(NamedTuple):
-    """What the scan must know of a length-delimited field: the message within it, or how its bytes count."""
+    """What the scan must know about a length-delimited field: the inner message, or how the field's bytes count."""
 
     message: dict[int, _KnownField] | None = None
     numbers: bool = False
@@ -98,7 +98,7 @@ def check_message(cls: type[Message], data: bytes) -> None:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """A varint and the position after it."""
+    """A varint and the position after the varint."""
     if (value := data[position]) < 0x80:
         return value, position + 1
     value = shift = 0
@@ -182,7 +182,7 @@ MAX_TOP_FIELDS = 64
 
 @dataclass(slots=True)
 class PayloadMessage(Generic[M]):
-    """A message beside its payload; the message's own `payload` field stays empty.
+    """A message beside the message's payload; the message's own `payload` field stays empty.
 
     Received payloads are memoryviews of the received bytes. Sent ones may be given in pieces.
     """

@@ -79,7 +79,7 @@ EXIT_MISMATCH = 3
 EXIT_ROLE = 10
 """An engine instance has drained and is to be started again in the other role."""
 DIE_WITH_PARENT = "MOONPOOL_DIE_WITH_PARENT"
-AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s itself and then has connections to close
+AFTER_DRAIN_S = 10.0  # `main` keeps to drain_s and then has connections to close
 CANCEL_GRACE_S = 5.0
 START_GRACE_S = 1.0
 LISTENING = ("listen", "client_listen", "metrics_listen")
@@ -94,7 +94,7 @@ class ProcessContext:
     Attributes:
         stopping: set by the first SIGTERM or SIGINT; `main` then takes no new work, finishes, and returns.
         incarnation: random 63-bit number, never 0, drawn at start.
-        exit_code: of the process after an orderly end.
+        exit_code: the process's exit code after an orderly end.
         id: the instance's id (`ServiceConfig.id`).
         announced: the service is ready.
         spans: recorder of this process; does nothing unless `spans_dir` is set.
@@ -118,11 +118,11 @@ class ProcessContext:
         self._tell(f"ready: {address}")
 
     def loading(self, stage: int, layers: int, of: int) -> None:
-        """Print `loading: STAGE LAYERS/OF` on standard output: how many layers a stage of the engine has loaded."""
+        """Print `loading: STAGE LAYERS/OF` on standard output: how many layers an engine stage has loaded."""
         self._tell(f"loading: {stage} {layers}/{of}")
 
     def starting(self, what: str) -> None:
-        """Print `starting: WHAT` on standard output: what the start does now. Any thread may call it.
+        """Print `starting: WHAT` on standard output: what the start does now. Any thread may call this method.
 
         Such a line renews the time that the start may take.
         """
@@ -137,7 +137,7 @@ class ProcessContext:
             os.close(null)
 
     def instance(self, kind: "kv_pb2.InstanceKind.ValueType", id: str, address: str) -> kv_pb2.Instance:  # noqa: A002
-        """This process as others are told of it; `id` empty = `self.id`."""
+        """This process's description for others; `id` empty = `self.id`."""
         return kv_pb2.Instance(id=id or self.id, incarnation=self.incarnation, kind=kind, address=address)
 
 
@@ -163,12 +163,12 @@ def run_service(main: Main, *, name: str, config: ServiceConfig, after_drain_s: 
     The first SIGTERM (or SIGINT) sets `ctx.stopping`; the same signal again ends the process at once. A `main` that is
     not done `config.drain_s + after_drain_s` after the first is cancelled; one that is not ready yet is cancelled at
     once. Standard output carries the `starting:`, `loading:` and `ready:` lines alone: whatever else is printed goes to
-    standard error. With MOONPOOL_DIE_WITH_PARENT the end of the parent counts as a SIGTERM: "1", or the parent's
-    process number, which makes a parent that has ended already known too.
+    standard error. With MOONPOOL_DIE_WITH_PARENT the parent's end counts as a SIGTERM: "1", or the parent's process
+    number, which also reveals a parent that has already ended.
 
     Returns:
-        The exit code: 0 after an orderly end, 10 after one that a change of role wants, 2 for a wrong setting or
-        checkpoint, 3 when the cluster refuses this instance as not fitting (`Mismatch`), 1 for any other failure.
+        The exit code: 0 after an orderly end, 10 after an end for a role change, 2 for a wrong setting or checkpoint, 3
+            if the cluster refuses this instance as not fitting (`Mismatch`), 1 for any other failure.
     """
     tune_malloc()
     tune_gc()

@@ -1,6 +1,6 @@
 """Serving: a grpc.aio server with health, reflection, call limits and error mapping, as one context manager.
 
-Handlers are made from the service descriptors: method `Foo` of the contract is method `Foo` of the servicer.
+Handlers are made from the service descriptors: the contract's method `Foo` is the servicer's method `Foo`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CallLimits:
     """Bounds for each peer, that is, for each host.
 
     Attributes:
-        calls: of any kind.
+        calls: all kinds together.
         streams: calls on which the peer may send many messages; those are long-lived.
     """
 
@@ -68,7 +68,7 @@ class PeerCalls:
 
     @contextmanager
     def call(self, peer: str, *, stream: bool) -> Iterator[None]:
-        """Counts a call of `peer` ("ipv4:host:port", as gRPC names it) while the body runs.
+        """Counts a call from `peer` ("ipv4:host:port", as gRPC names the peer) while the body runs.
 
         Raises:
             Overloaded: The peer has too many open calls already.
@@ -124,7 +124,7 @@ class RunningServer:
 
 
 class _Health(health_pb2_grpc.HealthServicer):
-    """The standard health service with one answer for all services of the process, changed without awaiting."""
+    """The standard health service with one answer for all the process's services, changed without awaiting."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = frozenset(("", *names))
@@ -179,8 +179,8 @@ async def serving(
 ) -> AsyncIterator[RunningServer]:
     """Serve `services` at `listen` ("host:port", port 0 = any free) while the body runs.
 
-    On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds to end
-    before they are cancelled. Without `security` connections are in plaintext.
+    On leaving, health turns to NOT_SERVING, new calls are refused, and calls in flight get `grace_s` seconds before
+    they are cancelled. Without `security` connections are in plaintext.
 
     Raises:
         ConfigError: `listen` is malformed or cannot be bound, for example because the port is taken.
@@ -305,7 +305,7 @@ class _RequestIterator:
 
 
 class _StreamContext:
-    """A stream's context whose `read` decodes, and whose `write` may be cancelled; the rest is gRPC's own."""
+    """A stream's context with a decoding `read` and a cancellable `write`; the rest is gRPC's own."""
 
     def __init__(self, context: Any, decode: Callable[[bytes], Any]) -> None:
         self._context = context
@@ -320,7 +320,7 @@ class _StreamContext:
 
     @property
     def bare_write(self) -> Callable[[Any], Awaitable[None]]:
-        """The write of gRPC itself, which takes less time; for callers that never cancel a write."""
+        """gRPC's own write, which takes less time; for callers that never cancel a write."""
         write: Callable[[Any], Awaitable[None]] = self._context.write
         return write
 
@@ -345,7 +345,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, peers: PeerCalls, gate: RoleGate | None = None) -> None:
-        """Take the counts of calls, and who decides on callers; None: everybody may call everything."""
+        """Take the call counts, and the gate for callers; None: everybody may call everything."""
         self._peers = peers
         self._gate = gate
 
@@ -413,7 +413,7 @@ def _guard_stream(method: str, behavior: RpcBehavior, counted: CallCounter) -> R
 
 
 async def _abort(method: str, context: Any, exc: Exception) -> None:
-    if isinstance(exc, grpc.aio.AbortError):  # the method chose its status itself
+    if isinstance(exc, grpc.aio.AbortError):  # the method chose the status
         raise exc
     if isinstance(exc, BaseExceptionGroup) and exc.split(asyncio.CancelledError)[0] is not None:
         raise asyncio.CancelledError from exc
@@ -422,5 +422,5 @@ async def _abort(method: str, context: Any, exc: Exception) -> None:
         log.error("call failed", method=method, exc_info=exc)
     try:
         await context.abort(code, text, ((DETAIL_KEY, detail.SerializeToString()),))
-    except grpc.aio.InternalError as gone:  # the call has ended meanwhile, by its deadline: nobody waits for a status
+    except grpc.aio.InternalError as gone:  # the call's deadline has passed meanwhile: no client waits for a status
         raise asyncio.CancelledError from gone

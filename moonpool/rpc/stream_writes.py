@@ -1,7 +1,7 @@
 """Whole writes to a gRPC stream, even if the writing task is cancelled.
 
-A call cannot be ended with a status while a write is under way: the status gets lost and the peer waits for ever. So
-a task that is cancelled in a write lets the write end first, for a short time at most.
+A call cannot be ended with a status during a write: the status gets lost and the peer waits for ever. So a task that is
+cancelled in a write lets the write end first, for a short time at most.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _retrieve_failure(writing: asyncio.Future[None]) -> None:
 
 
 def bare_write(context: Any) -> Callable[[Any], Awaitable[None]]:
-    """GRPC's own write of a stream's context, which takes less time: for `write_each`, which never cancels it early."""
+    """gRPC's own write on a stream's context, which takes less time: for `write_each`, which never cancels a write
+    early.
+    """
     write: Callable[[Any], Awaitable[None]] = context.bare_write
     return write
 
@@ -53,7 +55,7 @@ def bare_write(context: Any) -> Callable[[Any], Awaitable[None]]:
 async def write_each(
     write: Callable[[T], Awaitable[None]], take: Callable[[], Awaitable[T | None]], stall_s: float | None = None
 ) -> None:
-    """Writes what `take` gives until it gives None; as `write_whole` for each message, but one task for all of them.
+    """Writes what `take` gives until None; as `write_whole` for each message, but one task for all messages.
 
     Raises:
         TimeoutError: A write took longer than `stall_s`.

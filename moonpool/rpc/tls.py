@@ -20,13 +20,13 @@ from moonpool.rpc.auth import ApiKeys, RoleGate, WatchedFiles
 from moonpool.telemetry.logs import get_logger
 
 NAME = "moonpool"
-"""DNS name in every service's certificate. Channels check it whatever address they connect to: instances move."""
+"""DNS name in every service's certificate. Channels check this name at every address: instances move."""
 CHANNEL_OPTIONS: list[tuple[str, Any]] = [("grpc.ssl_target_name_override", NAME)]
 log = get_logger(__name__)
 
 
 class Tls:
-    """Certificates of one process.
+    """One process's certificates.
 
     Attributes:
         generation: grows each time the files were read again.
@@ -43,12 +43,12 @@ class Tls:
 
         Args:
             ca: certificates of the authorities that peers' certificates must come from.
-            cert: own certificate, followed by those between it and the authority; None for a client that shows none.
+            cert: own certificate, followed by the intermediate certificates; None for a client that shows none.
             key: private key of the certificate.
             clock: by which the files are looked at again.
 
         Raises:
-            ConfigError: naming the setting: the file cannot be read, or only one of certificate and key is given.
+            ConfigError: naming the setting: the file cannot be read, or certificate or key is missing.
         """
         if (cert is None) != (key is None):
             raise ConfigError("tls_key" if key is None else "tls_cert", "certificate and key go together")
@@ -133,7 +133,7 @@ def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
         ConfigError: a file that the environment names cannot be read.
     """
     tls = tls or Tls.from_environment()
-    # Not through a proxy of the environment: the service itself must answer.
+    # Not through a proxy from the environment: the service itself must answer.
     options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
     if tls is None:
         return grpc.insecure_channel(address, options=options)
@@ -142,7 +142,7 @@ def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Certificates, and who may call what.
+    """Certificates, and which callers may call what.
 
     Attributes:
         client_listen: "host:port" at which peers need no certificate; "" for nowhere.
@@ -157,7 +157,7 @@ class Security:
         """As the settings say; None: connections are in plaintext.
 
         Args:
-            config: of the service.
+            config: the service's.
             client_listen: where clients may connect that have no certificate.
             api_keys: file of their keys.
 

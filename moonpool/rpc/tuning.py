@@ -1,6 +1,6 @@
-"""How a process and its connections are set up: so that large messages are cheap, and many files may be open.
+"""Process and connection settings: large messages are cheap, and many files may be open.
 
-The former settings were found by measuring (`python -m benchmarks.kv_stream`). Nothing depends on them but speed.
+The former settings were found by measuring (`python -m benchmarks.kv_stream`). Only speed depends on these settings.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from moonpool.rpc.messages import MESSAGE_BYTES
 
 GRPC_EXPERIMENTS = "GRPC_EXPERIMENTS"
 _EXPERIMENTS = (
-    # Reading is done by the thread that polls for completions: with the event engine each piece that arrives wakes a
-    # thread of its own, and that costs more than the reading.
+    # The thread that polls for completions reads: with the event engine each arriving piece wakes a separate thread,
+    # which costs more than reading.
     "-event_engine_client",
     "-event_engine_listener",
-    # A read waits for the whole of a message rather than for its first bytes.
+    # A read waits for the whole message rather than for the first bytes.
     "tcp_frame_size_tuning",
     "tcp_rcv_lowat",
 )
 
 LARGE_MESSAGE_OPTIONS: list[tuple[str, Any]] = [
-    # A frame of about 1 MiB is one HTTP/2 frame, not 64; and it may be on its way before anybody asked for it.
+    # A frame with about 1 MiB is one HTTP/2 frame, not 64; and the frame may be on the way before any request for it.
     ("grpc.http2.max_frame_size", 4 << 20),
     ("grpc.http2.lookahead_bytes", 4 << 20),
-    # It arrives in few pieces: gRPC puts the pieces together at some cost for each.
+    # The frame arrives in few pieces: gRPC puts the pieces together at some cost for each.
     ("grpc.experimental.tcp_min_read_chunk_size", 64 << 10),
     ("grpc.experimental.tcp_read_chunk_size", 1 << 20),
     ("grpc.experimental.tcp_max_read_chunk_size", 4 << 20),
@@ -92,7 +92,7 @@ def tune_malloc() -> bool:
         mallopt(mmap_threshold, 32 << 20)  # the most that older versions take
     mallopt(trim_threshold, (1 << 31) - 1)
     mallopt(top_pad, 64 << 20)
-    mallopt(arena_max, 4)  # each keeps the largest messages it ever held, and there may be eight for each core
+    mallopt(arena_max, 4)  # each keeps the largest messages it ever held, and there may be eight per core
     return True
 
 

@@ -1,4 +1,4 @@
-"""Drives a core on an asyncio event loop: events in, actions performed, ticks when due. Also its journal's flags."""
+"""Drives a core on an asyncio event loop: events in, actions performed, ticks when due. Also the journal's flags."""
 
 import asyncio
 import os
@@ -47,17 +47,17 @@ MAX_TURN_S = 0.01
 
 
 class Driver(Generic[E, A]):
-    """Owns one core. Only the loop's own thread may use it.
+    """Owns one core. Only the loop's own thread may use a driver.
 
-    An exception of the core or an action that reaches no caller (from `tell`, a tick, or deferred events) stops the
-    core: it gets no further event, and `failure` raises, so that the process ends and other instances take over.
+    An exception from the core or an action that reaches no caller (from `tell`, a tick, or deferred events) stops the
+    core: the core gets no further event, and `failure` raises, so that the process ends and other instances take over.
 
     Args:
         core: the state machine.
-        perform: performs one action. It must not wait: long work becomes a task that posts its end. It may post. Its
-            exception is raised to the poster, after the event's other actions.
+        perform: performs one action. `perform` must not wait: long work becomes a task that posts the end. `perform`
+            may post. An exception is raised to the poster, after the event's other actions.
         clock: seconds; never goes back.
-        journal: records events and actions; None = nothing is recorded.
+        journal: records events and actions; None = no recording.
     """
 
     def __init__(
@@ -99,12 +99,13 @@ class Driver(Generic[E, A]):
             self._fail(defect)
 
     def post(self, event: E) -> None:
-        """Hands an event to the core, after those posted before; performs its actions before it returns.
+        """Hands an event to the core, after those posted before; performs the event's actions before returning.
 
-        An exception of the core or an action is raised here: only a caller that knows whose event it was may continue.
+        An exception from the core or an action is raised here: only a caller that knows the event's origin may
+        continue.
 
         A post from within `perform` is handled after the action's own event. If many events wait, the rest are handled
-        in the loop's next turns, where an exception fails the driver. After `close` a post does nothing.
+        in the loop's next turns, where an exception fails the driver. After `close` a post has no effect.
         """
         if self._closed:
             return
@@ -113,7 +114,7 @@ class Driver(Generic[E, A]):
             self._drain()
 
     def ask(self, event: E) -> None:
-        """Handles all waiting events, then posts this one, so that the event itself is not deferred.
+        """Handles all waiting events, then posts this event, so that the event is not deferred.
 
         Only an exception of this event is raised here; an exception of the others fails the driver.
         """
@@ -131,7 +132,7 @@ class Driver(Generic[E, A]):
             self._drain_unheard()
 
     def close(self) -> None:
-        """Stops ticks and events; the core stays as it is."""
+        """Stops ticks and events; the core stays unchanged."""
         self._closed = True
         self._events.clear()
         for handle in (self._timer, self._turn):

@@ -1,14 +1,14 @@
-"""The journal of a core: a snapshot of the state, then each event with a checksum of its actions; and its rerun.
+"""A core's journal: a snapshot of the state, then each event with a checksum over the actions; and the journal's rerun.
 
 A rerun feeds the same events to the same core and compares the actions.
 
-A journal has two files in one folder, `NAME.0` and `NAME.1`. When the newer file reaches half of the size limit, the
-older one is overwritten. Each file begins with a snapshot, so each can be rerun alone. Cores see no user text, so a
-journal contains none.
+A journal has two files in one folder, `NAME.0` and `NAME.1`. When the newer file reaches half the size limit, the older
+file is overwritten. Each file begins with a snapshot, so each can be rerun alone. Cores see no user text, so a journal
+contains none.
 
-Format: the magic line, then pickles, each preceded by its length (4 bytes, little-endian): the core, then (now,
-event, crc32 of the actions' digest) per event. The reader accepts classes of Moonpool's cores and plain containers
-only.
+Format: the magic line, then pickles, each preceded by the pickle's length (4 bytes, little-endian): the core, then
+(now, event, crc32 over the actions' digest) per event. The reader accepts classes of Moonpool's cores and plain
+containers only.
 """
 
 import io
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 MAGIC = b"moonpool journal 1\n"
 _LENGTH = struct.Struct("<I")
 CORE_MODULES = re.compile(r"(moonpool\.(kv|sampling_params|scheduling)|services\.\w+\.(core|placement))(\..*)?")
-"""Whose classes a journal may name."""
+"""Modules whose classes a journal may name."""
 _PLAIN_CLASSES = {
     ("builtins", "set"),
     ("builtins", "frozenset"),
@@ -47,7 +47,7 @@ class JournalError(MoonpoolError):
 
 
 class JournalEntry(NamedTuple):
-    """One event as it was handled."""
+    """One event as handled."""
 
     now: float
     event: Any
@@ -63,9 +63,9 @@ class JournalWriter:
     """Writes a journal of bounded size. One that cannot be written any more ends, with a warning: the core goes on.
 
     Args:
-        folder: is made when it is missing.
-        name: of the journal's files, without their number.
-        max_bytes: of both files together. A snapshot that is larger than half of it is still written.
+        folder: made if missing.
+        name: name of the journal's files, without number.
+        max_bytes: for both files together. A snapshot larger than half this limit is still written.
     """
 
     def __init__(self, folder: Path, name: str, max_bytes: int) -> None:
@@ -86,7 +86,7 @@ class JournalWriter:
                 self._begin(core)
 
     def record(self, now: float, event: object, actions: Sequence[object]) -> None:
-        """Writes an event that was handled. It reaches the file when the buffer is full, or at `close`."""
+        """Writes an event that was handled. The event reaches the file when the buffer is full, or at `close`."""
         if not self._ended:
             with self._ending_on_error():
                 self._write((now, event, actions_crc(actions)))
@@ -124,15 +124,14 @@ class JournalWriter:
 
 
 def read_journal(path: Path, modules: re.Pattern[str] = CORE_MODULES) -> tuple[Any, Iterator[JournalEntry]]:
-    """Reads one file of a journal, which may name classes of these modules only.
+    """Reads a journal's file, which may name only these modules' classes.
 
-    Returns:
-        The core as it was at the file's begin, and the events since. An event that was being written when the process
-        ended is left out.
+    Returns: The core at the file's begin, and the events since. An event that was being written when the process ended
+        is left out.
 
     Raises:
         JournalError: not a journal, damaged, or holding something else than cores and events; the iterator too.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     data = path.read_bytes()
     if not data.startswith(MAGIC):
@@ -178,7 +177,7 @@ class _Unpickler(pickle.Unpickler):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first event whose actions are not the recorded ones."""
+    """The first event with actions that differ from the recorded actions."""
 
     index: int
     entry: JournalEntry
@@ -188,7 +187,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """The result for one file of a journal."""
+    """The result for one journal file."""
 
     path: Path
     core: Any
@@ -198,7 +197,7 @@ class Rerun:
 
 
 def journal_files(path: Path) -> list[Path]:
-    """The files of a journal: the file itself, or all journals of a folder, older halves first.
+    """A journal's files: the file itself, or all journals in a folder, older halves first.
 
     Raises:
         JournalError: there is none.
@@ -222,10 +221,10 @@ def rerun(
     """Reruns one file; stops at the first action that differs.
 
     Args:
-        path: of a journal's file.
-        show: is told each event with its actions, before they are compared.
+        path: a journal's file.
+        show: called with each event and the event's actions, before they are compared.
         check: look at the core's invariants after every so many events; 0 = never.
-        modules: whose classes the journal may name.
+        modules: modules whose classes the journal may name.
 
     Raises:
         JournalError: the file is damaged.

@@ -65,7 +65,7 @@ def counter(name: str, text: str, read: Callable[[S], float]) -> Metric[S]:
 
 
 class MetricSample(NamedTuple):
-    """A metric with the labels and the value of one source."""
+    """A metric with one source's labels and value."""
 
     metric: Metric[object]
     labels: Mapping[str, str]
@@ -73,18 +73,18 @@ class MetricSample(NamedTuple):
 
 
 class MetricSet:
-    """The metrics of one process, each read when somebody asks."""
+    """One process's metrics, each read on request."""
 
     def __init__(self) -> None:
         self._readers: dict[str, tuple[Metric[object], Mapping[str, str], Callable[[], float]]] = {}
 
     def add(self, metrics: Iterable[Metric[S]], source: S, **labels: str) -> MetricSet:
-        """Adds a table of metrics that are read from `source`; returns the set itself.
+        """Adds a table of metrics that are read from `source`; returns the set.
 
         Args:
             metrics: the table.
             source: the object that the functions of the table get.
-            labels: Prometheus labels that tell this source's values from those of other sources of the table.
+            labels: Prometheus labels that tell this source's values from other sources' values in the table.
 
         Raises:
             ValueError: a metric with the same name and labels exists already.

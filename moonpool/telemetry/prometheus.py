@@ -1,7 +1,7 @@
 """Prometheus metrics over HTTP: a service's `MetricSet`, and histograms of what single numbers cannot say.
 
-The endpoint has an address of its own, so that scraping never competes with the service's RPCs for a listener. Names
-are `moonpool_<service>_<metric>`.
+The endpoint has a separate address, so that scraping never competes with the service's RPCs for a listener. Names are
+`moonpool_<service>_<metric>`.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ class PrometheusMetrics:
     """What one process exports to Prometheus.
 
     Attributes:
-        registry: what is exported; independent of the library's global one, so that tests can have many.
+        registry: what is exported; independent of the library's global registry, so that tests can have many.
     """
 
     def __init__(self, service: str) -> None:
-        """Metrics of the service of that name, as in `moonpool_<service>_...`."""
+        """Metrics for the service with that name, as in `moonpool_<service>_...`."""
         self.registry = CollectorRegistry()
         self._prefix = f"moonpool_{service}_"
 
@@ -57,10 +57,9 @@ class PrometheusMetrics:
 
     @asynccontextmanager
     async def served(self, listen: str) -> AsyncIterator[str]:
-        """Serves `GET /metrics` at "host:port" (port 0 = any free one), from threads of its own; "" serves nothing.
+        """Serves `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" serves nothing.
 
-        Yields:
-            The address it is served at, "" for none.
+        Yields: The served address, "" for none.
 
         Raises:
             ConfigError: naming `metrics_listen`: the address cannot be used.
@@ -106,7 +105,7 @@ def exposition(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
 def keeping_colons(accept: str) -> str:
     """The `Accept` header, but asking for names as they are.
 
-    prometheus_client replaces the colons of vLLM's names in OpenMetrics text if a client asks for names with
+    prometheus_client replaces the colons in vLLM's names in OpenMetrics text if a client asks for names with
     underscores, or does not say. Colons are allowed in names of every exposition format.
     """
     ranges = [[part for part in one.split(";") if not part.strip().startswith("escaping")] for one in accept.split(",")]

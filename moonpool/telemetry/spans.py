@@ -1,7 +1,7 @@
 """Recorded spans: what happened when, in Chrome's trace event format, one JSON object per line.
 
-Times are `time.monotonic_ns()`, one clock for all processes of a host, so that files of several processes can be laid
-side by side. Written in batches; without a path it does nothing.
+Times are `time.monotonic_ns()`, one clock for all a host's processes, so that several processes' files can be laid side
+by side. Written in batches; without a path the recorder does nothing.
 """
 
 import json
@@ -22,10 +22,10 @@ log = get_logger(__name__)
 
 
 class Recorder:
-    """Records spans of one process to a file; usable from any thread.
+    """Records one process's spans to a file; usable from any thread.
 
     Memory is bounded: at most a batch of 256 events waits to be written, and a batch older than 0.2 s is written with
-    the next event. When the file cannot be written, recording ends with one warning; serving goes on.
+        the next event. When the file cannot be written, recording ends with one warning; serving goes on.
     """
 
     def __init__(self, process_name: str, path: Path | None) -> None:
@@ -36,7 +36,7 @@ class Recorder:
         self._file: FileIO | None = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Appending: an instance that is restarted under its name goes on with its file.
+            # Appending: an instance restarted under the same name continues the file.
             self._file = FileIO(path, "a")  # unbuffered: the batches are ours
             self._emit({"name": "process_name", "ph": "M", "pid": self._pid, "args": {"name": process_name}}, 0)
 
@@ -47,7 +47,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str, /, **attrs: object) -> Iterator[None]:
-        """Record the time its body takes, also when it raises."""
+        """Record the body's time, also if the body raises."""
         if self._file is None:
             yield
             return

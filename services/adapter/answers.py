@@ -22,17 +22,17 @@ log = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class EngineAnswer:
-    """One answer, as far as the engine has generated it.
+    """One answer, as far as the engine has generated the answer.
 
     Attributes:
         prompt: what the engine was asked for.
         changed: called when tokens have come, or the answer is over.
         told_cached: see `EnginePart`.
         tokens: generated so far.
-        logprobs: of the tokens, if they are wanted.
-        finish: why the answer has ended; unspecified while it goes on.
+        logprobs: the tokens' log probabilities, if wanted.
+        finish: why the answer has ended; unspecified while the answer continues.
         error: why the engine cannot go on.
-        began, first_at, last_at: when it was asked for, and when its first and last tokens came, seconds.
+        began, first_at, last_at: times of the order and of the first and last tokens, seconds.
     """
 
     prompt: EnginePrompt
@@ -49,7 +49,7 @@ class EngineAnswer:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether no more output comes."""
         return bool(self.finish) or self.error is not None
 
     def start(self, client: EngineClient, token_timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class EngineAnswer:
         self.task = asyncio.create_task(self._run(client, token_timeout_s))
 
     def stop(self) -> None:
-        """Nothing more is wanted; may be called again."""
+        """No more output is wanted; may be called again."""
         if self.task is not None and not self.task.done():
             self.task.cancel()
 
@@ -94,7 +94,7 @@ class EngineAnswer:
             await outputs.aclose()
 
     def _failed(self, error: MoonpoolError) -> None:
-        if not self.finish:  # what comes behind the last token matters to nobody
+        if not self.finish:  # output behind the last token is ignored
             self.error = error
             self.changed(self)
 
@@ -104,12 +104,12 @@ class EnginePart:
     """What a request's answers are made of.
 
     Args:
-        client: of the engine.
+        client: the engine's client.
         incoming: the request.
-        salt: of its prompt.
+        salt: the prompt's salt.
         rank: rank that holds most of the prompt.
         token_timeout_s: see `AdapterConfig`.
-        told_cached: called with the tokens of a prompt that the engine had cached, if it tells them.
+        told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
     """
 
     client: EngineClient
@@ -122,7 +122,7 @@ class EnginePart:
     def answer(
         self, choice: int, known: Sequence[int], changed: Callable[[EngineAnswer], None], *, alone: bool = False
     ) -> EngineAnswer:
-        """Begins an answer behind its known tokens; `alone`: its first token is the only one that is wanted."""
+        """Begins an answer after the known tokens; `alone`: only the first token is wanted."""
         incoming = self.incoming
         sampling, params = incoming.sampling, incoming.sampling.params
         tokens = incoming.token_ids + array("i", known)
@@ -149,17 +149,17 @@ class EnginePart:
 
 @dataclass(slots=True, eq=False)
 class PromisedRequest:
-    """A request that memory was promised to, its answers, and the conductor that reads them.
+    """A request with promised memory, the request's answers, and the conductor that reads them.
 
     Attributes:
-        number: id of its transfer; the generation of the transfer is the same.
-        part: begins its answers.
+        number: transfer id; the generation of the transfer is the same.
+        part: begins the request's answers.
         conductor: identity of the conductor that asked.
         blocks: promised to the prompt.
-        answers: by choice; empty before its prompt is computed.
-        subscriber: gets its tokens; None before the start.
-        sent: for each choice, tokens of its answer object that the conductor has; and the output position of the
-            answer object's first token.
+        answers: by choice; empty before the prompt is computed.
+        subscriber: gets the request's tokens; None before the start.
+        sent: for each choice, tokens in the answer object that the conductor has; and the output position of the answer
+            object's first token.
     """
 
     number: int
@@ -178,7 +178,7 @@ class PromisedRequest:
 
     @property
     def request_id(self) -> str:
-        """Its id at the conductor."""
+        """The request's id at the conductor."""
         return self.part.incoming.request_id
 
     @property
@@ -188,7 +188,7 @@ class PromisedRequest:
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of all its answers that run, with their prompts."""
+        """Tokens in all running answers, with their prompts."""
         return sum([len(it.prompt.token_ids) + len(it.tokens) for it in self.answers if not it.over])
 
     def compute(self) -> None:
@@ -223,7 +223,7 @@ class PromisedRequest:
     def end(self) -> None:
         """Ends all answers; may be called again."""
         for answer in self.answers:
-            if not answer.over:  # else its last words are on their way
+            if not answer.over:  # else the last output is on its way
                 answer.stop()
         if self.expiry is not None:
             self.expiry.cancel()
@@ -278,7 +278,7 @@ class PromisedRequest:
 
 
 def first_token_message(answers: Sequence[EngineAnswer], cached_tokens: int) -> prefill_pb2.FirstToken:
-    """What the conductor gets when each answer has its first token; `cached_tokens` of the prompt were held before."""
+    """The conductor's message once each answer has a first token; `cached_tokens` of the prompt were held before."""
     first, prompt = answers[0], answers[0].prompt
     logprobs = Logprobs()
     for answer in answers if prompt.params.logprobs is not None else ():

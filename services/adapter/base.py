@@ -1,4 +1,4 @@
-"""The contract of engine clients: what an adapter needs of the engine that it joins to the cluster.
+"""The contract for engine clients: what an adapter needs from the engine that joins the cluster.
 
 An engine takes token ids and gives token ids, and publishes KV events over ZMQ (docs/extend/engine_adapter.md).
 """
@@ -14,13 +14,13 @@ from moonpool.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class EventSource:
-    """Where one data-parallel rank of an engine publishes its KV events.
+    """Where an engine's data-parallel rank publishes KV events.
 
     Attributes:
         rank: the rank.
-        endpoint: of its PUB socket, as a client connects to it.
-        replay_endpoint: of its ROUTER socket; "" = it replays nothing.
-        topic: that it publishes under.
+        endpoint: the PUB socket's, as a client connects.
+        replay_endpoint: the ROUTER socket's; "" = no replay.
+        topic: topic of the events.
     """
 
     rank: int
@@ -31,16 +31,16 @@ class EventSource:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """An engine, from its start to its end.
+    """An engine, from start to end.
 
     Attributes:
-        version: name and version of its software.
+        version: software name and version.
         life: differs between two starts of the engine.
         block_tokens: tokens per KV block.
-        blocks: KV blocks on its devices.
+        blocks: KV blocks on the engine's devices.
         max_tokens: longest sequence.
-        sources: where its ranks publish KV events; one for each rank.
-        unsupported: options of `moonpool.sampling_params.UNCOMMON` that it does not have.
+        sources: where the ranks publish KV events; one for each rank.
+        unsupported: options in `moonpool.sampling_params.UNCOMMON` that the engine lacks.
     """
 
     version: str
@@ -60,7 +60,7 @@ class EnginePrompt:
         request_id: for the engine's logs.
         token_ids: tokens before the answer.
         params: how tokens are chosen; its lengths, seed and ends do not count.
-        seed: of this answer.
+        seed: this answer's seed.
         max_tokens, min_tokens: tokens to generate.
         end_token_ids: any of them ends the answer; no other token does.
         salt: prompts with different salts share no KV; "" = no salt.
@@ -86,7 +86,7 @@ class EngineOutput:
 
     Attributes:
         token_ids: the tokens.
-        logprobs: of the tokens, if they are wanted.
+        logprobs: the tokens' log probabilities, if wanted.
         finish: "stop" = an end token is the last one; "length"; "" = the answer goes on.
         cached_tokens: tokens of the prompt that the engine had cached; None = not told.
     """
@@ -115,15 +115,15 @@ class EngineLoad:
 
 
 class EngineClient(ABC):
-    """Speaks to one engine. Calls may be cancelled; a cancelled call ends its work at the engine."""
+    """Speaks to one engine. Calls may be cancelled; a cancelled call ends the call's work at the engine."""
 
     @abstractmethod
     async def describe(self) -> EngineFacts:
-        """The engine as it is now.
+        """The engine's current facts.
 
         Raises:
-            Unavailable: it does not answer, or is not ready.
-            ConfigError: it was started without something that an adapter needs; names what to add.
+            Unavailable: the engine does not answer, or is not ready.
+            ConfigError: the engine was started without something that an adapter needs; names what to add.
         """
 
     @abstractmethod

@@ -13,7 +13,7 @@ LEAST_S = 1e-6
 
 
 async def measured_speeds(client: EngineClient, facts: EngineFacts, vocab_size: int) -> Speeds:
-    """Speeds by a short and a long prompt that nobody shares.
+    """Speeds by a short and a long prompt that are not shared.
 
     Raises:
         Unavailable: the engine does not answer.

@@ -8,7 +8,7 @@ from moonpool.config import PeerAddresses, ServiceConfig
 
 
 class AdapterConfig(ServiceConfig):
-    """Joins an engine of another make, such as a vLLM server, to the cluster as a prefill and a decode instance."""
+    """Joins another make's engine, such as a vLLM server, to the cluster as a prefill and a decode instance."""
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),

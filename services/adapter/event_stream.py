@@ -32,11 +32,11 @@ log = get_logger(__name__)
 
 
 class EventStream:
-    """The events of one rank.
+    """One rank's events.
 
     Args:
         source: where they are published.
-        cache: of the engine; its part of this rank is kept here.
+        cache: the engine's; this rank's part is kept here.
         changed: called after the cache has changed.
 
     Attributes:

@@ -46,10 +46,10 @@ log = get_logger(__name__)
 
 
 class Adapter:
-    """The engine as it is now, and what outlives it.
+    """The current engine, and what outlives the engine.
 
     Attributes:
-        life: of the engine; None while there is no engine.
+        life: the engine's; None while there is no engine.
         subscribers: conductors on a Steps stream.
         closing: set when long-lived streams are to end.
     """
@@ -79,7 +79,7 @@ class Adapter:
         return any(conductor_identity(it.conductor) == identity for it in self.subscribers)
 
     def watch(self, live: PromisedRequest) -> None:
-        """Lets a promise run out, unless its conductor is connected."""
+        """Ends a promise in time, unless the conductor is connected."""
 
         def expire() -> None:
             if live.subscriber is None and not live.over:
@@ -91,7 +91,7 @@ class Adapter:
         live.expiry = asyncio.get_running_loop().call_later(self.config.lease_s, expire)
 
     def left(self, subscriber: Subscriber) -> None:
-        """A conductor's stream has ended, and its requests with it."""
+        """A conductor's stream has ended, and the conductor's requests with the stream."""
         self.subscribers.pop(subscriber, None)
         identity = conductor_identity(subscriber.conductor)
         for live in list(self.life.requests.values()) if self.life is not None else ():
@@ -256,7 +256,7 @@ class DecodeServicer:
 
 
 class _StepsStream(SubscribedStream):
-    """Starts and cancels from one conductor, tokens to it."""
+    """Starts and cancels from one conductor, tokens to the conductor."""
 
     def __init__(self, adapter: Adapter) -> None:
         super().__init__(adapter.closing)
@@ -328,7 +328,7 @@ class _StepsStream(SubscribedStream):
 
 
 async def serve(context: ProcessContext, config: AdapterConfig) -> None:
-    """Runs an adapter until it is told to stop; it joins whenever its engine is there.
+    """Runs an adapter until told to stop; the adapter joins whenever the engine is there.
 
     Raises:
         ConfigError: a setting is refused, or the engine was started without something that is needed.
@@ -362,7 +362,7 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
 
 
 async def _wait_for_engine(client: EngineClient, context: ProcessContext) -> EngineFacts | None:
-    """The engine, once it answers; None if the adapter stops before."""
+    """The engine, once answering; None if the adapter stops before."""
     told = ""
     while not context.stopping.is_set():
         try:
@@ -385,7 +385,7 @@ async def _live(
     address: str,
     context: ProcessContext,
 ) -> None:
-    """One life of the engine: from its first answer to its last, or to the adapter's end."""
+    """The engine from the first answer to the last, or to the adapter's end."""
     bell, config = ChangeBell(), adapter.config
     life = EngineLife(client, facts, checkpoint, config, bell.ring)
     log.info("found the engine", version=facts.version, blocks=facts.blocks, block_tokens=facts.block_tokens)
@@ -443,7 +443,7 @@ def _drain(life: EngineLife, bell: ChangeBell) -> None:
 
 
 async def _settle(life: EngineLife) -> None:
-    """Waits for what the engine still knows of its past, though not for ever."""
+    """Waits for the engine's past events, for a limited time."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
             for stream in life.streams:

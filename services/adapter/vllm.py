@@ -15,17 +15,17 @@ from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EngineO
 CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0
 LINE_BYTES = 1 << 20
-"""Longest line of a stream of server-sent events."""
+"""Longest line in a stream of server-sent events."""
 MAX_SEED = (1 << 63) - 1
 UNSUPPORTED = ("bad_words", "beam_width", "embedding", "prompt_logprobs", "response_format")
-"""Options that are not passed on. Grammars begin with the first token: an answer that moves would lose its grammar."""
+"""Options that are not passed on. Grammars begin with the first token: an answer that moves would lose the grammar."""
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 class VllmClient(EngineClient):
-    """One vLLM server at "http://HOST:PORT"; `api_key` "" = it wants none."""
+    """One vLLM server at "http://HOST:PORT"; `api_key` "" = not needed."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self._url = url.rstrip("/")
@@ -106,7 +106,7 @@ class VllmClient(EngineClient):
         raise Unavailable("vLLM broke off an answer")
 
     async def clear_cache(self) -> bool:
-        """See `EngineClient`. vLLM can where it runs with VLLM_SERVER_DEV_MODE=1."""
+        """See `EngineClient`. vLLM can clear the cache if started with VLLM_SERVER_DEV_MODE=1."""
         try:
             async with self._session.post(f"{self._url}/reset_prefix_cache", timeout=_asking()) as response:
                 return response.status == 200
@@ -133,7 +133,7 @@ def _asking() -> aiohttp.ClientTimeout:
 
 
 def request_body(prompt: EnginePrompt) -> dict[str, Any]:
-    """The request of an answer, as vLLM takes it."""
+    """An answer's request in vLLM's form."""
     params = prompt.params
     sampling: dict[str, Any] = {
         "max_tokens": prompt.max_tokens,
@@ -169,7 +169,7 @@ def request_body(prompt: EnginePrompt) -> dict[str, Any]:
 
 
 def read_chunk(message: Mapping[str, Any], top: int = 0) -> EngineOutput | None:
-    """The output in a chunk of a stream, with `top` likely tokens at each position; None if it has none.
+    """The output in a chunk of a stream, with `top` likely tokens at each position; None without output.
 
     Raises:
         Unavailable: the engine cannot go on.
@@ -189,7 +189,7 @@ def read_chunk(message: Mapping[str, Any], top: int = 0) -> EngineOutput | None:
 
 
 def _read_logprobs(message: Mapping[str, Any] | None, top: int) -> Logprobs | None:
-    """Log probabilities by position. vLLM lists the most likely tokens, and the token itself."""
+    """Log probabilities by position. vLLM lists the most likely tokens, and the sampled token."""
     if message is None:
         return None
     found = Logprobs()
@@ -211,7 +211,7 @@ def read_samples(text: str) -> Samples:
 
 
 def endpoint_for(endpoint: str, rank: int, host: str) -> str:
-    """How a client connects to an endpoint at which the engine binds; the port of a rank is the first one + rank."""
+    """How a client connects to an endpoint at which the engine binds; a rank's port is the first port + rank."""
     scheme, _, place = endpoint.partition("://")
     if scheme != "tcp":
         return endpoint

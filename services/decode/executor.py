@@ -80,10 +80,10 @@ MAX_GENERATION = (1 << 32) - 1
 
 
 def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_tokens: int) -> tuple[int, int]:
-    """Tokens whose KV will arrive, and the most tokens of each of the request's sequences.
+    """Tokens whose KV will arrive, and the most tokens in each sequence.
 
     Raises:
-        InvalidRequest: the request can never fit, or there is nothing to generate; names the field.
+        InvalidRequest: the request can never fit, or no token is to be generated; names the field.
     """
     tokens, total = len(incoming.token_ids), incoming.sampling.total_tokens(max_tokens)
     if total <= tokens:
@@ -99,7 +99,7 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
 
 
 def inbound_transfer(number: int, layout: KVLayout, tokens: int, held: int) -> InboundTransfer:
-    """The transfer of a request's KV, whose leading `held` blocks are cached here."""
+    """The transfer with a request's KV, whose leading `held` blocks are cached here."""
     blocks = layout.blocks_for(tokens)
     last = layout.valid_tokens(tokens, blocks - 1)
     return InboundTransfer(number, number % MAX_GENERATION + 1, layout, blocks, held, last)
@@ -198,7 +198,7 @@ class RunLoop:
         self._over(run, sequences, result)
 
     def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
-        """Some steps of the run have ended, not the last one."""
+        """Some steps in the run have ended, not the last step."""
         self._took_steps(run, sequences, (*result.earlier, result))
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
@@ -265,36 +265,36 @@ class RunLoop:
             self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once
 
     def _defect(self, request: LiveRequest) -> None:
-        """A request cannot take or send its tokens because of an internal error: only this request ends."""
+        """A request cannot take or send tokens because of an internal error: only this request ends."""
         log.exception("tokens cannot be taken: the request ends", request=request.request_id)
         self._abort(request, "a defect: its tokens cannot be taken")
         request.ending = True  # at once: later tokens would follow a gap
 
     def _seconds(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> tuple[float, float]:
-        """Counts a step; returns its seconds, since the step before it in its run, and the seconds it waited."""
+        """Counts a step; returns the step's seconds, since the step before in the run, and the waited seconds."""
         self.steps += 1
         record_step_span(self._spans, run, sequences, result)
         begin_ns, self._last_ns = self._last_ns or result.start_ns, result.end_ns
         return (result.end_ns - begin_ns - result.waited_ns) / 1e9, result.waited_ns / 1e9
 
 
-PROGRESS_PER_LEASE = 8  # reports of transfer progress per lease, instead of one per frame
+PROGRESS_PER_LEASE = 8  # transfer progress reports per lease, instead of one per frame
 
 
 class DecodeExecutor:
-    """Carries out the scheduler's actions, and tells it of events.
+    """Carries out the scheduler's actions, and posts events to the scheduler.
 
     Args:
         core: the scheduler.
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
-        open_reader: makes the client of a kvstore at an address, from which blocks of preempted requests are loaded.
+        open_reader: makes a client for the kvstore at an address, from which preempted requests' blocks are loaded.
 
     Attributes:
         taken: reservations granted so far.
         pool: reads and deletions that others ask of the pool.
         log: output of ended and parked requests.
-        running: gives the engine its runs.
+        running: gives the engine runs.
         io: moves blocks out of the pool and back.
         empty: set while there is no request.
         dead: why no request is accepted any more; "" = requests are accepted.
@@ -338,7 +338,7 @@ class DecodeExecutor:
         return self.core.planner.run_in_flight is not None
 
     def count(self, *states: TransferState) -> int:
-        """Requests that have not started and whose transfer is in one of these states."""
+        """Requests that have not started, with a transfer in one of these states."""
         return sum(not live.started and live.transfer.state in states for live in self._live.requests.values())
 
     # --- requests --------------------------------------------------------------------------------------------------
@@ -346,12 +346,11 @@ class DecodeExecutor:
     def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> tuple[LiveRequest, float]:
         """Reserves blocks for a request, as the checked message `asked` wants them.
 
-        Returns:
-            The request, and the predicted seconds between its tokens.
+        Returns: The request, and the predicted seconds between tokens.
 
         Raises:
             Overloaded: too few blocks are available now, or the time between tokens cannot be kept.
-            InvalidRequest: the request can never fit, or there is nothing to generate.
+            InvalidRequest: the request can never fit, or no token is to be generated.
             Unavailable: the scheduler has stopped.
         """
         tokens, total = sequence_lengths(incoming, self.core.settings, self._max_tokens)
@@ -387,14 +386,14 @@ class DecodeExecutor:
         return live, answer.tbt_s
 
     def get(self, transfer_id: int, generation: int) -> LiveRequest | None:
-        """The request of a transfer; None if it is unknown, has ended or has another generation."""
+        """The request of a transfer; None if the request is unknown, has ended or has another generation."""
         live = self._live.requests.get(transfer_id)
         return live if live is not None and live.transfer.matches(generation) and not live.ending else None
 
     def open(self, live: LiveRequest, send_verdict: Callable[[InboundTransfer], None], *, older: bool) -> None:
         """Binds a transfer's blocks: slices may arrive from now on, and `send_verdict` reports the end.
 
-        `older`: the KV may be older than a deletion of such blocks, so no block of it is kept.
+        `older`: the KV may be older than a deletion of such blocks, so no block is kept.
 
         Raises:
             TransferFailed: the transfer was opened before, or has ended.
@@ -438,7 +437,7 @@ class DecodeExecutor:
         self._post(StreamOpened(number, conductor_identity(subscriber.conductor)))
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
-        """A conductor's stream has ended. Calling it again has no effect."""
+        """A conductor's stream has ended. Idempotent."""
         if (number := self._streams.pop(subscriber, None)) is not None:
             for live in self._live.requests.values():
                 if live.subscriber is subscriber:
@@ -446,7 +445,7 @@ class DecodeExecutor:
             self._post(StreamClosed(number))
 
     def start(self, subscriber: Subscriber, message: decode_pb2.StartSequence) -> None:
-        """Starts a request with its answers' first tokens, or computes its prompt here."""
+        """Starts a request with the answers' first tokens, or computes the prompt here."""
         live = self.get(message.transfer_id, message.generation)
         if live is None or live.request_id != message.request_id:
             why = f"there is no transfer {message.transfer_id} here (any more)"
@@ -465,7 +464,7 @@ class DecodeExecutor:
             )
 
     def stop(self, message: decode_pb2.CancelSequence) -> None:
-        """Ends one answer of a request, which is complete for its conductor; the others continue."""
+        """Ends one answer of a request; for the conductor, the answer is complete; the others continue."""
         live = self.get(message.transfer_id, message.generation)
         if live is not None and live.request_id == message.request_id and message.choice < len(live.sequences):
             live.sequences[message.choice].stopped = True
@@ -473,7 +472,7 @@ class DecodeExecutor:
                 self.running.cut(self.core.planner.run_in_flight.run.step)
 
     def resume(self, subscriber: Subscriber, message: decode_pb2.ResumeSequence) -> None:
-        """Lets a conductor take a request over, or read its retained output."""
+        """Lets a conductor take a request over, or read the retained output."""
         self._driver.settle()  # so that the scheduler knows all that the executor knows
         if self.log.knows(message):
             positions = message.from_position, *(it.from_position for it in message.further)
@@ -482,7 +481,7 @@ class DecodeExecutor:
             subscriber.failed(message.request_id, "there is no such sequence here (any more)")
 
     def cancel(self, subscriber: Subscriber, message: decode_pb2.CancelSequence) -> kv_pb2.CancelOutcome.ValueType:
-        """Cancels a request, unless another conductor has it now; returns how far it was."""
+        """Cancels a request, unless another conductor has the request now; returns how far the request was."""
         live = self.get(message.transfer_id, message.generation) or self._live.promised(message, subscriber)
         if live is None or live.request_id != message.request_id or live.subscriber not in (None, subscriber):
             return kv_pb2.CANCEL_OUTCOME_UNKNOWN
@@ -497,7 +496,7 @@ class DecodeExecutor:
         order: Order,
         why: str,
     ) -> None:
-        """Ends the request of an order that cannot be carried out, unless another conductor has it."""
+        """Ends the request if an order cannot be carried out, unless another conductor has the request."""
         live = self.get(order.transfer_id, order.generation)
         if live is not None and live.request_id == order.request_id and live.subscriber in (None, subscriber):
             live.subscriber = None
@@ -584,7 +583,7 @@ class DecodeExecutor:
         except Exception:
             log.exception("an answer cannot be told: its request ends", request=live.request_id)
             live.ending, subscriber, live.subscriber = True, live.subscriber, None
-            if subscriber is not None:  # the scheduler may have freed it already
+            if subscriber is not None:  # the scheduler may have freed the request already
                 subscriber.failed(live.request_id, "a defect: its answer cannot be told")
             self.abort(live, "a defect: its answer cannot be told")
 

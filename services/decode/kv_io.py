@@ -40,7 +40,7 @@ class SwapSpace:
         self._saved[number] = [[self._read(layer, block) for layer in self._layers] for block in blocks]
 
     def restore(self, number: int, first: int, blocks: Sequence[int]) -> None:
-        """Copies what was saved, from its block `first` on, into these blocks, and forgets it."""
+        """Copies the saved blocks, from block `first` on, into these blocks, and forgets the copy."""
         for saved, block in zip(self._saved.pop(number)[first:], blocks, strict=True):
             for layer, (data, value) in enumerate(saved):
                 self._pool.write(layer, block, memoryview(data), value)
@@ -63,7 +63,7 @@ class StoreLoads:
     """Loads from kvstores; each is answered by one `IoEnded`.
 
     Args:
-        engine: the blocks are written to its pool. Each slice is compared with its hash first.
+        engine: the blocks are written to the engine's pool. Each slice is compared with the hash first.
         open_reader: makes the client of a store at an address.
         post: tells the core.
         clock: seconds; never goes back.
@@ -93,11 +93,11 @@ class StoreLoads:
         return self._stores.traffic
 
     def start(self, action: LoadStoredBlocks, sequence: LiveSequence) -> None:
-        """Reads blocks. Nothing is written into them after the answer."""
+        """Reads blocks. No writes into the blocks follow the answer."""
         keys = sequence.keys[action.first : action.first + len(action.blocks)]
         task = asyncio.get_running_loop().create_task(self._load(action, sequence, keys))
         self._tasks[task] = None
-        # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
+        # Not a `finally` in the task: a task cancelled before the first step never reaches a `finally`.
         task.add_done_callback(lambda done: self._over(action.io, done))
 
     async def quiet(self) -> None:
@@ -181,7 +181,7 @@ class BlockIo:
         """No block is written back any more."""
 
     def begin(self, action: StoreBlock | LoadStoredBlocks, sequence: LiveSequence) -> None:
-        """Reads blocks from a kvstore, or writes one to it if the write-back queue has a free place."""
+        """Reads blocks from a kvstore, or writes a block there if the write-back queue has a free place."""
         if isinstance(action, LoadStoredBlocks):
             self.loads.start(action, sequence)
         else:

@@ -28,14 +28,14 @@ from services.decode.core.events import Candidates, ReserveBlocks, SearchRules
 
 @dataclass(slots=True, eq=False)
 class AnswerOutput:
-    """The output of one answer so far.
+    """One answer's output so far.
 
     Attributes:
         tokens: prompt and answer, once started; grows by each step. The log keeps the answer alone.
         prompt_tokens: tokens of the prompt in `tokens`.
-        finish: why the answer has ended by itself; unspecified while the answer continues.
-        score: of a hypothesis of a search.
-        logprobs: of the tokens from position `scored_from` on; None if no log probabilities are wanted.
+        finish: why the answer has ended normally; unspecified while the answer continues.
+        score: a search hypothesis's score.
+        logprobs: log probabilities from position `scored_from` on; None if no log probabilities are wanted.
     """
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
@@ -71,11 +71,11 @@ class RequestOutput:
 
     Attributes:
         request_id: id at the conductor.
-        generation: of its transfer.
+        generation: the transfer's generation.
         secret: a conductor that knows the secret may take the request over; b"" = none may.
-        chain_root: of its tenant's keys.
-        answers: output of each answer. A search has none before its end.
-        why: why the request has ended early; "" = it has not.
+        chain_root: root of the tenant's keys.
+        answers: output of each answer. A search has no output before the end.
+        why: why the request has ended early; "" = not failed.
     """
 
     request_id: str
@@ -86,7 +86,7 @@ class RequestOutput:
     why: str = ""
 
     def matches(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether the conductor knows the request, its secret, and each answer up to its position."""
+        """Whether the conductor knows the request, the secret, and each answer up to the given position."""
         named = (asked.request_id, asked.generation) == (self.request_id, self.generation)
         if not named or not self.secret or not compare_digest(asked.secret, self.secret):
             return False
@@ -102,7 +102,7 @@ class RequestOutput:
         return compare_digest(digest, tokens_digest(self.chain_root, known)) and len(known) == position
 
     def send(self, subscriber: Subscriber, positions: Sequence[int]) -> None:
-        """Sends each answer from its position on."""
+        """Sends each answer from the given position on."""
         subscriber.drop(self.request_id)
         for choice, (answer, position) in enumerate(zip(self.answers, positions, strict=True)):
             answer.send(subscriber, self.request_id, choice, position)
@@ -121,15 +121,15 @@ GATHERED_TOKENS = 16
 
 @dataclass(slots=True, eq=False)
 class LiveSequence:
-    """One answer of a request.
+    """One answer to a request.
 
     Attributes:
         choice: index of the answer.
-        keys: of its full blocks, prompt and answer.
+        keys: keys of the full blocks, prompt and answer.
         output: tokens, end and log probabilities.
-        table: its block table.
-        history: its tokens, for engines that check the content of blocks.
-        stopped: the conductor wants no more of the answer: nothing more is sent, and the answer ends with its next
+        table: block table.
+        history: tokens, for engines that check the blocks' content.
+        stopped: the conductor wants no more of the answer: no more tokens are sent, and the answer ends with the next
             token.
         sent_tokens: generated tokens sent to the conductor.
     """
@@ -145,12 +145,12 @@ class LiveSequence:
 
     @property
     def id(self) -> int:
-        """Its id in the scheduler."""
+        """The sequence's id in the scheduler."""
         return self.request.id + self.choice
 
     @property
     def sampling(self) -> SequenceSampling:
-        """How its tokens are chosen."""
+        """How the sequence's tokens are chosen."""
         return self.request.incoming.sampling
 
     @property
@@ -159,7 +159,7 @@ class LiveSequence:
         return self.output.tokens
 
     def begin(self, *first_tokens: int) -> None:
-        """Takes the first token, and those known behind it; a sequence of a search begins with the prompt alone."""
+        """Takes the first token, and the known tokens behind; a sequence of a search begins with the prompt alone."""
         output = self.output
         output.tokens = array("i", [*self.request.incoming.token_ids, *first_tokens])
         self.history = self.request.incoming.history(output.tokens)
@@ -167,7 +167,7 @@ class LiveSequence:
         output.logprobs = Logprobs() if self.sampling.params.logprobs is not None else None
 
     def take_first(self, logprobs: Logprobs) -> None:
-        """Takes the log probabilities of its first token."""
+        """Takes the first token's log probabilities."""
         if self.output.logprobs is not None:
             self.output.logprobs, self.output.scored_from = logprobs, self.output.length - 1
 
@@ -178,7 +178,7 @@ class LiveSequence:
             self.output.logprobs.extend(logprobs)
 
     def check_finish(self, max_tokens: int) -> kv_pb2.FinishReason.ValueType:
-        """Why the answer ends with its last token; unspecified if it continues. Called at the end of a run."""
+        """Why the answer ends with the last token; unspecified if the answer continues. Called at the end of a run."""
         stopped, tokens = self.stopped, self.output.tokens
         self.output.finish = kv_pb2.FINISH_REASON_STOP if stopped else self.sampling.finish(tokens, max_tokens)
         return self.output.finish
@@ -190,15 +190,15 @@ class LiveSequence:
             transfer.bind(blocks)
 
     def parent(self, index: int) -> BlockKey:
-        """Key of the block before the one at `index`."""
+        """Key of the block before `index`."""
         return self.keys[index - 1] if index else self.request.incoming.chain_root
 
     def most_steps(self, max_tokens: int) -> int:
-        """Most steps that it can take in one run."""
+        """Most steps that the sequence can take in one run."""
         return self.sampling.steady(len(self.tokens), max_tokens)
 
     def take_filled(self, block_tokens: int) -> list[tuple[int, BlockKey]]:
-        """Its id and the key of the block that became full with the tokens computed so far, if one did."""
+        """The sequence's id and the key of the block that became full with the tokens computed so far, if any."""
         index, rest = divmod(len(self.tokens), block_tokens)
         if rest or index <= len(self.keys):
             return []
@@ -225,9 +225,10 @@ class LiveSequence:
         full_hit: bool = False,
         may_skip: bool = False,
     ) -> SequenceStep:
-        """Its part of a step: `count` tokens from `start` on; the last ones of the sequence if it samples.
+        """The sequence's part of a step: `count` tokens from `start` on.
 
-        The step may begin a run of `steps`. `may_skip`: the sequence may go without its token in a step.
+        If the part samples, these are the sequence's last tokens. The step may begin a run of `steps`. `may_skip`: the
+        sequence may go without a token in a step.
         """
         return SequenceStep(
             token_ids=tokens_to_bytes(self.tokens[start : start + count]),
@@ -255,7 +256,7 @@ class LiveSequence:
 
 @dataclass(slots=True, eq=False)
 class LiveSearch:
-    """The tokens of a search: candidates of each sequence, and hypotheses.
+    """A search's tokens: candidates of each sequence, and hypotheses.
 
     Attributes:
         sequences: those that go on, best first.
@@ -276,7 +277,7 @@ class LiveSearch:
         return tuple(zip(found.log_probabilities, ends, strict=True))
 
     def select(self, chosen: ForkSequences) -> None:
-        """Each sequence takes the tokens of its parent and one more."""
+        """Each sequence takes the parent's tokens and one more."""
         for number, parent, candidate in chosen.ended:
             self.hypotheses[number] = self._followed(parent, candidate)
         self.hypotheses = {number: self.hypotheses[number] for number in chosen.kept}
@@ -292,21 +293,21 @@ class LiveSearch:
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """One request: what was asked for, its transfer, its answers and its conductor.
+    """One request: the order, the transfer, the answers and the conductor.
 
     Attributes:
         incoming: the request's record.
         asked: what the scheduler was asked for.
         stores: kvstores for the answer's full blocks.
-        transfer: the transfer of its prompt's KV.
-        output: of all answers, and the secret of takeovers.
-        progress_at: when the scheduler was last told of progress of the transfer, seconds.
-        sequences: its answers.
-        search: set if its sequences fork by their candidates.
-        ending: the request ends: no KV is received and no token sent for it any more.
-        subscriber: gets its tokens; set when it is started.
+        transfer: the transfer with the prompt's KV.
+        output: all answers' output, and the takeover secret.
+        progress_at: last time when transfer progress was reported to the scheduler, seconds.
+        sequences: the request's answers.
+        search: set if the sequences fork by their candidates.
+        ending: the request ends: no more KV is received and no more tokens are sent.
+        subscriber: gets the request's tokens; set at the start.
         send_verdict: tells the sender of the KV how the transfer has ended; set when the blocks are bound.
-        known: for each answer, tokens known behind its first one, and keys of the blocks that these fill.
+        known: for each answer, tokens known behind the first token, and keys of the blocks that these fill.
         gather: the client does not wait for single tokens.
     """
 
@@ -338,8 +339,7 @@ class LiveRequest:
     def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
         """Takes the first tokens, and those that are known behind them.
 
-        Returns:
-            Why each answer ends with them, 0 when it goes on; for a search, what may follow the prompt.
+        Returns: Why each answer ends with them, 0 if the answer continues; for a search, what may follow the prompt.
         """
         tokens = [message.first_token_id, *message.further_token_ids]
         if self.search is not None:
@@ -359,11 +359,11 @@ class LiveRequest:
         return tuple(it.sampling.finish(it.tokens, max_tokens) for it in self.sequences), ()
 
     def compute(self) -> None:
-        """Begins with the prompt alone, whose rest is computed here."""
+        """Begins with the prompt alone; the missing part is computed here."""
         [sequence] = self.sequences
         sequence.begin()
         before_last = (len(sequence.tokens) - 1) // self.transfer.layout.block_tokens
-        del sequence.keys[before_last:]  # as the core: a last block that is full has its key when it is computed
+        del sequence.keys[before_last:]  # as the core: a full last block gets a key on being computed
 
     def advance_search(self, action: ForkSequences | AnswersRanked, max_tokens: int) -> None:
         """Forks the sequences as chosen, or sends the answers, best first, if the search is over."""
@@ -383,31 +383,31 @@ class LiveRequest:
 
     @property
     def id(self) -> int:
-        """Its id in the scheduler."""
+        """The request's id in the scheduler."""
         return self.transfer.transfer_id
 
     @property
     def request_id(self) -> str:
-        """Its id at the conductor."""
+        """The request's id at the conductor."""
         return self.incoming.request_id
 
     @property
     def table(self) -> tuple[int, ...]:
-        """The blocks of its prompt."""
+        """The prompt's blocks."""
         return self.sequences[0].table
 
     @property
     def complete(self) -> bool:
-        """Whether all its KV has arrived."""
+        """Whether all KV has arrived."""
         return self.transfer.state is TransferState.COMPLETE
 
     @property
     def started(self) -> bool:
-        """Whether its first tokens are known."""
+        """Whether the first tokens are known."""
         return bool(self.sequences[0].tokens)
 
     def end(self, why: str) -> None:
-        """Ends early; tells the sender of its KV and the conductor."""
+        """Ends early; tells the KV's sender and the conductor."""
         self.ending, self.output.why = True, why
         self.transfer.fail(why)
         if self.send_verdict is not None and not self.complete:
@@ -440,7 +440,7 @@ class LiveRequestTable:
         return live
 
     def promised(self, message: decode_pb2.CancelSequence, subscriber: Subscriber) -> LiveRequest | None:
-        """The promise that a conductor cancels without knowing its transfer."""
+        """The promise that a conductor cancels without knowing the transfer."""
         who = conductor_identity(subscriber.conductor)
         for live in self.requests.values() if not message.transfer_id else ():
             waits = live.transfer.state is TransferState.PROMISED and not live.started
@@ -449,7 +449,7 @@ class LiveRequestTable:
         return None
 
     def start_error(self, live: LiveRequest, message: decode_pb2.StartSequence, subscriber: Subscriber) -> str | None:
-        """Why a request cannot begin with this message; None if it can."""
+        """Why a request cannot begin with this message; None if the request can."""
         if live.started:
             return f"transfer {message.transfer_id} was started before"
         others = self.requests.values()
@@ -464,12 +464,12 @@ def stores_of(asked: decode_pb2.ReserveRequest) -> list[kv_pb2.Instance]:
 
 
 def search_rules_of(params: SamplingParams) -> SearchRules | None:
-    """The rules of a request's search; None if it has none."""
+    """The rules of a request's search; None without a search."""
     return SearchRules(params.length_penalty, params.early_stopping) if params.deferred else None
 
 
 def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | None:
-    """Why a request cannot begin with these first tokens, or none; None if it can."""
+    """Why a request cannot begin with these first tokens, or none; None if the request can."""
     params = live.incoming.sampling.params
     if message.compute_prompt:
         if params.scores_prompt:
@@ -495,11 +495,11 @@ def _start_error(live: LiveRequest, message: decode_pb2.StartSequence) -> str | 
 
 
 class OutputLog:
-    """Output of ended and parked requests. The scheduler decides how long it is kept.
+    """Output of ended and parked requests. The scheduler decides how long the output is kept.
 
     Args:
         live: those that run; the executor's.
-        streams: of the conductors, with the core's numbers; the executor's.
+        streams: the conductors' streams, with the core's numbers; the executor's.
     """
 
     def __init__(self, live: LiveRequestTable, streams: dict[Subscriber, int]) -> None:
@@ -511,7 +511,7 @@ class OutputLog:
         """Requests taken over, and answers read again, so far."""
 
     def knows(self, asked: decode_pb2.ResumeSequence) -> bool:
-        """Whether there is such a request, and the conductor may take it over."""
+        """Whether there is such a request that the conductor may take over."""
         output = self._output(asked.transfer_id)
         return output is not None and output.matches(asked)
 

@@ -1,4 +1,7 @@
-"""Receives KV: one object per stream from a prefill process. Each frame is checked before its slices are written."""
+"""Receives KV: one object per stream from a prefill process.
+
+Each frame is checked before the frame's slices are written.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -21,7 +24,7 @@ log = get_logger(__name__)
 
 
 class TransferReceiver:
-    """The receiving end of one stream.
+    """One stream's receiving end.
 
     Args:
         sender: the prefill instance.
@@ -95,7 +98,7 @@ class TransferReceiver:
             self._post(decode_pb2.ReceiveKVResponse(credit=credit))
 
     def broken(self) -> None:
-        """Ends the requests whose KV was not complete when the stream ended."""
+        """Ends the requests whose KV was incomplete at the stream's end."""
         self.send_queue.close(StreamBroken("the sender's stream ended"))
         for request in list(self._receiving.values()):
             self._executor.abort(request, "the sender's stream broke")
@@ -125,7 +128,7 @@ class TransferReceiver:
             self._complete(request)
 
     def receive_into(self, message: decode_pb2.ReceiveKVRequest, nbytes: int) -> ReceiveBuffer | None:
-        """The memory for a frame's payload: blocks of its transfer, which are not read before they are verified.
+        """The memory for a frame's payload: blocks of the transfer, which are not read before verification.
 
         None: the frame has other than whole, expected slices, and `take` handles the frame.
         """
@@ -152,7 +155,10 @@ class TransferReceiver:
         )
 
     def _wanted(self, header: kv_pb2.FrameHeader) -> LiveRequest | None:
-        """Whose KV a frame brings; None when its transfer has ended, so that its blocks may be another's by now."""
+        """The request whose KV a frame brings.
+
+        None after the transfer has ended, as the blocks may be another request's by now.
+        """
         request = self._executor.get(header.session, header.generation)
         return request if header.session in self._receiving else None
 
@@ -168,7 +174,7 @@ class TransferReceiver:
         intact: int,
         error: Exception | None,
     ) -> None:
-        """A payload lies in the pool, as far as its transfer has not ended meanwhile."""
+        """A payload lies in the pool, unless the transfer has ended meanwhile."""
         there = request if self._receives(request, header) else None
         self._dealt_with(there, nbytes, lambda: self._accept(request, runs, intact, error))
 
@@ -177,7 +183,7 @@ class TransferReceiver:
         self._dealt_with(request, payload.nbytes, lambda: self._write(request, header, payload))
 
     def _dealt_with(self, request: LiveRequest | None, nbytes: int, take: Callable[[], None]) -> None:
-        """Takes a frame, unless its transfer has ended, and returns its credits."""
+        """Takes a frame, unless the transfer has ended, and returns the frame's credits."""
         self.received_bytes += nbytes
         if request is None:
             self.stray_frames += 1

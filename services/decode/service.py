@@ -1,4 +1,4 @@
-"""A decode instance: its parts and its states open, draining and closing; its gRPC service; and its process."""
+"""A decode instance: the parts and states (open, draining, closing); the gRPC service; and the process."""
 
 import asyncio
 import math
@@ -323,7 +323,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class DecodeServicer:
-    """The gRPC service of one decode instance."""
+    """One decode instance's gRPC service."""
 
     def __init__(self, instance: DecodeInstance, gauges: MetricSet) -> None:
         self._instance = instance
@@ -342,7 +342,7 @@ class DecodeServicer:
             raise InvalidRequest("starts_in_s", "must be finite and not negative")
         _check_secret(request)
         incoming = await instance.request_reader.read(request.sequence, conductor_identity(request.conductor))
-        instance.check_open()  # it may have taken a while
+        instance.check_open()  # the work before may have taken a while
         left_s = context.time_remaining()
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded("nobody waits for this promise any more")
@@ -357,7 +357,7 @@ class DecodeServicer:
     async def ReceiveKV(  # noqa: N802
         self, requests: AsyncIterator[PayloadMessage[decode_pb2.ReceiveKVRequest]], context: Context
     ) -> None:
-        """Receives KV of many transfers from one prefill process."""
+        """Receives KV for many transfers from one prefill process."""
         await _ReceiveStream(self._instance).run(requests, bare_write(context))
 
     async def ReadKV(  # noqa: N802
@@ -409,7 +409,7 @@ def _check_secret(request: decode_pb2.ReserveRequest) -> None:
 
 
 class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
-    """KV of many transfers from one prefill process."""
+    """KV for many transfers from one prefill process."""
 
     def __init__(self, instance: DecodeInstance) -> None:
         super().__init__(instance.closing, listener=instance.listener)
@@ -448,7 +448,7 @@ class _ReceiveStream(ServerStream[decode_pb2.ReceiveKVRequest]):
 
 
 class _StepsStream(SubscribedStream):
-    """Starts and cancels from one conductor, tokens to it."""
+    """Starts and cancels from one conductor, tokens to the conductor."""
 
     def __init__(self, instance: DecodeInstance) -> None:
         super().__init__(instance.closing)
@@ -502,12 +502,12 @@ def _start(message: decode_pb2.StartSequence, subscriber: Subscriber, instance: 
 
 
 def contract(instance: DecodeInstance) -> Service:
-    """The DecodeService of one instance."""
+    """One instance's DecodeService."""
     return decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], DecodeServicer(instance, instance.gauges())
 
 
 async def serve(context: ProcessContext, config: DecodeConfig) -> None:
-    """Runs a decode instance until it is told to stop; raises as `run_instance`."""
+    """Runs a decode instance until told to stop; raises as `run_instance`."""
 
     def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
         instance = DecodeInstance(shared, config)

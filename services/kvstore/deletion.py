@@ -26,14 +26,14 @@ class DeletionWorker:
     """Deletes KV from a store, each deletion once.
 
     Attributes:
-        operations: the store, and its pins.
+        operations: the store, and the store's pins.
         records: records of deletions, and which were carried out.
         writer: writes to the SSD tier; None = no SSD tier.
         timeout_s: longest wait for the disk to overwrite deleted records.
         clock: seconds since 1970.
         turn: held by the deletion that is being carried out.
-        unsaved: deletions that were carried out and are not in the records yet, because the disk may not have
-            overwritten their records.
+        unsaved: deletions that were carried out but are not in the records yet, because the disk may not have
+            overwritten the deleted records.
     """
 
     operations: StoreOperations

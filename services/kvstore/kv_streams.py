@@ -1,7 +1,7 @@
 """Server halves of `Put` and `Get` streams.
 
-Put opens sessions when there is room, hands frames to the store, and acknowledges blocks; a frame whose blocks find
-no room waits, and its credits with it. Get reads a lease layer by layer and sends it.
+Put opens sessions when there is room, hands frames to the store, and acknowledges blocks; a frame without room for its
+blocks waits, and so do the frame's credits. Get reads a lease layer by layer and sends the layers.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ Req = TypeVar("Req", bound=Message)
 
 
 class KVStream(ServerStream[Req]):
-    """One Put or Get stream of a peer that speaks for one `tenant`, or for any. `format` is as its hello says."""
+    """A Put or Get stream to a peer that speaks for one `tenant`, or for any. `format` is the hello's."""
 
     format: BlockFormat
     tenant: str | None
@@ -158,7 +158,7 @@ class GetResources:
     ahead: ByteCredits  # budget of the read-ahead
     instance: kv_pb2.Instance
     session_timeout_s: float  # longest wait for a reader's credits
-    lease_timeout_s: float  # longest life of a session, whose blocks cannot be evicted
+    lease_timeout_s: float  # longest life of a session, during which the session's blocks cannot be evicted
     on_read: Callable[[bool, float], None]  # told of what ended well: whether blocks came from SSD, and the seconds
     carried_out: Container[str]  # names of deletions that were carried out here
     together_bytes: int = FRAME_BYTES  # largest read that is answered in one message
@@ -166,7 +166,7 @@ class GetResources:
 
 @dataclasses.dataclass(slots=True)
 class _RequestedPart:
-    """What a session wants of each block: layers, and shares of heads (None for all of them).
+    """The part of each block that a session wants: layers, and shares of heads (None for all heads).
 
     The deletions `forgotten` of such blocks were carried out before.
     """
@@ -183,7 +183,7 @@ class _RequestedPart:
         return whole if self.heads is None else (self._cut(one, keys[one.block], layout) for one in whole)
 
     def parts(self, cells: list[tuple[int, int]], blocks: Sequence[DramBlock]) -> tuple[list[memoryview], list[int]]:
-        """The bytes and hashes of what is wanted of some (layer, block)."""
+        """The wanted bytes and hashes in some (layer, block) cells."""
         if self.heads is None:
             return [blocks[at].slice(layer) for layer, at in cells], [blocks[at].hashes[layer] for layer, at in cells]
         layout = blocks[0].info.format.layout
@@ -229,7 +229,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
         self._resources = resources
 
     def welcome(self) -> Message:
-        """The answer to hello. It gives no credits: on this stream the reader does."""
+        """The answer to hello. The answer gives no credits: on this stream the reader does."""
         self.writes(
             FrameWriter(self.send_queue, self.format.layout, lambda header: kvstore_pb2.GetResponse(frame=header))
         )
@@ -259,7 +259,7 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             raise
 
     def _sent_together(self, number: int, keys: Sequence[BlockKey], wanted: _RequestedPart) -> bool:
-        """Whether all of a small read in DRAM could be sent with its opening, without waiting and without a lease."""
+        """Whether a small read in DRAM could be sent whole with the opening, without waiting and without a lease."""
         begin, layout = world.monotonic(), self.format.layout
         blocks = self._resident(keys, wanted, self._resources.together_bytes)
         if not blocks:
@@ -317,16 +317,16 @@ class GetStream(ReadSessions[kvstore_pb2.GetRequest], KVStream[kvstore_pb2.GetRe
             if lease.blocks:
                 resources.on_read(lease.cold, world.monotonic() - begin)
         except StreamBroken:
-            return  # the stream itself reports it
+            return  # the stream reports the error
         except (MoonpoolError, TimeoutError) as error:
             log.warning("read ended early", blocks=lease.blocks, error=str(error))
-            if isinstance(error, DamagedSliceError):  # its reader never sees it and cannot say so
+            if isinstance(error, DamagedSliceError):  # the reader never sees the slice and cannot report damage
                 resources.reads.suspect(lease.keys[error.block])
         self.done(number)
 
 
 MAX_UNFINISHED_BYTES = 4 * MAX_SLICE_BYTES
-"""Bytes of slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
+"""Bytes in slices larger than a frame that one writer may have sent in part; they lie beside the DRAM budget."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -342,7 +342,7 @@ class PutResources:
 
 
 class PutState(enum.Enum):
-    """State of a writing session on its stream.
+    """A writing session's state on the stream.
 
     A session whose blocks come whole with the opening, and for which there is room, has no state: the session ends at
     once. `TRANSITIONS` has the changes that may happen.
@@ -365,7 +365,7 @@ TRANSITIONS: Mapping[PutState, frozenset[PutState]] = {
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _SessionEntry:
-    """One session as the stream knows it.
+    """One session on the stream.
 
     Attributes:
         number: given by the writer.
@@ -429,7 +429,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 raise InvalidRequest("message", f"{other or 'nothing'} has no place in the middle of a stream")
 
     def _settle(self, nbytes: int, answer: kvstore_pb2.PutResponse | None = None) -> None:
-        """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back if it is time."""
+        """Sends an answer, if there is one. Payload bytes are dealt with; hands credits back in time."""
         self.return_buffer()
         credit = self._credits.consumed(nbytes, idle=not self._entries)
         if answer is not None:
@@ -512,7 +512,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             raise Overloaded("too many slices have come in part", reason="kvstore_memory", retry_after_s=RETRY_AFTER_S)
 
     async def _when_room(self, entry: _SessionEntry, spec: PutSpec) -> None:
-        """Opens a session that is not open, then writes its backlog, as there is room."""
+        """Opens an unopened session, then writes the backlog, as room appears."""
         timeout_s, group = self._resources.room_timeout_s, self._writes.wait_group(spec.tenant)
         try:
             session = entry.session
@@ -525,13 +525,13 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
                 await self._rooms.get(
                     lambda: self._reserve_first(entry, session), lambda _: None, timeout_s, group=group
                 )
-                async with self._turn:  # one part of one session, and others have a turn of the event loop
+                async with self._turn:  # one part of one session, so that others get their turn on the event loop
                     await asyncio.sleep(0)
                     runs, nbytes = entry.backlog.popleft()
                     entry.progress_at = self._loop.time()
                     self._settle(nbytes)
                     written = self._writes.write(session, runs, now=entry.progress_at)
-                    assert written  # the room is its own
+                    assert written  # the room is reserved
             entry.task = None
         except MoonpoolError as error:
             self._refuse(entry, error)
@@ -556,7 +556,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         entry = self._entries.get(header.session)
         try:
             if entry is not None and not self._take_frame(entry, header, payload):
-                return  # its credit comes back with it
+                return  # the credit comes back with the session
         except MoonpoolError as error:
             assert entry is not None
             self._refuse(entry, error)
@@ -576,10 +576,10 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
             waits = self._waits(session.spec) and session.unreserved_of(parts[0])
             if not waits and self._writes.write(session, parts[0], now=entry.progress_at):
                 return True
-        if self.borrowed:  # the writer has its memory back before this is written
+        if self.borrowed:  # the writer has the memory back before this is written
             parts = [[run._replace(data=memoryview(bytes(run.data))) for run in runs] for runs in parts]
         entry.backlog += [(part, 0) for part in parts[:-1]]
-        entry.backlog.append((parts[-1], payload.nbytes))  # its credit is handed back with the last
+        entry.backlog.append((parts[-1], payload.nbytes))  # the credit is handed back with the last
         if entry.task is None:
             entry.task = self.spawn(self._when_room(entry, session.spec))
         return False
@@ -612,7 +612,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
     def _expire(self, entry: _SessionEntry) -> None:
         timeout_s = self._resources.session_timeout_s
         assert entry.session is not None
-        if entry.backlog:  # waits for room, which has a deadline of its own
+        if entry.backlog:  # waits for room, with a separate deadline
             entry.progress_at = self._loop.time()
         if self._loop.time() < entry.progress_at + timeout_s:
             self._arm(entry)
@@ -621,7 +621,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
         elif self._writes.awaits(entry.session):
             self._refuse(entry, f"some blocks have not become durable within {timeout_s:g} s")
         else:
-            self._remove(entry)  # the writer forgot to close it
+            self._remove(entry)  # the writer forgot to close the session
 
     def _refuse(self, entry: _SessionEntry, reason: str | MoonpoolError) -> None:
         self._remove(entry)
@@ -656,7 +656,7 @@ class PutStream(KVStream[kvstore_pb2.PutRequest]):
 
 
 def _whole_block_hashes(spec: PutSpec, header: kv_pb2.FrameHeader, payload: BytesLike) -> Sequence[int] | None:
-    """Hashes of a frame that holds all blocks of a session whole; None if the frame needs a session.
+    """Hashes from a frame that holds all of a session's blocks whole; None if the frame needs a session.
 
     Raises:
         FrameError: the frame is bad.

@@ -1,8 +1,8 @@
-"""Reads a lease layer by layer, ahead of the stream that sends it.
+"""Reads a lease layer by layer, ahead of the sending stream.
 
 A lease's slices are handed out layer-major in groups near a frame's size. Several threads read a *band*, consecutive
-layers of each block, while the band before it is being sent. The first band is one layer, so that it comes soon; each
-further one may be twice as large.
+layers in each block, while the band before is being sent. The first band is one layer, so that the band comes soon;
+each further one may be twice as large.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from services.kvstore.core.store import ReadLease, ReadLeases
 from services.kvstore.ssd.records import BadRecordError, Band, read_bands
 
 log = get_logger(__name__)
-MAX_FETCHES = 8  # of one reader, in the thread pool
-MAX_BANDS = 4  # of one reader, that are being read or sent
-PIECE_BYTES = 256 << 10  # of one block, read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)
-READER_SHARE = 2  # one part in so many of the read-ahead's budget may go into one band
-LAYER_BREAK_BYTES = 512 << 10  # a group so large ends with its layer, which then does not wait for the next one's bytes
+MAX_FETCHES = 8  # per reader, in the thread pool
+MAX_BANDS = 4  # per reader, being read or sent
+PIECE_BYTES = 256 << 10  # per block, read at once; larger ones are hardly faster (docs/adr/0004-ssd-tier.md)
+READER_SHARE = 2  # one band may take the read-ahead's budget divided by this
+LAYER_BREAK_BYTES = 512 << 10  # a group this large ends with the layer, without waiting for the next
 
 
 class LostBlock(NamedTuple):
@@ -48,10 +48,10 @@ class _Band:
 
 @dataclasses.dataclass(eq=False)
 class LayerReader:
-    """Reads one lease, and closes it when the last read for it has ended.
+    """Reads one lease, and closes the lease after the last read has ended.
 
-    `ahead` are the bytes that all readers together may have read and not sent; each may always have one fetch. What is
-    read into DRAM that was set aside for it does not count.
+    `ahead` are the bytes that all readers together may have read and not sent; each may always have one fetch. Bytes
+    read into reserved DRAM do not count.
     """
 
     reads: ReadLeases
@@ -61,7 +61,7 @@ class LayerReader:
     ahead: ByteCredits
     _: dataclasses.KW_ONLY
     group_bytes: int = FRAME_BYTES  # aimed at
-    sent_bytes: int = 0  # what counts of a slice for the size of its group; 0 for all of it
+    sent_bytes: int = 0  # a slice's bytes that count for the group's size; 0 for all
     piece_bytes: int = PIECE_BYTES
     layer_break_bytes: int = LAYER_BREAK_BYTES
 
@@ -100,18 +100,18 @@ class LayerReader:
                         for part in self._parts(group):
                             yield part
                         group = []
-                        self._sent()  # of an unread block nothing is held now, so that its fetch begins
+                        self._sent()  # an unread block holds no memory now, so that the block's fetch begins
             self._bands.popleft()
             self._walked += band.ahead  # of lost blocks
             self._start_more()
         for part in self._parts(group):
             yield part
         self._sent()
-        while self._fetches:  # of blocks behind a lost one: the lease ends with them
+        while self._fetches:  # fetches behind a lost block: the lease ends with them
             await self._fetch_ended()
 
     def _gather(self, group: list[Slice], band: _Band, layer: int, block: int) -> int:
-        """Adds a layer's slices from `block` on to a group until it is full or one is not read yet; returns which."""
+        """Adds a layer's slices from `block` on to a group until full or a slice is unread; returns which."""
         sources, layout = self.lease.sources, self._layout
         size, tokens, place = layout.slice_bytes(layer), layout.block_tokens, layout.place(layer, band.layers.start)
         end = min(self._limit, block + self._group_cells - len(group))
@@ -144,7 +144,7 @@ class LayerReader:
         self._start_more()
 
     def _start_more(self) -> None:
-        """Begins reading as far ahead as fetches and memory allow; at least one fetch while nothing is held."""
+        """Begins reading as far ahead as fetches and memory allow; at least one fetch while no memory is held."""
         while not self._closed and len(self._fetches) < MAX_FETCHES and self._start_one():
             pass
 
@@ -155,7 +155,7 @@ class LayerReader:
             self._bands.append(self._next_band())
         band = self._bands[-1]
         blocks, end = self._next_blocks(band)
-        # A thicker band's was taken when it was opened.
+        # A thicker band's memory was taken at the opening.
         cost = self._unread(blocks) * self._layout.layers_bytes(band.layers) if len(band.layers) == 1 else 0
         if cost and not self.ahead.take(cost):
             if self._held:
@@ -172,7 +172,7 @@ class LayerReader:
         return self._walked + sum(band.ahead for band in self._bands)
 
     def _next_band(self) -> _Band:
-        """The next layers: as many as a piece wants, if the read-ahead can take all of them, else one."""
+        """The next layers: as many as a piece wants, if the read-ahead can take all, else one."""
         unread = self._unread(range(self._limit))
         most = self.ahead.window // READER_SHARE
         count = min(self._thickness, len(self.layers))
@@ -186,12 +186,12 @@ class LayerReader:
         return band
 
     def _unread(self, blocks: range | list[int]) -> int:
-        """How many of some blocks come from the SSD tier to memory of the read-ahead."""
+        """Number of blocks among `blocks` that come from the SSD tier to read-ahead memory."""
         sources = (self.lease.sources[block] for block in blocks)
         return sum(source.block is None and source.allocate is None for source in sources)
 
     def _next_blocks(self, band: _Band) -> tuple[list[int], int]:
-        """Blocks of a band that one fetch should read, and before which block it ends."""
+        """A band's blocks that one fetch should read, and the block before which the fetch ends."""
         piece = self._layout.layers_bytes(band.layers)
         size = min(self.group_bytes, max(self.piece_bytes, self._limit * piece // MAX_FETCHES))
         blocks: list[int] = []
@@ -216,7 +216,7 @@ class LayerReader:
         fetch = self.pool.submit(read_bands, band.layers.start, bands)
         self._fetches[fetch] = None
         came = dict(zip(blocks, [out for _, out in bands], strict=True))
-        # Not `fetch` itself: it would keep itself, and the memory of its bands, until the next garbage collection.
+        # Not `fetch` itself: `fetch` would keep itself, and the bands' memory, until the next garbage collection.
         fetch.add_done_callback(lambda done: self._loop.call_soon_threadsafe(self._ended, done, band, came))
 
     async def _fetch_ended(self) -> None:
@@ -251,7 +251,7 @@ class LayerReader:
             log.warning("a stored block cannot be read now", key=key, error=str(error))
 
     def close(self) -> None:
-        """Ends the reading. The lease ends as soon as no thread reads for it any more. Idempotent."""
+        """Ends the reading. The lease ends as soon as no thread reads any more. Idempotent."""
         if self._closed:
             return
         self._closed = True

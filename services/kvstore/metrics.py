@@ -1,7 +1,7 @@
-"""What a store reports: its metrics, histograms of reads and of block lifetimes, and a sample of reuse.
+"""A store's reports: metrics, histograms of reads and of block lifetimes, and a sample of reuse.
 
-Metrics of a tenant exist for tenants that have a row in the configuration, and once for all other tenants together
-("*"). So a peer cannot add metrics.
+Tenant metrics exist for tenants with a row in the configuration, and once for all other tenants together ("*"). So a
+peer cannot add metrics.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from services.kvstore.write_behind import WriteBehind
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStore:
-    """The parts of a running store that its metrics read.
+    """The parts of a running store that the metrics read.
 
     Attributes:
         store: both tiers, and the open sessions.
@@ -188,7 +188,7 @@ SSD_METRICS: tuple[Metric[SsdTier], ...] = (
 
 
 class TenantRow(NamedTuple):
-    """One tenant, or all tenants without a row, in a table of bytes."""
+    """One tenant, or all tenants without a row, in a byte table."""
 
     used: TenantBytes
     tenant: str

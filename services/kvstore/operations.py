@@ -1,4 +1,4 @@
-"""Operations of a store: pins, warming, compaction, and deletions on behalf of conductors."""
+"""A store's operations: pins, warming, compaction, and deletions on behalf of conductors."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ MIN_LIVE_SHARE = 0.5  # of a segment that must be live, for `compact`, unless to
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoreOperations:
-    """The operations of one store; `run` ends each pin when its time is over."""
+    """One store's operations; `run` ends each pin in time."""
 
     store: BlockStore
     pool: Executor  # reads
@@ -35,7 +35,7 @@ class StoreOperations:
     clock: Callable[[], float]  # seconds, by which pins end
     step_blocks: int = WARM_STEP_BLOCKS
     pinned: asyncio.Event = dataclasses.field(default_factory=asyncio.Event, init=False)
-    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)  # of calls of `warm`
+    turn: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock, init=False)  # for `warm` calls
 
     @property
     def ssd(self) -> SsdTier:
@@ -82,7 +82,7 @@ class StoreOperations:
         return bool(keys)
 
     async def warm(self, max_bytes: int) -> tuple[int, int]:
-        """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts nothing.
+        """Fills free DRAM from the SSD tier, the most recently written blocks first; evicts no block.
 
         Returns blocks and bytes read into DRAM until `max_bytes` (0 = no bound) or free DRAM was used up. Raises
         Overloaded when too many reading sessions are open.
@@ -104,7 +104,7 @@ class StoreOperations:
             return blocks, nbytes
 
     async def _portions(self) -> AsyncGenerator[tuple[BlockFormat, list[BlockKey]], None]:
-        """Blocks that are not in DRAM, newest first, in portions of one format."""
+        """Blocks that are not in DRAM, newest first, in portions with one format."""
         tiers = self.store.tiers
         for step in self.ssd.catalogue.newest_first(self.step_blocks):
             cold = [key for key in step if key not in tiers.dram]
@@ -132,7 +132,7 @@ class StoreOperations:
         return segments
 
     def sizes(self) -> HitCurve:
-        """(bytes, hit share) of stores of other sizes, with blocks of the average size of those held."""
+        """(bytes, hit share) for stores with other sizes, with blocks as large as the average held block."""
         dram, catalogue = self.store.tiers.dram, self.store.tiers.catalogue
         blocks, nbytes = len(dram) + len(catalogue), dram.block_bytes + catalogue.live.total_bytes
         return [(size * (nbytes // blocks), share) for size, share in self.reuse.curve()] if blocks else []

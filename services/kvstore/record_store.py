@@ -1,7 +1,7 @@
-"""What a store keeps for conductors besides blocks: records, and which deletions it has carried out.
+"""A store's data for conductors besides blocks: records, and which deletions were carried out.
 
 Kept in memory, and in a small LMDB database in each data folder; every write there is synced. What is deleted there
-leaves the database; its bytes may stay in free pages of the file until these are used again.
+leaves the database; deleted bytes may stay in the file's free pages until these are used again.
 
 Each value begins with a checksum. A damaged database is written anew from the records that can still be read; what is
 lost, conductors bring again. Databases without checksums, of older versions, get them when they are opened.
@@ -32,7 +32,7 @@ from services.kvstore.ssd.files import FileLayer, open_lmdb
 
 log = get_logger(__name__)
 MAP_BYTES = 1 << 30
-KEEP_S = 40 * 86400.0  # it is known that a deletion was carried out; conductors repeat theirs for a shorter time
+KEEP_S = 40 * 86400.0  # a carried-out deletion is remembered this long; conductors repeat theirs for a shorter time
 _APPLIED = "applied"
 _COUNTS = struct.Struct("<QQ")
 _VERSION_KEY, _VERSION = b"version", b"2"
@@ -40,11 +40,11 @@ _SUM_BYTES = 8
 
 
 class RecordFolder:
-    """The database of records in one data folder. Blocking.
+    """The database with records in one data folder. Blocking.
 
     Attributes:
         folder: the folder of the database.
-        whole: all records are in the database; if not, it must be written anew.
+        whole: all records are in the database; if not, the database must be written anew.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,7 +53,7 @@ class RecordFolder:
         self._env: lmdb.Environment | None = None
 
     def load(self) -> list[kv_pb2.Record]:
-        """All records; of a damaged database those that are intact, from which it is written anew.
+        """All records; from a damaged database the intact records, from which the database is written anew.
 
         Raises:
             OSError: the folder cannot be used.
@@ -76,7 +76,7 @@ class RecordFolder:
         return records
 
     def commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
-        """Writes records, and deletes those whose time is over; synced on return. Raises OSError or lmdb.Error."""
+        """Writes records, and deletes expired records; synced on return. Raises OSError or lmdb.Error."""
         self.whole = False
         assert self._env is not None
         _commit(self._env, records, over)
@@ -104,7 +104,7 @@ class RecordFolder:
 
 
 def read_records(folder: Path) -> tuple[list[kv_pb2.Record], str, bool]:
-    """Intact records of a folder, what is damaged ("" = nothing), and whether values have no checksums; no change.
+    """A folder's intact records, the damage ("" = none), and whether values lack checksums; no change.
 
     Raises:
         OSError: the folder cannot be read.
@@ -155,7 +155,7 @@ def _record_of(key: bytes, value: bytes, *, plain: bool) -> kv_pb2.Record | None
 
 
 class RecordStore:
-    """The records of one store. Blocking to open; without `folders` in memory only.
+    """One store's records. Blocking to open; without `folders` in memory only.
 
     `deletions`: every deletion that records or conductors have named, carried out here or not.
 
@@ -215,7 +215,7 @@ class RecordStore:
         async with self._turn:
             for record in [one for one in newer if one.kind == DELETION]:
                 if not record.value or self.replicated.get(DELETION, record.tenant, record.id) is record:
-                    self._note([record])  # its time may be over meanwhile
+                    self._note([record])  # the record may have expired meanwhile
                 await asyncio.sleep(0)
             await self._write(newer)
 
@@ -223,11 +223,11 @@ class RecordStore:
         for record in (one for one in records if one.kind == DELETION):
             if record.value:
                 self.deletions.add(record.id, deletion_from_record(record))
-            else:  # it names nothing any more
+            else:  # the record names nothing any more
                 self.deletions.remove(record.id)
 
     def counts(self, deletion: str) -> tuple[int, int] | None:
-        """Blocks and bytes that a deletion deleted; None when it was not carried out."""
+        """Blocks and bytes that a deletion deleted; None if not carried out."""
         mark = self._applied.get(_APPLIED, "", deletion)
         if mark is None or deletion in self.incomplete:
             return None
@@ -246,7 +246,7 @@ class RecordStore:
 
     async def _write(self, records: Sequence[kv_pb2.Record]) -> None:
         over = [record for records in (self.replicated, self._applied) for record in records.prune(self._clock())]
-        for record in over:  # of a deletion its own time counts, or, where there is no record of it, its mark's
+        for record in over:  # a deletion's own time counts, or, without a record, the mark's
             if record.kind in (DELETION, _APPLIED) and self.replicated.get(DELETION, "", record.id) is None:
                 self.deletions.remove(record.id)
         run = partial(asyncio.get_running_loop().run_in_executor, self._thread)
@@ -269,7 +269,7 @@ class RecordStore:
         """Writes databases anew that could not be written to.
 
         Raises:
-            Unavailable: the only one cannot be written; with the next records it is tried again.
+            Unavailable: the only one cannot be written; with the next records the store tries again.
         """
         for number, folder in list(self._folders.items()):
             try:

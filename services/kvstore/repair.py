@@ -16,7 +16,7 @@ from services.kvstore.ssd.recovery import DataFolder, Recovery, VerifyReport, ch
 
 
 def verify(path: Path, on_segment: Callable[[int, int], None] = lambda done, of: None) -> VerifyReport:
-    """Checks a data folder and changes nothing; `on_segment` is called with the number of segments done, and of all.
+    """Checks a data folder without changes; `on_segment` is called with the number of checked segments and the total.
 
     Raises:
         ConfigError: `path` holds no store, cannot be read, or is used by a kvstore.

@@ -1,8 +1,8 @@
 """Scrubbing: reads all blocks on SSD in the background, at a bounded rate, and drops or rewrites damaged ones.
 
-A pass reads each record once, oldest segments first, and compares it with its checksums and with the index's entry.
-Then each disk's index is checked, too. So damage is found before a reader asks, while DRAM or another copy may have
-the block still.
+A pass reads each record once, oldest segments first, and compares the record with the checksums and with the index's
+entry. Then each disk's index is checked, too. So damage is found before a reader asks, while DRAM or another copy may
+have the block still.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ class Scrubber:
         self.store.tiers.listener.work()
 
     async def _check(self, segment: Segment, slot: int) -> bool:
-        """Checks one block; returns whether the block was damaged. What cannot be read is left as it is."""
+        """Checks one block; returns whether the block was damaged. An unreadable block is left alone."""
         reader = SsdReader(self.ssd.disks[segment.disk].folder.files, segment, slot)
         try:
             await asyncio.get_running_loop().run_in_executor(self.pool, _compare, reader)
@@ -84,7 +84,10 @@ class Scrubber:
 
 
 def _compare(reader: SsdReader) -> None:
-    """Blocking. Raises BadRecordError if a record is damaged, or is not what the index says; OSError if it is away."""
+    """Blocking.
+
+    Raises BadRecordError if a record is damaged, or is not what the index says; OSError if the disk is away.
+    """
     segment, slot = reader.segment, reader.slot
     where = segment.path, reader.key, segment.offset(slot), segment.nbytes(slot)
     header = unpack_header(read_record(reader.files, *where))

@@ -1,6 +1,7 @@
-"""One kvstore process: recover, serve, join the conductor, drain; and the servicer of its contract.
+"""One kvstore process: recover, serve, join the conductor, drain; and the contract's servicer.
 
-It ends in this order: no new work, running sessions finish, streams end, visible blocks become durable, files close.
+The process ends in this order: no new work, running sessions finish, streams end, visible blocks become durable, files
+    close.
 """
 
 import asyncio
@@ -143,7 +144,7 @@ class KVStoreServicer:
 
 
 def _checked_keys(packed: bytes) -> list[BlockKey]:
-    """Keys of a request; raises PermissionDenied unless its caller may name them."""
+    """Keys of a request; raises PermissionDenied unless the caller may name them."""
     keys = unpack_keys(packed, max_keys=MAX_MATCH_KEYS)
     check_owned(keys, own_tenant())
     return keys
@@ -157,7 +158,7 @@ END_STREAMS_S = 2.0
 def open_tiers(
     config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None
 ) -> tuple[DramTier, SsdTier | None]:
-    """Blocking. Both tiers of a store: an empty one in DRAM, and that on SSD, if any, with what it held before.
+    """Blocking. A store's two tiers: an empty DRAM tier, and the SSD tier, if any, with its earlier content.
 
     `files` gives the file layer of a data folder; None: the file system.
     """
@@ -173,10 +174,10 @@ def open_tiers(
 
 
 class KVStoreService(StoreListener):
-    """The store with its threads and its servicer; use `running`.
+    """The store with threads and servicer; use `running`.
 
     Without `channels` to the conductor, the store runs alone. With channels, `on_drain` is called when the conductor
-    orders the store to drain, and the address of `instance` must be set before the store joins.
+    orders the store to drain, and `instance` must have an address before the store joins.
     """
 
     def __init__(
@@ -312,7 +313,7 @@ class KVStoreService(StoreListener):
         """Reports that this store drains, waits for running sessions for a time, then ends all streams."""
         self._draining = True
         if self.agent is not None:
-            self.agent.notify()  # the store stays joined while it drains
+            self.agent.notify()  # the store stays joined while draining
         await wait_within(self.config.drain_s / 2, self.idle)
         self._closing.set()
         self._journal.close()
@@ -320,7 +321,7 @@ class KVStoreService(StoreListener):
 
 
 async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Path], FileLayer] | None = None) -> None:
-    """Runs a kvstore process until it is told to stop; `files`: as of `open_tiers`.
+    """Runs a kvstore process until told to stop; `files`: as of `open_tiers`.
 
     Raises:
         ConfigError: a setting is refused.

@@ -1,6 +1,6 @@
-"""Write-behind: one writer thread per disk commits batches, one after the other, and tries failed ones again.
+"""Write-behind: one writer thread per disk commits batches, one after the other, and retries failed batches.
 
-If one of several disks fails, the disk is left out, and the other disks take its batch.
+If one of several disks fails, the disk is left out, and the other disks take the batch.
 """
 
 import asyncio
@@ -24,20 +24,21 @@ from services.kvstore.ssd.tier import SsdTier
 log = get_logger(__name__)
 
 
-# Seconds before a failed batch is tried again, the first time and so on, and then its blocks, which are in DRAM only.
+# Seconds before a failed batch is tried again, the first time and so on, and then the batch's blocks, which are in DRAM
+# only.
 RETRY_AFTER_S = (0.0, 0.1, 1.0)
 UNSAVED_AFTER_S = (1.0, 2.0, 5.0, 15.0, 60.0)
 ERASE_AGAIN_S = 0.02
 REPEAT_S = 60.0  # the same kind of error is logged once in this time, unless blocks became durable meanwhile
 _MAY_PASS = (errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # as a full device does: by a plan
-_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file it happened with
+_Kind = tuple[str, type[Exception], int | None]  # message, type and errno of the error; not the file
 
 
 @dataclasses.dataclass(eq=False)
 class WriteBehind:
-    """Commits the batches of `queue` to the disks of `ssd`, when woken. `run` once; `drain` before ending it.
+    """Commits `queue`'s batches to the disks in `ssd`, when woken. `run` once; `drain` before ending the task.
 
-    It writes `bytes_per_s` on average, if not 0: after a batch it pauses. `on_committed` is told the seconds that a
+    Writing averages `bytes_per_s`, if not 0: after a batch the writer pauses. `on_committed` is told the seconds that a
     batch took, `on_left_out` the number of a disk that is; `clock` times the log messages.
     """
 
@@ -59,7 +60,7 @@ class WriteBehind:
         self._delays = {disk: iter(self.retry_after_s) for disk in range(len(self.ssd.disks))}
         self._unsaved_tries, self._retry_at = 0, math.inf
         self._hurry = asyncio.Event()  # the end, and deletions, wait for no pause
-        self._hurrying_now = 0  # who waits so
+        self._hurrying_now = 0  # number of hurried waiters
         self._free_at = 0.0  # when what has been written so far is within the rate
         self._told: dict[_Kind, float] = {}  # when a message was logged last
         self._failing = False  # blocks were given up since one became durable
@@ -108,14 +109,17 @@ class WriteBehind:
             self._failed.add(disk)
         self._planned.set()
         self._planned = asyncio.Event()
-        await asyncio.sleep(0)  # who waited for this plan is in no hurry any more
+        await asyncio.sleep(0)  # the plan's waiters are in no hurry any more
         await self._pause(plan.written_bytes)
         if again is not None:
             await asyncio.sleep(again)
         return bool(again is not None or plan.blocks or not (plan.idle or error is not None))
 
     async def _leave_out(self, disk: int, error: Exception | None) -> None:
-        """Leaves a disk out. Other disks take its batch, and its blocks that DRAM has; its other blocks are misses."""
+        """Leaves a disk out.
+
+        Other disks take the disk's batch, and the disk's blocks that DRAM has; the disk's other blocks are misses.
+        """
         log.error("a disk is left out", path=str(self.ssd.disks[disk].folder.path), error=str(error))
         self.on_left_out(disk)
         for keys in self.ssd.leave_out(disk):
@@ -124,7 +128,10 @@ class WriteBehind:
         self.wake()
 
     async def _reopen(self, disk: int) -> None:
-        """Opens a failed disk's files anew. While the disk is away the next plan fails, and its blocks wait in DRAM."""
+        """Opens a failed disk's files anew.
+
+        While the disk is away the next plan fails, and the plan's blocks wait in DRAM.
+        """
         try:
             gone = await asyncio.get_running_loop().run_in_executor(self._executor, self.ssd.reopen, disk)
         except OSError:
@@ -146,7 +153,7 @@ class WriteBehind:
         return self._free_at - now
 
     async def _wait(self, work: asyncio.Event) -> None:
-        """Waits for work, or until unsaved blocks are due to be tried again, which it begins."""
+        """Waits for work, or until unsaved blocks are due for a retry, which this call begins."""
         now = asyncio.get_running_loop().time
         if not self.queue.unsaved:
             self._unsaved_tries, self._retry_at = 0, math.inf
@@ -168,7 +175,7 @@ class WriteBehind:
         return None
 
     def _again(self, plan: WritePlan, error: Exception | None) -> float | None:
-        """Seconds until a failed batch is tried again; None when it is not."""
+        """Seconds until a failed batch is tried again; None if not."""
         if error is None:
             if plan.blocks:  # housekeeping may be no more than deleting a file
                 self._delays[plan.disk] = iter(self.retry_after_s)

@@ -31,7 +31,7 @@ _ABORTED_STEP = events.StepEnded(aborted=True, seconds=0.0)
 
 
 class PrefillExecutor:
-    """Drives the core of one instance.
+    """Drives one instance's core.
 
     Args:
         core: the scheduler.
@@ -78,8 +78,8 @@ class PrefillExecutor:
         self.empty.clear()
         try:
             self._order(request.arrival())
-        except Exception:  # it ends the call, and nothing else
-            self.post(events.CancelJob(request.number))  # the core may have taken it
+        except Exception:  # the error ends only the call
+            self.post(events.CancelJob(request.number))  # the core may have taken the job
             if request.number in self._requests:
                 self._forget(request)
             raise
@@ -197,7 +197,7 @@ class PrefillExecutor:
             self._report(action, request)
         except Exception as defect:
             log.exception("an answer cannot be told: its request ends", request=request.request_id)
-            request.end(Internal(f"the prefill failed: {defect!r}"))  # later events of it are not read
+            request.end(Internal(f"the prefill failed: {defect!r}"))  # the request's later events are not read
             if not isinstance(action, actions.EndJob | actions.RefuseJob | actions.RefuseStaleJob):
                 self.post(events.CancelJob(request.number))
             elif self._requests.get(request.number) is request:
@@ -264,7 +264,7 @@ class PrefillExecutor:
             self.post(IoEnded(io, lost))
             return
         task = self._tasks[io] = self._group.create_task(work())
-        # Not a `finally` in the task: a task that is cancelled before its first step never reaches it.
+        # Not a `finally` in the task: a task cancelled before the first step never reaches a `finally`.
         task.add_done_callback(lambda done: self._over(io, done, lost))
 
     def _over(self, io: int, task: "asyncio.Task[events.IoResult]", lost: events.IoResult) -> None:

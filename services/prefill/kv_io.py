@@ -48,12 +48,12 @@ class BlockRead:
 
     Attributes:
         source: instance to read from.
-        keys: of the blocks, consecutive ones of a chain.
+        keys: the blocks' keys, consecutive in a chain.
         blocks: blocks of the pool to write to.
         timeout_s: longest time for the whole read, seconds.
         tenant: owner of the KV.
         request: id of the request, for logs and spans.
-        came: called with the number of tokens read, begin and end in seconds of `time.monotonic()`.
+        came: called with the number of tokens read, begin and end in seconds on `time.monotonic()`.
     """
 
     source: kv_pb2.Instance
@@ -77,7 +77,7 @@ class EmulatedLoadPace:
 
     Args:
         seconds: time of loading all layers, at equal distances; 0 = no delay.
-        layers: of the model.
+        layers: the model's layers.
         on_layer: called for each layer, in order.
     """
 
@@ -157,7 +157,7 @@ class BlockLoader:
             await peers.aclose()
 
     async def load(self, read: BlockRead, on_layer: Callable[[int], None]) -> LoadEnded:
-        """Reads blocks. Nothing is written after the return.
+        """Reads blocks. No writes follow the return.
 
         Args:
             read: what to read, and where to.
@@ -273,7 +273,7 @@ class KVSender:
         """Sends slices. Their memory is not read after the return.
 
         Raises:
-            TransferFailed: decode has given the transfer up, or does not take it in time.
+            TransferFailed: decode has given the transfer up, or does not take the slices in time.
             StreamBroken: the stream to decode ended.
         """
         start_ns = world.monotonic_ns()
@@ -317,7 +317,7 @@ class KVSender:
 
 
 MAX_REPLICA_BLOCKS = 1 << 15
-"""Most keys of one order."""
+"""Most keys in one order."""
 
 
 class ReplicationOrders:

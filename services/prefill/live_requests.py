@@ -21,22 +21,22 @@ MAX_STORES = 16
 SOURCE_KINDS = (kv_pb2.INSTANCE_KIND_KVSTORE, kv_pb2.INSTANCE_KIND_PREFILL, kv_pb2.INSTANCE_KIND_DECODE)
 """Kinds of instances that a prefix is loaded from."""
 MAX_CHUNKS = 256
-"""Most steps whose times are reported."""
+"""Most steps with reported times."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LivePrefill:
-    """One prompt: what was asked for, the results, and a bounded queue of events for the conductor.
+    """One prompt: the order, the results, and a bounded queue with events for the conductor.
 
     Attributes:
-        number: of the scheduler's job; an earlier attempt of the same request may still be ending.
+        number: the scheduler job's number; an earlier attempt of the same request may still be ending.
         incoming: the request's record.
         asked: the conductor's message, checked.
         history: tokens of the sequence, for engines that check the content of blocks.
         first: the token after the prompt, for each answer; for deferred answers the most likely tokens.
-        logprobs: of these tokens, if they are wanted.
+        logprobs: the tokens' log probabilities, if wanted.
         scores: log probabilities of the prompt's tokens except the first, if they are wanted.
-        embedding: of the prompt, if wanted.
+        embedding: the prompt's, if wanted.
         error: why I/O for the prompt has failed.
         forgotten: deletions of the prompt's blocks that were carried out here before the request arrived.
         loads, chunks: tokens that were loaded, and computed step by step, with their times.

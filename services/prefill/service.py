@@ -79,7 +79,7 @@ class PrefillInstance:
 
     @property
     def manager(self) -> BlockManager:
-        """The pool's blocks, whose keys and events are reported to the conductor."""
+        """The pool's blocks; keys and events are reported to the conductor."""
         return self.core.state.manager
 
     async def submit(self, request: prefill_pb2.PrefillRequest) -> LivePrefill:
@@ -292,7 +292,7 @@ class PrefillServicer:
 
 
 def contract(instance: PrefillInstance) -> Service:
-    """The PrefillService of one instance."""
+    """One instance's PrefillService."""
     return prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], PrefillServicer(instance, instance.gauges())
 
 

@@ -1,1 +1,1 @@
-"""The emulated engine: steps take the time of a profile and compute nothing."""
+"""The emulated engine: steps take a profile's time and compute nothing."""

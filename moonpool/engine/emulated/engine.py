@@ -1,11 +1,11 @@
-"""The emulated engine: an `Engine` whose steps take the time that a profile gives and compute nothing.
+"""The emulated engine: an `Engine` with steps that take a profile's time and compute nothing.
 
-It runs in the I/O process, on its event loop. Protocol, frames, leases, store and scheduling around it are real; so are
-the pool's bytes (`moonpool.engine.emulated.kv`): a block with wrong bytes fails the engine, and with it the
-instance.
+The engine runs in the I/O process, on the process's event loop. Protocol, frames, leases, store and scheduling around
+the engine are real; so are the pool's bytes (`moonpool.engine.emulated.kv`): a block with wrong bytes fails the engine
+and the instance.
 
-A step's layers are spread evenly over its time, and its stages work as a pipeline. The processor time of emulating and
-late timers are part of a step's time: the next step makes up for up to `CARRY_S`, more is counted as late.
+A step's layers are spread evenly over the step's time, and the stages work as a pipeline. Processor time for emulating
+and late timers are part of a step's time: the next step makes up for up to `CARRY_S`, more is counted as late.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import Metric, counter
 
 CARRY_S = 0.005
-"""Lateness of a step that the next one makes up for at most: event loops have timers of milliseconds."""
+"""Most lateness that the next step makes up for: event loops have millisecond timers."""
 TIMER_S = 0.0005
 """No timer is set for a shorter wait."""
 log = get_logger(__name__)
@@ -85,7 +85,7 @@ class EmulatedEngine:
     Attributes:
         step_s: seconds that all steps were to take.
         late_s: seconds by which steps ended late.
-        slowed: its steps take `Noise.slowdown` times longer.
+        slowed: steps take `Noise.slowdown` times longer.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class EmulatedEngine:
         return self._speeds
 
     def load_s(self, nbytes: int) -> float:
-        """Seconds that loading so many bytes takes on the emulated hardware; 0 = as long as it takes here."""
+        """Seconds that loading so many bytes takes on the emulated hardware; 0 = as long as here."""
         return load_seconds(self._speeds, nbytes)
 
     async def fetch(self, blocks: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class EmulatedEngine:
 
     @property
     def steps_held(self) -> int:
-        """Steps whose gates or aborts are remembered: running ones and ones that have not begun."""
+        """Steps with remembered gates or aborts: running steps and steps that have not begun."""
         return len(self._flights)
 
     @property
@@ -161,12 +161,12 @@ class EmulatedEngine:
 
     @property
     def slices_checked(self) -> int:
-        """Number of KV slices whose bytes were compared with what they must be."""
+        """Number of KV slices whose bytes were compared with the expected bytes."""
         return self._sequences.slices_checked
 
     @property
     def run_steps(self) -> int:
-        """It is in the process that gives it steps: there is no way to save."""
+        """The engine shares the process that sends steps: there is no way to save."""
         return 1
 
     async def run(
@@ -205,7 +205,7 @@ class EmulatedEngine:
         self._flight(step_id).dropped.add(index)
 
     def stop_run(self, step_id: int, *, urgent: bool = False) -> None:
-        """Each run ends with its first step."""
+        """Each run ends with the run's first step."""
 
     def abort(self, step_id: int) -> None:
         """See `Engine.abort`."""
@@ -313,7 +313,7 @@ class EmulatedEngine:
         return True
 
     async def _gate(self, flight: _StepControl, layer: int, schedule: _LayerSchedule) -> None:
-        """Waits until a layer's gate is open or the step is aborted; aborts it after `gate_timeout_s`."""
+        """Waits until a layer's gate is open or the step is aborted; aborts the step after `gate_timeout_s`."""
         if flight.open_layer < layer and not flight.aborted:
             try:
                 async with asyncio.timeout(self._gate_timeout_s):
@@ -362,12 +362,12 @@ EMULATED_METRICS: "tuple[Metric[EmulatedEngine], ...]" = (
         "emulated_slices_checked_total", "KV slices compared with the expected bytes.", lambda it: it.slices_checked
     ),
 )
-"""Reported by instances whose compute is emulated."""
+"""Reported by instances with emulated compute."""
 
 
 @contextmanager
 def _slowed_by_signals(engine: "EmulatedEngine", slowdown: float) -> Iterator[None]:
-    """While the body runs SIGUSR1 makes the engine slow and SIGUSR2 well again, if it has a slowdown."""
+    """While the body runs, SIGUSR1 makes an engine with a slowdown slow, and SIGUSR2 normal again."""
     if not slowdown:
         yield
         return
@@ -391,7 +391,9 @@ async def start_emulated(
     gate_timeout_s: float,
     clock: EngineClock = MONOTONIC,
 ) -> AsyncIterator["EmulatedEngine"]:
-    """An emulated engine; leaving the context ends it and frees the pool. See `moonpool.engine.executor.start_engine`.
+    """An emulated engine; leaving the context ends the engine and frees the pool.
+
+    See `moonpool.engine.executor.start_engine`.
 
     Raises:
         ConfigError: a value is refused (stages, blocks, memory).

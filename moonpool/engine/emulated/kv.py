@@ -1,9 +1,9 @@
 """Emulated KV and tokens, cheap pure functions of a sequence's tokens; and one sequence's work in an emulated step.
 
-The KV of one token, K or V, one head, one layer, is 8 bytes: (pad XOR token), each byte x then replaced by a*x + b
-mod 256, with a and b different for each layer and plane. The pad of slot t is bytes 8t..8t+7 of the extendable blake3
-output of the parent block's key. So a block's bytes depend on its tokens, its history, namespace, tenant and layer,
-and tests can check them slot by slot, also while the block is not full.
+One token's KV, K or V, in one head and layer is 8 bytes: (pad XOR token), each byte x then replaced by a*x + b mod 256,
+with a and b different for each layer and plane. Slot t's pad is bytes 8t..8t+7 of the extendable blake3 output for the
+parent block's key. So a block's bytes depend on tokens, history, namespace, tenant and layer, and tests can check them
+slot by slot, also while the block is not full.
 """
 
 import sys
@@ -27,7 +27,7 @@ _UINT64_MASK = (1 << 64) - 1
 
 
 class EmulatedKV:
-    """Bytes of emulated KV in one layout."""
+    """Emulated KV bytes in one layout."""
 
     def __init__(self, layout: KVLayout) -> None:
         (group,) = layout.groups
@@ -50,7 +50,7 @@ class EmulatedKV:
 
         Args:
             parent: key of the previous block, or the chain's root.
-            token_ids: tokens of consecutive slots of one block.
+            token_ids: tokens for consecutive slots in one block.
             first_slot: slot of the first token.
         """
         size = len(token_ids) * SLOT_BYTES
@@ -86,11 +86,11 @@ def choose_token(
     """The token that follows a history.
 
     Args:
-        digest: `history_digest` of all tokens before it.
+        digest: `history_digest` over all earlier tokens.
         vocab_size: number of tokens.
         reserved: never chosen.
         banned: not chosen in this position.
-        seed: of the sampling; 0 = greedy.
+        seed: the sampling seed; 0 = greedy.
     """
     assert vocab_size > len(reserved) + len(banned), "no token is left to choose"
     state = digest ^ seed if seed else digest
@@ -135,7 +135,7 @@ RECHECKED_TOKENS = 64
 
 
 class WrongKV(Exception):  # noqa: N818 - names the finding
-    """A block does not hold the KV of its tokens."""
+    """A block does not hold the tokens' KV."""
 
 
 @dataclass(slots=True)
@@ -143,11 +143,11 @@ class _SequenceState:
     """State of a sequence between steps."""
 
     table: tuple[int, ...] = ()
-    """Its block table in the last step."""
+    """The block table in the last step."""
     tokens: int = 0
     """Leading tokens whose KV in these blocks was checked or written here."""
     keys: list[BlockKey] = field(default_factory=list)
-    """Keys of the full blocks after those of its history."""
+    """Keys for the full blocks after the history's."""
     digest: xxh3_64 = field(default_factory=xxh3_64)
     hashed: int = 0
     """Leading tokens that are in the digest."""
@@ -157,7 +157,7 @@ class _SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class BlockSlots:
-    """Consecutive slots of one block, all layers."""
+    """Consecutive slots in one block, all layers."""
 
     block: int
     index: int
@@ -168,19 +168,19 @@ class BlockSlots:
 
 @dataclass(slots=True)
 class SequenceWork:
-    """Work of one step for one sequence."""
+    """One step's work for one sequence."""
 
     check: list[BlockSlots]
     """The part of the prefix that was not checked before; checked in every layer."""
     again: tuple[BlockSlots, int] | None
-    """A slice checked before and its layer: something may have overwritten it since."""
+    """A slice checked before, and the slice's layer: the slice may have been overwritten since."""
     write: list[BlockSlots]
     tokens: tuple[int, ...]
     """One for each sample that is wanted."""
 
 
 class EmulatedSequences:
-    """The sequences of one engine."""
+    """One engine's sequences."""
 
     def __init__(self, emulated: EmulatedCompute, kv: EmulatedKV, pool: KVPool) -> None:
         self._emulated = emulated
@@ -191,7 +191,7 @@ class EmulatedSequences:
         self.slices_checked = 0
 
     def begin(self, step: SequenceStep) -> bool:
-        """Whether this is the sequence's first step here, or its first after an abort; it is known from now on."""
+        """Whether this is the sequence's first step here, or the first after an abort; afterwards it is known."""
         if step.history is None or step.history in self._known:
             return False
         self._known[step.history] = _SequenceState()
@@ -223,7 +223,7 @@ class EmulatedSequences:
         """Checks the prefix of a layer, then writes the new slots.
 
         Raises:
-            WrongKV: a slot does not hold what it should.
+            WrongKV: a slot holds unexpected bytes.
         """
         for slots in share.check:
             self._check(slots, layer)
@@ -266,7 +266,7 @@ class EmulatedSequences:
         return BlockSlots(step.block_table[index], index, begin % self._size, base)
 
     def _parent(self, history: TokenHistory, known: _SequenceState, index: int) -> bytes:
-        """Key of the block before the one at `index`."""
+        """Key of the block before `index`."""
         if index == 0:
             return history.chain_root
         given = len(history.keys)

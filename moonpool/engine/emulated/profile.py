@@ -1,6 +1,6 @@
 """Profiles of emulated compute.
 
-How long steps take on some hardware, how much KV it holds, and noise on these times.
+How long steps take on some hardware, how much KV fits, and noise on these times.
 
 The bundled profiles are in `profiles`; `docs/emulation.md` explains the fields.
 """
@@ -22,19 +22,19 @@ _SPEED_DRAW, _STEP_DRAW = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How far an instance's steps are from its profile. Nothing that the instance reports tells of it."""
+    """How far an instance's steps are from the profile. The instance does not report the noise."""
 
     seed: int = 0
-    """Of the draws; each instance has one of its own."""
+    """Of the draws; each instance has a separate seed."""
     jitter: float = 0.0
     """A step takes up to this share longer or shorter, uniformly drawn for each step; in [0, 1)."""
     speed_error: float = 0.0
-    """All steps of the instance are slower or quicker by one factor, drawn from 1 ± this; in [0, 1)."""
+    """All the instance's steps are slower or quicker by one factor, drawn from 1 ± this; in [0, 1)."""
     slowdown: float = 0.0
     """So many times longer all steps take from SIGUSR1 to SIGUSR2; 0 = these signals are not taken."""
 
     def factor(self, step_id: int, *, slowed: bool = False) -> float:
-        """Seconds of a step over those of the profile; `slowed`: between the two signals."""
+        """A step's seconds over the profile's; `slowed`: between the two signals."""
         slower = self.slowdown if slowed else 1.0
         return slower * self._around(self.speed_error, _SPEED_DRAW) * self._around(self.jitter, _STEP_DRAW, step_id)
 
@@ -47,7 +47,7 @@ SCHEME = "emulated:"
 """Prefix of `--engine` that asks for emulated compute; the profile's name or path follows."""
 _FORMER_SCHEME = "paced:"
 SLOT_BYTES = 8
-"""Bytes of one token's K (or V) of one head in one layer of emulated KV."""
+"""Bytes for one token's K (or V) in one head and layer of emulated KV."""
 KV_DTYPE = "float16"
 _SUFFIX = ".yaml"
 _FOLDER = Path(__file__).resolve().parent / "profiles"
@@ -58,23 +58,23 @@ _DECODE = ("base_s", "per_sequence_s", "per_context_token_s")
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Times and sizes of a model on some hardware. Seconds and bytes are the hardware's, nothing is scaled."""
+    """Times and sizes of a model on some hardware. Seconds and bytes are the hardware's, unscaled."""
 
     name: str
     hardware: str
     """The class of machine, in words."""
     speeds: Speeds
-    """A rate of 0 is not emulated: KV moves as fast as this machine moves it."""
+    """A rate of 0 is not emulated: KV moves as fast as on this machine."""
     token_bytes: int
     """True bytes of KV per token over all layers."""
     max_tokens: int
     """Longest sequence."""
     layers: int
-    """Layers of the emulated KV: each may stand for several of the model's."""
+    """Layers of emulated KV: each may stand for several of the model's."""
     kv_heads: int = 1
     """Heads of the emulated KV."""
     time_scale: float = 1.0
-    """Seconds of the profile that pass in one second, unless `time_scale` is set."""
+    """Profile seconds that pass in one second, unless `time_scale` is set."""
     pool_bytes: int = 0
     """True bytes of KV that the hardware's memory holds beside the weights; 0 = not given."""
     kv_dtype: str = ""
@@ -98,7 +98,7 @@ class Profile:
             source: the file, for messages.
 
         Raises:
-            ConfigError: a field is unknown, missing or out of range; names it.
+            ConfigError: a field is unknown, missing or out of range; names the field.
         """
         top = _Fields(data, source, "")
         model, kv = top.section("model"), top.section("kv")
@@ -132,7 +132,7 @@ class Profile:
 
 
 class _Fields:
-    """One mapping of a profile: every field is taken once, and a field that is left over is an error."""
+    """A mapping in a profile: every field is taken once, and a leftover field is an error."""
 
     def __init__(self, data: object, source: str, prefix: str) -> None:
         if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
@@ -199,10 +199,10 @@ def bundled_profiles() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Reads a bundled profile by its name, or any by its path.
+    """Reads a bundled profile by name, or any profile by path.
 
     Raises:
-        ConfigError: there is none, or it is wrong; names the field.
+        ConfigError: the profile is missing or wrong; names the field.
     """
     import yaml  # engine processes import this module, and read no profile
 
@@ -220,18 +220,18 @@ def load_profile(name: str) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedCompute:
-    """Emulated compute of one instance; part of `EngineSpec`."""
+    """One instance's emulated compute; part of `EngineSpec`."""
 
     profile: Profile
     time_scale: float
-    """Seconds of the profile that pass in one second."""
+    """Profile seconds that pass in one second."""
     decode: bool
     """Whether steps are decode steps, one token per sequence."""
     vocab_size: int
     reserved: frozenset[int] = field(default_factory=frozenset)
     """Tokens that are never chosen: the end tokens, so that an answer is as long as `max_tokens`."""
     noise: Noise = NO_NOISE
-    """How far its steps are from the profile."""
+    """How far the steps are from the profile."""
 
     @property
     def speeds(self) -> Speeds:
@@ -272,11 +272,11 @@ def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[b
     """Seconds that a step takes.
 
     Args:
-        speeds: of the emulated hardware.
-        step: sequences; prefill counts the chunk and prefix of each, decode the batch and its context, and as prefill
-            does what a preempted sequence computes again.
-        decode: whether it is a decode step.
-        begins: for each sequence, whether it begins with this step, after a cached prefix; empty = none does.
+        speeds: the emulated hardware's.
+        step: sequences; prefill counts each chunk and prefix, decode the batch and the batch's context, and, as prefill
+            does, recomputed tokens of preempted sequences.
+        decode: whether the step is a decode step.
+        begins: for each sequence, whether the sequence begins with this step, after a cached prefix; empty = none does.
     """
     sizes = [(len(sequence.token_ids) // 4, sequence.start) for sequence in step.sequences]
     if decode:
@@ -285,17 +285,17 @@ def step_seconds(speeds: Speeds, step: Step, *, decode: bool, begins: Sequence[b
         )
         ones = [start + 1 for tokens, start in sizes if tokens == 1]
         return decode_step_seconds(speeds, len(ones), sum(ones)) + again
-    return speeds.prefill_base_s + sum(  # the base is per step, however many prompts share it
+    return speeds.prefill_base_s + sum(  # the base is per step, however many prompts share the step
         prefill_seconds(speeds, tokens, start, steps=0, begins=first)
         for (tokens, start), first in zip(sizes, begins or [False] * len(sizes), strict=True)
     )
 
 
 def copy_seconds(speeds: Speeds, tokens: int) -> float:
-    """Seconds that copying the KV of so many tokens in the pool takes: it is read, as a step reads it, and written."""
+    """Seconds for copying `tokens` tokens' KV within the pool: a step's read, and a write."""
     return 2 * tokens * speeds.decode_per_context_token_s
 
 
 def load_seconds(speeds: Speeds, nbytes: int) -> float:
-    """Seconds that so many bytes of KV take to load; 0 where the profile has no rate for it."""
+    """Seconds that so many bytes of KV take to load; 0 if the profile has no rate."""
     return nbytes / speeds.load_bytes_per_s if speeds.load_bytes_per_s else 0.0

@@ -1,1 +1,1 @@
-"""What an adapter decides: which blocks its engine holds, under Moonpool's keys. Plain Python."""
+"""An adapter's decision: which blocks the engine holds, under Moonpool's keys. Plain Python."""

@@ -1,4 +1,4 @@
-"""An engine's KV cache as its events tell it, under Moonpool's block keys.
+"""An engine's KV cache according to the engine's events, under Moonpool's block keys.
 
 The rule: a key is told only if the engine would find the block. What is not certain is not told.
 """
@@ -24,14 +24,14 @@ WINDOWED_KINDS = ("sliding_window", "sliding_window_mla", "chunked_local_attenti
 """Kinds of groups whose blocks have the hashes of whole chains."""
 
 RootOf = Callable[[ExtraKeys | None], BlockKey | None]
-"""Root of the chain whose first block has these extra keys; None = a chain that is nobody's here."""
+"""Root for the chain whose first block has these extra keys; None = a chain unknown here."""
 
 
 class RankCache:
-    """The cache of one data-parallel rank.
+    """One data-parallel rank's cache.
 
-    A block counts as held if all groups of layers hold it. So a prefix is never told longer than the groups with a
-    window have it. Names of blocks outlive the blocks: a hash means the same chain as long as the engine lives.
+    A block counts as held if all layer groups hold the block. So a prefix is never reported longer than the windowed
+    groups hold. Names of blocks outlive the blocks: a hash means the same chain as long as the engine lives.
 
     Args:
         block_tokens: tokens per block; blocks of other sizes are not told.
@@ -60,7 +60,7 @@ class RankCache:
 
     @property
     def opaque(self) -> bool:
-        """Whether a group of layers caches in a way that is not understood here: then nothing is told."""
+        """Whether a layer group caches in an unknown way: then no block is reported."""
         return self._opaque
 
     @property
@@ -79,7 +79,7 @@ class RankCache:
                 self.clear()
 
     def clear(self) -> None:
-        """Nothing is held any more. What hashes mean stays known."""
+        """Forgets all blocks. What hashes mean stays known."""
         self._groups_of.clear()
         self._retract(list(self._told))
         self._bound_names()
@@ -179,7 +179,7 @@ NO_RANK = -1
 
 
 class EngineCache:
-    """The caches of all data-parallel ranks of an engine: what any of them holds.
+    """The caches of all an engine's data-parallel ranks: what any rank holds.
 
     Arguments as of `RankCache`.
     """
@@ -193,7 +193,7 @@ class EngineCache:
         self._changes = NetChanges()
 
     def rank(self, rank: int) -> RankCache:
-        """The cache of a rank; it is empty at first."""
+        """The cache of a rank; empty at first."""
         if rank not in self._caches:
             changed = partial(self._changed, 1 << rank)
             self._caches[rank] = RankCache(self._block_tokens, self._root_of, changed, self._max_names)
@@ -218,7 +218,7 @@ class EngineCache:
         return self._changes.take()
 
     def matched_blocks(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
-        """Leading blocks of a chain that one rank holds, and that rank; `NO_RANK` without a block."""
+        """Leading blocks of a chain that one rank holds, and the rank; `NO_RANK` without a block."""
         blocks, best, found = 0, 0, ~0
         for key in keys:
             found &= self._ranks_of.get(key, 0)
@@ -228,7 +228,7 @@ class EngineCache:
         return blocks, (best & -best).bit_length() - 1
 
     def restart(self) -> None:
-        """Nothing is held any more, and what is stored behind the blocks of now is nobody's."""
+        """Forgets all blocks; blocks stored later behind today's blocks are ignored."""
         for cache in self._caches.values():
             cache.restart()
 

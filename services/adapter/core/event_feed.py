@@ -1,7 +1,7 @@
-"""The stream of one rank's event batches, without gaps: asks for what was lost, and notices that an engine restarted.
+"""One rank's stream of event batches, without gaps: asks for lost batches, and notices an engine restart.
 
-An engine numbers its batches from 0 and keeps the last ones for replay. Each replay is asked from the last batch that
-was applied, so that its first batch proves that the numbers mean the same engine.
+An engine numbers batches from 0 and keeps the last batches for replay. Each replay starts at the last applied batch, so
+that the replay's first batch proves that the numbers mean the same engine.
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from services.adapter.core.kv_events import EventBatch
 
 @frozen
 class BatchArrived:
-    """A batch came. `batch` None: it could not be read."""
+    """A batch came. `batch` None: not readable."""
 
     number: int
     batch: EventBatch | None
@@ -29,7 +29,7 @@ class BatchReplayed:
 
 @frozen
 class ReplayEnded:
-    """A replay is over; not `complete`: no more of it came in time."""
+    """A replay is over; not `complete`: the rest did not come in time."""
 
     replay: int
     complete: bool
@@ -57,7 +57,7 @@ class ApplyBatch:
 
 @frozen
 class ForgetBlocks:
-    """Order: nothing is known to be held any more. `restarted`: the engine is another one."""
+    """Order: forget all held blocks. `restarted`: the engine is another one."""
 
     restarted: bool
 
@@ -70,7 +70,7 @@ MAX_HELD = 8192
 
 @dataclass(slots=True)
 class EventFeed:
-    """The batches of one rank, in order.
+    """One rank's batches, in order.
 
     Attributes:
         gaps: times that batches were missing.
@@ -96,7 +96,7 @@ class EventFeed:
         return [self._ask()]
 
     def handle(self, event: FeedEvent) -> list[FeedAction]:
-        """Takes an event; returns the orders that follow from it."""
+        """Takes an event; returns the resulting orders."""
         match event:
             case BatchArrived() if self._replaying:
                 self._held.append(event)
@@ -129,7 +129,7 @@ class EventFeed:
         return [*orders, self._ask()]
 
     def _told_before(self, batch: EventBatch | None) -> bool:
-        """Whether a batch with a smaller number is an old one, and not one of an engine that has restarted."""
+        """Whether a batch with a smaller number is an old batch, not from a restarted engine."""
         return batch is not None and self._last is not None and batch.time <= self._last[1]
 
     def _take_replayed(self, event: BatchReplayed) -> list[FeedAction]:
@@ -151,13 +151,13 @@ class EventFeed:
         return [*self._forget(restarted=False), *self._apply(event.number, event.batch)]
 
     def _replay_ended(self, *, complete: bool) -> list[FeedAction]:
-        if complete and not self._replayed and self._last is not None:  # it does not know the batch applied last
+        if complete and not self._replayed and self._last is not None:  # the last applied batch is unknown there
             return [*self._forget(restarted=True), self._ask()]
         orders: list[FeedAction] = []
         if not complete:
             self.lost += 1
             orders = self._forget(restarted=False)
-        elif not self._replayed:  # it has published nothing yet
+        elif not self._replayed:  # the engine has published nothing yet
             self._next = 0
         self._replaying = False
         held, self._held = self._held, []
@@ -167,7 +167,7 @@ class EventFeed:
 
     def _apply(self, number: int, batch: EventBatch | None) -> list[FeedAction]:
         self._next = number + 1
-        if batch is None:  # what it told is not known
+        if batch is None:  # the batch's content is unknown
             self.lost += 1
             return self._forget(restarted=False, then=self._next)
         self._last = number, batch.time

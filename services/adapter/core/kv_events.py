@@ -10,9 +10,9 @@ from moonpool.errors import InvalidRequest
 from moonpool.frozen import frozen
 
 BlockHash = int | bytes
-"""An engine's own name of a block and everything before it: a number, or the bytes of a digest."""
+"""An engine's own name for a block and everything before: a number, or a digest's bytes."""
 ExtraKeys = tuple[object, ...]
-"""What goes into a block's hash beside its tokens: a cache salt, an adapter's name, images."""
+"""Parts of a block's hash beside the tokens: a cache salt, an adapter's name, images."""
 
 
 @frozen
@@ -20,15 +20,15 @@ class BlockStored:
     """Consecutive blocks of a chain are held from now on.
 
     Attributes:
-        hashes: of the blocks.
+        hashes: the blocks' hashes.
         parent: hash of the block before them; None = they begin the chain.
-        token_ids: of all of them, `block_tokens` each.
+        token_ids: tokens for all blocks, `block_tokens` each.
         block_tokens: tokens per block.
         medium: memory or storage that holds them.
         extra_keys: for each block; None = the engine does not tell them.
         lora: whether a LoRA adapter computed them.
-        group: number of the group of layers.
-        kind: kind of attention of the group; "" = not told.
+        group: number of the layer group.
+        kind: the group's kind of attention; "" = not told.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -47,9 +47,9 @@ class BlockRemoved:
     """Blocks are not held any more.
 
     Attributes:
-        hashes: of the blocks; no block of which another copy is left.
+        hashes: the blocks' hashes; no block of which another copy is left.
         medium: memory or storage that held them.
-        group: number of the group of layers; None = every group.
+        group: number of the layer group; None = every group.
     """
 
     hashes: tuple[BlockHash, ...]
@@ -59,7 +59,7 @@ class BlockRemoved:
 
 @frozen
 class AllBlocksCleared:
-    """Nothing is held any more."""
+    """No block is held any more."""
 
 
 EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -67,7 +67,7 @@ EngineEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @frozen
 class EventBatch:
-    """The events of one engine step. `time`: seconds since 1970, by the engine's clock."""
+    """The events from one engine step. `time`: seconds since 1970, by the engine's clock."""
 
     time: float
     events: tuple[EngineEvent, ...]

@@ -52,7 +52,7 @@ class AppendBlock:
 
 @frozen
 class Chunk:
-    """Tokens of one sequence that a step computes, or computes again.
+    """One sequence's tokens that a step computes, or computes again.
 
     Attributes:
         sample: they are the last ones: the next token is sampled.
@@ -69,16 +69,16 @@ class Chunk:
 
 @frozen
 class StartRun:
-    """Start a run: each step computes one token for each sequence of the batch; the first also computes chunks.
+    """Start a run: each step computes one token for each sequence in the batch; the first also computes chunks.
 
     The batch continues for `steps` steps without asking: until then no sequence needs a block, and no waiting request
-    could join. The run ends early with the first step in which a sequence ends, and after `StopRun`. It is answered by
-    one `RunDone`. Before the scheduler gets any other event, `RunProgress` tells how many steps have ended.
+    could join. The run ends early with the first step in which a sequence ends, and after `StopRun`. Answered by one
+    `RunDone`. Before the scheduler gets any other event, `RunProgress` tells how many steps have ended.
 
     Attributes:
         step: number of the run.
         copies: blocks copied before the first step writes: (from, to).
-        patient: no client waits for a single token, and no time was promised: other work of the host may go first.
+        patient: no client waits for single tokens, and no time was promised: the host's other work may go first.
     """
 
     step: int
@@ -103,7 +103,7 @@ class StopRun:
 
 @frozen
 class FinishSequence:
-    """The sequence has ended with its first token."""
+    """The sequence has ended with the first token."""
 
     id: int
     reason: int
@@ -111,10 +111,10 @@ class FinishSequence:
 
 @frozen
 class ForkSequences:
-    """The sequences of a request fork: each takes the tokens of its parent and one more.
+    """A request's sequences fork: each takes the parent's tokens and one more.
 
     Attributes:
-        forks: for each sequence its parent, and the parent's candidate that follows. Empty if the search is over.
+        forks: for each sequence the parent, and the parent's candidate that follows. Empty if the search is over.
         ended: new hypotheses: number, parent, candidate.
         kept: numbers of the hypotheses that are kept.
     """
@@ -135,7 +135,7 @@ class AnswersRanked:
 
 @frozen
 class RequestAborted:
-    """The request ends early: no KV is received and no token reported for it any more."""
+    """The request ends early: from now on no KV is received and no token reported."""
 
     id: int
     why: str
@@ -143,7 +143,7 @@ class RequestAborted:
 
 @frozen
 class RequestFreed:
-    """The request has ended and has no blocks any more. `retained`: its output is kept until `DropOutputLog`."""
+    """The request has ended and has no blocks any more. `retained`: the output is kept until `DropOutputLog`."""
 
     id: int
     retained: bool = False
@@ -151,7 +151,10 @@ class RequestFreed:
 
 @frozen
 class RequestParked:
-    """The request has lost its conductor and its blocks. It is kept until `RequestAdopted` or `DropOutputLog`."""
+    """The request has lost the conductor and all blocks.
+
+    The request is kept until `RequestAdopted` or `DropOutputLog`.
+    """
 
     id: int
 
@@ -165,7 +168,7 @@ class DropOutputLog:
 
 @frozen
 class RequestAdopted:
-    """The stream has the request now: send it each answer's tokens from a position on, and the end if it has ended."""
+    """The stream has the request now: send each answer's tokens from a position on, and the end if it has ended."""
 
     id: int
     stream: int
@@ -208,10 +211,10 @@ class SwapDrop:
 
 @frozen
 class StoreBlock:
-    """Write a full block to one of the request's kvstores; it does not change until the write has ended.
+    """Write a full block to one of the request's kvstores; the block does not change until the write has ended.
 
     Attributes:
-        index: of the block in the sequence.
+        index: the block's index in the sequence.
         store: index of the kvstore.
     """
 
@@ -224,7 +227,7 @@ class StoreBlock:
 
 @frozen
 class LoadStoredBlocks:
-    """Read the sequence's full blocks, from block `first` on, from one of its kvstores into these blocks of the pool.
+    """Read the sequence's full blocks, from block `first` on, from a kvstore into these pool blocks.
 
     Attributes:
         store: index of the kvstore.

@@ -1,4 +1,4 @@
-"""Admission: a request is accepted if its expected blocks fit and the promised time between tokens can be kept."""
+"""Admission: a request is accepted if the expected blocks fit and the promised time between tokens can be kept."""
 
 import math
 from collections.abc import Collection, Iterator
@@ -16,10 +16,10 @@ class RequestForecast(NamedTuple):
     """What a request is expected to add to the batch.
 
     Attributes:
-        begins: its first step, counted from now.
-        ends: its last step.
+        begins: first step, counted from now.
+        ends: last step.
         sequences: number of sequences.
-        context: tokens of all its sequences in its first step; each has one more in each further step.
+        context: tokens in all sequences at the first step; each has one more in each further step.
     """
 
     begins: float
@@ -31,7 +31,7 @@ class RequestForecast(NamedTuple):
 def peak_steps(forecasts: list[RequestForecast], watched: RequestForecast) -> Iterator[tuple[int, int]]:
     """Sequences and tokens of the steps in which a request ends, while `watched` is in the batch.
 
-    One of these is the longest step: between two ends every request grows and others only come.
+    The longest step is among these: between two ends every request grows and others only come.
     """
     incoming, sequences, at_zero = sorted(forecasts, reverse=True), 0, 0.0
     for forecast in sorted(forecasts, key=lambda forecast: forecast.ends):
@@ -65,8 +65,8 @@ class DecodeAdmission:
     def predicted_tbt_s(self, event: ReserveBlocks, others: Collection[DecodeRequest]) -> float:
         """Seconds per step with this request and all others, running or promised, in the batch.
 
-        If the request says when it starts: with the requests expected to be here then. Or, if longer, with those that
-        are promised, start later and are expected to meet it.
+        If the request says when it starts: with the requests expected to be here then. Or, if longer, with promised
+            requests that start later and are expected to overlap.
         """
         batch, now = self._planner.batch, self._state.now
         running = RequestStatus.RUNNING  # a local name: most of many requests are in the batch

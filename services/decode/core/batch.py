@@ -1,4 +1,4 @@
-"""The running batch, and how the sequences of one request share KV blocks: forks, copy on write, restoring.
+"""The running batch, and how one request's sequences share KV blocks: forks, copy on write, restoring.
 
 All running sequences advance by one token per step; a step in which no sequence needs a block costs O(1) here.
 """
@@ -73,7 +73,7 @@ class RunningBatch:
         return sequence.tokens + self.ticks if sequence.id in self._sequences else sequence.tokens
 
     def context_of(self, request: DecodeRequest) -> int:
-        """Tokens of all sequences of a request, in the batch or not, or of those it will begin with."""
+        """Tokens in all a request's sequences, in the batch or not, or in those that the request will begin with."""
         if request.spec.width == 1:
             return self.tokens_of(request.sequences[0])
         tokens = sum(map(self.tokens_of, request.sequences))
@@ -100,7 +100,7 @@ class RunningBatch:
         self._tbt_s = None
 
     def end(self, sequence: RequestSequence) -> None:
-        """One sequence of a request has ended; others continue."""
+        """A request's sequence has ended; others continue."""
         self._remove(sequence)
 
     def _remove(self, sequence: RequestSequence) -> None:
@@ -110,7 +110,7 @@ class RunningBatch:
         self.context -= sequence.tokens
 
     def advance(self, steps: int = 1) -> None:
-        """Each sequence has one more token for each of these steps."""
+        """Each sequence has one more token for each step."""
         self.ticks += steps
         self.context += steps * len(self._sequences)
 
@@ -122,7 +122,7 @@ class RunningBatch:
             self.grew(sequence)
 
     def grew(self, sequence: RequestSequence) -> None:
-        """Notes when a sequence needs its next block; call this when it has a new one."""
+        """Notes when a sequence needs the next block; call this after giving a block."""
         heappush(self._needs, (self._need(sequence), sequence.id))
 
     def forked(self, request: DecodeRequest) -> None:
@@ -184,10 +184,10 @@ class RunningBatch:
 
 @frozen
 class BlockCopy:
-    """A copy of a part-filled block, made for one sequence because others refer to the block.
+    """A part-filled block's copy, made for one sequence because others refer to the block.
 
     Attributes:
-        index: of the block in the sequence's table.
+        index: the block's index in the sequence's table.
         block: the copy.
     """
 
@@ -218,7 +218,7 @@ def take_known_tokens(request: DecodeRequest) -> bool:
 
 
 def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -> int:
-    """Blocks of `width` sequences of up to `total` tokens that share the full blocks of their prompt."""
+    """Blocks for `width` sequences, each up to `total` tokens, that share the prompt's full blocks."""
     shared = prompt // settings.block_tokens
     return shared + width * (settings.blocks_for(total) - shared)
 
@@ -241,7 +241,7 @@ def count_lacking_blocks(writes: list[tuple[RequestSequence, int]], manager: Blo
 def copy_on_write(
     state: DecodeState, request: DecodeRequest, sequence: RequestSequence, index: int
 ) -> BlockCopy | None:
-    """Gives a sequence its own block in place of a shared one; None if the block is not shared."""
+    """Gives a sequence a separate block in place of a shared block; None if the block is not shared."""
     source = sequence.table[index]
     if state.blocks.ref_count(source) == 1:
         return None
@@ -251,7 +251,10 @@ def copy_on_write(
 
 
 def undo_copy_on_write(state: DecodeState, copied: BlockCopy) -> None:
-    """Takes back a copy that was not made. The source is there: another sequence of the request refers to it."""
+    """Takes back a copy that was not made.
+
+    The source is there: another sequence in the request refers to the source.
+    """
     state.blocks.acquire([copied.source])
     _replace_block(state, copied.sequence, copied.index, copied.source)
 
@@ -278,7 +281,7 @@ def advance_search(state: DecodeState, request: DecodeRequest, candidates: Seque
 
 
 def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], parents: list[int]) -> None:
-    """Each sequence takes the blocks of its parent."""
+    """Each sequence takes the parent's blocks."""
     before = [(sequence.table, sequence.keys, sequence.stored) for sequence in sequences]
     pairs = zip(sequences, (before[parent] for parent in parents), strict=True)
     moved = [(sequence, taken) for sequence, taken in pairs if taken[0] != sequence.table]
@@ -307,7 +310,7 @@ def group_by_search(
 
 
 def block_sharing_of(request: DecodeRequest, settings: DecodeSettings) -> BlockSharing:
-    """How a request shares the blocks of its tokens with KV; leaves out blocks for further tokens."""
+    """How a request shares the blocks with the request's tokens that have KV; leaves out blocks for further tokens."""
     numbers: dict[int, int] = {}
     tables = []
     for sequence in request.sequences:
@@ -350,11 +353,10 @@ def rebuild_tables(
     Args:
         request: preempted, without blocks.
         held: cached blocks, from `find_cached_blocks`.
-        settings: of the instance.
-        manager: of the pool.
+        settings: the instance's.
+        manager: the pool's.
 
-    Returns:
-        The blocks of its `BlockSharing`, in order.
+    Returns: The `BlockSharing`'s blocks, in order.
     """
     sharing = request.preemption.blocks
     for table in sharing.tables:
@@ -371,7 +373,7 @@ def rebuild_tables(
 
 
 def growth_blocks(sequence: RequestSequence, table: tuple[int, ...], settings: DecodeSettings) -> int:
-    """Blocks that a sequence needs for its last token, which has no KV yet."""
+    """Blocks that a sequence needs for the last token, which has no KV yet."""
     return settings.blocks_for(sequence.tokens) - len(table)
 
 
@@ -389,13 +391,13 @@ def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
 
 
 def resume_with_blocks(request: DecodeRequest, held: Collection[int], settings: DecodeSettings) -> None:
-    """Restores a request that holds some of its blocks: WAITING if no KV is missing, else RECOMPUTING."""
+    """Restores a request that holds some blocks: WAITING if no KV is missing, else RECOMPUTING."""
     _skip_held(request, held, settings)
     request.set_status(RequestStatus.WAITING if is_recomputed(request) else RequestStatus.RECOMPUTING)
 
 
 def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSettings) -> None:
-    """Each sequence begins to compute behind held blocks, and behind those that sequences before it compute."""
+    """Each sequence begins to compute behind held blocks, and behind blocks that earlier sequences compute."""
     done = set(held)
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         blocks = next((index for index, number in enumerate(table) if number not in done), len(table))
@@ -409,13 +411,13 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
 
 
 def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSettings) -> None:
-    """Lets a request compute its prompt behind the first `held` blocks, as after preemption.
+    """Lets a request compute the prompt behind the first `held` blocks, as after preemption.
 
     If it holds the whole prompt in full blocks, which may not be written again, it computes the last token as a chunk;
     with a recurrent state, the last block.
     """
     [sequence] = request.sequences
-    # A full last block gets its key when it is computed, as an answer's block does.
+    # A full last block gets a key on being computed, as an answer's block does.
     del sequence.keys[(sequence.tokens - 1) // settings.block_tokens :]
     sequence.stored = [min(held, len(sequence.keys))] * request.stores
     request.prompt_here, request.preemption.sharing = True, block_sharing_of(request, settings)
@@ -442,7 +444,7 @@ def tokens_to_recompute(request: DecodeRequest, settings: DecodeSettings) -> int
 
 
 def recompute_goal(request: DecodeRequest, sequence: RequestSequence) -> int:
-    """Leading tokens that a sequence computes before it runs again; a single one samples its next token with them."""
+    """Leading tokens that a sequence computes before running again; a lone sequence thereby samples the next token."""
     return sequence.tokens - request.is_group
 
 
@@ -470,7 +472,7 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int) -> tuple[Chunk, .
 
 
 def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
-    """Whether the tokens that a sequence shares with those before it have been computed."""
+    """Whether the tokens shared with earlier sequences have been computed."""
     before = request.sequences[: request.sequences.index(sequence)]
     return all(other.computed >= min(recompute_goal(request, other), sequence.shared) for other in before)
 
@@ -491,7 +493,7 @@ def take_computed_chunk(
 
 
 def check_block_writes(batch: RunningBatch, state: DecodeState, copies: list[BlockCopy]) -> None:
-    """Asserts that each sequence writes to a block of its own, and that copied blocks stay allocated."""
+    """Asserts that each sequence writes to an unshared block, and that copied blocks stay allocated."""
     for request in batch.requests:
         for sequence in request.sequences:
             written = state.settings.blocks_for(batch.tokens_of(sequence))

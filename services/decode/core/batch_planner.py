@@ -1,6 +1,6 @@
 """Plans the next step or run: which sequences join the batch, get a block, are preempted or recompute tokens.
 
-Steps respect the promised time between tokens (TBT). The sequences of one request are planned together.
+Steps respect the promised time between tokens (TBT). One request's sequences are planned together.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -21,7 +21,7 @@ from services.decode.core.request import DecodeRequest, RequestSequence, Request
 from services.decode.core.state import DecodeState
 
 LENGTH_WINDOW = 512
-"""Answers whose lengths are remembered."""
+"""Answers with remembered lengths."""
 FEW_LENGTHS = 16
 """With fewer answers than this, the assumed length is used."""
 RESERVED_PERCENTILE = 75
@@ -31,7 +31,7 @@ MEDIAN_PERCENTILE = 50
 
 
 class OutputLengths:
-    """A running quantile of the lengths of the last answers, in tokens.
+    """A running quantile over the last answers' lengths, in tokens.
 
     Args:
         assumed: expected length until enough answers have ended.
@@ -43,7 +43,7 @@ class OutputLengths:
         self._sorted: list[int] = []
 
     def observe(self, tokens: int) -> None:
-        """Records the length of an answer that ended by itself."""
+        """Records the length after an answer ended normally."""
         self._recent.append(tokens)
         insort(self._sorted, tokens)
         if len(self._recent) > LENGTH_WINDOW:
@@ -66,10 +66,10 @@ class OutputLengths:
 
 
 class TbtLimiter:
-    """Keeps each step within the promised times between tokens of its requests.
+    """Keeps each step within the promised times between tokens.
 
-    A promise can be kept if a step with its request alone would keep it. If it cannot, no batch is small enough, so a
-    request with a promise does not leave for it. A request without promise leaves for any promise.
+    A promise can be kept if a step with this request alone would keep the promise. Otherwise no batch is small enough,
+    so a request with a promise does not leave for such a request. A request without promise leaves for any promise.
 
     Args:
         state: shared state of the scheduler.
@@ -105,12 +105,12 @@ class TbtLimiter:
         return min((request.tbt_slo_s for request in requests if self._can_keep(request)), default=0.0)
 
     def _can_keep(self, request: DecodeRequest) -> bool:
-        """Whether the request has a promise that a step with it alone keeps."""
+        """Whether the request has a promise that a step with this request alone keeps."""
         alone_s = self.step_s(len(request.sequences), self._batch.context_of(request))
         return bool(request.tbt_slo_s) and alone_s <= request.tbt_slo_s
 
     def next_to_leave(self) -> DecodeRequest | None:
-        """The request that leaves the batch because its step is too long; None if none need leave.
+        """The request that leaves the batch because the step is too long; None if none need leave.
 
         Requests without promise leave first, then those with one; each time the last in order.
         """
@@ -126,7 +126,7 @@ class TbtLimiter:
     def may_join(self, request: DecodeRequest, recomputing: list[DecodeRequest]) -> bool:
         """Whether one more request fits into the batch within the promised times.
 
-        A request with a promise may displace requests that would leave for it: later ones, and those without promise.
+        A request with a promise may displace requests that would leave: later requests, and requests without a promise.
         """
         batch = self._batch
         count, context, key = len(request.sequences), batch.context_of(request), request.order_key
@@ -157,7 +157,7 @@ class RunInFlight:
 
     Attributes:
         context: tokens of the batch in the step being computed.
-        began: when the step being computed was started, or the step before it was reported, seconds.
+        began: start of the step being computed, or report of the step before, seconds.
         copies: block copies made before the run.
         left: steps of the run that have not ended.
         is_stopped: the run was told to end with this step.
@@ -201,7 +201,7 @@ def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
     A decision is needed when the batch becomes too slow for a promise, and after each step of a group.
 
     Args:
-        batch: as the first step takes it.
+        batch: the first step's batch.
         most: upper limit.
         tbt: the promised times.
     """
@@ -216,7 +216,7 @@ def uninterrupted_steps(batch: RunningBatch, most: int, tbt: TbtLimiter) -> int:
 def sequences_short_ahead(
     batch: RunningBatch, state: DecodeState, steps: int
 ) -> Iterator[tuple[DecodeRequest, RequestSequence]]:
-    """Sequences that need a block during the next run, soonest first; the caller gives it to them now.
+    """Sequences that need a block during the next run, soonest first; the caller gives the block now.
 
     Only surplus blocks are given ahead, so requests that arrive or grow find as many blocks as without this.
     """
@@ -233,7 +233,7 @@ def sequences_short_ahead(
 def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: RunProgress | RunDone) -> None:
     """Learns the speed of steps, once per report, from their mean.
 
-    A step with chunks teaches the speed of chunks; its batch counts with its predicted time.
+    A step with chunks teaches the speed of chunks; the progress's batch counts with the predicted time.
     """
     if not event.seconds:
         return
@@ -289,15 +289,15 @@ class BatchPlanner:
     # --- the lists -------------------------------------------------------------------------------------------------
 
     def add(self, request: DecodeRequest) -> None:
-        """Adds a request that has all its KV and its first token."""
+        """Adds a request with all KV and the first token."""
         request.set_status(RequestStatus.WAITING)
         insort(self.waiting, request, key=_queue_order)
 
     def take_out(self, request: DecodeRequest) -> bool:
-        """Takes a request out of the batch or of its list.
+        """Takes a request out of the batch or the waiting list.
 
         Returns:
-            False if a step in flight computes it: it stays until the step ends.
+            False if a step in flight computes the request: the request stays until the step ends.
         """
         if self.in_flight(request):
             return False
@@ -328,14 +328,14 @@ class BatchPlanner:
             self.recomputing.remove(request)
 
     def restored(self, request: DecodeRequest) -> None:
-        """Adds a request that has its blocks again to the list of its status."""
+        """Adds a request with restored blocks to the list for the request's status."""
         if request.status is RequestStatus.WAITING:
             insort(self.waiting, request, key=_queue_order)
         elif request.status is RequestStatus.RECOMPUTING:
             insort(self.recomputing, request, key=_queue_order)
 
     def speeds(self, now: float) -> Speeds:
-        """The engine's speeds at `now`: a step that takes too long counts before it ends."""
+        """The engine's speeds at `now`: a step that takes too long counts before the step ends."""
         speeds = self._state.tracker.speeds
         return speeds if self.run_in_flight is None else self.run_in_flight.overdue(now, speeds)
 
@@ -378,7 +378,7 @@ class BatchPlanner:
         return bool(self._batch_changed or self.copies or self.recomputing or self._settings.preempt_every)
 
     def advance(self, steps: int, *, over: bool) -> None:
-        """Counts steps of the run in flight; `over`: it has ended."""
+        """Counts steps of the run in flight; `over`: the run has ended."""
         flight = self.run_in_flight
         assert flight is not None
         assert steps <= flight.left, "the engine continued without asking"
@@ -386,13 +386,13 @@ class BatchPlanner:
         self.run_in_flight = None if over else flight.advanced(self._state.now, steps, self.batch.context)
 
     def stop_run(self, *, leaving: bool) -> None:
-        """Ends the run in flight with its current step if a request waits for that; `leaving`: one does."""
+        """Ends the run in flight after the current step if a request waits for the end; `leaving`: one does."""
         queues = self.waiting, self.recomputing, self._preempted.queue
         if self.run_in_flight is not None and (leaving or any(queues)):
             self.run_in_flight = self.run_in_flight.stopped(self._state, *queues)
 
     def not_computed(self, flight: RunInFlight) -> None:
-        """The run was aborted, so its copies were not made."""
+        """The run was aborted, so the run's copies were not made."""
         self.run_in_flight = None
         for copied in flight.copies:
             batch.undo_copy_on_write(self._state, copied)
@@ -442,7 +442,7 @@ class BatchPlanner:
                 self.waiting.remove(request)
                 self.join(request)
                 self._batch_changed |= bool(self._preempted.queue)
-        self._keep_tbt()  # a request with a promise joins first; others leave for it then
+        self._keep_tbt()  # a request with a promise joins first; others then leave for that request
 
     def _may_join(self, request: DecodeRequest) -> bool:
         """Whether a request leaves the others their promised times and slots."""
@@ -461,7 +461,7 @@ class BatchPlanner:
         self.slots_kept.pop(request.id, None)
 
     def end(self, request: DecodeRequest, sequence: RequestSequence) -> None:
-        """One sequence of a request has ended between two steps; others continue."""
+        """A request's sequence has ended between two steps; others continue."""
         if request in self.batch:
             self.batch.end(sequence)
         request.sequences.remove(sequence)
@@ -486,9 +486,10 @@ class BatchPlanner:
 
     @property
     def least_chunk_s(self) -> float:
-        """Predicted seconds of one recomputed token beside a batch; 0 if no request is to recompute.
+        """Predicted seconds for one recomputed token beside a batch; 0 if no request is to recompute.
 
-        New promises leave time for it: beside batches as slow as allowed, no preempted request would be restored.
+        New promises leave time for this token: beside batches as slow as allowed, no preempted request would be
+            restored.
         """
         return self.tbt.chunk_s(self.recomputing or self._preempted.queue)
 
@@ -515,7 +516,7 @@ class BatchPlanner:
         self._state.act(AppendBlock(sequence.id, block))
 
     def _give_blocks(self, request: DecodeRequest) -> bool:
-        """Gives each sequence its own block for its last token; preempts others, or the request itself, if needed."""
+        """Gives each sequence an unshared block for the last token; preempts others, or the request, if needed."""
         blocks_for = self._settings.blocks_for
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
         while self._budget.available < (lacking := batch.count_lacking_blocks(writes, self._state.blocks)):
@@ -587,8 +588,8 @@ class BatchPlanner:
     def chunk_computed(self, chunk: Chunk, request: DecodeRequest) -> None:
         """Counts a computed chunk.
 
-        With its last chunk a single sequence has sampled a token and joins the batch. A group waits for a slot when all
-        its sequences are recomputed.
+        With the last chunk, a single sequence has sampled a token and joins the batch. A group waits for a slot once
+        all sequences are recomputed.
         """
         self.recomputed_tokens += 0 if request.prompt_here else chunk.count
         sequence = batch.take_computed_chunk(request, chunk, self._settings, self._state.blocks)
@@ -610,7 +611,7 @@ class BatchPlanner:
         return digest_of(counts, run, lists, list(self.slots_kept))
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that every request is where its status says, with blocks for its tokens."""
+        """Asserts that every request is where the status says, with blocks for all tokens."""
         self.batch.check_invariants()
         finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
         assert all(request.status is RequestStatus.RUNNING or request in finishing for request in self.batch.requests)

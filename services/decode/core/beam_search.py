@@ -1,9 +1,9 @@
 """Beam search: scores the candidates of each step, and chooses which beams fork and which hypotheses are kept.
 
-The step is that of `transformers` 5.23 (`GenerationMixin._beam_search`), which considers the best max(2, 1 + end
-tokens) times `width` candidates of all beams. Only the best `width` may end; the best `width` that do not end continue.
-The best (width + end tokens) candidates of each beam contain every candidate that can be chosen. Ties go to the earlier
-beam, then to the earlier candidate of a beam; of equal hypotheses the earlier one is better. Log probabilities are
+The step equals `transformers` 5.23 (`GenerationMixin._beam_search`), which considers the best max(2, 1 + end tokens)
+times `width` candidates over all beams. Only the best `width` may end; the best `width` that do not end continue. The
+best (width + end tokens) candidates of each beam contain every candidate that can be chosen. Ties go to the earlier
+beam, then to the earlier candidate of a beam; among equal hypotheses the earlier is better. Log probabilities are
 summed in double precision.
 """
 
@@ -30,7 +30,7 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class BeamSearch:
-    """The beam search of one request. Holds scores; tokens and blocks are elsewhere.
+    """One request's beam search. Holds scores; tokens and blocks are elsewhere.
 
     Attributes:
         width: number of beams.
@@ -38,7 +38,7 @@ class BeamSearch:
         rules: length penalty and early stopping.
         first_candidates: tokens that may follow the prompt; set when the request starts.
         length: tokens of each beam's answer.
-        scores: sum of log probabilities of each beam, best first.
+        scores: sum of log probabilities for each beam, best first.
         kept: the best hypotheses so far, best first; at most `width`.
         ended: hypotheses found so far, kept or not.
         over: whether the search has ended.
@@ -57,7 +57,7 @@ class BeamSearch:
     def advance(
         self, request: int, candidates: Sequence[Candidates]
     ) -> tuple[list[int], list[ForkSequences | AnswersRanked]]:
-        """Takes the candidates of each beam, in the order of the beams.
+        """Takes each beam's candidates, in beam order.
 
         Returns:
             The parent of each beam that continues, best first; empty if the search is over. And the actions.
@@ -69,7 +69,7 @@ class BeamSearch:
         return [parent for parent, _ in beams], [selected]
 
     def step(self, candidates: Sequence[Candidates]) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
-        """Scores the candidates of each beam, in the order of the beams.
+        """Scores each beam's candidates, in beam order.
 
         Returns:
             The beams that continue, best first, as (parent, candidate); empty if the search is over. And the new

@@ -15,7 +15,7 @@ def peak_blocks(ends: Iterable[tuple[int, int]]) -> int:
     The peaks are just before a sequence ends, as in the Past-Future scheduler (ASPLOS 2025).
 
     Args:
-        ends: for each sequence, blocks it will still take, and blocks that its end frees.
+        ends: for each sequence, blocks that the sequence will still take, and blocks freed at the end.
     """
     most = freed = 0
     in_order = sorted(ends)
@@ -52,18 +52,18 @@ class BlockBudget:
         return self.available - self.expected - self.watermark
 
     def cost(self, held: list[int], new: int) -> int:
-        """Decrease of `available` if these matched blocks are acquired and `new` ones allocated."""
+        """Decrease in `available` if these matched blocks are acquired and `new` blocks allocated."""
         return new + sum(self.blocks.is_cached(block) for block in held)
 
     def exclusive_blocks(self, request: DecodeRequest) -> int:
-        """Blocks that only this request references (freed if it is preempted). Others share leading ones only."""
+        """Blocks that only this request references (freed on preemption). Others share leading ones only."""
         if request.spec.width > 1:
             return sum(self.blocks.ref_count(block) == count for block, count in Counter(request.refs).items())
         table = request.blocks
         return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
 
     def promise(self, request: DecodeRequest, held: list[int], new: int) -> None:
-        """Acquires the cached prefix and promises `new` blocks behind it."""
+        """Acquires the cached prefix and promises `new` blocks for the remainder."""
         self.blocks.acquire(held)
         [sequence] = request.sequences
         sequence.table = held
@@ -103,13 +103,13 @@ class BlockBudget:
         return True
 
     def register_leading(self, request: DecodeRequest, leading: int) -> None:
-        """Registers the keys of the full blocks among a prompt's first `leading` blocks, whose KV has arrived."""
+        """Registers the keys of the full blocks among a prompt's first `leading` blocks, after the KV has arrived."""
         [sequence] = request.sequences
         for block, key in zip(sequence.table[:leading], sequence.keys, strict=False):
             self.blocks.register(block, key, request.owner)
 
     def expect(self, request: DecodeRequest, blocks: int) -> None:
-        """Sets the blocks that a request is expected to need beyond those it has."""
+        """Sets the blocks that a request is expected to need beyond the present blocks."""
         self.expected += blocks - request.expected_growth
         request.expected_growth = blocks
 
@@ -141,7 +141,7 @@ class SwapPin:
 
 @frozen
 class StorePin:
-    """Pins a full block while it is written to one of its request's kvstores; the request may have ended."""
+    """Pins a full block while the block is written to one of the request's kvstores; the request may have ended."""
 
     request: DecodeRequest
     sequence: RequestSequence
@@ -152,11 +152,11 @@ class StorePin:
 
 @frozen
 class LoadPin:
-    """Pins blocks of a request's first sequence while they are read from one of its kvstores.
+    """Pins blocks of a request's first sequence while they are read from a kvstore.
 
     Attributes:
         held: indices of `BlockSharing` that the request had before.
-        ahead: blocks being loaded when the load began, its own included.
+        ahead: blocks being loaded when the load began, this load's included.
     """
 
     request: DecodeRequest

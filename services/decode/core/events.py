@@ -15,7 +15,7 @@ class SearchRules:
     """How the sequences of a search are chosen; names as in `transformers`.
 
     Attributes:
-        length_penalty: a hypothesis' score is the sum of its log probabilities over (number of tokens ^ this).
+        length_penalty: a hypothesis' score is the sum of log probabilities over (number of tokens ^ this).
         early_stopping: True, False or "never".
     """
 
@@ -28,8 +28,8 @@ class ReserveBlocks:
     """Asks for blocks. Answered by `ReservationGranted` or `ReservationRefused`.
 
     Attributes:
-        id: grows from request to request. The sequences of a group have this id and the following ones; the next
-            request's id is higher than all of them.
+        id: grows from request to request. A group's sequences have this id and the following ids; the next request's id
+            is higher than all of them.
         request: what is asked for.
         total_tokens: most tokens of a sequence; more than the request's `tokens`.
         tbt_slo_s: longest time between tokens, seconds; 0 = no limit.
@@ -37,9 +37,9 @@ class ReserveBlocks:
         stores: kvstores that each full block of the answer is written to.
         starts_in_s: seconds until the request is expected to start; the time between tokens is kept from then on.
         search: the rules if candidates are chosen together; None = independent sequences.
-        resumable: another conductor may take the request over (`AdoptRequest`): it outlives its conductor, and its
-            output is kept for a while after its end.
-        fence: how often its client has resumed it.
+        resumable: another conductor may take the request over (`AdoptRequest`): the request outlives the conductor, and
+            the output is kept for a while after the end.
+        fence: how often the client has resumed the request.
     """
 
     id: int
@@ -59,7 +59,7 @@ class TransferOpened:
     """KV begins to arrive: the promised blocks are bound, and named by `SetBlockTable`.
 
     Attributes:
-        older: the KV may be older than a deletion of such blocks: no block of the request is kept for others.
+        older: the KV may be older than a deletion of such blocks: no block is kept for other requests.
     """
 
     id: int
@@ -86,10 +86,10 @@ class StartDecoding:
 
     Attributes:
         stream: the conductor's stream.
-        finish: why the sequence has ended with its first token; 0 = it continues.
+        finish: why the sequence has ended with the first token; 0 = continues.
         others: the same for the further sequences of a group.
         candidates: for a search, tokens that may follow the prompt; there is no first token then.
-        known: for each sequence, tokens known behind its first one; empty if there are none. Not for a search.
+        known: for each sequence, tokens known behind the first token; empty if there are none. Not for a search.
         known_keys: keys of the blocks that these tokens fill, without the last token.
         patient: no client waits for single tokens.
     """
@@ -133,7 +133,7 @@ class AbortRequest:
 
 @frozen
 class AdoptRequest:
-    """A conductor takes over a started request, or its retained output. Ignored if there is neither.
+    """A conductor takes over a started request, or the request's retained output. Ignored if there is neither.
 
     Attributes:
         fence: a higher one wins.
@@ -148,9 +148,9 @@ class AdoptRequest:
 
 @frozen
 class StreamOpened:
-    """A conductor has opened a stream. While it has a stream, its promises do not run out.
+    """A conductor has opened a stream. A conductor's promises do not run out during a stream.
 
-    Requests that it had on a closed stream end: the conductor lives, and has placed them anew.
+    The conductor's requests on a closed stream end: the conductor lives, and has placed them anew.
     """
 
     stream: int
@@ -159,9 +159,9 @@ class StreamOpened:
 
 @frozen
 class StreamClosed:
-    """A conductor's stream has closed; its requests end.
+    """A conductor's stream has closed; the stream's requests end.
 
-    If it was the conductor's last stream, resumable requests become orphans instead, and promises end too.
+    If no other stream of the conductor is open, resumable requests become orphans instead, and promises end too.
     """
 
     stream: int
@@ -173,8 +173,8 @@ class RunProgress:
 
     Attributes:
         step: number of the run.
-        seconds: of all these steps.
-        filled: sequences of which a block became full, with its key, in order.
+        seconds: seconds for all these steps.
+        filled: sequences with a block that became full, with the block's key, in order.
         waited_s: seconds before these, in which patient steps yielded to other work of the host.
     """
 
@@ -187,13 +187,13 @@ class RunProgress:
 
 @frozen
 class RunDone:
-    """The run has ended, and no longer writes to its blocks.
+    """The run has ended, and no longer writes to the run's blocks.
 
     Attributes:
         step: number of the run.
-        aborted: nothing was computed.
+        aborted: no token was computed.
         ended: sequences that ended with the token of the last step, with the reason.
-        filled: sequences whose last block became full, with its key.
+        filled: sequences whose last block became full, with the block's key.
         steps: steps that took `seconds`: those not reported by `RunProgress`.
         candidates: tokens that may follow each sequence of a search.
         waited_s: as in `RunProgress`.
@@ -216,7 +216,7 @@ class SwapEnd:
     """Result of `SwapOut` and `SwapIn`.
 
     Attributes:
-        seconds: since the copy began or, if later, since the copy before it ended; waiting does not count.
+        seconds: since the copy began or, if later, since the copy before ended; waiting does not count.
     """
 
     ok: bool
@@ -232,7 +232,7 @@ class StoreEnd:
 
 @frozen
 class LoadEnd:
-    """Result of `LoadStoredBlocks`, within its time. Nothing writes into the blocks any more.
+    """A `LoadStoredBlocks` result, within the time limit. No more writes into the blocks follow.
 
     Attributes:
         blocks: leading blocks that have arrived whole; fewer than asked for is a miss.
@@ -247,12 +247,12 @@ class LoadEnd:
 
 @frozen
 class ReceiveEnd:
-    """Result of `StopReceiving`. Nothing writes into the blocks any more."""
+    """Result of `StopReceiving`. No more writes into the blocks follow."""
 
 
 @frozen
 class EngineDied:
-    """The engine has died; its run is over."""
+    """The engine has died; the engine's run is over."""
 
     why: str
 

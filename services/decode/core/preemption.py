@@ -1,4 +1,4 @@
-"""Preemption: which request gives up its blocks, how (swap, store, recompute), and how it is restored."""
+"""Preemption: which request gives up blocks, how (swap, store, recompute), and how the request is restored."""
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
@@ -13,12 +13,12 @@ from services.decode.core.settings import Preemption
 from services.decode.core.state import DecodeState
 
 LOAD_SLACK = 4.0
-"""A load may take this many times the predicted seconds of all loads in flight, plus the configured ones."""
+"""A load may take this many times the predicted seconds for all loads in flight, plus the configured seconds."""
 
 
 @frozen
 class StoredPrefix:
-    """A kvstore, and the leading blocks of a sequence it is believed to hold."""
+    """A kvstore, and the leading blocks of a sequence believed to be there."""
 
     store: int
     blocks: int
@@ -27,7 +27,7 @@ class StoredPrefix:
 class StoredBlocks:
     """Copies of the sequences' full blocks in kvstores: writes and loads.
 
-    What a store holds is a belief: prefill has written the prompt's blocks to the same stores, and a store may lose any
+    A store's content is a belief: prefill has written the prompt's blocks to the same stores, and a store may lose any
     block at any time. If the belief is wrong, fewer blocks are loaded and the rest is computed.
 
     Attributes:
@@ -46,7 +46,7 @@ class StoredBlocks:
     # --- writing ---------------------------------------------------------------------------------------------------
 
     def write(self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int) -> None:
-        """Writes a full block to one of its request's kvstores; the pool keeps the block until the write ends.
+        """Writes a full block to one of the request's kvstores; the pool keeps the block until the write ends.
 
         Does nothing if the request's blocks may not be kept, or the block lacks slices.
         """
@@ -60,9 +60,9 @@ class StoredBlocks:
         self._state.act(StoreBlock(io, sequence.id, index, block, store))
 
     def block_filled(self, request: DecodeRequest, sequence: RequestSequence, key: BlockKey) -> None:
-        """A sequence's next block is full: registers its key and writes it to the kvstores.
+        """A sequence's next block is full: registers the block's key and writes the block to the kvstores.
 
-        A block that has its key already was cached when the prompt came: the kvstores are believed to hold it.
+        A block with a key was already cached when the prompt came: the kvstores are believed to hold the block.
         """
         index, blocks = len(sequence.keys), self._state.blocks
         cached = blocks.key_of(sequence.table[index]) is not None
@@ -116,9 +116,9 @@ class StoredBlocks:
         return self._load_s(loaded) + prefill_seconds(speeds, tokens - there, there)
 
     def cached_blocks(self, request: DecodeRequest) -> dict[int, int]:
-        """Blocks of the pool that a request is restored with, by their index in its `BlockSharing`.
+        """Pool blocks for restoring a request, by index in the `BlockSharing`.
 
-        Empty if all of it is to be loaded or computed.
+        Empty if all KV is to be loaded or computed.
         """
         if request.preemption.recompute:
             return {}
@@ -187,7 +187,7 @@ class StoredBlocks:
         return digest_of(self.loading, self._loading_blocks, self.loaded_blocks, self.failures)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
-        """Asserts that each LOADING request has its I/O, and that beliefs about stores are possible."""
+        """Asserts that each LOADING request has I/O, and that beliefs about stores are possible."""
         pins = [pin for _, pin in self._state.ios if isinstance(pin, LoadPin)]
         loading = [pin.request for pin in pins]
         assert len(loading) == len(set(map(id, loading))), "a request is loaded twice"
@@ -203,18 +203,17 @@ class StoredBlocks:
 PROTECTED_AFTER_PREEMPTIONS = 2
 """A request preempted this often is spared if another one can be preempted."""
 SWAP_BYTES_PER_S = 4e9
-"""Assumed rate of copies to DRAM and back until one was measured."""
+"""Assumed rate for copies to DRAM and back before the first measurement."""
 SWAP_WEIGHT = 0.2
-"""Weight of one measured copy."""
+"""One measured copy's weight."""
 
 
 def choose_victim(active: list[DecodeRequest], wanting: DecodeRequest) -> DecodeRequest | None:
     """Chooses the request to preempt so that `wanting` gets a block: the last in order.
 
-    The first in order is never chosen, so it can always finish. Requests preempted twice are spared if possible.
+    The first in order is never chosen, so the first can always finish. Requests preempted twice are spared if possible.
 
-    Returns:
-        A request, maybe `wanting` itself; None if no request may be preempted.
+    Returns: A request, maybe `wanting`; None if no request may be preempted.
     """
     first = min((*active, wanting), key=_victim_order)
     free = [request for request in active if request is not first]
@@ -305,14 +304,14 @@ class PreemptedRequests:
         self._state.act(SwapOut(self._state.ios.begin(SwapPin(request, True, blocks)), request.id, blocks))
 
     def enqueue(self, request: DecodeRequest) -> None:
-        """Lets a request without blocks wait until it is restored."""
+        """Lets a request without blocks wait until restored."""
         request.set_status(RequestStatus.PREEMPTED)
         needed = batch.blocks_to_resume(request, self._settings)
         self._budget.expect(request, max(request.expected_blocks, needed))
         self.queue.append(request)
 
     def recompute_known(self, request: DecodeRequest) -> None:
-        """Lets a request begin behind known tokens, whose KV is computed as after preemption."""
+        """Lets a request begin behind known tokens, with KV computed as after preemption."""
         request.prompt_here = True
         request.preemption.sharing = batch.block_sharing_behind_prompt(request, self._settings)
         self._budget.release(request)  # full blocks stay in the pool as cache until they are needed
@@ -321,18 +320,20 @@ class PreemptedRequests:
     # --- restoring -------------------------------------------------------------------------------------------------
 
     def restore_first(self, active: list[DecodeRequest]) -> DecodeRequest | None:
-        """Restores the first request of the queue if its blocks fit now, and those of all as they grow and end.
+        """Restores the queue's first request if the blocks fit now, and all requests' blocks as they grow and end.
 
         Args:
             active: requests that run or could run. If there is none, the growth of others does not matter.
 
         Returns:
-            The request, WAITING, RECOMPUTING, SWAPPING_IN or LOADING; None if it does not fit or the queue is empty.
+            The request, WAITING, RECOMPUTING, SWAPPING_IN or LOADING; None if the request does not fit or the queue is
+            empty.
         """
         if not self.queue:
             return None
         request = self.queue[0]
-        # A request that grows as expected takes as much from available as from expected blocks: nothing has changed.
+        # A request that grows as expected takes as much from available as from expected blocks: the balance is
+        # unchanged.
         asked = request.id, self._budget.available - self._budget.expected, len(self.queue), len(active)
         if active and asked == self._refused:
             return None

@@ -1,4 +1,4 @@
-"""A request in the decode scheduler: its status and the transitions, its sequences, and the table of all requests."""
+"""A request in the decode scheduler: status and transitions, sequences, and the table of all requests."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class RequestStatus(Enum):
     """State of a request; `TRANSITIONS` has the changes that may happen."""
 
     PROMISED = "promised"
-    """Blocks are promised. Only the cached prefix is in its block table."""
+    """Blocks are promised. Only the cached prefix is in the block table."""
     RECEIVING = "receiving"
     """Blocks are bound and the prompt's KV arrives."""
     RECEIVED = "received"
@@ -30,17 +30,17 @@ class RequestStatus(Enum):
     RECOMPUTING = "recomputing"
     """Computes missing KV chunk by chunk: after preemption, behind known tokens, or of a prompt computed here."""
     SWAPPING_OUT = "swapping out"
-    """Preempted; its blocks are copied to DRAM."""
+    """Preempted; the blocks are copied to DRAM."""
     PREEMPTED = "preempted"
     """Has no blocks; waits until they can be restored."""
     SWAPPING_IN = "swapping in"
-    """Its blocks are copied back from DRAM."""
+    """The blocks are copied back from DRAM."""
     LOADING = "loading"
-    """Its full blocks are read from a kvstore."""
+    """The full blocks are read from a kvstore."""
     FINISHING = "finishing"
-    """Has ended; a step, a copy or a transfer still uses its blocks."""
+    """Has ended; a step, a copy or a transfer still uses the request's blocks."""
     PARKED = "parked"
-    """Without conductor and blocks, and not in the request table until a conductor takes it over."""
+    """Without conductor and blocks, and not in the request table until a conductor takes the request over."""
 
 
 _S = RequestStatus
@@ -63,13 +63,13 @@ TRANSITIONS: Mapping[RequestStatus, frozenset[RequestStatus]] = {
 }
 """For each status the ones that may follow. A request begins as PROMISED."""
 TRANSFERRING = (RequestStatus.PROMISED, RequestStatus.RECEIVING, RequestStatus.RECEIVED)
-"""The request has not started: it is one sequence still, and has a lease."""
+"""The request has not started: there is only one sequence, and a lease."""
 PREEMPTIBLE = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING)
-"""The request may be preempted if no step in flight computes it."""
+"""The request may be preempted if no step in flight computes the request."""
 COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.LOADING)
 """A copy or load uses the request's blocks."""
 NO_STREAM = 0
-"""`DecodeRequest.stream` after its conductor was lost."""
+"""`DecodeRequest.stream` after losing the conductor."""
 
 
 @frozen
@@ -77,9 +77,8 @@ class BlockSharing:
     """How the sequences of a request share blocks, whatever the block ids are.
 
     Attributes:
-        blocks: number of blocks.
-        tables: for each sequence the indices of its blocks, in order. The first sequence has the first indices; blocks
-            that a further sequence shares with those before it are leading ones.
+        blocks: number of blocks. How a request's sequences share blocks, whatever the block ids are. The first sequence
+        has the first indices; blocks that a further sequence shares with earlier sequences are leading blocks.
     """
 
     blocks: int
@@ -88,17 +87,17 @@ class BlockSharing:
 
 @dataclass(slots=True, eq=False)
 class RequestSequence:
-    """One sequence of a request.
+    """One of a request's sequences.
 
     Attributes:
-        id: the request's id, or one of those that follow it.
-        keys: of its full blocks: the prompt's, then the answer's.
+        id: the request's id, or an id that follows.
+        keys: keys of the full blocks: the prompt's, then the answer's.
         tokens: prompt and answer so far, with the first sampled token once started. In the batch: less
             `RunningBatch.ticks`.
-        table: its block table; each block is referenced once.
-        computed: leading tokens that have KV, or get it from an earlier sequence; while recomputing.
-        stored: for each kvstore of the request, leading full blocks it is believed to hold.
-        shared: leading tokens whose KV it does not write; while recomputing.
+        table: block table; each block is referenced once.
+        computed: leading tokens that have KV, or get KV from an earlier sequence; while recomputing.
+        stored: for each of the request's kvstores, leading full blocks believed to be there.
+        shared: leading tokens whose KV another sequence writes; while recomputing.
     """
 
     id: int
@@ -116,7 +115,7 @@ class TakeoverState:
 
     Attributes:
         fence: number of the last takeover; a higher number wins.
-        known_tokens: for each sequence, tokens known behind its first one; until it begins.
+        known_tokens: for each sequence, tokens known behind the first token; until the sequence begins.
         known_keys: keys of the blocks that these tokens fill.
     """
 
@@ -131,7 +130,7 @@ class PreemptionState:
 
     Attributes:
         count: preemptions so far.
-        sharing: how its sequences shared blocks; None before the first preemption.
+        sharing: how the sequences shared blocks; None before the first preemption.
         swapped_blocks: leading blocks of `sharing` that are in DRAM.
         swapped_partial: those of them that lack the slices of layers with a window.
         recompute: all its KV is to be computed again.
@@ -154,9 +153,9 @@ class PreemptionState:
 class DecodeRequest:
     """A request: a group of sequences that runs, is preempted and restored together; mostly one sequence.
 
-    Sequences share blocks by reference. A full block never changes. A part-filled block is copied for the sequence that
-    writes to it while others refer to it. Whoever changes a request keeps the sums of `BlockBudget` and `RunningBatch`
-    right.
+    Sequences share blocks by reference. A full block never changes. A part-filled block is copied for a writing
+    sequence while others refer to the block. Whoever changes a request keeps the sums of `BlockBudget` and
+    `RunningBatch` right.
 
     Attributes:
         asked: what the conductor asked for.
@@ -164,22 +163,22 @@ class DecodeRequest:
         tbt_slo_s: promised seconds between tokens; 0 = none, or none any more.
         conductor: identity of the conductor that has the request now; "" = unknown.
         rank: time of arrival, later for a lower priority (`moonpool.scheduling.fair_share.priority_rank`).
-        owner: tenant of its KV, and whether its blocks may be kept.
-        starts_at: when it is expected to start, seconds.
-        until: when the promise ends, however often its lease is renewed, seconds.
+        owner: the KV's tenant, and whether blocks may be kept.
+        starts_at: expected start, seconds.
+        until: when the promise ends, however often the lease is renewed, seconds.
         status: set by `set_status` only.
         promised: blocks promised and not bound.
-        expected_blocks: blocks it is expected to have at its end.
-        expected_growth: of these, blocks that it neither has nor was promised.
-        stream: stream of the conductor that started it or took it over; None before.
-        finishes: for each sequence why it ends with its first token; 0 = it continues.
+        expected_blocks: blocks expected at the end.
+        expected_growth: part of `expected_blocks` neither present nor promised.
+        stream: stream of the conductor that started the request or took the request over; None before.
+        finishes: for each sequence why the sequence ends with the first token; 0 = continues.
         patient: no client waits for single tokens, and no time between tokens was promised.
         ended_tokens: tokens of answers that have ended while others continue.
-        prompt_here: its prompt, or known tokens behind it, are computed here; no other instance writes these to its
-            kvstores.
-        search: chooses which sequences fork; None = each goes on by itself.
-        takeover: what another conductor needs to take it over.
-        preemption: how it was preempted.
+        prompt_here: the prompt, or known tokens behind the prompt, are computed here; no other instance writes these to
+            the kvstores.
+        search: chooses which sequences fork; None = each sequence continues alone.
+        takeover: what another conductor needs for a takeover.
+        preemption: how the request was preempted.
     """
 
     asked: ReserveBlocks
@@ -205,7 +204,7 @@ class DecodeRequest:
 
     @classmethod
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
-        """A request as it arrives."""
+        """A request on arrival."""
         spec = event.request
         first = RequestSequence(event.id, list(spec.keys), spec.tokens, stored=[len(spec.keys)] * event.stores)
         longest = event.total_tokens - spec.prompt_tokens
@@ -224,7 +223,7 @@ class DecodeRequest:
 
     @property
     def id(self) -> int:
-        """Id of the request and its first sequence; further sequences have the ids that follow."""
+        """Id of the request and the first sequence; further sequences have the ids that follow."""
         return self.asked.id
 
     @property
@@ -239,7 +238,7 @@ class DecodeRequest:
 
     @property
     def stores(self) -> int:
-        """Number of kvstores that its full blocks are written to."""
+        """Number of kvstores that full blocks are written to."""
         return self.asked.stores
 
     def set_status(self, status: RequestStatus) -> None:
@@ -264,16 +263,16 @@ class DecodeRequest:
 
     @property
     def slots(self) -> int:
-        """Slots of the batch that it takes, now or after its sequences fork."""
+        """Batch slots taken now, or after the sequences fork."""
         return self.spec.width if self.status in TRANSFERRING else len(self.sequences)
 
     def find(self, number: int) -> RequestSequence | None:
-        """The sequence with this id; None if it has ended."""
+        """The sequence with this id; None after the sequence's end."""
         return next((sequence for sequence in self.sequences if sequence.id == number), None)
 
     @property
     def blocks(self) -> list[int]:
-        """Its blocks, each once: the first sequence's in order, then those that only further sequences have."""
+        """The request's blocks, each once: the first sequence's in order, then those of further sequences only."""
         if len(self.sequences) == 1:
             return self.sequences[0].table
         return list(dict.fromkeys(block for sequence in self.sequences for block in sequence.table))
@@ -289,24 +288,24 @@ class DecodeRequest:
 
     @property
     def refs(self) -> Iterator[int]:
-        """Its block references: a block appears once for each sequence that has it."""
+        """Block references: a block appears once for each sequence that has the block."""
         return (block for sequence in self.sequences for block in sequence.table)
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of all its answers; at least those of its hypotheses. Not for a request in the batch."""
+        """Tokens in all answers; at least the hypotheses' tokens. Not for a request in the batch."""
         if self.search is not None:
             return self.search.width * self.search.length
         return self.ended_tokens + sum(max(0, sequence.tokens - self.spec.prompt_tokens) for sequence in self.sequences)
 
     def keep_nothing(self) -> None:
-        """From now on its blocks get no key and are not looked up in kvstores."""
+        """From now on no block gets a key or is looked up in kvstores."""
         self.owner.transient = True
         for sequence in self.sequences:
             sequence.stored = [0] * self.stores
 
     def check_invariants(self, *, leased: bool) -> None:
-        """Asserts what its status means. `leased`: it has a lease."""
+        """Asserts what the status means. `leased`: the request has a lease."""
         assert 1 <= len(self.sequences) <= self.spec.width
         for sequence in self.sequences:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
@@ -325,7 +324,7 @@ class DecodeRequest:
 
 
 class RequestTable:
-    """All requests except the parked ones, by their ids and those of their sequences."""
+    """All requests except parked requests, by their ids and their sequences' ids."""
 
     def __init__(self) -> None:
         self.requests: dict[int, DecodeRequest] = {}
@@ -351,12 +350,12 @@ class RequestTable:
         return self._by_sequence.get(number)
 
     def find(self, number: int) -> RequestSequence | None:
-        """A sequence; None if it has ended or its request is not in the table."""
+        """A sequence; None if the sequence has ended or the request is not in the table."""
         request = self._by_sequence.get(number)
         return request.find(number) if request is not None else None
 
     def check_invariants(self) -> None:
-        """Asserts that each sequence leads to its request."""
+        """Asserts that each sequence leads to the right request."""
         for request in self.requests.values():
             assert all(self._by_sequence[sequence.id] is request for sequence in request.sequences)
         assert len(self._by_sequence) == sum(request.spec.width for request in self.requests.values())

@@ -1,7 +1,9 @@
-"""The decode scheduler, a state machine: events in, actions out. It owns requests, blocks, the batch and takeovers.
+"""The decode scheduler, a state machine: events in, actions out.
 
-A request that loses its conductor runs on for a grace period and is then parked; another conductor can take the request
-over. docs/adr/0012-resuming.md has the rules; docs/states.md draws the statuses of a request.
+The scheduler owns requests, blocks, the batch and takeovers.
+
+A request that loses the conductor continues for a grace period and is then parked; another conductor can take the
+request over. docs/adr/0012-resuming.md has the rules; docs/states.md draws the statuses of a request.
 """
 
 from collections.abc import Iterator
@@ -61,14 +63,14 @@ from services.decode.core.settings import DecodeSettings
 from services.decode.core.state import DecodeState
 
 RETAINED_BYTES = 512
-"""Bytes that retained output counts for beside its tokens and keys."""
+"""Bytes that retained output counts for beside the tokens and keys."""
 TOKEN_BYTES = 4
 KEY_BYTES = 32
 
 
 @frozen
 class RetainedOutput:
-    """The output of one request that has ended, or was parked.
+    """One request's output after the request has ended, or was parked.
 
     Attributes:
         until: time at which the output is dropped, seconds.
@@ -87,7 +89,7 @@ class OutputRetention:
     """Output of ended and parked requests, kept for takeovers; oldest first.
 
     Attributes:
-        bytes: of all output; beyond `log_bytes` of the settings the oldest is dropped.
+        bytes: size of all output; beyond `log_bytes` of the settings the oldest is dropped.
     """
 
     def __init__(self, state: DecodeState) -> None:
@@ -119,7 +121,7 @@ class OutputRetention:
         self._keep(request, RETAINED_BYTES + TOKEN_BYTES * request.answer_tokens + _logprob_bytes(request), None)
 
     def keep_parked(self, request: DecodeRequest) -> None:
-        """Keeps a parked request: its tokens (as received, and as int32), log probabilities and keys."""
+        """Keeps a parked request: tokens (as received, and as int32), log probabilities and keys."""
         size = RETAINED_BYTES + TOKEN_BYTES * _retained_tokens(request) + _logprob_bytes(request)
         size += KEY_BYTES * sum(len(sequence.keys) for sequence in request.sequences)
         self._keep(request, size, request)
@@ -167,7 +169,7 @@ class OutputRetention:
 
 
 def _retained_tokens(request: DecodeRequest) -> int:
-    """Tokens kept of a parked request: of each sequence, and of each that has ended, with the prompt's."""
+    """Tokens kept from a parked request: from each sequence, running or ended, with the prompt's."""
     tokens = sum(2 * sequence.tokens for sequence in request.sequences)
     if request.search is not None:
         search = request.search
@@ -176,12 +178,12 @@ def _retained_tokens(request: DecodeRequest) -> int:
 
 
 def _logprob_bytes(request: DecodeRequest) -> int:
-    """Bytes of the log probabilities of its answers."""
+    """Bytes for the answers' log probabilities."""
     return request.spec.logprob_bytes * request.answer_tokens
 
 
 class OrphanedRequests:
-    """Requests whose conductor is lost, and the output kept for takeovers.
+    """Requests without a conductor, and the output kept for takeovers.
 
     Args:
         state: shared state of the scheduler.
@@ -211,7 +213,7 @@ class OrphanedRequests:
 
     @property
     def waits_for_run(self) -> bool:
-        """Whether a request whose grace period is over waits for the run in flight to end."""
+        """Whether a request after the grace period waits for the run in flight to end."""
         return bool(self._late) and any(self._planner.in_flight(request) for request in self._late)
 
     def due(self) -> float | None:
@@ -221,12 +223,12 @@ class OrphanedRequests:
     # --- losing a conductor ----------------------------------------------------------------------------------------
 
     def orphan(self, request: DecodeRequest) -> None:
-        """A started request has lost its conductor."""
+        """A started request has lost the conductor."""
         request.stream = NO_STREAM
         self._graces.set(request.id, self._state.now + self._state.settings.grace_s)
 
     def of(self, conductor: str) -> list[DecodeRequest]:
-        """The orphans of a conductor, by its identity."""
+        """A conductor's orphans, by the conductor's identity."""
         if not conductor or not len(self):
             return []
         orphans = (
@@ -235,7 +237,7 @@ class OrphanedRequests:
         return [request for request in orphans if request.conductor == conductor]
 
     def request_ended(self, request: DecodeRequest) -> None:
-        """A request has ended: its output is kept if it may be asked for."""
+        """A request has ended: the output is kept if a conductor may ask."""
         self._clear_grace(request)
         retained = request.asked.resumable and request.is_started
         self._state.act(RequestFreed(request.id, retained))
@@ -249,7 +251,7 @@ class OrphanedRequests:
         self.retained.expire()
 
     def park_late(self) -> list[DecodeRequest]:
-        """Parks requests whose grace period is over, unless a step or copy uses their blocks.
+        """Parks requests after the grace period, unless a step or copy uses their blocks.
 
         Returns:
             Requests to be aborted instead: their KV has not arrived whole.
@@ -277,7 +279,7 @@ class OrphanedRequests:
         self._state.budget.expect(request, 0)
         self._state.budget.release(request)
         request.set_status(RequestStatus.PARKED)
-        request.tbt_slo_s = 0.0  # no slot is kept for it any more
+        request.tbt_slo_s = 0.0  # no slot is kept for the request any more
         self._table.remove(request)
         self._state.act(RequestParked(request.id))
         self.retained.keep_parked(request)
@@ -285,7 +287,7 @@ class OrphanedRequests:
     # --- takeover --------------------------------------------------------------------------------------------------
 
     def adopt(self, event: AdoptRequest, conductor: str) -> None:
-        """Gives a request, or its retained output, to a conductor with a higher fence than the one before."""
+        """Gives a request, or the retained output, to a conductor with a higher fence than the last conductor's."""
         request, output = self._requests.get(event.id), self.retained.get(event.id)
         if output is not None:
             fence = output.fence
@@ -319,7 +321,7 @@ class OrphanedRequests:
     # --- checks ----------------------------------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Asserts that each orphan's grace period ends, and that parked requests hold nothing."""
+        """Asserts that each orphan's grace period ends, and that parked requests hold no blocks."""
         self.retained.check_invariants()
         for request in self._requests.values():
             waits = self._graces.at(request.id) is not None or request in self._late
@@ -348,10 +350,10 @@ _PoolEvent = EngineDied | DeleteKV | LendBlocks | ReturnBlocks
 
 
 class DecodeScheduler:
-    """The decisions of one decode instance. A `moonpool.scheduling.state_machine.Core`.
+    """One decode instance's decisions. A `moonpool.scheduling.state_machine.Core`.
 
     Attributes:
-        settings: of the instance.
+        settings: the instance's.
         blocks: the pool's block manager.
         budget: available, promised and expected blocks.
         tracker: measured speeds of the engine.
@@ -387,7 +389,7 @@ class DecodeScheduler:
 
     @property
     def sequences(self) -> int:
-        """Sequences of all requests, also of those that have not started."""
+        """Sequences in all requests, also in requests that have not started."""
         return sum(request.slots for request in self.requests.values())
 
     @property
@@ -396,7 +398,7 @@ class DecodeScheduler:
         return self._lengths.expected(0)
 
     def count(self, *statuses: RequestStatus) -> int:
-        """Requests with one of these statuses."""
+        """Requests with any of these statuses."""
         return sum(request.status in statuses for request in self.requests.values())
 
     def due(self) -> float | None:
@@ -450,7 +452,7 @@ class DecodeScheduler:
         self._state.act(ReservationGranted(event.id, len(request.blocks), tbt_s))
 
     def _promise_s(self, conductor: str) -> float:
-        """Seconds for which a promise needs no news; fewer if the conductor was lost before its request was read."""
+        """Seconds for which a promise needs no news; fewer if the conductor was lost before the request was read."""
         there = not conductor or conductor in self._streams.values()
         return self.settings.lease_s if there else min(self.settings.grace_s, self.settings.lease_s)
 
@@ -511,7 +513,7 @@ class DecodeScheduler:
             self._abort([request], "the prompt cannot be computed here now" if nothing_came else began)
 
     def _join(self, request: DecodeRequest) -> None:
-        """Lets a request wait for its first step if both its KV and its first token are there."""
+        """Lets a request wait for the first step once both the KV and the first token are there."""
         if request.status is not RequestStatus.RECEIVED or not request.is_started:
             return
         self._leases.clear(request.id)
@@ -535,7 +537,7 @@ class DecodeScheduler:
     # --- leases and conductors -------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Aborts requests whose lease is over, except those that only wait and whose conductor is there."""
+        """Aborts requests with an expired lease, except requests that only wait and whose conductor is connected."""
         now, conductors = self._state.now, set(self._streams.values())
         while (number := self._leases.pop_due(now)) is not None:
             request = self.requests[number]
@@ -572,7 +574,7 @@ class DecodeScheduler:
                 self._finish(request)
 
     def _finish(self, request: DecodeRequest) -> None:
-        """Frees a request as soon as no step, copy or transfer uses its blocks."""
+        """Frees a request as soon as no step, copy or transfer uses the request's blocks."""
         self._leases.clear(request.id)
         self.budget.expect(request, 0)
         in_use = request.status in COPYING or self._stop_receiving(request)
@@ -655,7 +657,7 @@ class DecodeScheduler:
                 self.planner.batch.forked(request)
 
     def _sequence_ended(self, number: int) -> None:
-        """A sequence has ended with the step's token; the request too if it was the last."""
+        """A sequence has ended with the step's token; so has the request after the last sequence."""
         sequence = self._table.find(number)
         if sequence is None:
             return

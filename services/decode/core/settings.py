@@ -8,7 +8,7 @@ from moonpool.scheduling.latency import Speeds
 
 
 class Preemption(Enum):
-    """How a request gives up its blocks when the pool is full."""
+    """How a request gives up blocks when the pool is full."""
 
     AUTO = "auto"
     """The mode with the shortest predicted restore time."""
@@ -19,12 +19,12 @@ class Preemption(Enum):
     SWAP = "swap"
     """The blocks are copied to DRAM and back; as `CACHE` when there is no budget."""
     STORE = "store"
-    """Full blocks are read back from a kvstore, after the missing ones were written to it; `CACHE` without a store."""
+    """Full blocks are read back from a kvstore, after missing blocks were written there; `CACHE` without a store."""
 
 
 @frozen
 class DecodeSettings:
-    """Settings of one decode instance.
+    """One decode instance's settings.
 
     Attributes:
         num_blocks: blocks of the pool.
@@ -32,8 +32,8 @@ class DecodeSettings:
         block_bytes: bytes of KV in a block, all layers.
         max_batch: most sequences in a step.
         lease_s: seconds without news after which a promise or transfer ends.
-        promise_s: seconds after which a promise that was not taken up ends, however often it was renewed.
-        speeds: of the engine, as measured at its start.
+        promise_s: seconds after which an unused promise ends, however often renewed.
+        speeds: the engine's speeds, as measured at the start.
         preemption: how requests give up their blocks.
         watermark_blocks: blocks left free by an admission.
         load_timeout_s: seconds that a load from a kvstore may take beyond the prediction.

@@ -9,10 +9,10 @@ from services.decode.core.settings import DecodeSettings
 
 
 class DecodeState:
-    """Settings, blocks and speeds of one instance, and the event being handled.
+    """One instance's settings, blocks and speeds, and the event being handled.
 
     Attributes:
-        settings: of the instance.
+        settings: the instance's.
         blocks: the pool's block manager.
         budget: available, promised and expected blocks.
         tracker: measured speeds of the engine; predicts times.

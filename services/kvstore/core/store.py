@@ -1,11 +1,12 @@
-"""The store as a whole: its tiers, writing sessions, read leases, and the deletion of blocks from both tiers.
+"""The whole store: tiers, writing sessions, read leases, and deleting blocks from both tiers.
 
-A block is assembled; then it is whole in DRAM (VISIBLE), and held until the SSD tier has committed it (DURABLE). Used
-by the event loop's thread only; device reads and commits run elsewhere, and their results are reported here.
+A block is assembled; then the block is whole in DRAM (VISIBLE), and held until the SSD tier has committed the block
+(DURABLE). Used by the event loop's thread only; device reads and commits run elsewhere, and their results are reported
+here.
 
-A lease keeps its blocks from being evicted or reclaimed until it is closed. Deletions run in steps between which
+A lease keeps the leased blocks from being evicted or reclaimed until closed. Deletions run in steps between which
 others may run: with the first step, writing sessions that bring such blocks end; a block that moves between the tiers
-stays in its part of all keys, so none is missed.
+    stays in the same part of all keys, so no block is missed.
 """
 
 import dataclasses
@@ -31,14 +32,14 @@ PORTION_KEYS = 2048  # leased without letting others have the event loop
 
 @dataclasses.dataclass(slots=True)
 class LeasedBlock:
-    """Where one block of a lease comes from: `block` in DRAM, held, or `reader` on the SSD tier."""
+    """Where a leased block comes from: `block` in DRAM, held, or `reader` on the SSD tier."""
 
     block: DramBlock | None = None
     reader: SsdReader | None = None
-    tenant: str = ""  # whose block `reader` reads
-    allocate: Callable[[int], memoryview] | None = None  # gives memory for the block, where DRAM was reserved for it
+    tenant: str = ""  # tenant of the block that `reader` reads
+    allocate: Callable[[int], memoryview] | None = None  # gives memory for the block, if DRAM was reserved
     fill: memoryview | None = None  # that memory, from the first slice on
-    filled: int = 0  # one bit per layer whose verified bytes are in it
+    filled: int = 0  # one bit per layer with verified bytes
 
     def memory(self, layers: range, layout: KVLayout) -> memoryview:
         """Memory to read layers to: in `fill`, else new; raises Overloaded when the operating system gives none."""
@@ -50,7 +51,7 @@ class LeasedBlock:
         return self.fill[begin : begin + layout.layers_bytes(layers)]
 
     def promoted(self, layout: KVLayout) -> DramBlock | None:
-        """The block that was read from the SSD tier into reserved DRAM; None when not all of it was read."""
+        """The block that was read from the SSD tier into reserved DRAM; None if some layers were not read."""
         reader, whole = self.reader, self.filled == (1 << layout.layers) - 1
         if reader is None or reader.info is None or self.fill is None or not whole:
             return None
@@ -89,7 +90,7 @@ class ReadLeases:
         self._writes = writes
         self._max_sessions = max_sessions
         self.lease_bytes = lease_bytes
-        self.leased: dict[DramBlock, int] = {}  # leases of each block in DRAM, or that leaves it with its last hold
+        self.leased: dict[DramBlock, int] = {}  # leases per block in DRAM, or leaving DRAM with the last hold
         self.open_keys = 0
         self.leased_bytes = self.leases = 0
         self.dram_hits = self.ssd_hits = self.misses = self.promotions = 0
@@ -106,7 +107,7 @@ class ReadLeases:
         return lease
 
     def begin(self, lease: ReadLease) -> ReadLease:
-        """Opens a lease that holds nothing yet.
+        """Opens an empty lease.
 
         Raises:
             Overloaded: too many leases are open.
@@ -127,7 +128,7 @@ class ReadLeases:
         end = min(lease.blocks + PORTION_KEYS, len(lease.keys))
         dram, keys = self.tiers.dram, lease.keys[lease.blocks : end]
         held = [block for block in map(dram.get, keys) if block is not None]
-        held = held if lease.promote and len(held) < len(keys) else []  # what comes from SSD must not evict its chain
+        held = held if lease.promote and len(held) < len(keys) else []  # blocks from SSD must not evict their chain
         for block in held:
             dram.hold(block)
         try:
@@ -174,7 +175,7 @@ class ReadLeases:
         self.tiers.listener.asked(keys)
 
     def _source(self, key: BlockKey, lease: ReadLease) -> LeasedBlock | None:
-        """Leases one block; None when it is not here, or leases keep as much DRAM as they may."""
+        """Leases one block; None if the block is not here, or leases keep as much DRAM as they may."""
         dram, ssd, size = self.tiers.dram, self.tiers.ssd, lease.format.layout.block_bytes
         fits = self.leased_bytes + size <= self.lease_bytes
         block = dram.get(key)
@@ -205,7 +206,7 @@ class ReadLeases:
             self.tiers.removed([key])
 
     def lost(self, source: LeasedBlock) -> None:
-        """Forgets and announces a block that was found bad, unless it has been replaced meanwhile."""
+        """Forgets and announces a bad block, unless replaced meanwhile."""
         assert source.reader is not None
         assert self.tiers.ssd is not None
         if self.tiers.ssd.drop(source.reader):
@@ -240,7 +241,7 @@ class ReadLeases:
             if reader is None or source.allocate is None:
                 continue
             self.leased_bytes -= layout.block_bytes
-            # Elsewhere under its key may be another value: it may have been deleted, and put again.
+            # Another value may be elsewhere under the key: the block may have been deleted, and put again.
             stays = self.tiers.catalogue.is_live(reader.segment, reader.slot)
             read = source.promoted(layout) if stays else None
             if read is None or promoted.setdefault(read.info.key, read) is not read:
@@ -255,7 +256,7 @@ class ReadLeases:
         self.tiers.listener.sessions_changed()
 
 
-STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but one part of all at least
+STEP_BLOCKS = 2048  # deleted in one step, some 20 ms, or looked at; but at least one part of all keys
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -275,7 +276,7 @@ DeletionSteps = Generator[None, None, DeletedCount]
 class BlockStore:
     """Everything one kvstore holds.
 
-    At most `max_sessions` write at once, and as many read; leases keep `lease_bytes` of DRAM, None for all of it.
+    At most `max_sessions` write at once, and as many read; leases keep at most `lease_bytes` of DRAM, None: all.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class BlockStore:
         self.reads = ReadLeases(self.tiers, self.writes, max_sessions=max_sessions, lease_bytes=lease_bytes)
 
     def delete_selected(self, selection: KVSelection, step_blocks: int = STEP_BLOCKS) -> DeletionSteps:
-        """Deletes the blocks of a selection, in steps of so many; returns how many were deleted."""
+        """Deletes a selection's blocks, in steps of `step_blocks`; returns how many were deleted."""
         self.writes.end_matching(selection)
 
         def in_dram(info: BlockInfo) -> bool:

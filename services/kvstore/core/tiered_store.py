@@ -1,8 +1,7 @@
-"""The two tiers as one store, and the queue of blocks on their way from DRAM to SSD.
+"""The two tiers as one store, and the queue of blocks on the way from DRAM to SSD.
 
-A key is here when either tier has it. A block that waits for the SSD tier is held, so that writers wait for room when
-the device is slower than they are. A block that the device did not take stays in DRAM without a hold and is tried
-again.
+A key is here if either tier has the key. A block that waits for the SSD tier is held, so that writers wait for room
+when the device is slower. A block that the device did not take stays in DRAM without a hold and is tried again.
 """
 
 import collections
@@ -53,7 +52,7 @@ class TieredStore:
         return key in self.dram or self.durable(key)
 
     def part(self, number: int) -> list[BlockKey]:
-        """Every key of one part, once. A walk over all parts misses no key that stays: none changes its part."""
+        """Every key in one part, once. A walk over all parts misses no key that stays: no key changes parts."""
         found = self.dram.parts[number]
         return [*found, *itertools.filterfalse(found.__contains__, self.catalogue.parts[number])]
 
@@ -78,7 +77,7 @@ class TieredStore:
         self.catalogue.touch(chain)
 
     def reserve(self, nbytes: Mapping[str, int]) -> bool:
-        """Reserves DRAM by tenant, evicting others; nothing, and False, when too little can be evicted."""
+        """Reserves DRAM by tenant, evicting others; none, and False, if too little can be evicted."""
         taken: dict[str, int] = {}
         for tenant, count in nbytes.items():
             victims = self.dram.reserve(count, tenant)
@@ -126,9 +125,9 @@ class TieredStore:
 
 
 def find_blocks(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) -> tuple[list[int], list[KVLayout]]:
-    """Which blocks of a namespace are here, each on its own.
+    """Which blocks in a namespace are here, each separately.
 
-    Returns for each key 0, or the number of its layout from 1; and the layouts.
+    Returns for each key 0, or the number of the key's layout from 1; and the layouts.
     """
     formats = map(tiers.format_of, keys)
     known = [there.layout if there is not None and there.namespace == namespace else None for there in formats]
@@ -137,22 +136,22 @@ def find_blocks(tiers: TieredStore, keys: Sequence[BlockKey], namespace: bytes) 
 
 
 class SaveState(Enum):
-    """How far a block in DRAM is on its way to the SSD tier; `TRANSITIONS` has the changes that may happen."""
+    """How far a block in DRAM is on the way to the SSD tier; `TRANSITIONS` has the changes that may happen."""
 
     VISIBLE = "visible"
-    """In DRAM only: the block has just come, or the SSD tier did not admit it."""
+    """In DRAM only: the block has just come, or the SSD tier did not admit the block."""
     WAITING = "waiting"
-    """In the queue; held, so that it stays in DRAM."""
+    """In the queue; held, so that the block stays in DRAM."""
     WRITING = "writing"
     """In a plan under way; held."""
     RECALLED = "recalled"
-    """Deleted or found damaged while a plan writes it; its record is overwritten after the plan."""
+    """Deleted or found damaged while a plan writes the block; the record is overwritten after the plan."""
     UNSAVED = "unsaved"
-    """The SSD tier did not take it. Tried again for as long as it stays in DRAM."""
+    """The SSD tier did not take the block. Tried again as long as the block stays in DRAM."""
     DURABLE = "durable"
     """On SSD."""
     DROPPED = "dropped"
-    """Deleted or found damaged before it was on SSD."""
+    """Deleted or found damaged before reaching SSD."""
 
 
 TRANSITIONS: Mapping[SaveState, frozenset[SaveState]] = {
@@ -173,16 +172,16 @@ class WriteQueue:
     """Takes blocks from DRAM to the SSD tier, in batches, and knows the state of each block on the way.
 
     Args:
-        tiers: both tiers; without an SSD tier the queue takes nothing.
+        tiers: both tiers; without an SSD tier the queue takes no blocks.
         on_durable: called with the keys of blocks that were committed.
-        batch_bytes: most bytes of one commit, unless one block is larger.
+        batch_bytes: most bytes in one commit, unless a single block is larger.
     """
 
     def __init__(self, tiers: TieredStore, on_durable: Callable[[Sequence[BlockKey]], None], batch_bytes: int) -> None:
         self._tiers = tiers
         self.removed = tiers.removed  # announces keys that have left a tier
         self._on_durable = on_durable
-        # A plan cannot reclaim what it stores itself: what it refused for that, the next one would have taken.
+        # A plan cannot reclaim what the plan stores: blocks refused for that reason would fit the next plan.
         for disk in () if tiers.ssd is None else tiers.ssd.disks:
             batch_bytes = min(batch_bytes, disk.space.capacity_bytes // 2)
         self.batch_bytes = batch_bytes
@@ -247,7 +246,7 @@ class WriteQueue:
             self.add((block for block in blocks if block.info.key not in self.unsaved), used=True)
 
     def next_plan(self, disk: int = 0) -> WritePlan | None:
-        """A disk's next batch for `SsdTier.commit`; None when there is nothing to do, or one is under way."""
+        """A disk's next batch for `SsdTier.commit`; None without work, or while a plan is under way."""
         ssd = self._tiers.ssd
         if ssd is None or disk in self.committing or ssd.disks[disk].out:
             return None
@@ -277,7 +276,7 @@ class WriteQueue:
         return batch
 
     def plan_done(self, error: BaseException | None, disk: int = 0, *, again: bool = False) -> None:
-        """A disk's plan was committed, or failed with `error`; `again`: its blocks are tried again at once."""
+        """A disk's plan was committed, or failed with `error`; `again`: the plan's blocks are tried again at once."""
         plan, ssd = self.committing.pop(disk), self._tiers.ssd
         assert ssd is not None
         recalled = [block for block in plan.blocks if self.states[block] is SaveState.RECALLED]
@@ -340,7 +339,7 @@ class WriteQueue:
             self.unsaved = dict.fromkeys(key for key in self.unsaved if key in self._tiers.dram)
 
     def retry(self) -> None:
-        """Queues one batch of the blocks that the SSD tier did not take; when it succeeds, the next one follows."""
+        """Queues a batch of blocks that the SSD tier did not take; the next batch follows after success."""
         self.add(self._first_batch(self._to_retry()), used=True)
 
     def _to_retry(self) -> Iterator[DramBlock]:

@@ -1,8 +1,8 @@
 """Writing sessions: they bring blocks; whole blocks become VISIBLE, blocks committed to the SSD tier DURABLE.
 
-Several sessions may write one block, each its own layers and heads or the same ones. DRAM for a block is reserved
-when its first bytes come, or those of a block shortly before it. Blocks that come whole, all of a session in one
-frame with its opening, need no session (`put_whole`).
+Several sessions may write one block, each different layers and heads, or the same. DRAM for a block is reserved when
+the first bytes come, for this block or for a block shortly before. Blocks that come whole, a session's blocks all in
+one frame with the opening, need no session (`put_whole`).
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from services.kvstore.eviction.tenants import sum_by_tenant
 
 MAX_SESSION_BLOCKS = 16384
 PORTION_BLOCKS, PORTION_BYTES = 128, 4 << 20  # written at once: the event loop is held for a few ms at most
-RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM that is reserved for the next blocks of a session with that of a frame's
+RESERVED_AHEAD_BYTES = 4 << 20  # most DRAM reserved for a session's next blocks together with a frame's
 _NO_DATA = memoryview(b"")
 Indices = Callable[[Sequence[int]], None]
 Allocate = Callable[[int], memoryview]
@@ -31,7 +31,7 @@ Allocate = Callable[[int], memoryview]
 
 @dataclasses.dataclass(slots=True)
 class PutSpec:
-    """What a writing session has declared: its blocks, and the layers and heads of them that it brings.
+    """A writing session's declaration: blocks, and the layers and heads that the session brings.
 
     Raises:
         InvalidRequest: naming the field of PutOpen that is wrong.
@@ -43,9 +43,9 @@ class PutSpec:
     tenant: str
     layers: range
     heads: range
-    written_at: int = 0  # what its blocks get
-    forgotten: Collection[str] = ()  # deletions of which its writer knows that the blocks are younger
-    durable: bool = False  # its writer needs them so, whatever the SSD tier admits
+    written_at: int = 0  # what the session's blocks get
+    forgotten: Collection[str] = ()  # deletions that the writer knows to be older than the blocks
+    durable: bool = False  # the writer needs durable blocks, whatever the SSD tier admits
 
     def __post_init__(self) -> None:
         if not 0 < len(self.keys) <= MAX_SESSION_BLOCKS:
@@ -75,12 +75,12 @@ class PutSpec:
 class Assembly:
     """One unfinished block. A session may open thousands, so that most is made with the first bytes only."""
 
-    spec: PutSpec  # of the session that opened it first, which gives tenant and parent
+    spec: PutSpec  # first session's spec, which gives tenant and parent
     index: int  # of the block in that session
-    data: memoryview = _NO_DATA  # memory of the DRAM tier from its first bytes on
+    data: memoryview = _NO_DATA  # DRAM memory from the first bytes on
     hashes: dict[int, int] = dataclasses.field(init=False)  # by layer, of layers that are whole
-    parts: dict[int, int] = dataclasses.field(init=False)  # layer -> one bit per head that has come, of other layers
-    reserved: bool = False  # its bytes are, in DRAM
+    parts: dict[int, int] = dataclasses.field(init=False)  # layer -> one bit per arrived head, for incomplete layers
+    reserved: bool = False  # the bytes are reserved in DRAM
     writers: dict["PutSession", int] = dataclasses.field(default_factory=dict)  # with the index of the block there
 
     @property
@@ -94,7 +94,7 @@ class Assembly:
     def target(self, layer: int, place: slice, heads: int, allocate: Allocate) -> memoryview | None:
         """Memory for some heads (a bit each) of a layer, which lie at `place`; None when that layer has come.
 
-        Of what is overwritten now nothing counts until the new bytes are known to be intact.
+        Overwritten bytes do not count until the new bytes are known to be intact.
         """
         if not self.data:
             self.data, self.hashes, self.parts = allocate(self.nbytes), {}, {}
@@ -107,7 +107,7 @@ class Assembly:
     def received(self, layer: int, heads: int, value: int | None) -> bool:
         """Some heads of a layer have come, intact; whether the block is whole with them.
 
-        `value` is the hash of the whole layer; without it the hash is made here when the layer is whole.
+        `value` is the hash of the whole layer; without a value the hash is made here once the layer is whole.
         """
         layout = self.spec.format.layout
         if value is None:
@@ -131,12 +131,12 @@ class PutSession:
         self, spec: PutSpec, present: list[int], on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None]
     ) -> None:
         self.spec = spec
-        self.present = present  # indices of blocks that existed when it was opened
+        self.present = present  # indices of blocks that existed at the opening
         self.on_visible = on_visible
         self.on_durable = on_durable
         self.on_ended = on_ended
         self.unfinished: dict[int, Assembly] = {}  # by index
-        self.reserved_bytes = 0  # of DRAM since it was opened
+        self.reserved_bytes = 0  # DRAM bytes since the opening
         self.closed = False
         self.opener = FrameOpener(spec.format.layout, spec.heads, spec.keys)
         self.received = SliceBitmap(spec.layers, len(spec.keys), spec.heads)
@@ -162,7 +162,7 @@ class PutSession:
         return [block for block in found if block is not None and not block.reserved]
 
     def take(self, runs: Sequence[OpenedRun], allocate: Allocate) -> Iterator[Assembly]:
-        """Writes a parsed frame into its blocks; yields whole blocks, which the caller must finish at once.
+        """Writes a parsed frame into the frame's blocks; yields whole blocks, which the caller must finish at once.
 
         Raises:
             DamagedSliceError: bytes do not match their hash.
@@ -202,7 +202,7 @@ def copy_whole_blocks(
     """
     layout, count = spec.format.layout, len(spec.keys)
     memory = {at: allocate(layout.block_bytes) for at in range(count) if at not in present}
-    spare = memoryview(bytearray(layout.largest_slice_bytes if present else 0))  # for slices that nobody needs
+    spare = memoryview(bytearray(layout.largest_slice_bytes if present else 0))  # for unneeded slices
     shape = frame_shape(spec.layers, count, spec.heads, layout.block_tokens)
     targets = [
         memory[block][layout.place(layer)] if block in memory else spare[: layout.slice_bytes(layer)]
@@ -220,7 +220,7 @@ def _check_full(run: SliceRun, layout: KVLayout) -> None:
 
 
 def split_portions(runs: Sequence[OpenedRun]) -> list[list[OpenedRun]]:
-    """Splits a parsed frame into parts that hold the event loop for a moment only, of at least a slice each."""
+    """Splits a parsed frame into parts with at least a slice each, that hold the event loop only for a moment."""
     first = min((run.first_block for run, _, _ in runs), default=0)
     last = max((run.first_block + run.block_count for run, _, _ in runs), default=0)
     if last - first <= PORTION_BLOCKS and sum(len(data) for _, data, _ in runs) <= PORTION_BYTES:
@@ -256,7 +256,7 @@ class WriteSessions:
     Attributes:
         queue: blocks on their way to the SSD tier, in batches of `batch_bytes`.
         unfinished: blocks that are being written.
-        awaiting: sessions that wait for a block to become durable, each with its index there.
+        awaiting: sessions that wait for a block to become durable, each with the block's index there.
         deletions: those that this store knows of: what is older must not come back.
     """
 
@@ -272,19 +272,19 @@ class WriteSessions:
         self.blocks_put = 0
 
     def wait_group(self, tenant: str) -> str | None:
-        """The group in which a tenant's sessions wait for room: the tenant if it has a quota, else None."""
+        """The group in which a tenant's sessions wait for room: the tenant if the tenant has a quota, else None."""
         return None if self._tiers.dram.account.quota(tenant) is None else tenant
 
     def open(
         self, spec: PutSpec, on_visible: Indices, on_durable: Indices, on_ended: Callable[[], None], *, now: float = 0.0
     ) -> PutSession | None:
-        """Opens a session. Evicts and reserves nothing: both happen when data comes.
+        """Opens a session. Opening neither evicts nor reserves: both happen when data comes.
 
         Args:
             spec: the blocks, and the layers and heads of them that the writer brings.
             on_visible: called with indices of blocks that readers find from now on.
-            on_durable: called with indices of blocks that survive a restart, also of blocks that were present.
-            on_ended: called if the session ends because some of its blocks were deleted or found damaged.
+            on_durable: called with indices of blocks that survive a restart, also for blocks that were present.
+            on_ended: called if the session ends because some blocks were deleted or found damaged.
             now: seconds, for the end of pins.
 
         Returns:
@@ -312,10 +312,10 @@ class WriteSessions:
         return session
 
     def put_whole(self, spec: PutSpec, data: BytesLike, hashes: Sequence[int], now: float) -> list[int] | None:
-        """Stores whole blocks, all in one piece, layer after layer; None, without effect, when it takes a session.
+        """Stores whole blocks, all in one piece, layer after layer; None, without effect, if a session is needed.
 
-        Returns the indices of those that were here already. It takes a session when there is no room, or when it would
-        hold the event loop for long. Raises what `open` and `write` do.
+        Returns the indices of those that were here already. A session is needed without room, or if the put would hold
+        the event loop for long. Raises what `open` and `write` do.
         """
         tiers, size, count = self._tiers, spec.format.layout.block_bytes, len(spec.keys)
         if count > PORTION_BLOCKS or count * size > PORTION_BYTES or spec.durable:
@@ -323,7 +323,7 @@ class WriteSessions:
         self.check_not_deleted(spec)
         present = self._present(spec)
         nbytes = size * (count - len(present))
-        if not tiers.dram.has_room(nbytes, spec.tenant):  # nothing is evicted for bytes that are not intact
+        if not tiers.dram.has_room(nbytes, spec.tenant):  # no block is evicted for damaged bytes
             copy_whole_blocks(spec, data, hashes, range(count), tiers.dram.arena.allocate)
         if present:
             self._touch_present(spec, present)  # before others are evicted
@@ -342,7 +342,7 @@ class WriteSessions:
         return present
 
     def make_room(self, spec: PutSpec) -> None:
-        """After a put: evicts what some more would, but none of its own, if that is little: the next need not wait."""
+        """After a put: evicts ahead for the next put if that is little, but no block from this put."""
         dram, nbytes = self._tiers.dram, len(spec.keys) * spec.format.layout.block_bytes
         if nbytes > dram.capacity_bytes // 64 or dram.has_room(nbytes, spec.tenant):
             return
@@ -356,7 +356,7 @@ class WriteSessions:
         self._tiers.release(stay)
 
     def _touch_present(self, spec: PutSpec, present: Sequence[int]) -> None:
-        """A writer brought blocks that are here: a use, and a reason to try again what the SSD tier did not take."""
+        """A writer brought blocks that are here: a use, and a reason to retry blocks that the SSD tier did not take."""
         keys = [spec.keys[index] for index in present]
         self._tiers.touch(keys)
         self.queue.add(filter(None, map(self._tiers.dram.get, keys)), used=True)
@@ -415,7 +415,7 @@ class WriteSessions:
     def write(self, session: PutSession, runs: Sequence[OpenedRun], *, now: float = 0.0) -> bool:
         """Takes an opened frame of a session and makes whole blocks visible; False, with no effect, without room.
 
-        What it raises ends the session: FrameError, or Overloaded for want of memory.
+        An exception ends the session: FrameError, or Overloaded for want of memory.
         """
         assert not session.closed
         if not self.reserve(session, runs, now=now):
@@ -462,7 +462,7 @@ class WriteSessions:
                 writer.on_durable(durable)
 
     def close(self, session: PutSession) -> None:
-        """Ends a session and forgets its unfinished blocks. Idempotent."""
+        """Ends a session and forgets the session's unfinished blocks. Idempotent."""
         if session.closed:
             return
         session.closed = True
@@ -485,7 +485,7 @@ class WriteSessions:
         """Checks that the writer knows of all deletions that concern a session's blocks.
 
         Raises:
-            DeletedBlocksError: the writer does not know of one; its blocks may be older.
+            DeletedBlocksError: the writer does not know a deletion; the blocks may be older.
         """
         if self.deletions:
             known = self.deletions.matching(spec.keys, spec.tenant, spec.format.namespace)

@@ -1,8 +1,8 @@
-"""Memory for blocks in DRAM: slots of one size each, carved out of large anonymous mappings.
+"""Memory for blocks in DRAM: slots in several sizes, carved out of large anonymous mappings.
 
-A slot is handed out as a memoryview and comes back by itself when that view and every view made of it are gone, so that
-bytes that are still read are never overwritten. Memory in free slots counts: it goes back to the operating system once
-all slots together take more than the budget and a small reserve. Used by one thread; views may end in any thread.
+A slot is handed out as a memoryview and comes back after that view and every derived view are gone, so that bytes still
+being read are never overwritten. Memory in free slots counts: such memory goes back to the operating system once all
+slots together take more than the budget and a small reserve. Used by one thread; views may end in any thread.
 """
 
 import collections
@@ -19,15 +19,15 @@ from moonpool import world
 from moonpool.errors import Overloaded
 
 PAGE = mmap.PAGESIZE
-SLAB_BYTES = 64 << 20  # address space of one slab, about; memory is taken only for slots that were used
+SLAB_BYTES = 64 << 20  # address space per slab, about; memory is taken only for slots that were used
 SMALL_BYTES = 16 * PAGE  # smaller slots share pages; their memory goes back a whole slab at a time
 RESERVE_SHARE = 128  # free slots may take memory beyond the budget: the budget divided by this
-AHEAD_BYTES, AHEAD_SLOTS = 32 << 20, 64  # of one size get their memory before they are needed, but at least one slot
+AHEAD_BYTES, AHEAD_SLOTS = 32 << 20, 64  # for each size, memory brought in ahead, but at least one slot
 RETRY_AFTER_S = 1.0
 _HUGE_PAGE = 2 << 20
 _CACHE_LINE = 64
 _PORTION = 1 << 20  # brought in by one system call, during which the process can map nothing
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; older kernels refuse it at once
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14; older kernels refuse the call at once
 _madvise = ctypes.CDLL(None).madvise  # mmap's own method would keep other threads waiting
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -65,7 +65,7 @@ class _Slab:
 
 
 class _SizeClass:
-    """All slots of one size, in slabs that are filled before others are begun."""
+    """All slots with one size, in slabs that are filled before others are begun."""
 
     def __init__(self, size: int, budget: int) -> None:
         self.size = size
@@ -77,7 +77,7 @@ class _SizeClass:
         self.warm: dict[_Slab, None] = {}  # with free slots that have memory; the last was used last
 
     def take(self, *, fresh: bool) -> tuple[_Slab, int]:
-        """A slot without memory if `fresh`, else one of a `warm` slab."""
+        """A slot without memory if `fresh`, else a `warm` slab's slot."""
         slabs = (slab for slab in reversed(self.slabs) if slab.bare) if fresh else reversed(self.warm)
         slab = next(slabs, None) or self._new_slab()
         slot = (slab.bare if fresh else slab.free).pop()
@@ -106,10 +106,10 @@ _Place = tuple[_SizeClass, _Slab, int]
 
 
 class Arena:
-    """Memory for blocks of any size, no more than `budget_bytes` of it handed out.
+    """Memory for blocks of any size, at most `budget_bytes` handed out.
 
-    With `ahead` a thread brings memory to slots before they are needed, so that the first bytes written to them cost
-    the caller no page faults. Such slots count as handed out meanwhile.
+    With `ahead` a thread brings memory to slots before they are needed, so that the first write costs the caller no
+    page faults. Such slots count as handed out meanwhile.
 
     Attributes:
         on_excess: called in any thread, once before each `collect`, when a slot ends while too much memory is taken.
@@ -119,7 +119,7 @@ class Arena:
         self._budget = budget_bytes
         self.limit = budget_bytes + budget_bytes // RESERVE_SHARE
         self.classes: dict[int, _SizeClass] = {}
-        self.live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends it
+        self.live: dict[int, tuple[object, _Place]] = {}  # by id of the reference that ends the slot
         self._ended: collections.deque[_Place] = collections.deque()
         self._thread = world.thread_pool(1, "kvstore-arena") if ahead and sys.platform == "linux" else None
         self._populating: Future[None] | None = None
@@ -211,11 +211,11 @@ class Arena:
                 del self.classes[each.size]
 
     def _give_back(self, each: _SizeClass, slab: _Slab) -> None:
-        """Takes memory from free slots of one slab, the longest free first; removes a slab without live slots."""
+        """Takes memory from one slab's free slots, the longest free first; removes a slab without live slots."""
         count = 0
         if not slab.live:
             count = slab.resident
-            del each.slabs[slab], each.warm[slab]  # the mapping goes with the last reference to it
+            del each.slabs[slab], each.warm[slab]  # the mapping goes with the last reference
         elif not each.small:
             count = min(len(slab.free), -(-(self.resident_bytes - self.limit) // each.size))
             for slot in slab.free[:count]:
@@ -227,7 +227,7 @@ class Arena:
         self.returned_bytes += count * each.size
 
     def close(self) -> None:
-        """Blocking. Ends the thread after its current work; slots can still be used."""
+        """Blocking. Ends the thread after the current work; slots can still be used."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
@@ -236,6 +236,6 @@ class Arena:
 def _populate(buffers: list[Buffer]) -> None:
     """Takes memory for slots, in portions and from their start on; what has been written to them stays."""
     while buffers:
-        buffer = buffers.pop(0)  # a slot that nobody else has is free from the next one on
+        buffer = buffers.pop(0)  # an unshared slot is free from the next slot on
         for at in range(0, len(buffer), _PORTION):
             _madvise(ctypes.addressof(buffer) + at, min(_PORTION, len(buffer) - at), _POPULATE_WRITE)

@@ -39,7 +39,7 @@ class DramTier(PartTable[DramBlock]):
         self.pinned = TenantBytes()
         self.fixed = TenantBytes()  # of blocks that are held or pinned
         self.held_bytes = 0
-        self.leaving: dict[DramBlock, None] = {}  # found by nobody; their bytes go with their last hold
+        self.leaving: dict[DramBlock, None] = {}  # no look-up finds these; their bytes go with their last hold
         self.evictions = 0  # blocks, since the start
 
     def touch(self, chain: Sequence[BlockKey]) -> None:
@@ -107,14 +107,14 @@ class DramTier(PartTable[DramBlock]):
         return nbytes <= self.free_bytes and not self.account.over_quota(tenant, incoming)
 
     def can_reserve(self, nbytes: int, tenant: str) -> bool:
-        """Whether `reserve` would succeed now; evicts nothing."""
+        """Whether `reserve` would succeed now; evicts no block."""
         return self.has_room(nbytes, tenant) or self._victims(nbytes, tenant) is not None
 
     def _victims(self, nbytes: int, tenant: str) -> list[DramBlock] | None:
         """Blocks to evict, in the policy's order; None if too few may go.
 
-        The tenant's own blocks come first if the tenant exceeds its quota. Each block is judged as if the earlier
-        blocks had left. Guarantees do not protect a tenant's blocks from the tenant itself.
+        The tenant's own blocks come first if the tenant exceeds the quota. Each block is judged as if the earlier
+        blocks had left. Guarantees do not protect a tenant's blocks from the same tenant.
         """
         over = nbytes - self.free_bytes
         own = self.account.over_quota(tenant, self.reserved.get(tenant, 0) + nbytes)

@@ -1,1 +1,1 @@
-"""Eviction of the DRAM tier: policies (docs/extend/eviction_policy.md), and the tenants whose blocks they spare."""
+"""DRAM eviction: policies (docs/extend/eviction_policy.md), and the tenants whose blocks they spare."""

@@ -1,8 +1,8 @@
 """The contract of the eviction policies: an order in which blocks leave when room is needed.
 
-A policy keeps an order of keys and nothing else: no bytes, clocks or I/O. The tier asks for candidates and evicts the
-first that is neither pinned nor being read. For each request that reads a chain and stores its missing blocks, the tier
-calls `touched` with the blocks it holds, `added` for every block that comes, and `arrived` once all of them are there.
+A policy keeps only an order of keys: no bytes, clocks or I/O. The tier asks for candidates and evicts the first that is
+neither pinned nor being read. For each request that reads a chain and stores missing blocks, the tier calls `touched`
+with the blocks already there, `added` for every block that comes, and `arrived` once all are there.
 """
 
 import abc
@@ -21,10 +21,10 @@ class EvictionPolicy(abc.ABC):
 
     @abc.abstractmethod
     def touched(self, chain: Sequence[BlockKey]) -> None:
-        """Blocks of one chain, head first, were used together; all are held."""
+        """Blocks from one chain, head first, were used together; all are held."""
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:  # noqa: B027 (most policies have nothing to do)
-        """All blocks of one chain that came together are held, head first. This is not a use."""
+        """All blocks from one chain that came together are held, head first. This is not a use."""
 
     @abc.abstractmethod
     def removed(self, key: BlockKey) -> None:

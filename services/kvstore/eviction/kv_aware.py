@@ -10,15 +10,15 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.reuse_stats import ReturnRates
 from services.kvstore.eviction.base import EvictionPolicy
 
-MEMORY = 8  # what was seen loses half its weight after this many times as many references as blocks are held
+MEMORY = 8  # weight halves after this many times as many references as blocks held
 HORIZON = 16  # a sampled key is followed for this many times as many references as blocks are held
-POPULAR_USES = 4  # a block used so often since it came is shared by many requests; its latest chain says little of it
+POPULAR_USES = 4  # a block used so often is shared by many requests; the latest chain tells little about it
 MAX_GROWTH = 12  # classes by growth: 1, 2-3, 4-7, ... blocks; all from 2^11 on are one
 REFIT_LEAST = 1024  # references between two estimates at least; half the number of held blocks if that is more
 
 FRESH, POPULAR, FIRST_GROWTH = 0, 1, 2
 KINDS = TAIL = FIRST_GROWTH + 2 * MAX_GROWTH
-"""Classes; the last block of a growth, until it is used, belongs to the class with a number higher by `TAIL`."""
+"""Classes; a growth's last block, until used, belongs to the class with a number higher by `TAIL`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,22 +30,22 @@ class Growth:
 
     @property
     def kind(self) -> int:
-        """The class of the chain's blocks until another request continues it."""
+        """The class for the chain's blocks until another request continues the chain."""
         return FIRST_GROWTH + min(self.blocks.bit_length(), MAX_GROWTH) - 1 + MAX_GROWTH * self.continued
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Node:
-    """A block in the tree. A node whose block is not held stays for its held descendants only."""
+    """A block in the tree. A node without a held block stays only for held descendants."""
 
     key: BlockKey
     parent: "Node | None" = None
     children: int = 0
-    growth: Growth | None = None  # while it is held
+    growth: Growth | None = None  # while the block is held
     kind: int = FRESH
-    since: int = 0  # time of its last use
-    uses: int = 0  # since it came
-    queued: int = 0  # number of its entry among the leaves, 0 for none
+    since: int = 0  # time of the last use
+    uses: int = 0  # since arrival
+    queued: int = 0  # number of the entry among the leaves, 0 for none
 
     @property
     def held(self) -> bool:
@@ -54,17 +54,18 @@ class Node:
 
 _Entry = tuple[int, int, Node]  # time of the last use, number, leaf
 _Place = tuple[float, int, int, Node, int, int]
-"""Worth, time of the last use, number, node; class and index of its entry in that class's heap, or -1 for none."""
+"""Worth, time of the last use, number, node; class and index of the entry in that class's heap, or -1 for none."""
 
 
 class KVAware(EvictionPolicy):
-    """Offers the leaves of the tree of chains, the least likely to be used again first.
+    """Offers the chain tree's leaves, the least likely to be used again first.
 
-    A block is useless without those before it, so only leaves may leave: a chain goes tail first. Leaves are ordered by
-    how soon their class at their age is expected to be used again, as `ReturnRates` estimates it. The class is what the
-    latest request on the block's chain did: by how many blocks it made the chain longer, in powers of two (a question
-    adds few, a document many), and whether it was the first to continue the chain (a turn of a conversation). Blocks
-    that many requests share have a class of their own. The last block of a chain has a class beside that of the others.
+    A block is useless without the blocks before, so only leaves may leave: a chain goes tail first. Leaves are ordered
+    by how soon their class at their age is expected to be used again, estimated by `ReturnRates`. The class tells what
+    the latest request on the block's chain did: by how many blocks the request made the chain longer, in powers of two
+    (a question adds few, a document many), and whether the request was the first to continue the chain (a
+    conversation's turn). Blocks that many requests share have a class of their own. A chain's last block has a separate
+    class.
     """
 
     def __init__(self, refit_least: int = REFIT_LEAST) -> None:
@@ -79,7 +80,7 @@ class KVAware(EvictionPolicy):
         self.rates = ReturnRates(KINDS)
 
     def added(self, info: BlockInfo) -> None:
-        """A block belongs to the growth its parent came with, unless the parent was used since."""
+        """A block belongs to the growth with which the block's parent came, unless the parent was used since."""
         node = self._at(info.key)
         assert not node.held
         if node.parent is None and info.parent != NO_PARENT:
@@ -106,7 +107,7 @@ class KVAware(EvictionPolicy):
         self._learn()
 
     def arrived(self, chain: Sequence[BlockKey]) -> None:
-        """Sets the class of a chain's new blocks, once the growth of the chain is known."""
+        """Sets the class for a chain's new blocks, once the chain's growth is known."""
         if not chain:
             return
         for key in reversed(chain):
@@ -127,7 +128,7 @@ class KVAware(EvictionPolicy):
         self._learn()
 
     def removed(self, key: BlockKey) -> None:
-        """Keeps the block's place in the tree while blocks behind it are held."""
+        """Keeps the block's place in the tree while blocks behind are held."""
         node = self.nodes[key]
         assert node.held
         node.growth, node.queued = None, 0
@@ -141,13 +142,13 @@ class KVAware(EvictionPolicy):
             self._queue(node)
 
     def candidates(self) -> Iterator[BlockKey]:
-        """Leaves, the least worth first; a block follows once all blocks behind it have been named."""
+        """Leaves, the least worth first; a block follows once all blocks behind the block have been named."""
         frontier: list[_Place] = []
         for kind, heap in enumerate(self.leaves):
             while heap and not is_current(heap[0]):
                 heapq.heappop(heap)
             self._look(frontier, kind, 0)
-        unnamed: dict[Node, int] = {}  # children not named yet, of parents with one that was
+        unnamed: dict[Node, int] = {}  # unnamed children, for parents with a named child
         numbers = itertools.count(-1, -1)
         while frontier:
             _, _, number, node, kind, index = heapq.heappop(frontier)
@@ -170,7 +171,7 @@ class KVAware(EvictionPolicy):
             heapq.heappush(frontier, (worth, since, number, node, kind, index))
 
     def _at(self, key: BlockKey) -> Node:
-        """The block's node; it may be needed before the block comes, as a parent."""
+        """The block's node; may be needed before the block comes, as a parent."""
         return self.nodes.get(key) or self.nodes.setdefault(key, Node(key))
 
     def _attach(self, node: Node, parent: Node) -> None:
@@ -182,7 +183,7 @@ class KVAware(EvictionPolicy):
         parent.queued = 0
 
     def _queue(self, node: Node) -> None:
-        """Queues a leaf in its class; an earlier entry of the leaf becomes invalid."""
+        """Queues a leaf in the leaf's class; an earlier entry of the leaf becomes invalid."""
         if node.children or not node.held:
             return
         self._number += 1
@@ -203,7 +204,7 @@ class KVAware(EvictionPolicy):
 
 
 def is_current(entry: _Entry) -> bool:
-    """Whether an entry is its leaf's last."""
+    """Whether an entry is the leaf's last."""
     return entry[2].queued == entry[1]
 
 
@@ -224,7 +225,7 @@ def _ancestors(node: Node) -> Iterator[Node]:
 
 
 def _freed_by(node: Node, unnamed: dict[Node, int]) -> Node | None:
-    """The held block before `node` whose children have all been named; None while there is none."""
+    """The held block before `node` if all children have been named; None while there is none."""
     for parent in _ancestors(node):
         unnamed[parent] = unnamed.get(parent, parent.children) - 1
         if unnamed[parent]:

@@ -19,9 +19,9 @@ _Rank = tuple[int, int]  # (uses, -position)
 
 
 class LRU(EvictionPolicy):
-    """Least recently used first; of blocks used together a chain's tail leaves before its head.
+    """Least recently used first; among blocks used together a chain's tail leaves before the head.
 
-    Blocks behind a missing one cannot be used, so the head counts as used last (as SGLang's radix cache and Mooncake
+    Blocks behind a missing block cannot be used, so the head counts as used last (as SGLang's radix cache and Mooncake
     evict).
     """
 
@@ -94,11 +94,11 @@ class LFU(EvictionPolicy):
 
 
 class LengthAware(LFU):
-    """Fewest uses first; of those the latest position in its chain; then the one unused for longest.
+    """Fewest uses first; among those the latest position in the chain; then the one unused for longest.
 
-    This is the policy of the Mooncake paper (arXiv 2407.00079, cache pool analysis). A block's position is its parent's
-    plus one, and 0 when the parent is not known. Parent and child come one after the other, so the block seen last is
-    remembered even when it has left meanwhile.
+    This is the policy of the Mooncake paper (arXiv 2407.00079, cache pool analysis). A block's position is the parent's
+    plus one, and 0 if the parent is unknown. Parent and child come one after the other, so the block seen last is
+    remembered even after eviction.
     """
 
     def __init__(self) -> None:
@@ -117,15 +117,15 @@ class LengthAware(LFU):
 class S3FIFO(EvictionPolicy):
     """S3-FIFO (Yang et al., "FIFO queues are all you need for cache eviction", SOSP'23).
 
-    New blocks queue in a small FIFO. A block that reaches its front unused leaves; one that was used moves to the main
-    queue, as does one that is back soon after it left. In the main queue every use is worth another round.
+    New blocks queue in a small FIFO. A block that reaches the front unused leaves; a used block moves to the main
+    queue, as does a block that is back soon after leaving. In the main queue every use is worth another round.
     """
 
     def __init__(self) -> None:
         self.small: _Queue = collections.OrderedDict()
         self.main: _Queue = collections.OrderedDict()
         self.ghosts: _Queue = collections.OrderedDict()
-        self.uses: dict[BlockKey, int] = {}  # since it came to its queue, at most `MOST_USES`
+        self.uses: dict[BlockKey, int] = {}  # since entering the queue, at most `MOST_USES`
 
     def added(self, info: BlockInfo) -> None:
         assert info.key not in self.uses

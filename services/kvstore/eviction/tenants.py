@@ -1,7 +1,7 @@
-"""Tenants of a store: guarantees and quotas per tier, and pins, which keep named sets of blocks for a time.
+"""A store's tenants: guarantees and quotas per tier, and pins, which keep named sets of blocks for a time.
 
-Pins are not stored: they end with the process. A key may be in several pins; it stays until the last one has ended,
-and costs its tenant once.
+Pins are not stored: they end with the process. A key may be in several pins; a pinned block stays until the last pin
+    has ended, and costs the tenant once.
 """
 
 import collections
@@ -18,16 +18,14 @@ from moonpool.kv.blocks import MAX_TENANT_BYTES
 from moonpool.kv.keys import BlockKey
 from moonpool.sizes import parse_size
 
-DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each of them gets what it grants
+DEFAULT_ROW = "*"  # names the row for tenants without a row of their own; each such tenant gets the row's grants
 MAX_TENANT_ROWS = 64  # each is a set of gauges
 ByteCount = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
-QuotaKind = Literal[
-    "dram", "ssd", "pins"
-]  # in which a tenant has bytes: a tier, or the blocks that its pins keep in either
+QuotaKind = Literal["dram", "ssd", "pins"]  # in which a tenant has bytes: a tier, or the blocks kept by pins in either
 
 
 class TenantRow(BaseModel):
-    """Quotas and guarantees of one tenant, in bytes: blocks in DRAM, pinned blocks, records on SSD.
+    """One tenant's quotas and guarantees, in bytes: blocks in DRAM, pinned blocks, records on SSD.
 
     Other tenants cannot evict the tenant's blocks below the guarantee. The tenant never has more than the quota;
     None = no limit.
@@ -93,7 +91,7 @@ class TenantBytes(collections.Counter[str]):
             self.pop(tenant, None)
 
     def of_row(self, name: str, rows: Container[str]) -> int:
-        """Bytes of the tenant of a row; for "*", of all tenants without one of the `rows`."""
+        """Bytes held by the tenant with a row; for "*", by all tenants without one of the `rows`."""
         if name != DEFAULT_ROW:
             return self[name]
         return sum(nbytes for tenant, nbytes in self.items() if tenant not in rows)
@@ -101,12 +99,12 @@ class TenantBytes(collections.Counter[str]):
 
 @dataclasses.dataclass(slots=True, eq=False)
 class TenantAccount:
-    """What tenants are granted in one tier or for their pins, and what they have of it, in bytes.
+    """Tenants' grants in one tier or for their pins, and tenants' use, in bytes.
 
     The tier or the pins keep `used` up to date, block by block.
     """
 
-    guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of tenants that have one
+    guarantees: Mapping[str, int] = dataclasses.field(default_factory=dict)  # for tenants with a guarantee
     quotas: Mapping[str, int | None] = dataclasses.field(default_factory=dict)  # of those with a row; None: no limit
     used: TenantBytes = dataclasses.field(default_factory=TenantBytes, init=False)
 
@@ -120,12 +118,12 @@ class TenantAccount:
         return self.quotas.get(tenant, self.quotas.get(DEFAULT_ROW))
 
     def over_quota(self, tenant: str, incoming: int = 0) -> int:
-        """Bytes by which a tenant would exceed its quota with `incoming` bytes more; 0 if it would not."""
+        """Bytes by which a tenant would exceed the quota with `incoming` bytes more; 0 if within the quota."""
         quota = self.quota(tenant)
         return 0 if quota is None else max(0, self.used[tenant] + incoming - quota)
 
     def guards(self, tenant: str, nbytes: int) -> bool:
-        """Whether evicting `nbytes` would leave the tenant with less than its guarantee."""
+        """Whether evicting `nbytes` would leave the tenant with less than the guarantee."""
         guarantee = self.guarantees.get(tenant)
         return guarantee is not None and self.used[tenant] - nbytes < guarantee
 
@@ -141,7 +139,7 @@ class TenantAccount:
 MAX_NAME_BYTES = 256  # of a pin, as UTF-8
 MAX_ENTRIES = 1 << 18  # keys of all pins together; a key in several pins counts for each
 MAX_TTL_S = 7 * 86400.0  # of a pin that is not renewed
-SizeOf = Callable[[BlockKey], int | None]  # bytes of a block; None when it is not here
+SizeOf = Callable[[BlockKey], int | None]  # bytes of a block; None if not here
 
 
 class PinLimit(enum.Enum):
@@ -154,7 +152,7 @@ class PinLimit(enum.Enum):
 
 
 class PinOutcome(NamedTuple):
-    """How many leading blocks a pin keeps, their bytes, and why it does not keep more."""
+    """How many leading blocks a pin keeps, their bytes, and why not more."""
 
     blocks: int
     nbytes: int
@@ -168,16 +166,16 @@ class _Pin(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _Pinned:
-    """A pinned block: bytes, and the number of pins of each tenant."""
+    """A pinned block: bytes, and each tenant's number of pins."""
 
     nbytes: int
     pins: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
 
 class Pins:
-    """All pins of a store. Times are arguments, in seconds of one clock.
+    """All pins of a store. Times are arguments, in seconds on one clock.
 
-    All together keep at most `budget_bytes`. The account of what those of each tenant keep is kept up to date here.
+    All together keep at most `budget_bytes`. The account of blocks kept by each tenant's pins is kept up to date here.
     """
 
     def __init__(
@@ -216,10 +214,9 @@ class Pins:
     ) -> tuple[PinOutcome, list[BlockKey]]:
         """Keeps the leading keys that are here and fit the budgets; replaces the tenant's pin of that name.
 
-        Call `expire` first: a pin whose time is over still counts.
+        Call `expire` first: an expired pin still counts.
 
-        Returns:
-            The outcome, and the keys whose state may have changed.
+        Returns: The outcome, and the keys with a possibly changed state.
 
         Raises:
             Overloaded: there are too many pins, or too many keys in pins.

@@ -1,8 +1,8 @@
-"""Check of an LMDB file before LMDB maps it, and what can be read of a damaged one. Blocking.
+"""Checks an LMDB file before LMDB maps the file, and salvages a damaged file's readable part. Blocking.
 
-LMDB trusts its file: a changed byte in a page header, a node or the list of free pages may end the process (SIGSEGV),
-or let a commit overwrite pages in use. The check reads the file with plain reads and walks both trees of the newest
-meta page. So a damaged file is an error, and a bad sector is an error too instead of a SIGBUS.
+LMDB trusts the file: a changed byte in a page header, a node or the free page list may end the process (SIGSEGV), or
+let a commit overwrite pages in use. The check reads the file with plain reads and walks both trees of the newest meta
+page. So a damaged file is an error, and a bad sector is an error too instead of a SIGBUS.
 
 Format of LMDB 0.9 (data version 1), 64-bit, little-endian: two meta pages; branch and leaf pages with node offsets
 behind the header and nodes at the end; overflow pages for large values; a tree of free pages by transaction.
@@ -22,13 +22,13 @@ _PAGE_SIZES = frozenset(1 << bits for bits in range(9, 17))
 _MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
 _BIG, _TREE = 1, 2  # flags of a node: the value is on overflow pages; the value describes a named tree
-_INTEGER_KEYS = 8  # the one flag of a tree that is expected: of the tree of free pages
-_NONE = (1 << 64) - 1  # page number of the root of an empty tree
+_INTEGER_KEYS = 8  # the only expected tree flag: for the free page tree
+_NONE = (1 << 64) - 1  # an empty tree's root page number
 _MAX_DEPTH = 32
 _MAX_KEY_BYTES = 511
 _HEADER = struct.Struct("<QHHHH")  # number, padding, flags, end of the offsets, begin of the nodes
 _HEADER_BYTES = _HEADER.size
-_NODE = struct.Struct("<HHHH")  # size of the value, or number of the page below: low, high; flags; size of the key
+_NODE = struct.Struct("<HHHH")  # the value's size, or the page number below: low, high; flags; size of the key
 _TREE_ROW = struct.Struct("<IHHQQQQQ")  # page size, flags, depth; branch, leaf, overflow pages; entries; root
 _META_ROW = struct.Struct("<IIQQ")
 _META_BYTES = _HEADER_BYTES + _META_ROW.size + 2 * _TREE_ROW.size + 16
@@ -40,7 +40,7 @@ class DamagedDatabaseError(MoonpoolError):
 
 
 class _Node(NamedTuple):
-    """A node of a page: `value` of a leaf, `below` of a branch or of a value on overflow pages."""
+    """A page's node: `value` in a leaf, `below` in a branch or for a value on overflow pages."""
 
     flags: int
     key: bytes
@@ -114,7 +114,7 @@ class _Pages:
 
 
 class _Walk:
-    """Walks the trees of one meta page; each page may belong to one thing only."""
+    """Walks one meta page's trees; each page may belong to one thing only."""
 
     def __init__(self, pages: _Pages, last_page: int, transaction: int) -> None:
         self.pages = pages
@@ -173,7 +173,7 @@ class _Walk:
             raise DamagedDatabaseError("a tree has other pages than it says")
 
     def used(self, main: _Tree) -> None:
-        """Checks the tree of all values, and the named trees in it."""
+        """Checks the tree with all values, and the named trees inside."""
         for node, value in self.tree(main, 0):
             if node.flags == _TREE and len(value) == _TREE_ROW.size:
                 for below, _ in self.tree(_Tree(*_TREE_ROW.unpack(value)), 0):
@@ -206,7 +206,7 @@ def _integer_key(key: bytes) -> bytes:
 
 
 def _newest_meta(fd: int) -> tuple[int, int, _Tree, _Tree]:
-    """Last page, transaction, tree of free pages and main tree of the meta page that LMDB would take."""
+    """Last page, transaction, free page tree and main tree from the meta page that LMDB would take."""
     found = list[tuple[int, int, _Tree, _Tree]]()
     first = os.pread(fd, _META_BYTES, 0)
     if len(first) < _META_BYTES:
@@ -246,7 +246,7 @@ def check_database(folder: Path) -> None:
         if not (size := os.fstat(file.fileno()).st_size):
             return
         last_page, transaction, free, main = _newest_meta(file.fileno())
-        # Pages behind the end of the file may be free ones that were never written.
+        # Pages behind the file's end may be free pages that were never written.
         if last_page < 1 or last_page * free.page_bytes > 2 * size + (1 << 30) or transaction >= 1 << 62:
             raise DamagedDatabaseError(f"the database has {last_page} pages in {size} bytes")
         walk = _Walk(_Pages(file.fileno(), free.page_bytes), last_page, transaction)
@@ -255,7 +255,7 @@ def check_database(folder: Path) -> None:
 
 
 def salvage_database(folder: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of all intact leaf pages, also of older states; the caller must tell good values from bad.
+    """Keys and values from all intact leaf pages, also from older states; the caller must tell good values from bad.
 
     Raises:
         OSError: the file cannot be opened.

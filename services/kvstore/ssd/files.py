@@ -1,7 +1,7 @@
-"""The file layer of the SSD tier: its reads of segments, and every change it makes to the file system.
+"""The SSD tier's file layer: segment reads, and every change to the file system.
 
-Tests put another layer in its place, which lets operations fail or loses what was not synced. All methods block, but
-for `later`; reads and writes of one file from several threads are safe.
+Tests put another layer in place, which lets operations fail or loses unsynced data. All methods block, but for `later`;
+several threads can safely read and write one file.
 """
 
 import collections
@@ -29,7 +29,7 @@ from moonpool.kv.file_io import (
     write_direct,
 )
 
-MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files unless it is told otherwise
+MAX_OPEN = 512  # segments that stay open; a process may have 1,024 open files by default
 PROBE_BYTES = 1 << 20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CACHED = os.O_RDONLY | os.O_CLOEXEC
@@ -56,9 +56,9 @@ class _File:
 
 
 class FileLayer:
-    """Files and folders of one data folder. Failing operations raise OSError, or lmdb.Error where LMDB failed.
+    """One data folder's files and folders. Failing operations raise OSError, or lmdb.Error where LMDB failed.
 
-    `direct` keeps segments out of the page cache: reads and writes go past it where the file system can. At most
+    `direct` keeps segments out of the page cache: reads and writes bypass the cache if the file system can. At most
     `max_open` files stay open.
     """
 
@@ -119,7 +119,7 @@ class FileLayer:
         write_all(file.fd, parts, offset)
 
     def sync(self, path: Path) -> None:
-        """Returns once everything written to the file is on the device; its name need not be."""
+        """Returns once everything written to the file is on the device; the name need not be."""
         file = self._file(path, _WRITE)
         self.flush(file.fd, path)
 
@@ -127,14 +127,14 @@ class FileLayer:
         os.truncate(path, size)
 
     def unlink(self, path: Path, *, readable: bool = False, durable: bool = False) -> None:
-        """Removes a name, also on the device if `durable`; an absent one is fine. `readable`: until it is closed."""
+        """Removes a name, also on the device if `durable`; an absent one is fine. `readable`: until closed."""
         if readable:
-            self._kept.add(path)  # before it is opened: another may close what is not kept
+            self._kept.add(path)  # before opening: another may close what is not kept
             self._file(path, _DIRECT if self._reads_direct else _CACHED)
         else:
             self.close(path)
         path.unlink(missing_ok=True)
-        if durable:  # else a start without an index may find what was deleted in it
+        if durable:  # else a start without an index may find deleted data there
             self.sync_folder(path.parent)
 
     def rename(self, path: Path, new: Path) -> None:
@@ -174,7 +174,7 @@ class FileLayer:
         self.sync_folder(path.parent)
 
     def probe(self, folder: Path, nbytes: int) -> None:
-        """Writes a file of `nbytes` bytes and deletes it: finds a full device or a read-only folder."""
+        """Writes a file with `nbytes` bytes and deletes the file: finds a full device or a read-only folder."""
         path = folder / "probe"
         try:
             path.write_bytes(bytes(nbytes))
@@ -182,14 +182,14 @@ class FileLayer:
             path.unlink(missing_ok=True)
 
     def make_folder(self, path: Path) -> None:
-        """Makes a folder and its parents, and syncs the names of new folders."""
+        """Makes a folder and parents, and syncs the new folders' names."""
         if not path.is_dir():
             self.make_folder(path.parent)
             path.mkdir(exist_ok=True)
             self.sync_folder(path.parent)
 
     def remove_folder(self, path: Path) -> None:
-        """Deletes a folder with all that is in it, and syncs that; an absent one is fine."""
+        """Deletes a folder with all contents, and syncs the deletion; an absent one is fine."""
         if path.exists():
             shutil.rmtree(path)
             self.sync_folder(path.parent)
@@ -207,7 +207,7 @@ class FileLayer:
         os.sync()
 
     def boot_id(self) -> str:
-        """Names this run of the machine; "" where it has no name."""
+        """Names this run of the machine; "" without a name."""
         return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def open_index(self, path: Path, map_bytes: int, *, sync: bool) -> lmdb.Environment:
@@ -217,7 +217,7 @@ class FileLayer:
         with self.lmdb_errors(path):
             env = open_lmdb(path, map_size=map_bytes, metasync=sync, sync=sync)
         if is_new:
-            self.sync_folder(path)  # LMDB syncs the contents of its file, but not the file's name
+            self.sync_folder(path)  # LMDB syncs the file's contents, but not the file's name
         return env
 
     @contextlib.contextmanager
@@ -231,7 +231,7 @@ class FileLayer:
 
     @contextlib.contextmanager
     def lmdb_errors(self, folder: Path) -> Iterator[None]:
-        """Turns an error without a class of its own into DiskError where the device is full: LMDB has such for some."""
+        """Turns an error without a class into DiskError if the device is full: LMDB has such errors."""
         try:
             yield
         except lmdb.Error as error:
@@ -245,8 +245,8 @@ class FileLayer:
 
 
 def open_lmdb(path: Path, **settings: Any) -> lmdb.Environment:
-    """Opens an LMDB database as the index needs it, with more settings for `lmdb.open`."""
-    # lock=False: the data folder has its own lock, and a device may be too full to map a lock file.
+    """Opens an LMDB database as the index needs, with more settings for `lmdb.open`."""
+    # lock=False: the data folder has a separate lock, and a device may be too full to map a lock file.
     return lmdb.open(str(path), max_dbs=8, lock=False, readahead=False, **settings)
 
 

@@ -1,13 +1,13 @@
-"""The index of the SSD tier: which record of which segment is which block, in memory and durably in LMDB.
+"""The SSD tier's index: which record in which segment is which block, in memory and durably in LMDB.
 
-In memory a block is one entry of a dict, its key, one integer and 21 bytes in arrays. A block's *location* is its
-segment's id and its *slot*, the index of its record within that segment. A slot is dead when its key has another
-location, or none.
+In memory a block is one dict entry: the key, an integer and 21 bytes in arrays. A block's *location* is the segment's
+id and the *slot*, the record's index within that segment. A slot is dead if the slot's key has another location, or
+none.
 
-The durable index can be rebuilt from the segments, so whatever is wrong with it is answered by making it anew. One
-value holds all records that one commit appended to one segment, so a commit touches a page or two. Each value begins
-with a checksum of its table, key and content, and a segment's own value says how many others belong to the segment:
-values of a segment that do not agree are not used, and the segment's records are read instead.
+The durable index can be rebuilt from the segments, so any fault is answered by a rebuild. One value holds all records
+that one commit appended to one segment, so a commit touches a page or two. Each value begins with a checksum over
+table, key and content, and a segment's own value tells how many others belong to the segment: if a segment's values do
+not agree, the segment's records are read instead.
 """
 
 import collections
@@ -51,10 +51,10 @@ class RecordKind(NamedTuple):
 
 
 ENTRY = struct.Struct("<32sIIII")
-"""One record in an index: key, offset and length in units of `ALIGN`, number of its kind in its segment, `written_at`.
+"""One record in an index: key, offset and length in units of `ALIGN`, kind number in the segment, `written_at`.
 """
 SlotRow = tuple[BlockKey, int, int, int, int]  # the same, unpacked
-Slot = tuple[int, int]  # number of a segment of one disk, and index of a record within it
+Slot = tuple[int, int]  # a segment's number on one disk, and a record's index within
 MAX_SEGMENT_BYTES = ALIGN << 32
 _SLOT_BITS = 24
 _NUMBER_BITS = 32
@@ -66,7 +66,7 @@ def _column() -> "array[int]":
 
 
 def unpack_columns(packed: bytes) -> "tuple[list[BlockKey], array[int], array[int], array[int], array[int]]":
-    """Keys, starts, lengths, numbers of kinds and `written_at` of packed entries."""
+    """Packed entries' keys, starts, lengths, kind numbers and `written_at`."""
     keys = [BlockKey(packed[at : at + KEY_BYTES]) for at in range(0, len(packed), ENTRY.size)]
     numbers = array("I", packed)
     if sys.byteorder != "little":
@@ -79,30 +79,30 @@ def unpack_columns(packed: bytes) -> "tuple[list[BlockKey], array[int], array[in
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Segment:
-    """One segment as the event loop knows it. The columns, from `keys` on, have one item per slot."""
+    """One segment on the event loop's side. The columns, from `keys` on, have one item per slot."""
 
-    number: int  # on its disk, ascending: older segments have lower ones
+    number: int  # on the disk, ascending: older segments have lower numbers
     path: Path
     size: int = 0  # committed bytes
     disk: int = 0
-    room: int = 0  # bytes of its file, if that was an older segment's, whose records may lie behind `size` still
-    overwritable: bool = False  # its records say that they are of it, and no block in them looks like a record
-    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # of records whose block has its place here
-    readers: int = 0  # of its records; it is not reclaimed while there are any
-    going: bool = False  # it is being reclaimed
-    removed: bool = False  # the index has forgotten it and the file has no name; the last reader closes it
-    kept_share: float = 0.0  # of it must stay (0 to 1), as found for the plan number `asked_at`
+    room: int = 0  # the file's bytes, if taken over from an older segment, whose records may still lie behind `size`
+    overwritable: bool = False  # the records name this segment, and no block inside looks like a record
+    live: TenantBytes = dataclasses.field(default_factory=TenantBytes)  # for records that are their blocks' places
+    readers: int = 0  # readers of records; the segment is not reclaimed while readers are there
+    going: bool = False  # being reclaimed
+    removed: bool = False  # the index has forgotten the segment and the file has no name; the last reader closes it
+    kept_share: float = 0.0  # share that must stay (0 to 1), as found for plan number `asked_at`
     asked_at: int = -1 << 30
     keys: list[BlockKey] = dataclasses.field(default_factory=list)
     starts: "array[int]" = dataclasses.field(default_factory=_column)  # in units of `ALIGN`, as the lengths
     lengths: "array[int]" = dataclasses.field(default_factory=_column)
     kinds: "array[int]" = dataclasses.field(default_factory=_column)  # numbers of them
     written: "array[int]" = dataclasses.field(default_factory=_column)  # seconds since 1970
-    erased: set[int] = dataclasses.field(default_factory=set)  # slots whose records are, or are to be, overwritten
-    used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since it was written here
+    erased: set[int] = dataclasses.field(default_factory=set)  # slots with overwritten records, now or soon
+    used: bytearray = dataclasses.field(default_factory=bytearray)  # 1: the block was used since written here
     named: list[RecordKind] = dataclasses.field(default_factory=list)  # kinds by number; they go with the segment
     numbers: dict[RecordKind, int] = dataclasses.field(init=False)
-    id: int = dataclasses.field(init=False)  # no other segment has it, on whatever disk
+    id: int = dataclasses.field(init=False)  # unique over all disks
 
     def __post_init__(self) -> None:
         self.id = self.disk << _NUMBER_BITS | self.number
@@ -118,25 +118,25 @@ class Segment:
         return self.named[self.kinds[slot]]
 
     def number_of(self, kind: RecordKind) -> int:
-        """The number of a kind in this segment; a new one if it has none."""
+        """The number of a kind in this segment; a new number for a new kind."""
         number = self.numbers.setdefault(kind, len(self.named))
         if number == len(self.named):
             self.named.append(kind)
         return number
 
 
-RecordLocation = tuple[Segment, int]  # and a slot of it
+RecordLocation = tuple[Segment, int]  # and a slot there
 RecordFilter = Callable[[Segment, int], bool]
 
 
 class Catalogue(PartTable[int]):
-    """All segments by id, those of one disk ascending, and the places of all blocks."""
+    """All segments by id, ascending on each disk, and all blocks' places."""
 
     def __init__(self, account: TenantAccount | None = None) -> None:
         super().__init__()
         self.segments: dict[int, Segment] = {}
         self.account = account or TenantAccount()
-        self.live = self.account.used  # bytes of the records that are places of blocks
+        self.live = self.account.used  # bytes in records that are blocks' places
         self.incoming = TenantBytes()  # of new blocks in plans under way
         self.doubles: list[
             RecordLocation
@@ -155,7 +155,7 @@ class Catalogue(PartTable[int]):
         return self.parts[key[0]].get(key) == segment.id << _SLOT_BITS | slot
 
     def live_slots(self, segment: Segment) -> Iterator[int]:
-        """Slots of a segment that are places of blocks, oldest first. Blocks may be forgotten meanwhile."""
+        """A segment's slots that are blocks' places, oldest first. Blocks may be forgotten meanwhile."""
         place = segment.id << _SLOT_BITS
         parts = self.parts
         for slot, key in enumerate(segment.keys):
@@ -163,7 +163,7 @@ class Catalogue(PartTable[int]):
                 yield slot
 
     def by_age(self) -> list[Segment]:
-        """Segments of all disks in the order in which their last blocks were put; those of one second as they came."""
+        """All disks' segments in the order of their last blocks' puts; within one second in arrival order."""
         return sorted(self.segments.values(), key=lambda segment: segment.written[-1] if segment.written else 0)
 
     def newest_first(self, step: int) -> Iterator[list[BlockKey]]:
@@ -176,7 +176,7 @@ class Catalogue(PartTable[int]):
                 yield [segment.keys[slot] for slot in slots if self.is_live(segment, slot)]
 
     def oldest_of(self, tenant: str, nbytes: int, stays: Callable[[BlockKey], bool]) -> list[BlockKey]:
-        """The oldest blocks of a tenant but those that `stays`: `nbytes` of records at least, or all there are."""
+        """A tenant's oldest blocks except those that `stays`: at least `nbytes` of records, or all."""
         found: list[BlockKey] = []
         for segment in self.by_age():
             for slot in self.live_slots(segment) if tenant in segment.live else ():
@@ -197,12 +197,12 @@ class Catalogue(PartTable[int]):
         return lambda segment, slot: of_kind(segment, slot) or segment.keys[slot] in keys
 
     def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:
-        """Tells whether a record is here for longer than its tenant's blocks may be."""
+        """Tells whether a record is here for longer than the tenant's TTL."""
         oldest = self._by_kind(lambda kind: now - ttl_of(ttl_s, kind.tenant))
         return lambda segment, slot: segment.written[slot] < oldest(segment, slot)
 
     def _by_kind(self, judge: Callable[[RecordKind], T]) -> Callable[[Segment, int], T]:
-        """Judges each kind of a segment once, with its first record; segments and kinds may come later."""
+        """Judges each kind in a segment once, with the kind's first record; segments and kinds may come later."""
         judged: dict[Segment, dict[int, T]] = collections.defaultdict(dict)
 
         def of_kind(segment: Segment, slot: int) -> T:
@@ -214,12 +214,12 @@ class Catalogue(PartTable[int]):
         return of_kind
 
     def places(self, part: int, wanted: RecordFilter) -> list[RecordLocation]:
-        """Places of those blocks of a part whose records are wanted."""
+        """Places of a part's blocks with wanted records."""
         found = ((self.segments[place >> _SLOT_BITS], place & _SLOT_MASK) for place in self.parts[part].values())
         return [(segment, slot) for segment, slot in found if wanted(segment, slot)]
 
     def dead(self, segment: Segment, slots: range, wanted: RecordFilter) -> list[RecordLocation]:
-        """Dead slots among these whose records are wanted, and are not to be overwritten already."""
+        """Dead slots with wanted records that are not to be overwritten already."""
         return [
             (segment, slot)
             for slot in slots
@@ -231,7 +231,7 @@ class Catalogue(PartTable[int]):
             segment.used[slot] = 1
 
     def add(self, segment: Segment, packed: bytes, dead: Container[int] = ()) -> None:
-        """Entries were appended to a segment; `dead` slots of it come dead.
+        """Entries were appended to a segment; `dead` slots come dead.
 
         Of a key that is on another disk, that copy stays the block's place; else the later one is. Adds to `doubles`.
         """
@@ -271,7 +271,7 @@ class Catalogue(PartTable[int]):
         self.live.add(tenant, nbytes)
 
     def forget(self, key: BlockKey) -> RecordLocation | None:
-        """A block has no place any more; returns the one it had."""
+        """A block has no place any more; returns the last place."""
         found = self.find(key)
         if found is None:
             return None
@@ -304,19 +304,19 @@ _BAD_VALUE = (struct.error, DecodeError, UnicodeDecodeError, IndexError, Moonpoo
 
 
 class IndexLostError(MoonpoolError):
-    """The index is not usable: absent, of another version, or damaged. It must be rebuilt."""
+    """The index is not usable: absent, of another version, or damaged. The index must be rebuilt."""
 
 
 @dataclasses.dataclass(slots=True)
 class IndexImage:
-    """Everything the index holds of segments whose values agree.
+    """Everything the index holds about segments with agreeing values.
 
     Attributes:
         segments: committed bytes by number.
         entries: packed entries of all slots by number.
         dropped: dead slots by number.
         kinds: kinds by number.
-        damage: what is wrong with the index; "" if nothing is.
+        damage: what is wrong with the index; "" if nothing is wrong.
         plain: the values have no checksums, as in an older version.
     """
 
@@ -333,7 +333,7 @@ class IndexImage:
         return self.plain or bool(self.damage)
 
     def drop(self, number: int, why: str) -> None:
-        """Leaves out a segment; its records have to be read."""
+        """Leaves out a segment; the segment's records have to be read."""
         self.damage = self.damage or f"segment {number}: {why}"
         for table in (self.segments, self.entries, self.dropped, self.kinds):
             table.pop(number, None)
@@ -353,10 +353,10 @@ class IndexChange:
 
 
 class Index:
-    """The LMDB database in a folder. The database is whole with the first commit; `load` refuses it before.
+    """The LMDB database in a folder. The database is whole with the first commit; `load` refuses a bad database before.
 
     Without `files` the index is read only. The memory map of `map_bytes` is doubled whenever the map is full. With
-    `sync` a commit survives a loss of power, else only the death of this process.
+    `sync` a commit survives a power loss, else only this process's death.
 
     Raises:
         IndexLostError: the files there are not a usable LMDB database.
@@ -387,10 +387,10 @@ class Index:
             raise IndexLostError(f"the index is damaged: {error}") from error
 
     def load(self) -> IndexImage:
-        """Reads everything. Segments whose values are damaged or do not agree are left out.
+        """Reads everything. Segments with damaged or disagreeing values are left out.
 
         Raises:
-            IndexLostError: nothing was ever committed, or the database is not readable.
+            IndexLostError: no commit was ever made, or the database is not readable.
         """
         with _lost_if_damaged(), self._env.begin() as txn:
             version = txn.get(_VERSION_KEY, db=self._tables[b"meta"])
@@ -402,7 +402,7 @@ class Index:
         """Does the change in one transaction, for which the map grows; on an error nothing has changed.
 
         Raises:
-            IndexLostError: the database is damaged, or an earlier error of the device has ended its use.
+            IndexLostError: the database is damaged, or an earlier device error has ended the database's use.
             lmdb.Error: the device does not take the change.
         """
         while True:
@@ -456,9 +456,9 @@ class Index:
 
 @dataclasses.dataclass(eq=False)
 class DiskIndex:
-    """The durable index of one disk, which is written anew from the catalogue when it is lost. Blocking.
+    """One disk's durable index; a lost index is written anew from the catalogue. Blocking.
 
-    Used by one thread at a time: at the start, and then by the disk's writer between the begin and end of a plan.
+    Used by one thread at a time: at the start, and then by the disk's writer between a plan's begin and end.
 
     Attributes:
         folder: the data folder, which messages name.
@@ -483,7 +483,10 @@ class DiskIndex:
 
     @property
     def usable(self) -> bool:
-        """Whether there is an index on disk. Without it blocks are durable too, and a start reads all segments."""
+        """Whether there is an index on disk.
+
+        Without an index blocks are durable too, and a start reads all segments.
+        """
         return self._index is not None
 
     def open(self) -> None:
@@ -524,7 +527,7 @@ class DiskIndex:
             log.error("no index can be written; blocks are durable all the same", path=str(self.path), error=str(error))
 
     def check(self) -> None:
-        """Reads the index and checks it; writes a damaged one anew."""
+        """Reads the index and checks the index; writes a damaged one anew."""
         try:
             if self._index is not None:
                 self._index.check()
@@ -588,7 +591,7 @@ class DiskIndex:
 
 @contextlib.contextmanager
 def _lost_if_damaged() -> Iterator[None]:
-    """Turns errors of LMDB that say that its file is damaged into IndexLostError; errors of the device stay."""
+    """Turns LMDB errors about a damaged file into IndexLostError; errors of the device stay."""
     try:
         yield
     except _FAILURES:
@@ -663,7 +666,7 @@ class _Loading:
 
 
 def _fit(image: IndexImage, number: int, size: int) -> bool:
-    """Whether a segment's records lie one behind the other within its committed bytes, and are of its kinds."""
+    """Whether a segment's records lie one behind the other within the committed bytes, and have known kinds."""
     packed, kinds = image.entries.get(number, b""), image.kinds.get(number, [])
     _, starts, lengths, numbers, _ = unpack_columns(packed)
     dropped = image.dropped.get(number, set())
@@ -676,7 +679,7 @@ def _fit(image: IndexImage, number: int, size: int) -> bool:
         len(starts) <= _SLOT_MASK
         and size <= MAX_SEGMENT_BYTES
         and all(map(operator.le, ends, starts[1:]))
-        and dropped.issuperset(cut_off)  # the file lost its end, and an earlier start saw that
+        and dropped.issuperset(cut_off)  # the file lost the end, and an earlier start noticed
         and max(numbers) < len(kinds)
         and all(length * ALIGN >= smallest[kind] for kind, length in set(zip(numbers, lengths, strict=True)))
         and max(dropped, default=0) < len(starts)

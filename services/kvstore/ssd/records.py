@@ -1,4 +1,4 @@
-"""The record format of segment files, and verified reads of records: only intact blocks and layers are returned.
+"""The segment files' record format, and verified reads: only intact blocks and layers are returned.
 
 All integers are little-endian.
 
@@ -18,13 +18,13 @@ All integers are little-endian.
             (KVLayout in protos/moonpool/v1/kv.proto), then zeros
     header_bytes          the data, one slice per layer, then zeros to a multiple of 4096
 
-Each layer has its own hash, made where the KV was computed, so that a layer-major reader can use a slice without
-reading the block. It is bound to the key and the layer: bytes that are whole but belong elsewhere fail too. Records
-begin at multiples of 4096, so that a scan finds the next one behind a broken one (and direct I/O stays possible). A
-file that was another segment's may hold records of that one still, behind its own: their number tells.
+Each layer has a hash, made where the KV was computed, so that a layer-major reader can use a slice without reading the
+block. The hash is bound to key and layer: whole bytes in the wrong place fail too. Records begin at multiples of 4096,
+so that a scan finds the next record behind a broken record (and direct I/O stays possible). A file taken over from
+another segment may still hold that segment's records, behind its own: their number tells.
 
 Records with the magic "MPKVREC1" are read too. Their slice hashes are xxh3-64 seeded with the key's first 8 bytes XOR
-the layer, made by the store that wrote them.
+the layer, made by the writing store.
 """
 
 import dataclasses
@@ -56,18 +56,18 @@ _MAX_HEADER_BYTES = 1 << 20
 
 
 class BadRecordError(MoonpoolError):
-    """Bytes that were read are not the record, or not the slice, that they should be: the stored block is bad."""
+    """The bytes read are not the expected record or slice: the stored block is bad."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordHeader:
-    """A record without its data, which begin at `header_bytes`; `seeded`: hashes of the older kind."""
+    """A record without data, which begin at `header_bytes`; `seeded`: hashes of the older kind."""
 
     info: BlockInfo
     header_bytes: int
     hashes: tuple[int, ...]
     seeded: bool = False
-    segment: int = 0  # its number, 0 if not known
+    segment: int = 0  # the segment's number, 0 if unknown
 
     @property
     def record_bytes(self) -> int:
@@ -107,12 +107,12 @@ def header_size(info: BlockInfo) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _layout_message(layout: KVLayout) -> bytes:
-    """What a header has of a layout beside its fixed fields."""
+    """A header's part about a layout beside the fixed fields."""
     return b"" if layout.is_uniform else layout.to_proto().SerializeToString(deterministic=True)
 
 
 def data_size(block_format: BlockFormat) -> int:
-    """Bytes of a record behind its header, padding included."""
+    """A record's bytes behind the header, padding included."""
     return _align(block_format.layout.block_bytes)
 
 
@@ -150,7 +150,7 @@ def resembles_records(data: memoryview) -> bool:
 
 
 def rewrite_record(record: bytearray, segment: int) -> None:
-    """Makes an intact record one of another segment; an older one may have no room to say so."""
+    """Turns an intact record into another segment's record; an older one may have no room to say so."""
     size, (layers, *_, tenant_len) = header_bytes_of(record), _FIXED.unpack_from(record)[3:]
     at = _FIXED.size + tenant_len + 8 * layers + 8
     if at + 8 <= size:
@@ -172,7 +172,7 @@ def header_bytes_of(data: bytes | bytearray) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes, message: bytes) -> BlockFormat:
-    """A format as headers have it, cached: few differ, and a scan reads a million headers."""
+    """A format in header form, cached: few differ, and a scan reads a million headers."""
     version, kv_heads, head_dim, block_tokens, scale_bytes = shape
     if version != UNIFORM_VERSION:
         found = kv_pb2.KVLayout.FromString(message)
@@ -193,7 +193,7 @@ def _format(namespace: bytes, layers: int, shape: tuple[int, ...], dtype: bytes,
 
 
 def unpack_header(data: bytes | bytearray) -> RecordHeader:
-    """Reads the header that `data` begins with. Raises BadRecordError when it is not intact."""
+    """Reads the header that `data` begins with. Raises BadRecordError if the header is damaged."""
     size = header_bytes_of(data)
     if len(data) < size:
         raise BadRecordError("the header is cut off")
@@ -219,7 +219,7 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
 
 
 class SsdReader:
-    """Reads one block's record, its header together with the first slices; the segment stays until `release`."""
+    """Reads one block's record, the header together with the first slices; the segment stays until `release`."""
 
     def __init__(self, files: FileLayer, segment: Segment, slot: int) -> None:
         self.key: BlockKey = segment.keys[slot]
@@ -244,7 +244,7 @@ class SsdReader:
         return self._header.info if self._header is not None else None
 
     def read_layers(self, first: int, out: memoryview) -> None:
-        """As `read_bands`, of one block; raises what keeps it from being read."""
+        """As `read_bands`, for one block; raises the error that prevents reading."""
         failure = read_bands(first, [(self, out)])
         if failure is not None:
             raise failure[1]
@@ -265,8 +265,8 @@ class SsdReader:
         return max(0, self._header_bytes) if self._header is None else 0
 
     def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
-        """Verifies what was read, with its hashes; raises BadRecordError."""
-        if self._header is None:  # several threads may read it at once; they find the same
+        """Verifies read bytes with their hashes; raises BadRecordError."""
+        if self._header is None:  # several threads may read the header at once; they find the same
             self._header = self._check(start)
         if self.deleted:
             raise BadRecordError("the block was deleted")
@@ -294,10 +294,12 @@ Band = tuple[SsdReader, memoryview]
 
 
 def read_bands(first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
-    """Blocking. Reads verified layers of blocks, as many of each, from `first` on, up to the first block that fails.
+    """Blocking.
+
+    Reads verified layers from blocks, equally many from each, from `first` on, up to the first failing block.
 
     Returns which that is and why, if any. BadRecordError: the bytes read are not what was written, or were deleted;
-    they never will be. OSError: reading failed, which says nothing of the record.
+    they never will be. OSError: reading failed, which tells nothing about the record.
     """
     done = 0
     for segment, group in itertools.groupby(bands, lambda band: band[0].segment):
@@ -313,7 +315,7 @@ def read_bands(first: int, bands: Sequence[Band]) -> tuple[int, Exception] | Non
 
 
 def _read_together(path: Path, first: int, bands: Sequence[Band]) -> tuple[int, Exception] | None:
-    """As `read_bands`, of blocks in one segment: in one call, so that those one behind the other are one read."""
+    """As `read_bands`, for blocks in one segment: in one call, so that adjacent blocks are one read."""
     memory = aligned_memory(sum(reader.unread_bytes for reader, _ in bands))
     starts, spans = list[memoryview](), list[FileSpan]()
     for reader, out in bands:
@@ -341,7 +343,7 @@ def read_whole(files: FileLayer, path: Path, out: memoryview, offset: int) -> No
 
 
 def read_record(files: FileLayer, path: Path, key: BlockKey, offset: int, nbytes: int) -> bytearray:
-    """Blocking. Reads the whole record of block `key` from its file.
+    """Blocking. Reads the whole record with block `key` from the record's file.
 
     Raises:
         BadRecordError: the record is damaged, or another block's.
@@ -373,7 +375,7 @@ def list_segments(folder: Path) -> dict[int, int]:
 
 
 class ScannedRecord(NamedTuple):
-    """A record with an intact header, which begins `offset` bytes into its file and has `nbytes`, padding included."""
+    """A record with an intact header, at `offset` bytes into the file and with `nbytes`, padding included."""
 
     offset: int
     nbytes: int
@@ -405,8 +407,8 @@ def scan_segment(
 ) -> Iterator[ScannedRecord]:
     """All records with intact headers that lie wholly between `start` and the file's end, `size`.
 
-    Behind a broken header the search goes on at the next possible place. Records of another segment, whose the file
-    was before, are passed over. The data are not verified.
+    Behind a broken header the search goes on at the next possible place. Records from another segment, which had the
+    file before, are skipped. The data are not verified.
     """
     pieces, offset, own = _Pieces(files, path, piece_bytes), start, (0, int(path.stem))
     while offset + ALIGN <= size:

@@ -1,7 +1,7 @@
-"""Recovery of a data folder from its index and segments, and the check of a folder's blocks.
+"""Recovers a data folder from index and segments, and checks a folder's blocks.
 
-Records that the index does not name are read and adopted: all of them where the index is lost, else those of segments
-and ends of segments that are newer than it, and of segments whose values in the index are damaged. All functions block.
+Records that the index does not name are read and adopted: all records if the index is lost, else records in segments
+and segment ends newer than the index, and in segments with damaged values in the index. All functions block.
 """
 
 import collections
@@ -48,14 +48,14 @@ log = get_logger(__name__)
 _SCAN_THREADS = 8
 _PROGRESS_STEPS = 10
 _SPARE_BYTES = 1 << 20
-Durability = Literal["power", "process"]  # whose loss a committed block survives: that of power, or of this process
+Durability = Literal["power", "process"]  # the loss that a committed block survives: power, or this process
 
 
 class DataFolder:
     """A locked data folder, made if need be, of the disk with that number. `durability`: what commits survive.
 
     Raises:
-        ConfigError: the folder cannot be made or written, or another process has it; names `data_dir`.
+        ConfigError: the folder cannot be made or written, or another process has the folder; names `data_dir`.
     """
 
     def __init__(self, path: Path, files: FileLayer, durability: Durability = "power", disk: int = 0) -> None:
@@ -90,7 +90,7 @@ class DataFolder:
     def _settle(self, durability: Durability) -> Durability:
         """Deals with blocks that an earlier process left unsynced, and notes the boot in which this one does so.
 
-        After a restart of the machine the index of a process that did not sync is worth nothing: it is deleted.
+        After a machine restart, the index from a process that did not sync is worthless: the index is deleted.
         """
         noted = self._note.read_bytes() if self._note.exists() else None
         boot, now = None if noted is None else noted.decode(errors="replace").strip(), self.files.boot_id()
@@ -102,7 +102,7 @@ class DataFolder:
             self.files.sync_all()
         if durability == "process":
             try:
-                if not is_same_boot:  # noted already; written anew it could be lost, as the device may be full
+                if not is_same_boot:  # noted already; written anew, the note could be lost, as the device may be full
                     self.files.write_note(self._note, now)
                 return "process"
             except OSError as error:
@@ -113,10 +113,10 @@ class DataFolder:
         return "power"
 
     def relock(self) -> bool:
-        """Locks the folder that is at the path now; returns whether its file system is another one than before.
+        """Locks the folder that is at the path now; returns whether the file system has changed.
 
         Raises:
-            OSError: there is no folder of a store, or another process has it.
+            OSError: no store's folder is there, or another process has the folder.
         """
         fd = os.open(self.path / "lock", os.O_RDWR | os.O_CLOEXEC)
         if os.path.samestat(os.fstat(fd), os.fstat(self._lock_fd)):
@@ -197,7 +197,7 @@ class Recovery:
         return image
 
     def _fill(self, sizes: Mapping[int, int], image: IndexImage) -> dict[Slot, bytes]:
-        """Fills the catalogue, and makes the files agree with it; entries of what the index does not name."""
+        """Fills the catalogue, and makes the files agree; entries of what the index does not name."""
         folder = self.folder
         named = {number: min(size, sizes.get(number, 0)) for number, size in image.segments.items()}
         newer = {number: (named.get(number, 0), size) for number, size in sizes.items() if size > named.get(number, 0)}
@@ -208,7 +208,7 @@ class Recovery:
             segment = Segment(number, path, named.get(number, 0), folder.disk, named=kinds)
             known = image.entries.get(number, b"") if segment.size else b""
             records = next(scanned) if number in newer else ()
-            if records is not None:  # else it could not be read: another start may
+            if records is not None:  # else unreadable: another start may succeed
                 deleted_bytes += _trim(folder.files, segment, size, records)
             if segment.size:
                 adopted = _pack_slots(segment, records or ())
@@ -231,7 +231,7 @@ class Recovery:
         return entries
 
     def _scan(self, parts: Mapping[int, tuple[int, int]]) -> Iterator[Sequence[ScannedRecord] | None]:
-        """Of each segment the records between two offsets, None if it cannot be read; several are read at once."""
+        """For each segment the records between two offsets, None if unreadable; several are read at once."""
         blocks, step = 0, max(1, len(parts) // _PROGRESS_STEPS)
         waiting, ahead = iter(parts.items()), collections.deque[Future[list[ScannedRecord] | None]]()
         with world.thread_pool(_SCAN_THREADS, "kvstore-scan") as pool:
@@ -245,9 +245,9 @@ class Recovery:
                 yield found
 
     def _read(self, path: Path, start: int, end: int) -> list[ScannedRecord] | None:
-        """Records in a part of a segment; where there is an index, only those whose data are whole too.
+        """Records in a part of a segment; with an index, only records with whole data.
 
-        With syncs, they are on the device: the process that wrote them may have ended before its own sync.
+        With syncs, they are on the device: the writing process may have ended before syncing.
         """
         files = self.folder.files
         try:
@@ -263,7 +263,7 @@ class Recovery:
             files.close(path)
 
     def _difference(self, image: IndexImage, adopted: Mapping[Slot, bytes]) -> IndexChange:
-        """What the index must learn: also which blocks it names that the files do not hold any more."""
+        """What the index must learn: also which named blocks the files do not hold any more."""
         own = {one.number: one for one in self.catalogue.segments.values() if one.disk == self.folder.disk}
         changed = [one for number, one in own.items() if one.size != image.segments.get(number)]
         gone = [number for number in image.segments if number not in own]
@@ -274,9 +274,9 @@ class Recovery:
         return IndexChange(gone, self._lost, adopted, sizes, {segment.number: segment.named for segment in changed})
 
     def _tell(self, change: IndexChange, *, is_stale: bool) -> None:
-        """Tells the index what it must learn, in one transaction; writes a lost or stale one anew.
+        """Tells the index what to learn, in one transaction; writes a lost or stale one anew.
 
-        A full device is no reason not to start: a new index is given up with its room, an old one stays as it is.
+        A full device is no reason not to start: a new index is given up with the index's room, an old index stays.
         """
         is_new = not self.index.usable or is_stale
         try:
@@ -302,7 +302,7 @@ class Recovery:
 
 
 def _trim(files: FileLayer, segment: Segment, size: int, records: Sequence[ScannedRecord]) -> int:
-    """Cuts a file of `size` bytes behind its last record; deletes a file without records. Returns the bytes freed."""
+    """Cuts a file with `size` bytes behind the last record; deletes a file without records. Returns the bytes freed."""
     segment.size = records[-1].end if records else segment.size
     if not segment.size:
         files.unlink(segment.path)
@@ -346,12 +346,12 @@ class VerifyReport:
     records: int = 0
     blocks: int = 0  # intact records that the index names
     dead: int = 0  # records that the index does not name: replaced, dropped, or never committed
-    bytes_read: int = 0  # of records whose checksums were computed
+    bytes_read: int = 0  # for records with computed checksums
     faults: list[FolderFault] = dataclasses.field(
         default_factory=list
     )  # the first thousand: a store would answer a miss
     fault_count: int = 0
-    index_error: str | None = None  # what is wrong with the index; a store would rebuild it from the segments
+    index_error: str | None = None  # what is wrong with the index; a store would rebuild the index from the segments
     records_error: str = ""  # what is wrong with the records of conductors; a store would keep the intact ones
     damaged: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # segments and offsets of bad records
 
@@ -366,9 +366,10 @@ class VerifyReport:
 
 
 def check_blocks(path: Path, on_segment: Callable[[int, int], None]) -> VerifyReport:
-    """Checks segments and index of a data folder that nobody uses; changes nothing.
+    """Checks segments and index in an unused data folder; changes nothing.
 
-    `on_segment` is called with the number of segments done, and of all. Raises OSError if the folder cannot be read.
+    `on_segment` is called with the number of checked segments and the total. Raises OSError if the folder cannot be
+    read.
     """
     folder, reading, catalogue = path / "segments", FileLayer(direct=True), None
     files = list_segments(folder)
@@ -378,7 +379,7 @@ def check_blocks(path: Path, on_segment: Callable[[int, int], None]) -> VerifyRe
             image = index.load()
         report.index_error = image.damage or None
         catalogue = _catalogue(folder, files, image)
-        newer = len(files.keys() - image.segments.keys())  # may have the files of as many that it does name
+        newer = len(files.keys() - image.segments.keys())  # may have the files of as many named segments
         for number in sorted(image.segments.keys() - files.keys())[newer:]:
             report.add(FolderFault(number, None, None, "the index names a segment that is not there"))
     except (IndexLostError, lmdb.Error) as error:

@@ -1,11 +1,10 @@
 """The segment log: where the next record goes, which segment is reclaimed, and what a commit writes.
 
-Reclaimed oldest first, with a second chance: a block that was used since it was written is written anew once, into
-the newest segment; at most half a segment is spared so. Blocks that are pinned, or that a guarantee covers, are
-always carried over.
+Reclaimed oldest first, with a second chance: a block used since written is written anew once, into the newest segment;
+at most half a segment is spared so. Blocks that are pinned, or that a guarantee covers, are always carried over.
 
-A commit writes records, syncs segments, and then names them in an index transaction. The file of a reclaimed segment
-goes after the transaction that forgets it; the file of a new segment is renamed before.
+A commit writes records, syncs segments, and then names them in an index transaction. A reclaimed segment's file goes
+after the transaction that forgets the segment; the file of a new segment is renamed before.
 """
 
 import collections
@@ -103,7 +102,7 @@ class PlanState(Enum):
     PLANNED = "planned"
     """Made by `SsdTier.plan`; a thread may be writing what is carried over."""
     CLEARED = "cleared"
-    """The first transaction was committed: victims are forgotten, and what was carried over has its new place."""
+    """The first transaction was committed: victims are forgotten, and carried blocks have new places."""
     COMMITTED = "committed"
     """All blocks are durable."""
     FAILED = "failed"
@@ -129,7 +128,7 @@ class WritePlan:
     disk: int
     blocks: list[DramBlock]  # durable once the batch is committed
     rejected: list[DramBlock]  # find no room; not written
-    given_up: list[BlockKey]  # older blocks of tenants at their quotas, for the new ones
+    given_up: list[BlockKey]  # over-quota tenants' older blocks, for the new blocks
     victims: list[Victim]
     forgotten: list[Segment]  # to be forgotten by the index; their files may be deleted already
     nameless: list[Segment]  # the index has forgotten them; their files could not be deleted
@@ -137,8 +136,8 @@ class WritePlan:
     full: bool
     carry: list[Append]
     store: list[Append]
-    reuse: dict[Segment, Segment]  # new segments that take over the files of reclaimed ones
-    deleting: dict[Segment, Future[None]]  # files, in another thread: of earlier plans, and then of this one
+    reuse: dict[Segment, Segment]  # new segments that take over reclaimed segments' files
+    deleting: dict[Segment, Future[None]]  # files, in another thread: earlier plans', and then this plan's
     erase: list[RecordLocation]  # records to be overwritten
     tails: dict[Segment, int]  # files to be cut off at these ends of the segments
     check_index: bool = False
@@ -146,7 +145,7 @@ class WritePlan:
     unerased: list[RecordLocation] = dataclasses.field(default_factory=list)  # of these, what the device did not take
     erase_error: OSError | None = None  # why the device did not take something of both, the last reason
     state: PlanState = PlanState.PLANNED  # changes by `move` only
-    unreadable: Segment | None = None  # the plan failed for it
+    unreadable: Segment | None = None  # the segment that failed the plan
     lost: list[BlockKey] = dataclasses.field(default_factory=list)  # of bad records, once the plan has ended
     written_bytes: int = 0  # of records that count, once the plan has ended
     indexed: list[IndexChange] = dataclasses.field(default_factory=list)  # what the index was told
@@ -182,7 +181,7 @@ class WritePlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Committer:
-    """Does plans, one at a time. Changes nothing of the event loop's but the plan."""
+    """Does plans, one at a time. On the event loop's side, a committer changes only the plan."""
 
     files: FileLayer
     index: DiskIndex
@@ -190,7 +189,7 @@ class Committer:
     sync: bool  # a commit survives a loss of power
 
     def run(self, plan: WritePlan) -> None:
-        """Does a plan. On an error `plan.state` tells how far it came."""
+        """Does a plan. On an error `plan.state` tells how far the plan came."""
         try:
             if plan.check_index:
                 self.index.check()
@@ -219,7 +218,7 @@ class Committer:
     def _erase(self, plan: WritePlan) -> None:
         """Overwrites records with zeros, on the device: no start finds them, with an index or without.
 
-        A segment that the device does not take it for stays to be done, and keeps nothing else from being done.
+        If the device refuses this for a segment, the segment stays on the list and delays no other work.
         """
         by_segment: dict[Segment, list[RecordLocation]] = {}
         for place in plan.erase:
@@ -238,7 +237,7 @@ class Committer:
             try:
                 self.files.truncate(segment.path, size)
                 plan.cut.append(segment)
-            except OSError as error:  # it is tried again with the next plan
+            except OSError as error:  # tried again with the next plan
                 plan.erase_error = error
 
     def _take_over(self, reuse: Mapping[Segment, Segment]) -> None:
@@ -249,7 +248,10 @@ class Committer:
             self.files.sync_folder(self.folder)
 
     def _carry(self, append: Append, plan: WritePlan) -> None:
-        """Copies one verified record, but not a bad one. When it cannot be read, another segment may do: EAGAIN."""
+        """Copies one verified record, but not a bad record.
+
+        If the record cannot be read, another segment may do: EAGAIN.
+        """
         assert append.source is not None
         segment, slot = append.source
         try:
@@ -270,7 +272,7 @@ class Committer:
             self.files.write(segment.path, [part for one in written for part in one.parts()], written[0].offset)
 
     def _commit(self, plan: WritePlan, appends: Sequence[Append]) -> None:
-        """Names what was appended; with the first transaction goes what is to go, and then its files."""
+        """Names what was appended; the first transaction carries the removals, then their files go."""
         sizes = segment_ends(appends)
         if self.sync:
             for segment in sizes:
@@ -296,8 +298,8 @@ class Committer:
     def _delete(self, plan: WritePlan) -> None:
         """Begins to delete what the index has forgotten; that takes long where a device is told which blocks are free.
 
-        A plan that deletes waits for those before it, so that no more than one plan's files are beyond the budget; so
-        does one that stores nothing.
+        A deleting plan waits for earlier deletions, so that at most one plan's files are beyond the budget; so does a
+        plan that stores nothing.
         """
         read = {victim.segment for victim in plan.victims if victim.carried}
         going = [one for one in (*plan.nameless, *plan.removed_segments) if one not in plan.reuse.values()]
@@ -315,12 +317,12 @@ class Committer:
                 self.files.truncate(segment.path, committed.get(segment, segment.size))
 
 
-MIN_SEGMENTS = 8  # from so many on, the budget leaves room for what is carried over before its old file is deleted
-MAX_VICTIMS = 16  # of one plan, unless more of them pay: a store full of kept blocks must not be rewritten for one
-SPARED_DIVISOR = 2  # of what could become free, one part in so many at most is carried over for having been used
-LOOK_AT = 8  # segments that are asked about for one choice, once one that may go was found
+MIN_SEGMENTS = 8  # from this many on, the budget leaves room for carried records before the old file is deleted
+MAX_VICTIMS = 16  # per plan, unless more pay: a store full of kept blocks must not be rewritten for one
+SPARED_DIVISOR = 2  # at most this fraction of what could become free is carried over for recent use
+LOOK_AT = 8  # segments asked about per choice, once a removable segment was found
 MAX_LOOKED_AT = 64  # the same, while there was none
-ASK_AGAIN = 64  # plans in which a segment is passed over after too much of it had to stay: asking walks all its blocks
+ASK_AGAIN = 64  # plans in which a segment is passed over after too much had to stay: asking walks all its blocks
 
 
 @dataclasses.dataclass(eq=False)
@@ -352,7 +354,7 @@ class SegmentSpace:
         return [segment for segment in self.catalogue.segments.values() if segment.disk == self.disk]
 
     def recount(self, *, full: bool = False) -> None:
-        """A plan has ended; it found the device `full`, or not."""
+        """A plan has ended; the plan found the device `full`, or not."""
         self._plans += 1
         self.used_bytes = sum(max(segment.size, segment.room) for segment in self.segments)
         if full or self.used_bytes > self._full_at:
@@ -364,16 +366,16 @@ class SegmentSpace:
 
     @property
     def tails(self) -> list[Segment]:
-        """Segments without further appends whose files still hold bytes of older segments."""
+        """Segments without further appends whose files still hold older segments' bytes."""
         return [segment for segment in self.segments if segment.room > segment.size and segment is not self.active]
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Orders disks: the one with most room, in segments, comes first, else the one with fewest plans so far."""
+        """Orders disks: the disk with most room, in segments, comes first, else the disk with fewest plans so far."""
         return (self.used_bytes - min(self._full_at, self.capacity_bytes)) // self.segment_bytes, self._plans
 
     def compact(self, min_live_share: float) -> int:
-        """Has the next plans rewrite segments that are live to less than this share of a full one; how many."""
+        """Has the next plans rewrite segments with a live share below this part of a full segment; how many."""
         self._thin = [
             segment.id
             for segment in self.segments
@@ -413,7 +415,7 @@ class SegmentSpace:
                 break
 
     def compact_one(self, victims: list[Victim]) -> None:
-        """Has the next thin segment rewritten, with all that lives in it."""
+        """Has the next thin segment rewritten, with all live records inside."""
         while self._thin and not victims:
             segment = self.catalogue.segments.get(self._thin.pop(0))
             if segment is not None and segment is not self.active and not segment.going and not segment.readers:
@@ -426,7 +428,7 @@ class SegmentSpace:
     def _reclaim(self, victims: list[Victim], spare_bytes: int, *, cheaply: bool = False) -> bool:
         """Empties the next segment without readers into `victims`; False if there is none. The active one comes last.
 
-        At most `spare_bytes` are carried over for having been used; `cheaply`: not if most of it must be carried over.
+        At most `spare_bytes` are carried over for having been used; `cheaply`: not if most must be carried over.
         """
         idle = [one for one in self.segments if not one.readers and not one.going and one.size]
         segment = self._choose(one for one in idle if one is not self.active)
@@ -439,10 +441,10 @@ class SegmentSpace:
         return True
 
     def _choose(self, segments: Iterable[Segment]) -> Segment | None:
-        """The first of `segments` (oldest first, none empty) of which at least half would become free.
+        """The first among `segments` (oldest first, none empty) from which at least half would become free.
 
-        Failing that, that of the first few of which most would; None when nothing would. A segment is asked about once
-        in `ASK_AGAIN` plans, but always before it goes: its `kept_share` is up to date.
+        Failing that, among the first few the segment that would free most; None if no segment would. A segment is asked
+        about once in `ASK_AGAIN` plans, but always before removal: `kept_share` is up to date.
         """
         best: Segment | None = None
         looked = 0
@@ -492,7 +494,7 @@ class SegmentSpace:
         return victim
 
     def _spared(self, segment: Segment, nbytes: int) -> set[int]:
-        """Slots of used blocks, the youngest ones, together at most `nbytes`."""
+        """Slots with used blocks, the youngest, together at most `nbytes`."""
         spared: set[int] = set()
         if not nbytes or 1 not in segment.used:
             return spared
@@ -505,7 +507,7 @@ class SegmentSpace:
         return spared
 
     def reusable(self, victims: Iterable[Victim], doomed: Container[Segment]) -> list[Segment]:
-        """Segments whose files new segments may take over: without readers, and with records that can be told apart.
+        """Segments whose files new segments may take over: without readers, and with distinguishable records.
 
         Much smaller segments are left out, as each generation would make more of them. Segments with records to be
         overwritten are left out: if the device does not overwrite a record, the file must go.
@@ -517,10 +519,10 @@ class SegmentSpace:
     def place(
         self, length: int, sizes: dict[Segment, int], free: list[Segment], reuse: dict[Segment, Segment]
     ) -> tuple[Segment, int]:
-        """A segment with room for a record, and where in it (in units of `ALIGN`); `sizes` are the ends so far.
+        """A segment with room for a record, and the place inside (in units of `ALIGN`); `sizes` are the ends so far.
 
-        A new one takes over the file of one that is `free`, as `reuse` says then; while there are such, none grows
-        beyond the file that it has.
+        A new segment takes over a `free` segment's file, as `reuse` then says; while free segments are there, no
+        segment grows beyond its file.
         """
         segment = self.active
         start = sizes.get(segment, segment.size) if segment is not None else 0
@@ -537,7 +539,7 @@ class SegmentSpace:
 
 
 def _may_take_more(nbytes: int, victims: Sequence[Victim]) -> bool:
-    """Whether a plan may reclaim another segment: beyond the first few only for new records, and while it pays."""
+    """Whether a plan may reclaim another segment: beyond the first few only for new records, while it pays."""
     freed = sum(victim.freed_bytes for victim in victims)
     carried = sum(victim.carried_bytes for victim in victims)
     return len(victims) < MAX_VICTIMS or carried <= freed < nbytes

@@ -2,7 +2,7 @@
 
 Methods belong to the event loop, are quick and touch no device, but for those that say they block. Between `plan` and
 `committed` or `failed` a disk's segment files and index are a writer thread's (services/kvstore/write_behind.py). A
-segment that is reclaimed stays readable until the plan is done: what is carried over has its place there till then.
+reclaimed segment stays readable until the plan is done: until then, carried blocks have their place there.
 """
 
 import collections
@@ -38,11 +38,11 @@ MAX_GHOSTS = 1 << 18  # refused keys that are remembered, some 130 bytes each
 
 
 class SsdAdmission:
-    """The rule "reused": a block is admitted once it is used again; the rule "all" admits each when it comes.
+    """The rule "reused": a block is admitted once used again; the rule "all" admits each on arrival.
 
-    A use is a read, another Put of it, or that it comes back after it was evicted: keys of refused blocks are
-    remembered, as in LARC (Huang et al., "Improving flash-based disk cache with lazy adaptive replacement", MSST'13).
-    Blocks in `pins` are admitted always.
+    A use is a read, another Put, or a return after eviction: keys of refused blocks are remembered, as in LARC (Huang
+    et al., "Improving flash-based disk cache with lazy adaptive replacement", MSST'13). Blocks in `pins` are admitted
+    always.
     """
 
     def __init__(self, rule: str = ADMIT_ALL, pins: Container[BlockKey] = ()) -> None:
@@ -71,15 +71,15 @@ log = get_logger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Disk:
-    """One data folder of the tier: room, and what the next plan tells the index or the device."""
+    """One of the tier's data folders: room, and what the next plan tells the index or the device."""
 
     folder: DataFolder
     space: SegmentSpace
     committer: Committer
-    out: bool = False  # it failed: nothing of it is found, and nothing is written to it
-    full: bool = False  # the last plan found it so
+    out: bool = False  # failed: no block is found there, and no block is written
+    full: bool = False  # found by the last plan
     unchecked: bool = False  # the next plan checks the index
-    dead: list[Slot] = dataclasses.field(default_factory=list)  # the index does not know it
+    dead: list[Slot] = dataclasses.field(default_factory=list)  # unknown to the index
     doomed: list[RecordLocation] = dataclasses.field(default_factory=list)  # to be overwritten
     dooming: bool = False  # a plan does so, or deletes the files of the next two
     nameless: list[Segment] = dataclasses.field(default_factory=list)  # forgotten by the index; the file is there yet
@@ -108,9 +108,9 @@ class Disk:
 class SsdTier:
     """A bounded, durable set of blocks on some disks. Made by `open_tier`.
 
-    Each disk has plans of its own, one at a time. For a while its files may exceed the budget by the blocks of a plan,
-    and by what is being deleted. `commit` does a plan, blocking, in a writer thread; then its blocks are as durable as
-    `durability` says. A disk that fails is left out: its blocks are here no more.
+    Each disk has separate plans, one at a time. For a while a disk's files may exceed the budget by a plan's blocks,
+    and by files being deleted. `commit` does a plan, blocking, in a writer thread; then the plan's blocks are as
+    durable as `durability` says. A failing disk is left out: the disk's blocks are here no more.
     """
 
     def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: SsdAdmission) -> None:
@@ -119,7 +119,7 @@ class SsdTier:
         self.disks = disks
         self.admission = admission
         self.durability = disks[0].folder.durability
-        self.written_bytes = 0  # of records in this process' life, headers, padding and carried ones included
+        self.written_bytes = 0  # written in this process' life, headers, padding and carried records included
         self.user_bytes = 0  # of new blocks in them
         self.carried_bytes = self.dropped_segments = 0
         self.lost_blocks = 0  # found bad when they were to be carried over
@@ -136,7 +136,7 @@ class SsdTier:
 
     @property
     def indexed(self) -> bool:
-        """Whether all disks have an index; the next start reads all segments of one that has none."""
+        """Whether all disks have an index; the next start reads all segments on a disk without one."""
         return all(disk.committer.index.usable for disk in self.disks)
 
     @property
@@ -183,12 +183,12 @@ class SsdTier:
         return True
 
     def forget(self, keys: Iterable[BlockKey]) -> None:
-        """Blocks are not here any more; the indexes learn it with the next plans."""
+        """Blocks are not here any more; the indexes learn this with the next plans."""
         for segment, slot in filter(None, map(self.catalogue.forget, keys)):
             self.disks[segment.disk].dead.append((segment.number, slot))
 
     def erase(self, places: Iterable[RecordLocation]) -> list[BlockKey]:
-        """Blocks are not here any more, and their records are overwritten with the next plans; keys of live ones."""
+        """Blocks are not here any more, and their records are overwritten with the next plans; keys of live records."""
         places = list(places)
         live = [segment.keys[slot] for segment, slot in places if self.catalogue.is_live(segment, slot)]
         self.forget(live)
@@ -254,9 +254,9 @@ class SsdTier:
         self._settle(plan)
 
     def failed(self, plan: WritePlan, error: BaseException) -> None:
-        """The plan failed: none of its blocks is here. What may have been written lies behind the committed ends.
+        """The plan failed: no block from the plan is here. What may have been written lies behind the committed ends.
 
-        A full device gives up its oldest segment, as if the budget were smaller, and carries over only what it must.
+        A full device gives up the oldest segment, as if the budget were smaller, and carries over only what must stay.
         """
         disk = self.disks[plan.disk]
         if plan.cleared:
@@ -268,7 +268,7 @@ class SsdTier:
             disk.forgotten += plan.forgotten
             disk.dead += plan.dead
             for victim in plan.victims:
-                if (plan.full and not victim.carried) or victim.segment in plan.reuse.values():  # its file may be gone
+                if (plan.full and not victim.carried) or victim.segment in plan.reuse.values():  # the file may be gone
                     disk.forgotten.append(self.catalogue.segments.pop(victim.segment.id))
                     continue
                 victim.segment.going = False
@@ -350,7 +350,7 @@ class SsdTier:
         return len(self.working) > 1 and not self.disks[number].out
 
     def leave_out(self, number: int) -> Iterator[list[BlockKey]]:
-        """A disk has failed, between two plans: none of its blocks is here any more; their keys, by segment."""
+        """A disk has failed, between two plans: no block from the disk is here any more; their keys, by segment."""
         disk = self.disks[number]
         disk.out = True
         for segment in disk.space.segments:
@@ -361,7 +361,9 @@ class SsdTier:
         disk.dead, disk.doomed, disk.nameless, disk.forgotten, disk.deleting = [], [], [], [], {}
 
     def reopen(self, number: int) -> list[Segment]:
-        """Blocking, between two plans. After a disk failed: opens its files anew, as it may have been away.
+        """Blocking, between two plans.
+
+        After a disk failed: opens the disk's files anew, as the disk may have been away.
 
         Returns segments that the disk has no more. Raises OSError while the disk is away.
         """
@@ -415,7 +417,7 @@ class SsdTier:
 def _place(
     space: SegmentSpace, blocks: Sequence[DramBlock], free: list[Segment], victims: Sequence[Victim]
 ) -> tuple[list[Append], list[Append], dict[Segment, Segment]]:
-    """Gives every record its place, and new segments the files of `free` ones, which are told.
+    """Gives every record a place, and new segments the files of `free` segments, which are told.
 
     Sizes of segments change only when the plan is done.
     """
@@ -453,7 +455,7 @@ def open_tier(
     Args:
         paths: data folders, one a disk.
         capacity_bytes: bytes that each folder may have.
-        segment_bytes: size at which a segment is closed and the next begins. A larger record gets a segment of its own.
+        segment_bytes: size at which a segment is closed and the next begins. A larger record gets a separate segment.
         durability: what commits survive.
         account: bytes by tenant, which the tier keeps up to date; guaranteed blocks stay.
         admission: which blocks the tier takes; pinned blocks stay.

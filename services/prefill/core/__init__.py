@@ -1,1 +1,1 @@
-"""The prefill core: jobs, chunks, steps, loads, sends and blocks of one instance, decided without I/O."""
+"""The prefill core: one instance's jobs, chunks, steps, loads, sends and blocks, decided without I/O."""

@@ -1,4 +1,7 @@
-"""Actions of the prefill scheduler. An action with an `io` is answered by exactly one `IoEnded`, others by nothing."""
+"""Actions of the prefill scheduler.
+
+Each action with an `io` is answered by exactly one `IoEnded`; other actions are not answered.
+"""
 
 from enum import Enum
 
@@ -68,7 +71,7 @@ class ChunkOrder:
     Attributes:
         blocks: the job's blocks up to `end`.
         last: the prompt ends here: a token is sampled.
-        full_hit: the slice is the last token of a prompt that has all KV: nothing is written.
+        full_hit: the slice is the last token of a prompt with all KV there: no KV is written.
     """
 
     job: int
@@ -139,7 +142,7 @@ class ReadReplica:
     """Read blocks of a replication from the source into the pool.
 
     Attributes:
-        number: of the replication.
+        number: the replication's number.
         first: index in the chain of the first block.
     """
 
@@ -168,7 +171,7 @@ class OpenTransfer:
 
 @frozen
 class LayerBlocks:
-    """Consecutive blocks of one layer.
+    """One layer's consecutive blocks.
 
     Attributes:
         first: index in the sequence of the first block.
@@ -229,7 +232,7 @@ class PrefixMiss:
 
     Attributes:
         source: index in the job's sources.
-        block: index in the sequence; the kvstore held those before it.
+        block: index in the sequence; the kvstore held the blocks before.
     """
 
     source: int

@@ -1,4 +1,4 @@
-"""Events of the prefill scheduler: requests and their end, progress of I/O, and results of I/O."""
+"""Prefill scheduler events: requests and their end, I/O progress, and I/O results."""
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
@@ -44,7 +44,7 @@ class SubmitJob:
         reuse: cached and stored blocks may be used; False = every token is computed.
         max_queue_s: the job is refused (`RefuseStaleJob`) if computing all queued jobs takes longer, seconds; None = no
             limit.
-        delay_s: seconds by which the job stands in the queue behind the place of its arrival.
+        delay_s: seconds by which the job stands in the queue behind the place of arrival.
     """
 
     job: int
@@ -76,7 +76,7 @@ class StopAllJobs:
 
 @frozen
 class LayerComputed:
-    """A step's KV of one layer is in the pool. Layers come in order."""
+    """A step's KV in one layer is in the pool. Layers come in order."""
 
     step: int
     layer: int
@@ -84,7 +84,7 @@ class LayerComputed:
 
 @frozen
 class LayerLoaded:
-    """All blocks of one layer of a load are in the pool, verified. Layers come in order."""
+    """All blocks in one layer of a load are in the pool, verified. Layers come in order."""
 
     io: int
     layer: int
@@ -137,11 +137,11 @@ class StepEnded:
 
 @frozen
 class LoadEnded:
-    """A load has ended; nothing writes into the blocks any more.
+    """A load has ended; no writes into the blocks follow.
 
     Attributes:
         blocks: leading blocks that are whole in all layers.
-        missing: first block that the source has lost or, if it is a peer, does not lend.
+        missing: first block that the source has lost or, if a peer, does not lend.
         failed: the source did not answer properly, and is skipped for a while.
     """
 

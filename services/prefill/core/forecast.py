@@ -17,7 +17,7 @@ TIMER_GRAIN_S = 0.0005
 
 
 def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
-    """Seconds from one layer of a load to the next: measured once two have come, predicted before.
+    """Seconds between two layers of a load: measured after two layers, predicted before.
 
     The first layer is left out: that time includes connecting and looking up.
     """
@@ -36,7 +36,7 @@ def wait_for_layers(state: PrefillState, load: PrefixLoad, step_s: float) -> flo
     """Seconds after which a step would find each layer of the load in time.
 
     Args:
-        state: of the scheduler.
+        state: the scheduler's state.
         load: that the step follows layer by layer.
         step_s: seconds of the step, spread evenly over the layers.
 
@@ -142,8 +142,8 @@ def _done_tokens(job: PrefillJob) -> int:
 def wait_for_other_load_until(state: PrefillState, job: PrefillJob) -> float | None:
     """Until when a job without steps waits for another job's load of the blocks that are to be computed first.
 
-    The job waits only if the whole load is expected before these blocks could be computed, and only until a layer of
-    the load is late.
+    The job waits only if the whole load is expected before these blocks could be computed, and only until a load's
+    layer is late.
 
     Returns:
         Seconds; None if the job does not wait.

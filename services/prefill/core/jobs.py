@@ -25,11 +25,11 @@ from services.prefill.core.actions import (
 from services.prefill.core.events import KVSource, SubmitJob, WriteBackTarget
 
 MERGE_BYTES = 128 << 10
-"""Slices of several layers are sent in one batch of up to this many bytes: a message costs about 150 us."""
+"""Slices from several layers are sent in one batch up to this many bytes: a message costs about 150 us."""
 
 
 class BlockSpan(NamedTuple):
-    """Whole blocks [first, end) of one layer. `step`: the step that computed them; None for a prefix."""
+    """Whole blocks [first, end) in one layer. `step`: the step that computed them; None for a prefix."""
 
     layer: int
     first: int
@@ -39,7 +39,7 @@ class BlockSpan(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutgoingKV:
-    """The KV of one prompt on its way to decode. Queued slices are positions: the bytes stay in the pool until sent.
+    """One prompt's KV on the way to decode. Queued slices are positions: the bytes stay in the pool until sent.
 
     Attributes:
         handed: for each layer a bitmap of the blocks queued or sent; blocks that decode holds or does not need count
@@ -90,7 +90,7 @@ class OutgoingKV:
         self.pending = kept
 
     def take(self, slice_bytes: int) -> list[BlockSpan]:
-        """The next batch to send: spans of one layer, and of further layers up to `MERGE_BYTES`."""
+        """The next batch to send: one layer's spans, and further layers' spans up to `MERGE_BYTES`."""
         batch, size = [self.pending.popleft()], 0
         while self.pending:
             size += (batch[-1].end - batch[-1].first) * slice_bytes
@@ -106,11 +106,11 @@ def _block_bits(first: int, end: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillSettings:
-    """Settings of one prefill instance.
+    """One prefill instance's settings.
 
     Attributes:
-        blocks: of the pool.
-        slice_bytes: one layer of one block, on average.
+        blocks: blocks in the pool.
+        slice_bytes: bytes for one layer in one block, on average.
         step_tokens: most tokens of a step; at least one block.
         stages: most steps in flight.
         max_started: most jobs with blocks.
@@ -138,7 +138,7 @@ class PrefillSettings:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV of one token."""
+        """KV bytes per token."""
         return self.layers * self.slice_bytes // self.block_tokens
 
     def blocks_for(self, tokens: int) -> int:
@@ -163,7 +163,7 @@ class PrefixLoad:
     """A prefix that is being loaded: blocks [first, end) of the job.
 
     Attributes:
-        io: of the load.
+        io: the load's I/O number.
         source: index in the job's sources.
         progressed_at: when the last layer arrived, or the load began, seconds.
         first_at: when the first layer arrived, seconds.
@@ -216,7 +216,7 @@ class JobStatus(Enum):
     COMPUTED = "computed"
     """The first token was reported. The KV is sent, or decode's verdict is awaited."""
     ENDED = "ended"
-    """Not one of the scheduler's jobs any more; I/O may still pin the job's blocks."""
+    """No longer among the scheduler's jobs; I/O may still pin the job's blocks."""
 
 
 TRANSITIONS: Mapping[JobStatus, frozenset[JobStatus]] = {
@@ -235,7 +235,7 @@ class PrefillJob:
 
     Attributes:
         asked: what the conductor asked for.
-        outgoing: KV on its way to decode; None = the KV is not sent.
+        outgoing: KV on the way to decode; None = the KV is not sent.
         added_at: when the job was queued, seconds.
         queue_key: place in the fair queue.
         expected_tokens: leading tokens expected not to be computed; for predictions, until the job starts.
@@ -244,7 +244,7 @@ class PrefillJob:
         status: set by `set_status` only.
         first_step_at: when the first step was planned, seconds.
         token_at: when the first token was computed, seconds.
-        table: the job's blocks; bound at the start, unbound when nothing is left to be computed or sent.
+        table: the job's blocks; bound at the start, unbound once no KV is left to compute or send.
         prefix: leading blocks that were cached or loaded, and the load in flight.
         computed: leading tokens that are cached, loaded or computed, in all layers. Never shrinks.
         scheduled: leading tokens that have KV, or are in flight.
@@ -334,7 +334,7 @@ class SequenceSlice:
         last: the prompt ends with this slice.
         loading: tokens before `start` arrive through the step's KV gates.
         full_hit: the tokens have KV, or get KV through the gates: the slice writes none.
-        live: the slice counts; False after it was dropped.
+        live: the slice counts; False after the slice was dropped.
     """
 
     job: int
@@ -354,7 +354,7 @@ class StepFlight:
     Attributes:
         progressed_at: when the last layer was computed, or the step came to the front of the engine, seconds.
         began_at: when the step was started, seconds.
-        opened: highest layer whose gate is open.
+        opened: highest layer with an open gate.
         layers: leading layers that are computed.
     """
 
@@ -424,13 +424,13 @@ class PrefillState:
     """What the parts of the prefill scheduler share.
 
     Attributes:
-        settings: of the instance.
+        settings: the instance's.
         manager: the pool's block manager.
         lending: blocks that other instances read.
         tracker: measured speeds of the engine with all cores; predicts times.
         core_share: part of the engine's cores that steps have had lately; other processes of the host had the rest.
         jobs: all jobs that have not ended, by number.
-        shares: of the tenants; steps are charged to them, in predicted seconds.
+        shares: the tenants' shares; steps are charged to them, in predicted seconds.
         waiting: jobs without blocks, in fair order.
         started: jobs that have, or had, blocks, in the order of starting.
         ios: I/O in flight, with the blocks that each pins.
@@ -527,7 +527,7 @@ def _jobs_of(flight: IoInFlight) -> Sequence[int]:
 
 
 class OutgoingTransfers:
-    """Sends the KV of jobs, one batch of each job at a time."""
+    """Sends jobs' KV, one batch per job at a time."""
 
     def __init__(self, state: PrefillState) -> None:
         self._state = state
@@ -561,7 +561,7 @@ class OutgoingTransfers:
             job.blocked_by.add(outgoing.io)
 
     def finish(self, job: PrefillJob) -> bool:
-        """The job is computed; returns whether there is nothing to send or wait for."""
+        """The job is computed; returns whether no KV is left to send or wait for."""
         if job.outgoing is None:
             self._state.unbind(job)
             return True
@@ -594,7 +594,7 @@ class OutgoingTransfers:
                 self._state.act(CloseTransfer(job.number, aborted=True))
 
     def _pump(self, job: PrefillJob, outgoing: OutgoingKV) -> None:
-        """Sends queued slices; after the last one closes the transfer, whose verdict needs no block."""
+        """Sends queued slices; after the last slice closes the transfer, whose verdict needs no block."""
         if outgoing.io is not None or not outgoing.open:
             return
         table, state = job.table, self._state

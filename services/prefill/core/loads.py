@@ -1,9 +1,9 @@
 """Prefix loads from kvstores and other instances, ahead of the steps that need them; and replication of hot blocks.
 
-A source that fails is skipped for a while: the failure delays one request by one deadline, not every request.
+A failing source is skipped for a while: the failure delays one request by one deadline, not every request.
 
-Replication takes spare capacity only: one order at a time, none while prompts wait for blocks, and at most half of
-the free or cached blocks. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
+Replication takes spare capacity only: one order at a time, none while prompts wait for blocks, and at most half of the
+    free or cached blocks. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
 """
 
 from collections.abc import Iterator
@@ -99,15 +99,13 @@ class PrefixLoads:
         if job is None or job.prefix.load is None or job.prefix.load.io != io:
             return
         load = job.prefix.load
-        if (
-            result.missing is not None and not flight.source.peer
-        ):  # a peer may lend fewer, and reports lost blocks itself
+        if result.missing is not None and not flight.source.peer:  # a peer may lend fewer, and reports lost blocks
             job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
             job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)
-        # Once a layer is handed on, its blocks may be on their way to decode: another source's copy must not be written
-        # over them, it may differ in the last bit.
+        # Once a layer is handed on, the layer's blocks may be on the way to decode: another source's copy may differ in
+        # the last bit and must not be written over them.
         elif result.blocks or load.layers or not self._load_from_next(job, load):
             job.prefix.load = None
             self._steps.rewind(job, load.first + result.blocks)
@@ -176,7 +174,7 @@ class PrefixLoads:
             self._state.tracker.observe_load(nbytes, result.seconds, peer=source.peer)
 
     def _speeds(self, source: KVSource) -> Speeds:
-        """The instance's speeds, with the load rate of this kind of source."""
+        """The instance's speeds, with the load rate for this kind of source."""
         speeds = self._state.tracker.speeds
         return speeds.loading_from_peers() if source.peer else speeds
 
@@ -257,5 +255,5 @@ class Replication:
         self._state.cancel(self._io)
 
     def digest(self) -> bytes:
-        """Hash of the replication in flight, and of the counter."""
+        """Hash over the replication in flight and the counter."""
         return digest_of(self._io, self.flight, self.copied_blocks)

@@ -136,10 +136,10 @@ MIN_RETRY_S = 0.1
 
 
 class PrefillScheduler:
-    """The decisions of one prefill instance: which prompts start, load, compute and send, and when.
+    """One prefill instance's decisions: which prompts start, load, compute and send, and when.
 
-    A job is queued, gets blocks for the whole prompt, may load a prefix, is computed in steps together with others,
-    is sent meanwhile, and ends when decode has confirmed the transfer. `JobStatus` has the states. The users of blocks
+    A job is queued, gets blocks for the whole prompt, may load a prefix, is computed in steps together with others, is
+    sent meanwhile, and ends when decode has confirmed the transfer. `JobStatus` has the states. The users of blocks
     pin them: a job that ends early drops the job's pin; a step, load or send keeps a pin until the end.
 
     Attributes:
@@ -192,7 +192,7 @@ class PrefillScheduler:
                 self._draining = True
             case StopAllJobs():
                 self._stop()
-        if not isinstance(event, LayerComputed):  # that frees nothing, and comes often
+        if not isinstance(event, LayerComputed):  # frees nothing, and comes often
             self._go_on()
         self.state.out = []
 
@@ -392,7 +392,7 @@ class PrefillScheduler:
             self._sends.sent(job, result.nbytes, result.seconds)
 
     def _io_failed(self, number: int, result: IoFailed) -> None:
-        """The job fails. A block that arrived damaged, and the blocks behind it, are not found by key any more."""
+        """The job fails. A damaged block, and the blocks behind, are not found by key any more."""
         job = self.state.jobs.get(number)
         if job is not None and job.outgoing is not None:
             job.outgoing.io = None

@@ -25,7 +25,7 @@ from services.prefill.core.jobs import (
 )
 
 CORE_SHARE_WEIGHT = 0.2
-"""Weight of one step in the mean of the core share."""
+"""One step's weight in the mean core share."""
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class StepOutcome:
     """The jobs of a step that has ended.
 
     Attributes:
-        counted: jobs whose slice is computed now, finished ones included.
+        counted: jobs with a slice computed now, finished jobs included.
         given_up: jobs whose slice the engine gave up by itself.
     """
 
@@ -42,12 +42,12 @@ class StepOutcome:
 
 
 class StepPlanner:
-    """Plans the engine's steps, opens their KV gates, and drops slices whose load stalls.
+    """Plans the engine's steps, opens KV gates, and drops slices whose load stalls.
 
     Attributes:
-        plan_at: when a job whose prefix is loading can join a step, if no event comes; None = not foreseen.
+        plan_at: when a job with a loading prefix can join a step, if no event comes; None = not foreseen.
         done: steps that have ended.
-        idle_since: since when nothing is computed, as told to the tenants' shares, seconds.
+        idle_since: since when no token is computed, as told to the tenants' shares, seconds.
     """
 
     def __init__(self, state: PrefillState, sends: OutgoingTransfers) -> None:
@@ -97,9 +97,9 @@ class StepPlanner:
         return job
 
     def _is_short_of_work(self, first: QueueKey) -> bool:
-        """Whether the started jobs before this one have less to compute than the steps in flight at most, plus one.
+        """Whether the started jobs before `first` have less to compute than the steps in flight at most, plus one.
 
-        A job that waits for layers, of the job's own load or another, does not count: a slow store must not keep the
+        A job that waits for layers, from the job's own load or another, does not count: a slow store must not keep the
         engine from work that needs no load.
         """
         state = self._state
@@ -119,7 +119,7 @@ class StepPlanner:
     # --- planning --------------------------------------------------------------------------------------------------
 
     def plan(self) -> bool:
-        """Starts the next step; False if nothing can be computed now, or `stages` steps are in flight."""
+        """Starts the next step; False if no token can be computed now, or `stages` steps are in flight."""
         self.plan_at = None
         if self.are_full() or not self._state.started:
             return False
@@ -137,7 +137,7 @@ class StepPlanner:
         return True
 
     def forgive_idle(self) -> None:
-        """Tells the tenants' shares for how long nothing was computed, before they decide anything."""
+        """Tells the tenants' shares how long the engine was idle, before they decide anything."""
         if not self._flights:
             self._state.shares.forgive_idle(self._state.now - self.idle_since)
             self.idle_since = self._state.now
@@ -175,7 +175,7 @@ class StepPlanner:
         return (state.jobs[entry.key.number] for entry in state.shares.order(queues.values()))
 
     def _next_s(self, job: PrefillJob) -> float:
-        """Predicted seconds of the largest slice of a job that fits a step."""
+        """Predicted seconds for a job's largest slice that fits a step."""
         settings = self._state.settings
         start = self._start(job)
         end = min(job.spec.tokens, start + settings.step_tokens)
@@ -236,7 +236,7 @@ class StepPlanner:
     def _next_slice(self, job: PrefillJob, budget: int) -> SequenceSlice | None:
         """The job's next slice within the budget; a slice ends at a block border or at the prompt's end.
 
-        Tokens that take longer make a slice shorter: a step takes about as long whatever it computes.
+        Tokens that take longer make a slice shorter: every step takes about equally long.
         """
         size, most = self._state.settings.block_tokens, budget
         if job.spec.token_cost > 1:
@@ -351,7 +351,7 @@ class StepPlanner:
     def _learn(self, flight: StepFlight, result: StepEnded) -> None:
         """Learns the speed of a step. A step alone in the engine counts until the report of the end.
 
-        A step with log probabilities of prompts says nothing of other steps.
+        A step with prompts' log probabilities tells nothing about other steps.
         """
         jobs = [job for part in flight.slices if (job := self._state.jobs.get(part.job)) is not None]
         if flight.gated or result.aborted or any(job.spec.token_cost > 1 for job in jobs):
@@ -409,7 +409,7 @@ class StepPlanner:
     def _dropped(self, io: int, flight: StepFlight, index: int) -> None:
         if not any(part.live for part in flight.slices):
             self._state.act(GiveUpStep(io))
-        else:  # also a slice that is not loading: the step that computes its prefix may have been aborted
+        else:  # also a slice without a load: the step that computes the prefix may have been aborted
             self._state.act(DropSequenceSlice(io, index))
             self._open(io, flight)
 
