@@ -141,7 +141,8 @@ class PoolReads:
     def suspect(self, key: BlockKey) -> None:
         """Handle a block whose bytes did not match their hash at a reader.
 
-        Deletes the block if its bytes do not match here. The block need not be lent for that: no eviction happens before this returns.
+        Deletes the block if its bytes do not match here. The block need not be lent for that: no eviction happens
+        before this returns.
         """
         layout = self.pool.layout
         for block in self._manager.find([key]):
