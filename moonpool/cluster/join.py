@@ -1,5 +1,4 @@
-"""An instance's side of Join: reports the instance, its load and its KV to every conductor, for the instance's whole
-life.
+"""An instance's side of Join: reports the instance, load and KV to every conductor, for the instance's life.
 
 An agent connects, sends a snapshot of the instance's keys, then changes and load; the agent sends another snapshot when
 the conductor asks, and connects again after the stream breaks or the conductor restarts. The instance is the authority

@@ -71,7 +71,7 @@ class TensorNames:
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     experts_gate_up: str = ""
-    """Gates and ups of all experts as one tensor, by its whole name; "": each expert has tensors of its own."""
+    """All experts' gates and ups as one tensor, by the tensor's whole name; "": each expert has separate tensors."""
     experts_down: str = ""
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
@@ -83,15 +83,16 @@ class TensorNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufNames:
-    """How GGUF files name the family and its tensors."""
+    """GGUF's names for the family and the tensors."""
 
     architecture: str
     """Value of `general.architecture`."""
     paired_rows: bool = False
     """Whether the converter moved rows of q and k that RoPE turns together beside one another. llama.cpp's converter
-    does so for Llama and what it derives from Llama; Hugging Face has them half a head apart."""
+    does so for Llama and derived families; Hugging Face has them half a head apart.
+    """
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Further keys of config.json, each with GGUF's key without the architecture before it."""
+    """Further keys in config.json, each with GGUF's key without the architecture before the key."""
     complete: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda _: {}
     """From the keys found so far to those that files leave out."""
     whole_norms: bool = False
@@ -135,11 +136,11 @@ class GgufNames:
             "exp_probs_b": "correction",
         }
     )
-    """Field of `TensorNames` by GGUF's name, for tensors of a layer; experts are one tensor there."""
+    """Field of `TensorNames` by GGUF's name, for a layer's tensors; experts are one tensor there."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """What differs from `layer` in this architecture."""
     further_layers: str = ""
-    """Key of the number of layers that only drafting uses, which the files count among their layers."""
+    """Key for the number of layers that only drafting uses, which the files count among their layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +154,21 @@ class ModelFamily:
     decoder: Callable[[JsonFields], DecoderSpec]
     """Builds the layers from config.json; absent keys have their `defaults`."""
     defaults: Mapping[str, Any]
-    """Values of absent keys: those of transformers' configuration class where they are not the ones of
-    `COMMON_DEFAULTS`."""
+    """Values for absent keys: defaults of transformers' configuration class that differ from `COMMON_DEFAULTS`."""
     names: TensorNames = TensorNames()
     gguf: GgufNames | None = None
     """None: no GGUF file is of this family."""
     other_architectures: tuple[str, ...] = ()
-    """Further names in `architectures` of checkpoints that are of this family to the last tensor."""
+    """Further names in `architectures` for checkpoints that equal this family to the last tensor."""
     renamed: Mapping[str, str] = field(default_factory=dict)
-    """Parts of tensors' names that some checkpoints of the family have in place of others."""
+    """Parts of tensor names that some of the family's checkpoints have in place of others."""
     other: bool = False
     """Whether transformers' own modelling code computes the model (`moonpool.families.other`)."""
     inner_config: str = ""
     """Key of the object with the decoder's fields in checkpoints with further parts, such as for pictures."""
 
     other_keys: Mapping[str, str] = field(default_factory=dict)
-    """The family's own names of keys, by the common ones."""
+    """The family's own key names, by the common names."""
 
     def fields(self, data: Mapping[str, Any], source: str) -> JsonFields:
         """Return config.json's fields under their common names, absent ones with their defaults."""
@@ -194,7 +194,7 @@ def activation(fields: JsonFields, key: str = "hidden_act") -> Activation:
     """Return the activation that config.json names.
 
     Raises:
-        UnsupportedModel: it is not built; names the key.
+        UnsupportedModel: the activation is not built; names the key.
     """
     name = fields.get(key)
     name = "silu" if name is None else name
@@ -206,7 +206,7 @@ def activation(fields: JsonFields, key: str = "hidden_act") -> Activation:
 def llama_decoder(fields: JsonFields, *, rope_kind: str | None = None) -> DecoderSpec:
     """Return Llama's decoder from the keys that most families share; families change what differs.
 
-    `rope_kind`: of layers whose RoPE is the first table, where it differs between kinds of layers.
+    `rope_kind`: for layers whose RoPE is the first table, if RoPE differs between kinds of layers.
     """
     hidden, heads = fields.positive("hidden_size"), fields.positive("num_attention_heads")
     size = fields.positive("head_dim", hidden // heads, null=hidden // heads)
@@ -236,7 +236,7 @@ def layer_kinds(
     """Return each layer's kind from `layer_types`, `default` where the key is absent.
 
     Raises:
-        CheckpointError: it is no list of as many kinds as layers.
+        CheckpointError: not a list with as many kinds as layers.
     """
     kinds = fields.get("layer_types")
     if kinds is None:
@@ -250,9 +250,9 @@ def layer_kinds(
 
 
 def windowed(fields: JsonFields, decoder: DecoderSpec, kinds: Sequence[str]) -> DecoderSpec:
-    """Return `decoder` with `sliding_window` on its layers of the kind "sliding_attention".
+    """Return `decoder` with `sliding_window` on layers of the kind "sliding_attention".
 
-    A window that no sequence can outgrow changes nothing and is left out.
+    A window that no sequence can outgrow changes no result and is left out.
     """
     if fields.get("sliding_window") is None:
         return decoder

@@ -191,14 +191,14 @@ class ExpertsSpec:
     least_sum: float = 0.0
     """The divisor is at least this number."""
     factor: float = 1.0
-    """The chosen weights are multiplied with it."""
+    """Factor on the chosen weights."""
     correction: bool = False
     """A stored bias is added to the scores by which experts are chosen, but not to their weights."""
     groups: int = 1
     """Experts are in so many groups, of which `groups_chosen` are looked at."""
     groups_chosen: int = 1
     group_top: int = 2
-    """A group counts by the sum of so many of its highest scores."""
+    """A group counts by the sum over its `group_top` highest scores."""
     router_bias: bool = False
     bias: bool = False
     """Whether the experts' projections have biases."""
@@ -210,7 +210,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """The feed-forward part of one layer: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
+    """One layer's feed-forward part: down(activation(gate(x)) * up(x)), or down(activation(up(x)))."""
 
     inner: int
     activation: Activation = "silu"
@@ -218,7 +218,7 @@ class FeedForwardSpec:
     bias: bool = False
     experts: ExpertsSpec | None = None
     limit: float = 7.0
-    """Of "clamped_swiglu" (gpt-oss): gates are at most this number, ups within it on both sides."""
+    """For "clamped_swiglu" (gpt-oss): gates are at most this number, ups within this number on both sides."""
     alpha: float = 1.702
     """Of "clamped_swiglu": (up + 1) * gate * sigmoid(alpha * gate)."""
 
@@ -235,23 +235,23 @@ class LayerSpec:
     attention: AttentionSpec
     feed_forward: FeedForwardSpec
     norm: NormSpec
-    """Kind of all of the layer's norms but those of queries and keys."""
+    """Kind of all the layer's norms except the query and key norms."""
     attention_norm: bool = True
     attention_out_norm: bool = False
     feed_forward_norm: bool = True
     feed_forward_out_norm: bool = False
     parallel: bool = False
     residual_factor: float = 1.0
-    """What each part adds is multiplied with it."""
+    """Factor on each part's addition."""
     recurrent: RecurrentSpec | None = None
     """What stands in place of attention, of which only the shape of other layers' KV counts then."""
 
     def with_attention(self, **changes: Any) -> LayerSpec:
-        """Return this layer with fields of its attention replaced."""
+        """Return this layer with some attention fields replaced."""
         return replace(self, attention=replace(self.attention, **changes))
 
     def with_feed_forward(self, **changes: Any) -> LayerSpec:
-        """Return this layer with fields of its feed-forward part replaced."""
+        """Return this layer with some feed-forward fields replaced."""
         return replace(self, feed_forward=replace(self.feed_forward, **changes))
 
     @property
@@ -289,18 +289,21 @@ class DecoderSpec:
     ropes: tuple[RopeSpec, ...]
     final_norm: NormSpec
     embedding_factor: float = 1.0
-    """Embeddings are multiplied with it, in the weights' type."""
+    """Factor on embeddings, in the weights' type."""
     logits_factor: float = 1.0
-    """Logits are multiplied with it."""
+    """Factor on logits."""
     logits_soft_cap: float | None = None
     """Logits become soft_cap * tanh(logits / soft_cap)."""
     head_bias: bool = False
     learnt_positions: int = 0
-    """Rows of a stored table that is added to the embeddings by position, less its first `positions_from`; 0: none."""
+    """Rows in a stored table that is added to the embeddings by position, less the first `positions_from` rows; 0:
+    none.
+    """
     positions_from: int = 0
     other: str = ""
-    """Of an architecture that transformers' own modelling code computes, a digest of its config.json; layers then say
-    the shape of KV alone."""
+    """For an architecture that transformers' own modelling code computes, a digest of config.json; layers then say the
+    shape of KV alone.
+    """
 
     @property
     def recurrent(self) -> bool:

@@ -320,7 +320,7 @@ class _StreamContext:
 
     @property
     def bare_write(self) -> Callable[[Any], Awaitable[None]]:
-        """gRPC's own write, which takes less time; for callers that never cancel a write."""
+        """The write of gRPC, which takes less time; for callers that never cancel a write."""
         write: Callable[[Any], Awaitable[None]] = self._context.write
         return write
 

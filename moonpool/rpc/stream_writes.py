@@ -45,9 +45,7 @@ def _retrieve_failure(writing: asyncio.Future[None]) -> None:
 
 
 def bare_write(context: Any) -> Callable[[Any], Awaitable[None]]:
-    """gRPC's own write on a stream's context, which takes less time: for `write_each`, which never cancels a write
-    early.
-    """
+    """The stream's gRPC write, which takes less time: for `write_each`, which never cancels a write early."""
     write: Callable[[Any], Awaitable[None]] = context.bare_write
     return write
 
