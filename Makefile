@@ -6,13 +6,14 @@ STAMP  := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 MODEL  ?=
 SOAK_SECONDS ?= 3600
+MUTANTS ?= 200
 # Runs test-gpu without .venv and without a network.
 GPU_PYTHON ?=
 # Tests at once: one after the other keep less than one core busy. A file's or folder's tests share stacks, so they stay together.
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu test-engines check lint format protos bench clients load soak clean
+.PHONY: help setup lock dev run chat up down up-local down-local test-containers test test-all test-gpu test-engines mutants check lint format protos bench clients load soak clean
 
 help:  ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 26
@@ -86,6 +87,9 @@ test-engines: $(DEV_STAMP)  ## run a real vLLM on the CPU behind a conductor (8 
 		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt; } || \
 		{ rm -rf .engines/vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
 	$(BIN)/python -m pytest -rs -m engines tests/engines
+
+mutants: $(DEV_STAMP)  ## change the code place by place, and see whether tests notice (hours); MUTANTS=20 for fewer, SEED= for the same again
+	$(BIN)/python -m tools.mutants --count $(MUTANTS) $(if $(SEED),--seed $(SEED))
 
 lint: $(DEV_STAMP)  ## format, lint, strict types, layers, counts of the house
 	$(BIN)/ruff format --check .

@@ -81,18 +81,23 @@ def imports(files: Sequence[Source]) -> dict[str, set[str]]:
     modules = {source.module for source in files}
     graph: dict[str, set[str]] = {}
     for source in files:
-        found = {name for node in ast.walk(ast.parse(source.text)) for name in _imported(node, modules)}
+        is_package = source.path.endswith("/__init__.py")
+        around = source.module if is_package else source.module.rpartition(".")[0]
+        found = {name for node in ast.walk(ast.parse(source.text)) for name in _imported(node, modules, around)}
         graph[source.module] = (found & modules) - {source.module}
     return graph
 
 
-def _imported(node: ast.AST, modules: set[str]) -> Iterator[str]:
+def _imported(node: ast.AST, modules: set[str], package: str) -> Iterator[str]:
+    """Modules that a statement in a module of `package` imports."""
     if isinstance(node, ast.Import):
         yield from (alias.name for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and node.module:
+    elif isinstance(node, ast.ImportFrom):
+        above = package.split(".")[: package.count(".") + 2 - node.level] if node.level else []
+        origin = ".".join([*above, *filter(None, [node.module])])
         for alias in node.names:
-            name = f"{node.module}.{alias.name}"
-            yield name if name in modules else node.module
+            name = f"{origin}.{alias.name}"
+            yield name if name in modules else origin
 
 
 def package_graph(graph: Graph, packages: set[str]) -> dict[str, set[str]]:

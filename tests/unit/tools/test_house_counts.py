@@ -33,6 +33,21 @@ def test_lazy_and_type_only_imports_count() -> None:
     assert circles(graph) == [["moonpool.a", "moonpool.b", "moonpool.c"]]
 
 
+def test_relative_imports_count() -> None:
+    files = [
+        source("tests/x/__init__.py", "from .a import f\n"),
+        source("tests/x/a.py", "from . import b\nfrom ..y import c\n"),
+        source("tests/x/b.py"),
+        source("tests/y/c.py"),
+    ]
+    assert imports(files) == {
+        "tests.x": {"tests.x.a"},
+        "tests.x.a": {"tests.x.b", "tests.y.c"},
+        "tests.x.b": set(),
+        "tests.y.c": set(),
+    }
+
+
 def test_circles_of_packages_are_found_where_files_have_none() -> None:
     files = [
         source("moonpool/x/__init__.py"),

@@ -1,0 +1,98 @@
+"""`tools.mutants` changes one place at a time, draws by seed, and runs the tests that speak to a module."""
+
+from tools.house import Source
+from tools.mutants import drawn, mutants_of, selection
+
+TEXT = '''"""A module."""
+LIMIT = 3
+
+
+class Lease:
+    """Until when."""
+
+    def is_over(self, now: float) -> bool:
+        if self.pinned and now < self.until:
+            log.info("still on", count=7)
+            return False
+        if not self.owners:
+            raise ValueError("nobody has it, for " + "1")
+        self.renewals += 1
+        self.close()
+        assert now > 0
+        return "é" in self.name
+
+    def digest(self) -> bytes:
+        return digest_of(1 + 2)
+'''
+
+
+def changes(text: str) -> list[tuple[int, str, str]]:
+    """Line, and what becomes of it, of all mutants of a module."""
+    found = []
+    for mutant in mutants_of(Source("moonpool/lease.py", text)):
+        before, after = text.splitlines(), mutant.applied(text).splitlines()
+        [line] = [number for number in range(len(before)) if before[number] != after[number]]
+        found.append((mutant.line, before[line].strip(), after[line].strip()))
+    return found
+
+
+def test_each_place_is_changed_alone() -> None:
+    assert [(line, after) for line, _, after in changes(TEXT)] == [
+        (9, "if ((self.pinned) or (now < self.until)):"),
+        (9, "if (not (self.pinned and now < self.until)):"),
+        (9, "if self.pinned and (now <= self.until):"),
+        (11, "return True"),
+        (12, "if bool(self.owners):"),
+        (13, "pass"),
+        (14, "pass"),
+        (14, "self.renewals += 2"),
+        (15, "pass"),
+        (17, 'return ("é" not in self.name)'),
+    ]
+
+
+def test_what_stands_behind_other_than_ascii_is_changed_in_its_place() -> None:
+    assert changes('def f(a: str) -> bool:\n    return a == "é" or a == "b"\n')[-1] == (
+        2,
+        'return a == "é" or a == "b"',
+        'return a == "é" or (a != "b")',
+    )
+
+
+def test_a_comparison_of_several_is_changed_at_each_sign() -> None:
+    found = [after for _, _, after in changes("def f(a: int) -> bool:\n    return 0 < a <= b\n")]
+    assert found == ["return 1 < a <= b", "return (0 < a < b)", "return (0 <= a <= b)"]
+
+
+def test_one_seed_draws_the_same_mutants() -> None:
+    files = [Source("moonpool/lease.py", TEXT), Source("moonpool/other.py", TEXT)]
+    modules = ["moonpool.lease", "moonpool.other"]
+    first = drawn(files, modules, 8, seed=1)
+    assert first == drawn(files, modules, 8, seed=1)
+    assert first != drawn(files, modules, 8, seed=2)
+    assert len(set(first)) == 8
+    assert {mutant.module for mutant in drawn(files, ["moonpool.other"], 99, seed=1)} == {"moonpool.other"}
+
+
+def test_no_mutant_is_invalid() -> None:
+    text = "def f(a: int) -> str:\n    match a:\n        case 1:\n            return f'{a}'\n    return 'x' * 2\n"
+    for mutant in drawn([Source("moonpool/lease.py", text)], ["moonpool.lease"], 99, seed=1):
+        compile(mutant.applied(text), "lease", "exec")
+
+
+def test_tests_that_speak_to_a_module_come_first() -> None:
+    files = [
+        Source("moonpool/kv/lease.py", ""),
+        Source("moonpool/kv/store.py", "from moonpool.kv.lease import Lease\n"),
+        Source("moonpool/kv/other.py", ""),
+        Source("tests/unit/helpers.py", "from moonpool.kv import store\n"),
+        Source("tests/unit/kv/test_lease.py", "from moonpool.kv.lease import Lease\n"),
+        Source("tests/unit/kv/test_store.py", "from moonpool.kv import store\n"),
+        Source("tests/unit/test_far.py", "from .helpers import f\n"),
+        Source("tests/unit/test_other.py", "from moonpool.kv import other\n"),
+    ]
+    assert selection(files, "moonpool.kv.lease") == [
+        "tests/unit/kv/test_lease.py",
+        "tests/unit/kv/test_store.py",
+        "tests/unit/test_far.py",
+    ]

@@ -1,0 +1,436 @@
+"""Mutation runs: `python -m tools.mutants` changes one operator, condition or statement at a time and runs the tests.
+
+The modules are those that verify KV, keep leases, resume streams, keep tenants apart, and sync disks. A mutant is
+noticed if a test fails or hangs. Each mutant is tried in a copy of the tree, so that child processes run it, too.
+Mutants and their order follow from the seed.
+
+Only tests that speak to the module run: test files that import it, directly or by way of other modules. The fewer
+modules lie between, and the more words the names share, the sooner a file runs. A file that takes too long, or fails
+without a mutation, is left out.
+"""
+
+import argparse
+import ast
+import itertools
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.house import Source, imports, sources
+
+ROOT = Path(__file__).parents[1]
+RULES: Mapping[str, tuple[str, ...]] = {
+    "verification": (
+        "moonpool.kv.blocks",
+        "moonpool.kv.frames",
+        "moonpool.kv.native_copy",
+        "moonpool.kv_transfer.blocking",
+        "moonpool.kv_transfer.prefix_reader",
+        "moonpool.kv_transfer.receiver",
+        "services.kvstore.ssd.records",
+    ),
+    "lease": (
+        "moonpool.scheduling.block_manager",
+        "services.kvstore.core.store",
+        "services.kvstore.core.writes",
+    ),
+    "resume": (
+        "moonpool.client.token_stream",
+        "services.decode.core.scheduler",
+        "services.decode.live_requests",
+    ),
+    "tenant": (
+        "moonpool.rpc.auth",
+        "moonpool.scheduling.fair_share",
+        "services.conductor.core.wait_queue",
+        "services.gateway.endpoints.cluster",
+        "services.gateway.serving.auth",
+        "services.kvstore.eviction.tenants",
+    ),
+    "sync": (
+        "services.kvstore.ssd.files",
+        "services.kvstore.ssd.index",
+        "services.kvstore.ssd.recovery",
+        "services.kvstore.ssd.tier",
+    ),
+}
+"""Modules by the kind of rule they keep."""
+WANTED = 0.95
+"""Share of mutants that tests should notice."""
+UNTESTED = ("__repr__", "check_invariants", "describe", "digest", "state")
+"""Functions for people and for checks; a mutation there breaks no rule."""
+FILE_S = 20.0
+"""Longest run of a test file; slower ones are left out."""
+SELECTION_S = 60.0
+"""Seconds of the test files that run for a module; more files are left out."""
+HANG_S = 30.0
+"""Seconds beyond three times the usual ones after which tests hang."""
+MEMORY_BYTES = 8 << 30
+"""Most memory of a process of a test: a mutant may never stop to allocate."""
+
+_COMPARISONS: Mapping[type[ast.cmpop], tuple[str, str]] = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.In: ("in", "not in"),
+    ast.NotIn: ("not in", "in"),
+    ast.Is: ("is", "is not"),
+    ast.IsNot: ("is not", "is"),
+}
+"""Comparisons, and what replaces each."""
+_ARITHMETIC: Mapping[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.FloorDiv: "*", ast.Mult: "//"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A module with one place changed.
+
+    Attributes:
+        module: dotted name.
+        line: of the changed place.
+        before: source of the place.
+        after: what replaces it.
+        start: offset of the place in the source's UTF-8 bytes.
+    """
+
+    module: str
+    line: int
+    before: str
+    after: str
+    start: int
+
+    def applied(self, text: str) -> str:
+        """The module's source with the change."""
+        data, end = text.encode(), self.start + len(self.before.encode())
+        return (data[: self.start] + self.after.encode() + data[end:]).decode()
+
+    def __str__(self) -> str:
+        before, after = (" ".join(part.split()) for part in (self.before, self.after))
+        return f"{self.module}:{self.line}: {_cut(before)} -> {_cut(after)}"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+@dataclass
+class _Finder(ast.NodeVisitor):
+    """Collects the mutants of one module."""
+
+    module: str
+    text: str
+    found: list[Mutant] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._data = self.text.encode()
+        self._lines = [0]
+        for line in self._data.splitlines(keepends=True):
+            self._lines.append(self._lines[-1] + len(line))
+
+    def mutants(self) -> list[Mutant]:
+        """All mutants, in the order of the source."""
+        for node in ast.parse(self.text).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                self.visit(node)
+        return sorted(self.found, key=lambda mutant: (mutant.start, mutant.before, mutant.after))
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for child in node.body:
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                self.visit(child)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if node.name not in UNTESTED:
+            for child in node.body:
+                self.visit(child)
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        del node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Constant) or _is_logging(node.value):
+            return
+        if isinstance(node.value, ast.Call | ast.Await):
+            self._add(node, "pass")
+        self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        if node.exc is not None:
+            self._add(node, "pass")
+
+    def visit_If(self, node: ast.If) -> None:
+        self._negate(node.test)
+        self.generic_visit(node)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self._negate(node.test)
+        self.generic_visit(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, bool):
+            self._add(node.value, str(not node.value.value))
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._add(node, "pass")
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        word = " or " if isinstance(node.op, ast.And) else " and "
+        self._add(node, f"({word.join(f'({self._source(value)})' for value in node.values)})")
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self._add(node, f"bool({self._source(node.operand)})")
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        parts = [self._source(it) for it in (node.left, *node.comparators)]
+        for index, op in enumerate(node.ops):
+            words = [_COMPARISONS[type(it)][0] for it in node.ops]
+            words[index] = _COMPARISONS[type(op)][1]
+            pieces = [parts[0], *(f"{word} {part}" for word, part in zip(words, parts[1:], strict=True))]
+            self._add(node, f"({' '.join(pieces)})")
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        word = _ARITHMETIC.get(type(node.op))
+        if word is not None and not _is_text(node.left) and not _is_text(node.right):
+            self._add(node, f"({self._source(node.left)} {word} {self._source(node.right)})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if type(node.value) is int:
+            self._add(node, str(node.value + 1))
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        del node
+
+    def _negate(self, test: ast.expr) -> None:
+        if not isinstance(test, ast.Compare | ast.UnaryOp | ast.NamedExpr):
+            self._add(test, f"(not ({self._source(test)}))")
+
+    def _start(self, node: ast.expr | ast.stmt) -> int:
+        return self._lines[node.lineno - 1] + node.col_offset
+
+    def _source(self, node: ast.expr | ast.stmt) -> str:
+        end = self._lines[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        return self._data[self._start(node) : end].decode()
+
+    def _add(self, node: ast.expr | ast.stmt, after: str) -> None:
+        self.found.append(Mutant(self.module, node.lineno, self._source(node), after, self._start(node)))
+
+
+def _is_logging(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).startswith(("log.", "logging.", "warnings."))
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def mutants_of(source: Source) -> list[Mutant]:
+    """All mutants of a module, in the order of the source. A few are no valid Python."""
+    return _Finder(source.module, source.text).mutants()
+
+
+def drawn(files: Sequence[Source], modules: Sequence[str], count: int, seed: int) -> list[Mutant]:
+    """`count` valid mutants of the modules, or all if there are fewer: every mutant is as likely."""
+    texts = {source.module: source.text for source in files if source.module in modules}
+    found = [mutant for source in files if source.module in texts for mutant in mutants_of(source)]
+    random.Random(seed).shuffle(found)
+    valid = (mutant for mutant in found if _is_valid(mutant.applied(texts[mutant.module])))
+    return list(itertools.islice(valid, count))
+
+
+def _is_valid(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def selection(files: Sequence[Source], module: str) -> list[str]:
+    """Paths of test files that import a module, directly or not; those that speak to it most come first."""
+    importers: dict[str, set[str]] = {}
+    for name, targets in imports(files).items():
+        for target in targets:
+            importers.setdefault(target, set()).add(name)
+    distance, reached = {module: 0}, [module]
+    for name in reached:
+        for importer in sorted(importers.get(name, set()) - distance.keys()):
+            distance[importer] = distance[name] + 1
+            reached.append(importer)
+    tests = [one for one in files if one.module in distance and Path(one.path).name.startswith("test_")]
+    return [
+        one.path
+        for one in sorted(
+            tests, key=lambda one: (distance[one.module] - len(_words(one.module) & _words(module)), one.path)
+        )
+    ]
+
+
+def _words(module: str) -> set[str]:
+    return set(module.replace("_", ".").split("."))
+
+
+class Copy:
+    """A copy of the tree, in which mutants are tried."""
+
+    def __init__(self, files: Sequence[Source]) -> None:
+        self._writes = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
+        self.root = Path(self._folder.name)
+        self._files = {source.module: source for source in files}
+        self._usual_s: dict[str, float | None] = {}
+        command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+        for path in filter(None, listed):
+            if (ROOT / path).is_file():
+                (self.root / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / path, self.root / path)
+
+    def close(self) -> None:
+        """Deletes the copy."""
+        self._folder.cleanup()
+
+    def usual_s(self, test: str) -> float | None:
+        """Seconds that a test file takes without a mutation; None if it fails or takes too long."""
+        if test not in self._usual_s:
+            began = time.monotonic()
+            passed = self._run([test], FILE_S + HANG_S)
+            took = time.monotonic() - began
+            self._usual_s[test] = took if passed and took <= FILE_S else None
+        return self._usual_s[test]
+
+    def is_noticed(self, mutant: Mutant, tests: Sequence[str]) -> bool:
+        """Whether a test fails or hangs with the mutation."""
+        source = self._files[mutant.module]
+        path = self.root / source.path
+        usual_s = sum(self.usual_s(test) or 0.0 for test in tests)
+        self._write(path, mutant.applied(source.text))
+        try:
+            return not self._run(tests, 3 * usual_s + HANG_S)
+        finally:
+            self._write(path, source.text)
+
+    def _write(self, path: Path, text: str) -> None:
+        """Writes a file with a time of its own, so that bytecode of another mutant is not taken for its bytecode."""
+        self._writes += 1
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, (self._writes, self._writes))
+
+    def _run(self, tests: Sequence[str], timeout_s: float) -> bool:
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": ""}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+        process = subprocess.Popen(
+            [*command, *tests],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        resource.prlimit(process.pid, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        try:
+            return process.wait(timeout_s) in (0, 5)  # 5: every test of the file is deselected
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            _end_group(process)
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ends the tests, and services that they leave behind."""
+    try:
+        os.killpg(process.pid, 9)
+    except ProcessLookupError:
+        return
+    finally:
+        process.wait()
+
+
+def fitting(copy: Copy, tests: Sequence[str]) -> list[str]:
+    """The first test files, as many as take about `SELECTION_S` together."""
+    chosen, total = [], 0.0
+    for test in tests:
+        if total >= SELECTION_S:
+            break
+        if (took := copy.usual_s(test)) is not None:
+            chosen.append(test)
+            total += took
+    return chosen
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tries mutants; prints each survivor and the share noticed. Exits with 1 if the share is below `WANTED`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--count", type=int, default=200, help="mutants to try")
+    parser.add_argument("--rule", choices=sorted(RULES), action="append", help="only modules of these rules")
+    parser.add_argument("--module", action="append", help="only these modules, by dotted name")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no mutant is begun after so long")
+    options = parser.parse_args(argv)
+    modules = options.module or [name for rule in options.rule or sorted(RULES) for name in RULES[rule]]
+    files = sources(ROOT)
+    mutants = drawn(files, modules, options.count, options.seed)
+    print(f"seed {options.seed}: {len(mutants)} mutants of {len(modules)} modules", flush=True)
+    ends_at = time.monotonic() + options.seconds
+    tried, survivors = Counter[str](), list[Mutant]()
+    copy = Copy(files)
+    chosen: dict[str, list[str]] = {}
+    try:
+        for mutant in mutants:
+            if time.monotonic() >= ends_at:
+                break
+            if mutant.module not in chosen:
+                chosen[mutant.module] = fitting(copy, selection(files, mutant.module))
+            noticed = copy.is_noticed(mutant, chosen[mutant.module])
+            tried[mutant.module] += 1
+            if not noticed:
+                survivors.append(mutant)
+            print(f"{'noticed ' if noticed else 'SURVIVES'} {mutant}", flush=True)
+    finally:
+        copy.close()
+    return _report(tried, survivors)
+
+
+def _report(tried: Counter[str], survivors: Sequence[Mutant]) -> int:
+    left = Counter(mutant.module for mutant in survivors)
+    width = max(map(len, tried), default=0)
+    print(f"\n{'module':{width}}  tried  survive")
+    for module in sorted(tried):
+        print(f"{module:{width}}  {tried[module]:5}  {left[module]:7}")
+    for mutant in survivors:
+        print(f"survives: {mutant}")
+    total = sum(tried.values())
+    share = 1 - len(survivors) / total if total else 0.0
+    print(f"{total - len(survivors)} of {total} mutants noticed: {share:.1%} ({WANTED:.0%} wanted)")
+    return int(share < WANTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
