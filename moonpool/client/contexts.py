@@ -146,6 +146,7 @@ class CreateContextArguments(TypedDict, total=False):
         model: name of the model; "" for the model that is served.
         pin_only: the context only pins KV: no request can name the context, no list has the context, and the pin ends
             with the time to live.
+        cache_salt: the context pins the KV of requests with this salt; only with `pin_only`.
     """
 
     messages: Sequence[Message] | None
@@ -159,10 +160,11 @@ class CreateContextArguments(TypedDict, total=False):
     metadata: Mapping[str, str] | None
     model: str
     pin_only: bool
+    cache_salt: str
 
 
 _PROMPT = ("messages", "token_ids", "tools")
-_PLAIN = ("name", "ttl_s", "tenant", "description", "model", "pin_only")
+_PLAIN = ("name", "ttl_s", "tenant", "description", "model", "pin_only", "cache_salt")
 
 
 class AsyncContexts:

@@ -2050,6 +2050,7 @@ class CreateContextRequest(_message.Message):
     METADATA_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     PIN_ONLY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """A name for people; need not be unique."""
     ttl_s: _builtins.float
@@ -2064,6 +2065,8 @@ class CreateContextRequest(_message.Message):
     """Its KV is pinned, and that is all: no request can name it, it is not listed, its text is not kept, and it ends with
     its time for good.
     """
+    cache_salt: _builtins.str
+    """Whose KV is pinned: that of requests with this `GenerateRequest.cache_salt`. Only with `pin_only`."""
     @_builtins.property
     def prompt(self) -> Global___TokenPrompt:
         """The beginning of prompts that are tokens. Either this or `chat`."""
@@ -2093,10 +2096,11 @@ class CreateContextRequest(_message.Message):
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         model: _builtins.str = ...,
         pin_only: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "description", b"description", "metadata", b"metadata", "model", b"model", "name", b"name", "pin_only", b"pin_only", "prompt", b"prompt", "tags", b"tags", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "description", b"description", "metadata", b"metadata", "model", b"model", "name", b"name", "pin_only", b"pin_only", "prompt", b"prompt", "tags", b"tags", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

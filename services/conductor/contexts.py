@@ -273,6 +273,7 @@ class ContextRecords:
         if kept.made.pin_only:
             kept.made.ClearField("chat")
             kept.made.ClearField("prompt")
+            kept.made.ClearField("cache_salt")
         kept.status = pb.CONTEXT_STATUS_PENDING if kept.blocks else pb.CONTEXT_STATUS_READY
         return self._sync.record(CONTEXT, *context_key(context), kept.SerializeToString(), _kept_until(kept))
 
@@ -375,8 +376,14 @@ def prefix_request(context: pb.Context) -> pb.GenerateRequest:
     """A request with the context as prompt."""
     made = context.made
     if made.HasField("chat"):
-        return pb.GenerateRequest(chat=made.chat, tenant=made.tenant)
-    return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant)
+        return pb.GenerateRequest(chat=made.chat, tenant=made.tenant, cache_salt=made.cache_salt)
+    return pb.GenerateRequest(tokens=made.prompt, tenant=made.tenant, cache_salt=made.cache_salt)
+
+
+def _of_tokens(context: pb.Context, tokens: Sequence[int]) -> pb.GenerateRequest:
+    """A request with tokens of a context as its prompt, whose KV has the context's salt."""
+    prompt, made = pb.TokenPrompt(token_ids=tokens), context.made
+    return pb.GenerateRequest(tokens=prompt, tenant=made.tenant, cache_salt=made.cache_salt)
 
 
 def _kept_until(context: pb.Context) -> float:
@@ -405,6 +412,8 @@ def check_create(request: pb.CreateContextRequest, model: str) -> None:
         raise InvalidRequest("messages", "a context is made of either messages or token_ids")
     if request.ttl_s:
         check_ttl("ttl_s", request.ttl_s)
+    if request.cache_salt and not request.pin_only:
+        raise InvalidRequest("cache_salt", "is allowed only with pin_only: requests that name a context have no salt")
     for field, text, limit in (
         ("name", request.name, MAX_NAME_CHARS),
         ("tenant", request.tenant, MAX_NAME_CHARS),
@@ -719,12 +728,11 @@ class NamedContextManager:
             prompts.append((await self._services.read(extended)).prompt)
         first, second = prompts
         common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-        tokens = pb.TokenPrompt(token_ids=first[:common])
-        return await self._services.read(pb.GenerateRequest(tokens=tokens, tenant=context.made.tenant))
+        return await self._services.read(_of_tokens(context, first[:common]))
 
     async def _fill(self, context: pb.Context, prefix: ValidRequest, keys: Sequence[BlockKey]) -> None:
         """Compute a new context's KV, wait until the KV is stored, and pin the KV."""
-        request = pb.GenerateRequest(tokens=pb.TokenPrompt(token_ids=prefix.prompt), tenant=context.made.tenant)
+        request = _of_tokens(context, prefix.prompt)
         request.sampling.max_tokens, request.sampling.temperature = 1, 0.0
         status, why = pb.CONTEXT_STATUS_READY, ""
         try:

@@ -504,13 +504,14 @@ class ResponsesTurn:
         """Pin the KV of a conversation that has shown that it goes on."""
         before = self.body.previous_response_id or self.body.conversation_id
         kept = self.is_stored or self.body.conversation_id
-        if not before or not kept or self.body.cache_salt:  # contexts have no salt
+        if not before or not kept:
             return
         messages, tools = self.messages(), self.body.tool_set()
         for item in response["output"]:
             ResponsesItem.model_validate(item).add_to(messages, "output")
         name = self.body.conversation_id or response["id"]
-        self.pins.keep(PinnedTurn(self.tenant, name, before, messages, tools.definitions if tools else ()))
+        shown, salt = tools.definitions if tools else (), self.body.cache_salt or ""
+        self.pins.keep(PinnedTurn(self.tenant, name, before, messages, shown, salt))
 
     async def put(self, response: Mapping[str, Any]) -> None:
         """Store the response in place of one with its id.

@@ -80,6 +80,7 @@ async def delete_response(gateway: GatewayContext, request: Request) -> Response
     tenant, name = _asked(gateway, request, "resp_")
     await gateway.background.delete(tenant, name)
     await gateway.responses.delete(tenant, name)
+    gateway.pins.release(tenant, name)
     return json_response({"id": name, "object": "response", "deleted": True})
 
 
@@ -144,6 +145,7 @@ async def delete_conversation(gateway: GatewayContext, request: Request) -> Resp
     """Delete a conversation and its items."""
     tenant, name = _asked(gateway, request, "conv_")
     await gateway.responses.delete(tenant, name)
+    gateway.pins.release(tenant, name)
     return json_response({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
@@ -173,6 +175,7 @@ async def delete_item(gateway: GatewayContext, request: Request) -> Response:
     """Remove an item from a conversation."""
     tenant, name = _asked(gateway, request, "conv_")
     await gateway.responses.delete_item(tenant, name, request.path_params["item"])
+    gateway.pins.release(tenant, name)
     return json_response(dict((await gateway.responses.get(tenant, name)).body))
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class PinnedTurn:
         before: id by which this turn continued it; may be `name`.
         messages: all turns, with the answer.
         tools: functions that the model was shown.
+        cache_salt: salt of the KV; "" for none.
     """
 
     tenant: str
@@ -39,6 +41,7 @@ class PinnedTurn:
     before: str
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
+    cache_salt: str
 
 
 class ResponsePins:
@@ -49,14 +52,23 @@ class ResponsePins:
         self._client = client
         self._pin_s = pin_s
         self._names: OrderedDict[tuple[str, str], str] = OrderedDict()  # of contexts, by tenant and id
-        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._tasks: dict[asyncio.Task[None], tuple[str, str]] = {}  # tenants and ids of what is being pinned
 
     def keep(self, turn: PinnedTurn) -> None:
         """Pin a turn in place of the turn before."""
         if self._pin_s and len(self._tasks) < MAX_WAITING:
-            task = asyncio.create_task(self._keep(turn))
-            self._tasks[task] = None
-            task.add_done_callback(self._tasks.pop)
+            self._start((turn.tenant, turn.name), self._keep(turn))
+
+    def release(self, tenant: str, name: str) -> None:
+        """End the pin of a response or conversation that is deleted; one that is being pinned ends afterwards."""
+        waiting = [task for task, key in self._tasks.items() if key == (tenant, name)]
+        if waiting or (tenant, name) in self._names:
+            self._start((tenant, name), self._release((tenant, name), waiting))
+
+    def _start(self, key: tuple[str, str], work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks[task] = key
+        task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
         """Pin nothing any more; what is pinned stays so for its time."""
@@ -69,7 +81,12 @@ class ResponsePins:
         contexts, tenant = self._client.contexts, turn.tenant
         try:
             made = await contexts.create(
-                messages=turn.messages, tools=turn.tools, tenant=tenant, ttl_s=self._pin_s, pin_only=True
+                messages=turn.messages,
+                tools=turn.tools,
+                tenant=tenant,
+                ttl_s=self._pin_s,
+                pin_only=True,
+                cache_salt=turn.cache_salt,
             )
             earlier = self._names.pop((tenant, turn.before), None)
             self._names[tenant, turn.name] = made.id
@@ -79,3 +96,10 @@ class ResponsePins:
                 await contexts.update(earlier, ttl_s=RELEASE_S, tenant=tenant)
         except MoonpoolError as error:
             log.debug("a conversation was not pinned", id=turn.name, error=str(error))
+
+    async def _release(self, key: tuple[str, str], waiting: Sequence[asyncio.Task[None]]) -> None:
+        if waiting:
+            await asyncio.wait(waiting)
+        if (pinned := self._names.pop(key, None)) is not None:
+            with suppress(MoonpoolError):  # the pin ends with its time
+                await self._client.contexts.update(pinned, ttl_s=RELEASE_S, tenant=key[0])

@@ -162,6 +162,22 @@ async def test_a_pin_without_a_name_pins_and_does_nothing_more() -> None:
         assert record.expires_at == pytest.approx(pinned.expires_at - 59.0, abs=30.0)
 
 
+async def test_a_pin_is_of_the_kv_with_its_salt() -> None:
+    p, d, store = prefill(), decode(), FakeStore()
+    write_back(p, store)
+    async with stack(store, p, d) as s:
+        pinned = [
+            await s.client.contexts.create(token_ids=PROMPT, pin_only=True, cache_salt=it) for it in ("", "secret")
+        ]
+        plain, salted = [await settled(s, each.id, "") for each in pinned]
+        assert (plain.pinned_blocks, salted.pinned_blocks) == (3, 3)
+        assert not set(plain.keys) & set(salted.keys)
+        assert not [it for it in store.replicated.of("context") if b"secret" in it.value]
+        with pytest.raises(InvalidRequest) as caught:
+            await s.client.contexts.create(token_ids=PROMPT, cache_salt="secret")
+        assert caught.value.field == "cache_salt"
+
+
 async def test_a_tag_moves_to_the_context_that_has_it_last() -> None:
     async with stack(FakeStore(), prefill(), decode()) as s:
         first = await s.client.contexts.create(token_ids=[1, 2], tenant="ours", tags=["t"])

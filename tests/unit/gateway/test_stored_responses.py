@@ -1,5 +1,6 @@
 """Responses and conversations that are stored, as OpenAI's client uses them."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -55,7 +56,7 @@ async def test_a_response_continues_another(gateway: Answers) -> None:
 async def asked(gateway: Answers, kind: type[Any], count: int) -> list[Any]:
     """The requests of a kind other than Generate, as soon as there are `count`."""
     while True:
-        await gateway.http.get("/health")
+        await asyncio.sleep(0)
         found = [it for it in gateway.fake.asked if isinstance(it, kind)]
         if len(found) >= count:
             return found
@@ -75,13 +76,43 @@ async def test_a_conversation_that_goes_on_is_pinned(gateway: Answers) -> None:
     await client.responses.create(model="tiny", input="c", previous_response_id=second.id)
     (released,) = await asked(gateway, pb.UpdateContextRequest, 1)
     assert (released.id, released.ttl_s) == ("pin-1", 1.0)
-    for more in ({"store": False}, {"extra_body": {"cache_salt": "x"}}):
-        await client.responses.create(model="tiny", input="d", previous_response_id=second.id, **more)
+    await client.responses.create(model="tiny", input="d", previous_response_id=second.id, store=False)
     conversation = await client.conversations.create()
     await client.responses.create(model="tiny", input="e", conversation=conversation.id, store=False)
     *others, last = await asked(gateway, pb.CreateContextRequest, 3)
     assert len(others) == 2
     assert last.chat.messages[0].content == "e"
+
+
+async def test_a_pin_has_the_salt_of_its_requests(gateway: Answers) -> None:
+    client, salted = client_of(gateway), {"cache_salt": "x"}
+    first = await client.responses.create(model="tiny", input="a", extra_body=salted)
+    await client.responses.create(model="tiny", input="b", previous_response_id=first.id, extra_body=salted)
+    (pin,) = await asked(gateway, pb.CreateContextRequest, 1)
+    assert pin.cache_salt == "x"
+
+
+async def test_what_is_deleted_is_pinned_no_longer(gateway: Answers) -> None:
+    """Also if the pin is being made while the response is deleted; a turn before has no pin of its own."""
+    made = pb.CreateContextResponse(context=pb.Context(id="pin-1"))
+    gateway.fake.answers |= {"CreateContextRequest": made, "UpdateContextRequest": pb.UpdateContextResponse()}
+    client = client_of(gateway)
+    first = await client.responses.create(model="tiny", input="a")
+    second = await client.responses.create(model="tiny", input="b", previous_response_id=first.id)
+    await client.responses.delete(first.id)
+    await client.responses.delete(second.id)
+    (released,) = await asked(gateway, pb.UpdateContextRequest, 1)
+    assert (released.id, released.ttl_s) == ("pin-1", 1.0)
+    for number, end in enumerate(("item", "conversation"), 2):
+        conversation = await client.conversations.create(items=[{"role": "user", "content": "a"}])
+        await client.responses.create(model="tiny", input="b", conversation=conversation.id)
+        await asked(gateway, pb.CreateContextRequest, number)
+        (item, *_) = (await client.conversations.items.list(conversation.id, order="asc")).data
+        if end == "item":
+            await client.conversations.items.delete(str(item.to_dict()["id"]), conversation_id=conversation.id)
+        else:
+            await client.conversations.delete(conversation.id)
+        assert len(await asked(gateway, pb.UpdateContextRequest, number)) == number
 
 
 async def test_what_cannot_be_pinned_is_answered_all_the_same(gateway: Answers) -> None:
