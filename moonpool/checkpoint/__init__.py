@@ -1,6 +1,6 @@
 """Checkpoints (Hugging Face folders, GGUF files) without torch: finding, reading, identifying them; tokenizers.
 
-Nothing from a checkpoint is executed and no pickle is read.
+No part of a checkpoint is executed and no pickle is read.
 """
 
 from moonpool.checkpoint.chat_template import ChatOptions, RenderedChat

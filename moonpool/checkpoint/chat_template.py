@@ -1,6 +1,6 @@
 """Chat templates: from a conversation to the text of a prompt, in a sandbox.
 
-Control tokens come from templates only. Before a template runs, control tokens within the texts of a conversation are
+Control tokens come from templates only. Before a template runs, control tokens within a conversation's texts are
 marked, so that the prompt can be tokenised with those texts as plain text.
 """
 
@@ -35,7 +35,7 @@ class ChatOptions:
         add_generation_prompt: the text ends with what begins an answer.
         continue_final_message: the text ends with the last message, which the answer continues; in place of
             `add_generation_prompt`.
-        template_kwargs: further variables of the template, `enable_thinking` of Qwen 3 for example.
+        template_kwargs: further template variables, for example Qwen 3's `enable_thinking`.
     """
 
     add_generation_prompt: bool = True
@@ -48,7 +48,7 @@ class RenderedChat:
     """The text of a prompt.
 
     Attributes:
-        text: all of it.
+        text: the whole text.
         literals: begin and end of control tokens in `text` that the conversation brought, and that are plain text.
     """
 
@@ -57,14 +57,15 @@ class RenderedChat:
 
 
 class ControlTokens:
-    """The control tokens of a checkpoint: texts that stand for one token each."""
+    """A checkpoint's control tokens: texts that stand for one token each."""
 
     def __init__(self, special: Sequence[str], added: Sequence[str] = ()) -> None:
         """Take the tokens.
 
         Args:
             special: tokens that no text of a conversation may become.
-            added: further tokens that templates write. Texts of the assistant may become these, as its answers do.
+            added: further tokens that templates write. The assistant's texts may become these, as the assistant's
+                answers do.
         """
         self._all = _any_of((*special, *added))
         self._special = _any_of(special)
@@ -76,7 +77,7 @@ class ControlTokens:
         return begin, end, stop
 
     def mark(self, value: Any, begin: str, end: str, *, assistant: bool = False) -> Any:
-        """Return plain JSON data with `begin` and `end` around every control token in its strings."""
+        """Return plain JSON data with `begin` and `end` around every control token within strings."""
         tokens = self._special if assistant else self._all
         if isinstance(value, str):
             return tokens.sub(lambda match: f"{begin}{match[0]}{end}", value)
@@ -112,7 +113,7 @@ class ChatTemplate:
         """Compile `source`; `special` are `bos_token` and the like, as the template sees them.
 
         Raises:
-            CheckpointError: it is no valid template.
+            CheckpointError: not a valid template.
         """
         self.source = source
         self._special = dict(special)
@@ -126,7 +127,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], options: ChatOptions
     ) -> str:
-        """Return the text of a conversation of plain JSON data.
+        """Return a conversation's text from plain JSON data.
 
         Raises:
             InvalidRequest: the template refuses the messages.
@@ -171,7 +172,7 @@ class ChatTemplates:
 
         Args:
             messages: each with `role` and `content`; an assistant's turn may have `tool_calls` in OpenAI's form, a
-                tool's turn has its `tool_call_id`.
+                tool's turn has a `tool_call_id`.
             tools: functions that the model may call: OpenAI's definitions.
             options: how the conversation becomes a prompt.
 
@@ -197,7 +198,7 @@ class ChatTemplates:
         return self._control.unmark(text, begin, end)
 
     def _marked_turn(self, turn: dict[str, Any], begin: str, end: str) -> dict[str, Any]:
-        """A turn as templates take it: arguments of calls are objects there, and text in OpenAI's form."""
+        """A turn as templates take turns: call arguments are objects there, and text in OpenAI's form."""
         for call in turn.get("tool_calls", ()):
             call["function"]["arguments"] = call_arguments(call["function"].get("arguments"))
         marked = self._control.mark(turn, begin, end, assistant=turn.get("role") == "assistant")
@@ -242,7 +243,7 @@ def _cut_behind(text: str, stop: str) -> str:
 class _Generation(Extension):
     """Lets `{% generation %}` through, with which some templates mark the assistant's part for training."""
 
-    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+    tags = {"generation"}  # noqa: RUF012  # declared as in jinja2
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         """Return what is between the marks."""
@@ -253,8 +254,8 @@ class _Generation(Extension):
 def _environment() -> SandboxedEnvironment:
     """A sandbox with the filters and functions that transformers gives to templates.
 
-    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes
-    of its arguments; a template can compute text and nothing else.
+    Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes to
+        arguments; a template can only compute text.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]

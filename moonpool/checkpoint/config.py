@@ -1,9 +1,9 @@
 """What a model is.
 
-A frozen `ModelConfig` with all that computing it needs, its identity, and where its tensors lie.
+A frozen `ModelConfig` with all that computing the model needs, the model's identity, and where the tensors lie.
 
-Readers of a checkpoint (`moonpool.checkpoint.huggingface`, `moonpool.checkpoint.gguf`) refuse every feature that
-would change the result and is not implemented, before any memory is allocated.
+Checkpoint readers (`moonpool.checkpoint.huggingface`, `moonpool.checkpoint.gguf`) refuse every feature that would
+change the result and is not implemented, before any memory is allocated.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ END_OF_TURN = (
     "<|endoftext|>",
     "<|end_of_text|>",
 )
-"""Texts of special tokens that end an answer whatever the ids say: files often name one end token, chat models have
-several. As in llama.cpp (`llama-vocab.cpp`, end of generation)."""
+"""Special tokens' texts that end an answer whatever the ids say: files often name one end token, chat models have
+several. As in llama.cpp (`llama-vocab.cpp`, end of generation).
+"""
 
 
 class TokenizerParts(NamedTuple):
-    """What a checkpoint says about its tokenizer.
+    """What a checkpoint says about the tokenizer.
 
     Attributes:
         backend: the tokenizer.
@@ -56,7 +57,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 class DefaultSampling:
     """Sampling that the checkpoint suggests (`generation_config.json`, keys of a GGUF file), else the model's card.
 
-    A value is None where nothing is suggested.
+    A value is None without a suggestion.
 
     Where `generation_config.json` says `do_sample: false`, only `repetition_penalty` counts, as in transformers.
     """
@@ -68,13 +69,13 @@ class DefaultSampling:
 
     @property
     def given(self) -> dict[str, float | int]:
-        """What it says, by the names of sampling parameters."""
+        """Suggested values, by the sampling parameters' names."""
         return {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer: its layers, its sizes, and what its checkpoint says of answers.
+    """A decoder-only transformer: layers, sizes, and what the checkpoint says about answers.
 
     `dtype` is the type the weights are declared in. No sequence may be longer than `max_position_embeddings`.
     """
@@ -111,7 +112,7 @@ class ModelConfig:
 
     @property
     def intermediate_size(self) -> int:
-        """Widest inner states that a token has at a time; of experts, those of all chosen ones."""
+        """Widest inner states that a token has at a time; for experts, the chosen experts' states together."""
         return max(_inner_width(layer.feed_forward) for layer in self.decoder.layers)
 
 
@@ -140,7 +141,7 @@ def config_hash(config: ModelConfig) -> bytes:
 
 
 def _llama_fields(config: ModelConfig) -> dict[str, Any] | None:
-    """Return version 1's fields of a decoder that version 1 can describe: KV that it named keeps its name."""
+    """Return version 1's fields for a decoder that version 1 can describe: KV named by version 1 keeps the name."""
     decoder, layer, rope = config.decoder, config.decoder.layers[0], config.decoder.ropes[:1]
     attention, inner = layer.attention, layer.feed_forward
     plain = DecoderSpec(decoder.layers, decoder.ropes, layer.norm)
@@ -193,8 +194,8 @@ def resolve_dtype(config: ModelConfig, dtype: str = "auto") -> str:
 def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str = "auto") -> KVLayout:
     """Return how one block of this model's KV is arranged, all layers.
 
-    Its element type is that of the weights, `dtype`, where `kv_dtype` is "auto"; else it is quantised, "int8" or "fp8".
-    Recurrent states are float32.
+    The element type is the weights', `dtype`, if `kv_dtype` is "auto"; else KV is quantised, "int8" or "fp8". Recurrent
+    states are float32.
     """
     stored = dtype if kv_dtype == "auto" else QUANTISED[kv_dtype]
     return KVLayout.of_layers(block_tokens, [_layer_kv(layer, stored) for layer in config.decoder.layers])

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, as transformers builds it out of the folder's files.
+"""A Hugging Face folder's tokenizer, as transformers builds the tokenizer from the folder's files.
 
 Files: `tokenizer.json`; `tokenizer_config.json` with special tokens, `added_tokens_decoder` and the tokenizer's class;
 the older `special_tokens_map.json` and `added_tokens.json`; `config.json` for the model's type. Source:
@@ -26,15 +26,15 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSettings:
-    """What a folder says about its tokenizer beside the vocabulary.
+    """What a folder says about the tokenizer beside the vocabulary.
 
     Attributes:
         special: special tokens by name, "bos_token" for example.
         extra: special tokens without a name.
         added: added tokens by id, in the order in which transformers adds them. Those of `tokenizer.json` are not
             among them if `tokenizer_config.json` lists all.
-        fields: `tokenizer_config.json`, with what older files say in place of it.
-        tokenizer_class: transformers' class; "" if the class takes `tokenizer.json` as it is.
+        fields: `tokenizer_config.json`, or older files' settings instead.
+        tokenizer_class: transformers' class; "" if the class takes `tokenizer.json` unchanged.
     """
 
     special: Mapping[str, AddedToken]
@@ -123,7 +123,7 @@ def _settings(folder: Path, content: Mapping[str, Any]) -> TokenizerSettings:
 
 
 def _without_special(value: Any) -> Any:
-    """Drop the flag from a token of `special_tokens_map.json`: all of these are special."""
+    """Drop the flag from a token in `special_tokens_map.json`: all of these are special."""
     return {name: flag for name, flag in value.items() if name != "special"} if isinstance(value, dict) else value
 
 
@@ -182,7 +182,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> N
     for token in tokens:
         token.special = token.special or token.content in named
     backend.add_tokens(tokens)
-    if settings.tokenizer_class == "Qwen2Tokenizer":  # which adds its special tokens once more, without their flags
+    if settings.tokenizer_class == "Qwen2Tokenizer":  # which adds the special tokens again, without flags
         every = (*settings.special.values(), *settings.extra)
         backend.add_tokens([AddedToken(token.content, special=True) for token in every])
 
@@ -190,8 +190,8 @@ def _add_tokens(backend: tokenizers.Tokenizer, settings: TokenizerSettings) -> N
 def _tokenizer_class(folder: Path, fields: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     """Return the class with which transformers loads the tokenizer of this folder.
 
-    Qwen's models have their own class unless the folder names another one. A folder of Llama's class whose tokenizer
-    works on bytes is taken as the file has it.
+    Qwen's models have their own class unless the folder names another one. A folder with Llama's class and a tokenizer
+    that works on bytes is taken as the file says.
     """
     config = _optional(folder / "config.json")
     model_type = config.get("model_type")
@@ -238,13 +238,13 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""How Llama 3 cuts text up before it is merged."""
+"""How Llama 3 splits text before merging."""
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-"""How Qwen 2 cuts text up before it is merged."""
+"""How Qwen 2 splits text before merging."""
 
 _Rebuild = Callable[[Mapping[str, Any], Mapping[str, Any], tokenizers.Tokenizer], tokenizers.Tokenizer]
 _REBUILT: Mapping[str, _Rebuild] = {"LlamaTokenizer": _llama, "Qwen2Tokenizer": _qwen2}
-"""Classes of transformers that take vocabulary and merges of `tokenizer.json`, and nothing else of how it works."""
+"""transformers' classes that take only vocabulary and merges from `tokenizer.json`."""
 _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),

@@ -1,4 +1,4 @@
-"""Reads a checkpoint of either format: configuration, tensors, identity of the weights, and the memory it needs."""
+"""Reads a checkpoint in either format: configuration, tensors, weights' identity, and the memory needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLay
 
 
 def load_config(path: Path | str) -> ModelConfig:
-    """Read the configuration of the checkpoint `path`. If its files suggest no sampling, the model's card does.
+    """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
 
     Raises:
         CheckpointError: there is no readable configuration, or a field is missing or malformed.
@@ -41,7 +41,7 @@ def weight_files(path: Path | str) -> list[Path]:
 
 
 def tensor_index(path: Path | str) -> dict[str, TensorInfo]:
-    """Return every tensor by its Hugging Face name, from the files' headers only.
+    """Return every tensor by Hugging Face name, from the files' headers only.
 
     Raises:
         CheckpointError: a file is missing, damaged, shorter than its header says, or a tensor is in two files.
@@ -53,9 +53,9 @@ def tensor_index(path: Path | str) -> dict[str, TensorInfo]:
 def weights_fingerprint(path: Path | str) -> bytes:
     """Return 32 bytes that differ wherever configuration or weights differ.
 
-    Hashes every file of weights whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header
-    never passes for the original. The same weights in other shards get another fingerprint; that costs cache misses,
-    never a wrong answer.
+    Hashes every weight file whole (memory-mapped, on all cores), so that a fine-tuned copy with the same header never
+    passes for the original. The same weights in other shards get another fingerprint; that costs cache misses, never a
+    wrong answer.
 
     Raises:
         CheckpointError: as `load_config` and `weight_files`; or a file cannot be read.
@@ -75,12 +75,12 @@ def weights_fingerprint(path: Path | str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointReport:
-    """Sizes of one model in one element type.
+    """One model's sizes in one element type.
 
-    `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk.
-    `kv_token_bytes` is the KV of one token over all layers, `kv_block_bytes` that of a block. `kv_groups` says what
-    layers of each kind have of them. `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the
-    given memory; None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` its KV.
+    `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk. `kv_token_bytes`
+    is one token's KV over all layers, `kv_block_bytes` one block's. `kv_groups` divides them by kind of layer.
+    `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory; None when none was
+    given. `context_tokens` is the longest sequence, `kv_context_bytes` that sequence's KV.
     `computed`: how layers compute on a CPU.
     """
 
@@ -108,7 +108,7 @@ def inspect_checkpoint(
     *,
     max_model_len: int | None = None,
 ) -> CheckpointReport:
-    """Return the sizes of the checkpoint in `path`, with the KV of a sequence of `max_model_len` tokens.
+    """Return the sizes for the checkpoint in `path`, with the KV for a sequence with `max_model_len` tokens.
 
     Raises:
         CheckpointError: as `load_config` and `tensor_index`.

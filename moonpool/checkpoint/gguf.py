@@ -1,4 +1,4 @@
-"""A GGUF file: its header, configuration, tensors under their Hugging Face names, tokenizer and chat template.
+"""A GGUF file: header, configuration, tensors under their Hugging Face names, tokenizer and chat template.
 
 A large model may come in parts, `NAME-00001-of-00003.gguf` and so on: the first part has the metadata and stands for
 all. Source: GGUF's specification, `docs/gguf.md` of ggml; versions 2 and 3, little-endian. No tensor data is read.
@@ -42,7 +42,7 @@ _ALIGNMENT = 32
 
 
 class TensorType(NamedTuple):
-    """How elements are stored: blocks of so many elements in so many bytes, all in one row."""
+    """How elements are stored: the elements and the bytes per block, all blocks in one row."""
 
     name: str
     elements: int
@@ -81,7 +81,7 @@ TENSOR_TYPES = {
 
 
 class GgufTensor(NamedTuple):
-    """One tensor: its type, its shape with rows first, the byte at which its data begins, and in which file."""
+    """One tensor: type, shape with rows first, the byte at which the data begins, and file."""
 
     type: TensorType
     shape: tuple[int, ...]
@@ -91,7 +91,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The header of the file `path` and of its further parts; names of metadata and tensors are the file's own."""
+    """The header of the file `path` and further parts; names of metadata and tensors are the file's own."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -99,7 +99,7 @@ class GgufFile:
 
     @classmethod
     def read(cls, path: Path) -> GgufFile:
-        """Read the header of `path`, and of its further parts if it has some.
+        """Read the header of `path`, and of further parts if any.
 
         Raises:
             CheckpointError: a file is missing, damaged, cut short or no GGUF file, or not the first part.
@@ -123,7 +123,7 @@ class GgufFile:
         """Return the elements of the F32 tensor `name`.
 
         Raises:
-            CheckpointError: it is stored in another type.
+            CheckpointError: stored in another type.
         """
         tensor = self.tensors[name]
         if tensor.type.name != "F32":
@@ -135,15 +135,15 @@ class GgufFile:
 
 
 def is_gguf(path: Path | str) -> bool:
-    """Tell whether `path` names a GGUF file, by its ending."""
+    """Tell whether `path` names a GGUF file, by the ending."""
     return str(path).endswith(GGUF_SUFFIX)
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return the files of the model that `path` is, or is the first part of.
+    """Return the model's files, if `path` is the model or its first part.
 
     Raises:
-        CheckpointError: it is another part, or one is missing.
+        CheckpointError: another part, or a part is missing.
     """
     match = _PART_NAME.fullmatch(path.name)
     if match is None:
@@ -161,7 +161,7 @@ def gguf_parts(path: Path) -> list[Path]:
 
 
 def gguf_name(path: Path) -> str:
-    """The name of a GGUF file without its ending, and without the number of its part."""
+    """A GGUF file's name without the ending and part number."""
     match = _PART_NAME.fullmatch(path.name)
     return path.name.removesuffix(GGUF_SUFFIX) if match is None else match["stem"]
 
@@ -248,7 +248,7 @@ def _read_value(path: Path, cursor: _Cursor) -> GgufFile:
 
 
 def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Return name, shape (rows first; files have it the other way round), type and offset of one tensor."""
+    """Return name, shape (rows first; files have the reverse order), type and offset for one tensor."""
     name = cursor.text()
     dimensions = cursor.number("I")
     if dimensions > _MAX_DIMENSIONS:
@@ -259,7 +259,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _checked_type(name: str, shape: tuple[int, ...], number: int, begin: int, size: int) -> TensorType:
-    """Return a tensor's type; refuse one that cannot be read, and data past the end of the file."""
+    """Return a tensor's type; refuse an unreadable type, and data past the file's end."""
     if number not in TENSOR_TYPES:
         known = ", ".join(kind.name for kind in TENSOR_TYPES.values())
         raise UnsupportedModel(name, f"is stored as type {number}, which is none of {known}")
@@ -305,8 +305,8 @@ _SIGMOID = 2
 def gguf_config(path: Path) -> ModelConfig:
     """Read the configuration of the GGUF file `path`.
 
-    Biases and a separate output head are those whose tensors are there. The declared dtype is the type that most
-    elements have, bfloat16 where they are quantised.
+    Biases and a separate output head exist if their tensors do. The declared dtype is the type that most elements have,
+    bfloat16 where they are quantised.
 
     Raises:
         CheckpointError: the file is damaged, or a key is missing or malformed.
@@ -316,7 +316,7 @@ def gguf_config(path: Path) -> ModelConfig:
 
 
 def config_of(file: GgufFile) -> ModelConfig:
-    """As `gguf_config`, of a file whose header has been read."""
+    """As `gguf_config`, for a file with a header that has been read."""
     family = _family(file)
     assert family.gguf is not None
     found = _config_keys(file, family)
@@ -355,7 +355,7 @@ def _default_sampling(fields: JsonFields) -> DefaultSampling:
 
 
 def _family(file: GgufFile) -> ModelFamily:
-    """Return the file's family. Mixtral's files are of the llama architecture, DeepSeek V3's of that of V2."""
+    """Return the file's family. Mixtral's files have the llama architecture, DeepSeek V3's have V2's."""
     name = file.metadata.get("general.architecture")
     if name == "llama" and file.metadata.get("llama.expert_count"):
         return MIXTRAL
@@ -386,7 +386,7 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
     if (inner := fields.get(f"{name}.feed_forward_length")) is not None or not fields.get(f"{name}.expert_count"):
         found["intermediate_size"] = inner
         JsonFields(found, fields.source).positive("intermediate_size")
-    else:  # files whose layers all have experts may say the experts' width alone
+    else:  # files whose layers all have experts may give only the experts' width
         found["intermediate_size"] = fields.positive(f"{name}.expert_feed_forward_length")
     epsilon = fields.get(f"{name}.attention.layer_norm_rms_epsilon", fields.get(f"{name}.attention.layer_norm_epsilon"))
     if epsilon is None:
@@ -511,15 +511,15 @@ def _end_ids(token: Any, kind: Any) -> bool:
 _TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
 _PAIRED = ("attn_q", "attn_k")
 _WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
-"""Tensors whose names in folders do not end with .weight or .bias."""
+"""Tensors with folder names that do not end with .weight or .bias."""
 
 
 def gguf_index(path: Path) -> dict[str, TensorInfo]:
-    """Return every tensor of a GGUF file by its Hugging Face name.
+    """Return every tensor in a GGUF file by Hugging Face name.
 
     Raises:
         CheckpointError: the file is damaged.
-        UnsupportedModel: the file has a tensor that the model would not use; names it.
+        UnsupportedModel: the file has a tensor that the model would not use; names the tensor.
     """
     file = GgufFile.read(path)
     config = config_of(file)
@@ -550,7 +550,7 @@ def _layer(name: str) -> int:
 
 
 def _by_expert(name: str, info: TensorInfo, kind: TensorType) -> dict[str, TensorInfo]:
-    """Return each expert's part of a tensor that holds all of them, [experts, outputs, inputs]."""
+    """Return each expert's part of a tensor that holds all experts, [experts, outputs, inputs]."""
     count, *shape = info.shape
     size = prod(shape) // kind.elements * kind.bytes
     return {
@@ -560,9 +560,9 @@ def _by_expert(name: str, info: TensorInfo, kind: TensorType) -> dict[str, Tenso
 
 
 def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str]:
-    """Return the Hugging Face name of a tensor, and the part of GGUF's name that says what it is.
+    """Return a tensor's Hugging Face name, and the part of GGUF's name that tells the tensor's role.
 
-    A tensor of all experts has `{expert}` in its name.
+    A tensor for all experts has `{expert}` in the name.
     """
     match = _TENSOR_NAME.fullmatch(name)
     known = {} if match is None else gguf.outer if match["layer"] is None else {**gguf.layer, **gguf.renamed}
@@ -601,7 +601,7 @@ def gguf_tokenizer(path: Path) -> TokenizerParts:
     """Read the tokenizer, the chat templates and the special tokens that the template may name.
 
     Raises:
-        CheckpointError: the file is damaged, or its tokenizer is.
+        CheckpointError: the file or the tokenizer is damaged.
         UnsupportedModel: a kind of tokenizer that is not built; names the key.
     """
     metadata = GgufFile.read(path).metadata
@@ -647,7 +647,7 @@ def _listed(metadata: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
-    """Return what cuts text up before it is merged."""
+    """Return what splits text before merging."""
     if name in _GPT2_NAMES:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if name in _DIGIT_NAMES:
@@ -666,7 +666,7 @@ def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokenizers.Tokenizer:
-    """Return a SentencePiece BPE tokenizer; bytes without a token of their own have those of bytes."""
+    """Return a SentencePiece BPE tokenizer; bytes without a separate token have byte tokens."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
     kinds = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     scored = zip(tokens, _listed(metadata, "scores"), kinds, strict=True)
@@ -681,7 +681,7 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str]) -> tokeni
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return the merges that scores stand for: every way to join two tokens to a third one, the best third one first.
+    """Return the merges that scores stand for: every way to join two tokens to a third token, best third first.
 
     In the order of transformers' `generate_merges`.
     """
@@ -746,7 +746,7 @@ _TEMPLATE_KEY = "tokenizer.chat_template"
 
 
 def _chat_templates(path: Path, metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name; the key of a further template ends with its name."""
+    """Return the templates by name; a further template's key ends with the template's name."""
     keys = {key.removeprefix(_TEMPLATE_KEY).lstrip(".") or "default": key for key in metadata if _is_template(key)}
     for key in keys.values():
         if not isinstance(metadata[key], str):

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: the local cache, and fetching files that it lacks.
+"""Models from the Hugging Face hub: the local cache, and fetching missing files.
 
 Fetches configuration, tokenizer, chat template and safetensors only, never pickle files or code.
 """
@@ -34,7 +34,7 @@ _IGNORE = ("*/*", "consolidated*.safetensors")
 
 
 def cached(name: str, revision: str | None) -> Path | None:
-    """Return the cached snapshot when it has all that loading needs, without any network; None when it has not.
+    """Return the cached snapshot if complete for loading, without any network; else None.
 
     Raises:
         CheckpointError: `name` is no hub id.
@@ -64,10 +64,10 @@ def complete_models() -> dict[str, Path]:
 
 
 def fetch(name: str, revision: str | None) -> Path:
-    """Fetch what may be fetched of a hub repository; returns its snapshot folder.
+    """Fetch what may be fetched of a hub repository; returns the snapshot folder.
 
     Raises:
-        CheckpointError: there is no such model, or it cannot be fetched.
+        CheckpointError: no such model, or the model cannot be fetched.
     """
     try:
         return _downloaded(name, revision)
@@ -83,7 +83,7 @@ def fetch(name: str, revision: str | None) -> Path:
 
 
 def _downloaded(name: str, revision: str | None) -> Path:
-    """The snapshot, downloaded on threads of its own, so that a signal is heeded meanwhile.
+    """The snapshot, downloaded on separate threads, so that signals are handled meanwhile.
 
     A terminal gets bars of the hub's library; elsewhere a line now and then says how much has come.
     """

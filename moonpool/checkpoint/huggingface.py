@@ -1,7 +1,8 @@
-"""A Hugging Face folder: configuration, and the headers of its safetensors files.
+"""A Hugging Face folder: configuration, and the safetensors files' headers.
 
-Both spellings of `config.json` are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and the `rope_parameters`/`dtype`
-of transformers 5. If a key is absent, the default of transformers' configuration class holds. No tensor data is read.
+Both spellings of `config.json` are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and transformers 5's
+    `rope_parameters`/`dtype`. If a key is absent, the default of transformers' configuration class holds. No tensor
+    data is read.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from moonpool.families.fields import JsonFields, read_json
 from moonpool.families.other import common_names
 from moonpool.families.rope import longest
 
-_MAX_HEADER_BYTES = 100_000_000  # the limit that safetensors itself has
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _INDEX = "model.safetensors.index.json"
 
 
@@ -79,10 +80,10 @@ def folder_index(folder: Path) -> dict[str, TensorInfo]:
 
 
 def folder_formats(folder: Path) -> Formats:
-    """Return how the folder stores quantised weights; none: it has none.
+    """Return how the folder stores quantised weights; none: not quantised.
 
     Raises:
-        UnsupportedModel: a method or a field that cannot be read; names it.
+        UnsupportedModel: a method or a field that cannot be read; names the setting.
         CheckpointError: a field is malformed.
     """
     found = quantisation_settings(folder)
@@ -94,7 +95,7 @@ def folder_formats(folder: Path) -> Formats:
 
 
 def quantisation_settings(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
-    """Return what says how weights are quantised, as it stands in a file of that name; None: they are not."""
+    """Return the quantisation settings for weights, as found in the file with that name; None: they are not."""
     file = folder / "config.json"
     config = read_json(file) if file.exists() else {}
     if settings := {key: config[key] for key in QUANTISATION_KEYS if config.get(key)}:
@@ -129,7 +130,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _plain_name(index: Path, name: str) -> Path:
-    """Return the file beside `index`; an index must not lead out of its folder."""
+    """Return the file beside `index`; an index must not lead out of the folder."""
     if Path(name).name != name or not name.endswith(".safetensors"):
         raise CheckpointError(f"{index}: {name!r} is not the name of a safetensors file in this folder")
     return index.parent / name
@@ -202,7 +203,7 @@ def _token_ids(fields: JsonFields, name: str) -> tuple[int, ...]:
 
 
 def _end_tokens(folder: Path, fields: JsonFields, generation: JsonFields) -> tuple[int, ...]:
-    """Return the tokens that end an answer: those of both configurations and of the tokenizer together.
+    """Return the tokens that end an answer: both configurations' and the tokenizer's together.
 
     Fine-tuned folders often change only one of the three places.
     """

@@ -1,4 +1,4 @@
-"""Sampling that a model's card recommends, for models whose files say nothing about sampling."""
+"""Sampling recommended by a model's card, for models whose files say nothing about sampling."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from moonpool.checkpoint.config import DefaultSampling
 
 CARDS = ((re.compile(r"smollm2-[\w.]+-instruct\b", re.IGNORECASE), DefaultSampling(temperature=0.2, top_p=0.9)),)
-"""Names of models, and the sampling of their cards' examples."""
+"""Models' names, and the sampling in their cards' examples."""
 _SNAPSHOTS = "snapshots"
 """Folder in the hub's cache whose parent has the model's name."""
 

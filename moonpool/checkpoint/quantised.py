@@ -19,7 +19,7 @@ from moonpool.families.fields import JsonFields
 
 Formats = tuple[QuantisedFormat, ...]
 QUANTISATION_KEYS = ("quantization_config", "compression_config")
-"""Keys of config.json that say how weights are stored; the second one is of compressed-tensors' first years."""
+"""Keys of config.json that say how weights are stored; the second key is from compressed-tensors' first years."""
 
 _FLOAT8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _SCALED = QuantisedFormat(
@@ -81,14 +81,14 @@ _BESIDE = re.compile(
     r"(_input_scale|\.(weight_shape|weight_format|input_scale(_ub)?|input_zero_point|input_global_scale|output_scale"
     r"|activation_scale|[kv]_scale))$"
 )
-"""Tensors of activations, of KV, and of bookkeeping, which the dense weight does without."""
+"""Tensors for activations, KV and bookkeeping, which the dense weight does without."""
 
 
 def quantised_formats(fields: JsonFields) -> Formats:
     """Return how weights are stored, by config.json; none: as they are.
 
     Raises:
-        UnsupportedModel: a method or a field that cannot be read; names it.
+        UnsupportedModel: a method or a field that cannot be read; names the key.
         CheckpointError: a field is malformed.
     """
     key = next((key for key in QUANTISATION_KEYS if fields.get(key)), None)
@@ -111,7 +111,7 @@ def modelopt_formats(fields: JsonFields) -> Formats:
 def _formats(settings: JsonFields, key: str) -> Formats:
     method = settings.get("quant_method")
     if method is None and any(settings.get(f"load_in_{bits}bit") for bits in (4, 8)):
-        method = "bitsandbytes"  # folders of its first years
+        method = "bitsandbytes"  # folders from its first years
     if method not in _READERS:
         raise UnsupportedModel(f"{key}.quant_method", f"{method!r} is none of {', '.join(_READERS)}")
     return _READERS[method](settings, key)
@@ -181,7 +181,7 @@ _ALGORITHMS = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4")
 
 
 def _compressed(settings: JsonFields, key: str) -> Formats:
-    """Return the formats of the compressed-tensors library, one for each of its groups of modules."""
+    """Return compressed-tensors' formats, one for each module group."""
     for name, part in (("transform_config", "config_groups"), ("sparsity_config", "format")):
         found = settings.get(name)
         if isinstance(found, Mapping) and found.get(part) not in (None, {}, "dense"):
@@ -246,7 +246,7 @@ def _one_of(settings: JsonFields, key: str, name: str, known: Collection[Any]) -
     """Return a value.
 
     Raises:
-        UnsupportedModel: it is none of `known`; names it.
+        UnsupportedModel: not in `known`; names the key.
     """
     value = settings.get(name)
     if isinstance(value, bool) or value not in known:
@@ -269,7 +269,7 @@ _READERS: Mapping[Any, Callable[[JsonFields, str], Formats]] = {
 
 
 def dense_index(tensors: Mapping[str, TensorInfo], formats: Formats) -> dict[str, TensorInfo]:
-    """Return the tensors of a folder with each quantised weight under its dense name, in its dense shape.
+    """Return a folder's tensors with each quantised weight under the dense name, in the dense shape.
 
     Raises:
         CheckpointError: a tensor that belongs to a weight is missing, or has another type.
@@ -334,7 +334,7 @@ def _dense_shape(form: QuantisedFormat, parts: Mapping[str, tuple[str, TensorInf
             return (shape[0], scales[1] * form.group) if whole else _stored_shape(parts["shape"][1])
         if form.method == "fp4":
             return shape[0], shape[1] * 2
-        if form.method == "mxfp4":  # [experts, outputs, inputs / 32, 16 bytes], whose dense form has its inputs first
+        if form.method == "mxfp4":  # [experts, outputs, inputs / 32, 16 bytes]; the dense form has the inputs first
             return shape[0], shape[2] * 32, shape[1]
         if form.method == "bnb_4bit":
             return _state_shape(parts["state"][1])

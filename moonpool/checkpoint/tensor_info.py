@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint lies, and how its values are stored."""
+"""Where a checkpoint's tensor lies, and how the values are stored."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantisedFormat:
-    """How some or all weights of one folder are stored; `moonpool.models.dequantise` knows the methods.
+    """How some or all of a folder's weights are stored; `moonpool.models.dequantise` knows the methods.
 
     Attributes:
         method: how the dense weight is computed.
-        values: ends of the name of the tensor that holds the values.
+        values: name endings for the tensor with the values.
         dtypes: types of that tensor; a `.weight` of another type is not quantised.
-        parts: ends of the names of further tensors, by role.
+        parts: name endings for further tensors, by role.
         optional: roles of tensors that may be absent.
-        bits: of a value; 0: the shapes say it.
+        bits: bits per value; 0: told by the shapes.
         group: inputs that share a scale; 0: all.
-        block: outputs and inputs that share a scale, where the shapes do not say it.
-        v1: GPTQ's first format, whose zero points are stored less one.
-        divided: the scale of the whole tensor divides the other scales, instead of multiplying them.
+        block: outputs and inputs that share a scale, if the shapes do not tell.
+        v1: GPTQ's first format, which stores zero points less one.
+        divided: the tensor's scale divides the other scales, instead of multiplying them.
         targets: compressed-tensors' patterns of the modules that are stored so; none: all.
     """
 
@@ -46,7 +46,7 @@ class QuantisedFormat:
 
 @dataclass(frozen=True, slots=True)
 class QuantisedTensor:
-    """The tensors that make one weight: name and place of each, by role; the one of values is "values"."""
+    """The tensors that make one weight: each tensor's name and place, by role; the tensor with values is "values"."""
 
     format: QuantisedFormat
     parts: Mapping[str, tuple[str, TensorInfo]]
@@ -54,10 +54,10 @@ class QuantisedTensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: the file that holds it, its type there (for example "BF16" or "Q4_0"), its shape, its first byte.
+    """One tensor: file, type there (for example "BF16" or "Q4_0"), shape, first byte.
 
-    Of GGUF files also `paired_rows`: rows of a head, where those that RoPE turns together lie beside one another
-    instead of half a head apart; 0 = they do not.
+    GGUF files also have `paired_rows`: rows in a head, if rows that RoPE turns together lie beside one another instead
+        of half a head apart; 0 = they do not.
     """
 
     file: Path
@@ -66,7 +66,7 @@ class TensorInfo:
     begin: int = 0
     paired_rows: int = 0
     quantised: QuantisedTensor | None = None
-    """Of folders, a weight whose values are stored quantised; `dtype` is that of the stored values."""
+    """In folders, a weight with quantised values; `dtype` is that of the stored values."""
 
     @property
     def elements(self) -> int:

@@ -23,9 +23,8 @@ from moonpool.errors import CheckpointError, InvalidRequest
 class StopWatcher:
     """Passes text on, up to the first of several stop strings, however the text is cut into pieces.
 
-    Text that may be the beginning of a stop string is held back until it is decided. Of several stop strings the one
-    that is complete first wins (of those that end together, the one that begins first), so the result does not depend
-    on how the text was cut.
+    Text that may begin a stop string is held back until decided. Among several stop strings the first complete string
+    wins (among those that end together, the first to begin), so the result does not depend on how the text was cut.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -39,7 +38,7 @@ class StopWatcher:
         return self.matched is not None
 
     def push(self, text: str) -> str:
-        """Take the next piece; returns what may be shown now. Nothing is shown after a stop string."""
+        """Take the next piece; returns what may be shown now. No text is shown after a stop string."""
         if self.stopped:
             return ""
         if not self._stops:
@@ -56,7 +55,7 @@ class StopWatcher:
         return shown
 
     def flush(self) -> str:
-        """Return what is still held back: the text has ended, so it is no stop string."""
+        """Return the text still held back: the text has ended, so no stop string follows."""
         shown, self._held = self._held, ""
         return shown
 
@@ -77,15 +76,16 @@ class StopWatcher:
 _REPLACEMENT = "\ufffd"
 
 
-# A character has at most 4 bytes, so at most 3 tokens wait for its end; more is text that will never be valid.
+# A character has at most 4 bytes, so at most 3 tokens wait for the character's end; more is text that will never be
+# valid.
 _MAX_HELD_TOKENS = 32
 _FEW_TOKENS = 256
 _PIECE_CHARS = 1 << 14
 _PIECE_SLACK = 16
-"""Tokens by which a piece of a text may have more than it has within the text: a cut token, tokens put in front."""
+"""Extra tokens that a text's piece may have compared with the whole text: a cut token, tokens put in front."""
 
 
-# A text is tokenised on the thread that asks for it and on no other.
+# A text is tokenised only on the thread that asks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -137,7 +137,7 @@ class Tokenizer:
         self._backend = backend
         self._longest = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         self.special_tokens = dict(special or {})
-        """Texts of special tokens by the name of their role, for example `eos_token`."""
+        """Special tokens' texts by role, for example `eos_token`."""
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(index for index, token in added.items() if token.special)
         self._templates: ChatTemplates | None = None
@@ -166,16 +166,16 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens the tokenizer knows, added ones included."""
+        """Number of tokens the tokenizer knows, including added tokens."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def definition(self) -> str:
-        """All of it but the chat template, as the library `tokenizers` writes it down."""
+        """The tokenizer without the chat template, as the library `tokenizers` writes the definition."""
         return str(self._backend.to_str())
 
     @property
     def longest_token_chars(self) -> int:
-        """Characters of the longest token as the vocabulary spells it; no token stands for more characters of text."""
+        """Characters in the longest token as spelled in the vocabulary; no token stands for more characters of text."""
         return self._longest
 
     @property
@@ -190,7 +190,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template itself shows tools to the model."""
+        """Whether the chat template shows tools to the model."""
         return self._templates is not None and self._templates.tool_use.takes_tools
 
     def special_id(self, text: str) -> int | None:
@@ -199,7 +199,7 @@ class Tokenizer:
         return token if token in self._special_ids else None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Return the tokens of `text`; with `add_special` also those the model expects around it (often one BOS)."""
+        """Return the tokens of `text`; with `add_special` also the model's tokens around the text (often one BOS)."""
         # Unlike `encode`, this releases the interpreter lock: a megabyte takes most of a second.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)
         return list(encoding.ids)
@@ -207,7 +207,7 @@ class Tokenizer:
     def is_longer(self, text: str, max_tokens: int) -> bool:
         """Tell whether `text` certainly has more than `max_tokens` tokens.
 
-        Memory and time are those of `max_tokens` tokens however long `text` is: it is tokenised piece by piece.
+        Memory and time are those for `max_tokens` tokens however long `text` is: the text is tokenised piece by piece.
         """
         if len(text.encode()) <= max_tokens:
             return False
@@ -226,7 +226,7 @@ class Tokenizer:
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
 
     def with_text(self, ids: Iterable[int], skip_special: bool = True) -> list[int]:
-        """Return the tokens of `ids` that `decode` spells: none that it skips or that the vocabulary lacks."""
+        """Return the tokens in `ids` that `decode` spells: neither skipped nor missing in the vocabulary."""
         skipped = self._special_ids if skip_special else frozenset()
         return [token for token in ids if token not in skipped and self._backend.id_to_token(token) is not None]
 
@@ -246,7 +246,7 @@ class Tokenizer:
         return self._templates.render(messages, tools, options)
 
     def encode_chat(self, chat: RenderedChat, add_special: bool = False) -> list[int]:
-        """Return the tokens of a prompt; the template itself writes the control tokens.
+        """Return the tokens of a prompt; the template writes the control tokens.
 
         Control tokens that the conversation brought become tokens of plain text.
 
@@ -263,7 +263,7 @@ class Tokenizer:
         return [*around[:begins], *ids, *around[begins + len(plain) :]]
 
     def _segments(self, chat: RenderedChat) -> Iterator[Segment]:
-        """Cut a prompt at the control tokens that its template wrote."""
+        """Cut a prompt at the control tokens written by the template."""
         added = self._backend.get_added_tokens_decoder().values()
         tokens = {token.content: token for token in added if token.content}
         any_token = re.compile("|".join(re.escape(text) for text in sorted(tokens, key=len, reverse=True)))
@@ -303,7 +303,7 @@ class Tokenizer:
         return ids
 
     def _encode_plain(self, text: str, *, first: bool) -> list[int]:
-        """Return the tokens of a part of a text, none of them added tokens; `first`: the text begins with `text`."""
+        """Return the tokens for a text part without added tokens; `first`: the text begins with `text`."""
         if not text:
             return []
         if first or not self._plain_marks_first:
@@ -335,25 +335,25 @@ class Tokenizer:
         return self.encode_chat(self.render_chat(messages, tools, options))
 
     def stream(self, prompt: Sequence[int] = (), skip_special: bool = True) -> Detokenizer:
-        """Return a detokenizer for tokens that come one by one, after `prompt` (whose text is not returned)."""
+        """Return a detokenizer for tokens that come singly, after `prompt` (whose text is not returned)."""
         return Detokenizer(self, prompt, skip_special)
 
 
 class Detokenizer:
     """Text of a growing token sequence. What all `push` and the last `flush` return is `decode` of all tokens.
 
-    Decoding a window that begins some tokens before the new ones gives spaces and merged characters as in the whole
-    text (the method of Hugging Face's text-generation-inference). Tokens without text are no part of the window: after
-    such tokens alone, some decoders would take the next token for the first of the text and drop its space. A
-    character whose bytes have not all come is held back. Exceptions: a byte sequence that stays invalid longer than 32
-    tokens is cut there; decoders like SentencePiece's spell valid bytes before invalid ones as invalid, too.
+    Decoding a window that begins some tokens before the new tokens gives spaces and merged characters as in the whole
+    text (the method in Hugging Face's text-generation-inference). Tokens without text are not in the window: after such
+    tokens alone, some decoders would treat the next token as the text's first and drop the token's space. A character
+    with missing bytes is held back. Exceptions: a byte sequence that stays invalid longer than 32 tokens is cut there;
+    decoders like SentencePiece's spell valid bytes before invalid ones as invalid, too.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._window = tokenizer.with_text(prompt[-16:], skip_special)[-8:]  # tokens decoded anew at each push
-        self._read = len(self._window)  # leading tokens of the window whose text is final
+        self._read = len(self._window)  # leading window tokens with final text
         # Characters of the window's text already returned. A character that the prompt has begun is not among them.
         self._shown = len(self._decode(self._window).rstrip(_REPLACEMENT))
 

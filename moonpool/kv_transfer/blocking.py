@@ -35,15 +35,15 @@ OnSlice = Callable[[int, int, memoryview, int], None]
 
 
 class _DamagedSliceError(MoonpoolError):
-    """A slice has not the hash that it should have."""
+    """A slice does not match the expected hash."""
 
 
 class BlockingReader:
-    """Whole blocks of one layout from one store.
+    """Whole blocks with one layout from one store.
 
     Attributes:
         connection: this side's end of a direct connection.
-        most: most blocks of one exchange; 0: a block is too large.
+        most: most blocks in one exchange; 0: a block is too large.
     """
 
     def __init__(self, connection: BlockingConnection, layout: KVLayout) -> None:
@@ -112,7 +112,7 @@ class BlockingReader:
     def _land(
         self, message: OneShotMessage, follow: int, all_targets: list[memoryview], bindings: Sequence[int], first: int
     ) -> list[int]:
-        """Takes one part of the answer, from slice `first` on; returns the hashes of its slices."""
+        """Takes one part of the answer, from slice `first` on; returns the slices' hashes."""
         end = first + len(message.numbers)
         targets = all_targets[first:end]
         nbytes = sum([target.nbytes for target in targets])
@@ -143,7 +143,7 @@ class BlockingReader:
 
 
 MAX_PUT_BLOCKS = 128
-"""Most blocks of one exchange; a store takes more blocks in a session only."""
+"""Most blocks in one exchange; a store takes more blocks in a session only."""
 SEND_BYTES = 512 << 10
 """Bytes of slices that are sent together, about, while the next slices are hashed."""
 
@@ -155,11 +155,11 @@ def _encode_put_open(tenant: str, forgotten: tuple[str, ...]) -> bytes:
 
 
 class BlockingWriter:
-    """Whole blocks of one layout to one store.
+    """Whole blocks with one layout to one store.
 
     Attributes:
         connection: this side's end of a direct connection.
-        most: most blocks of one exchange; 0: a block is too large.
+        most: most blocks in one exchange; 0: a block is too large.
     """
 
     def __init__(self, connection: BlockingConnection, layout: KVLayout, staging: SharedMemory | None) -> None:
@@ -172,8 +172,8 @@ class BlockingWriter:
     def put(self, blocks: BlocksToPut, timeout_s: float) -> PutOutcome | None:
         """Stores blocks, at most `most`; returns when all are VISIBLE.
 
-        Returns None, and has stored nothing, if the put needs a session, which then says why: no room, or a refusal;
-        too many deletions to name; another thread uses the connection, or the connection has ended.
+        Returns None, and has stored nothing, if the put needs a session, which then gives the reason: no room, or a
+        refusal; too many deletions to name; another thread uses the connection, or the connection has ended.
 
         Raises:
             TransferFailed: the put took longer than `timeout_s`; blocks may be stored all the same.
@@ -239,7 +239,7 @@ class BlockingWriter:
 def _hashed_meanwhile(
     slices: Iterable[tuple[memoryview, int]], bindings: Sequence[int]
 ) -> Iterator[Sequence[memoryview]]:
-    """Slices in portions, hashed while the portion before is on its way; the bound hashes come last."""
+    """Slices in portions, hashed while the portion before is on the way; the bound hashes come last."""
     hashes: list[int] = []
     some: list[memoryview] = []
     nbytes = 0

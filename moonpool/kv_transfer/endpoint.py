@@ -40,7 +40,7 @@ class KVEndpoint:
     Attributes:
         channels: gives the channel.
         address: "host:port" of the peer.
-        hello: first message: this side, and the KV it speaks of.
+        hello: first message: this side, and this side's KV.
         layout: arrangement of that KV.
         settings: how streams open.
     """
@@ -67,7 +67,7 @@ class KVEndpoint:
         credit: Callable[[kv_pb2.Credit], Req] | None = None,
         priority: int = TO_DECODE,
     ) -> StreamSpec[Req, Res]:
-        """The `StreamSpec` of a stream of the method; arguments as its attributes."""
+        """The `StreamSpec` for a stream with this method; arguments as the spec's attributes."""
         hello = method.request(hello=self.hello)
         return StreamSpec(
             name,

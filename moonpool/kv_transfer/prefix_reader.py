@@ -1,4 +1,4 @@
-"""Reads a prefix of blocks from a kvstore or an engine's pool, layer by layer: the client of `Get` and `ReadKV`."""
+"""Reads a prefix from a kvstore or an engine's pool, layer by layer: the client for `Get` and `ReadKV`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Into = Callable[[int, int], memoryview | None]
 
 
 class PrefixLost(TransferFailed):
-    """The source lost blocks of a prefix after whole layers of them had been handed out.
+    """The source lost some of a prefix's blocks after whole layers had been handed out.
 
     Attributes:
         blocks: leading blocks that are still good.
@@ -51,7 +51,7 @@ class PrefixLost(TransferFailed):
 
 
 class _WholeRead(NamedTuple):
-    """A read that fits one frame: its shape, the memory for its slices, and the bindings of their hashes."""
+    """A read that fits one frame: shape, memory for the slices, and the hashes' bindings."""
 
     shape: FrameShape
     targets: list[memoryview]
@@ -157,7 +157,7 @@ class PrefixRead:
         return ReceiveBuffer(targets, hashes, lambda: not self._left, on_filled, self._offload, self._on_writing)
 
     def leave(self) -> None:
-        """The reader leaves: after `quiet`, nothing is written to the reader's memory."""
+        """The reader leaves: after `quiet`, the reader's memory is not written."""
         self._left = True
 
     async def quiet(self) -> None:
@@ -336,7 +336,7 @@ def _get_session(message: ReadResponse) -> Hashable:
 
 
 class BlockReader(StreamClient[ReadRequest, ReadResponse]):
-    """Reads of this process from one kvstore or engine instance, all on one stream."""
+    """This process's reads from one kvstore or engine instance, all on one stream."""
 
     def __init__(
         self,
@@ -391,12 +391,12 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             heads: consecutive heads to read; None: all heads. Slices with scales are read with all heads.
             on_slice: called once per slice with (layer, index into keys, bytes of the heads in order, their hash). Take
                 the bytes at once. Slices of blocks at or past the returned number may be handed out, too.
-            on_layer: called for each layer, in order, when all its slices were handed out.
+            on_layer: called for each layer, in order, after all the layer's slices were handed out.
             timeout_s: longest time of the whole read.
             tenant: owner of the KV.
             into: gives memory for the slice of a (layer, index into keys), which saves a copy: `on_slice` gets this
                 memory then. None: no memory for this slice. If the read fails or has fewer blocks, the content is
-                undefined. Nothing is written there after `read` has returned or raised.
+                undefined. No write follows after `read` has returned or raised.
 
         No function is called after `read` has returned or raised. Their exceptions end the read.
 
@@ -404,7 +404,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             InvalidRequest: the layout has no such heads, or these heads cannot be read apart.
             PrefixLost: a block went missing after a layer with this block had been handed out.
             TransferFailed: the read took too long; or the source ended the session, or may have deleted blocks.
-            DamagedSliceError: a slice did not match its hash. The source was told, and checks its block.
+            DamagedSliceError: a slice did not match the hash. The source was told, and checks the source's block.
             FrameError: a frame was damaged, was not asked for, or came twice.
             StreamBroken: the stream has ended, or the source cannot be reached.
             Mismatch: the source does not take this KV.

@@ -49,10 +49,10 @@ def check_hello(
 
 
 class FrameReceiver:
-    """The credits that a receiver of frames gives on one stream.
+    """The credits that a frame receiver gives on one stream.
 
-    `consumed` must be called for every frame that came, whatever became of it: a frame of an unknown session or a
-    corrupted one has used up its credits too.
+    `consumed` must be called for every frame, whatever its fate: an unknown session's frame or a corrupted frame has
+    used up credits too.
     """
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
@@ -79,9 +79,9 @@ class FrameReceiver:
 
 
 class FrameWriter:
-    """Writes frames of many sessions to one reader, who gives the credits.
+    """Writes many sessions' frames to one reader, which gives the credits.
 
-    The reader's first Credit is its window; until it comes, nothing is sent.
+    The reader's first Credit is the window; until then, no frame is sent.
     """
 
     def __init__(
@@ -108,7 +108,9 @@ class FrameWriter:
         self.credits.grant(credit.bytes)
 
     async def send(self, session: int, generation: int, slices: Iterable[Slice], *, timeout_s: float) -> int:
-        """Sends slices in frames; returns the payload bytes. When it returns or raises, the slices' memory is free.
+        """Sends slices in frames; returns the payload bytes.
+
+        When the call returns or raises, the slices' memory is free.
 
         Args:
             session: The reader's session.
@@ -141,10 +143,9 @@ class FrameWriter:
     def offer(
         self, header: kv_pb2.FrameHeader, pieces: list[memoryview], wrap: Callable[[kv_pb2.FrameHeader], Message]
     ) -> bool:
-        """Sends a frame if nothing has to be waited for, the header wrapped by `wrap`.
+        """Sends a frame if no wait is needed, the header wrapped by `wrap`.
 
-        Returns:
-            Whether it was sent; no credits are used when not, or when it raises.
+        Returns: Whether the frame was sent; no credits are used if not, or if the call raises.
 
         Raises:
             StreamBroken: Too many messages wait to be written.
@@ -188,12 +189,12 @@ class ReadSessions(ServerStream[Req]):
         """Starts nothing yet.
 
         Args:
-            closing: set when the service ends its streams.
+            closing: set when the service ends all streams.
             listener: offers transports beside the call.
             response: the stream's answers.
             carried_out: names of deletions that were carried out here.
             suspect: told of blocks that a reader got damaged.
-            max_keys: of one session.
+            max_keys: per session.
         """
         super().__init__(closing, listener=listener)
         self.frames: FrameWriter
@@ -214,11 +215,11 @@ class ReadSessions(ServerStream[Req]):
         self.frames, self._credits = frames, frames.credits
 
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
-        """Begins a session; what it raises of Moonpool's errors makes it a miss."""
+        """Begins a session; a Moonpool error raised by the session makes a miss."""
         raise NotImplementedError
 
     def serve(self, number: int, work: Coroutine[Any, Any, None], ended: Callable[[], None]) -> None:
-        """Runs a session; `ended` is called at its end, also of one that is cancelled before it has begun.
+        """Runs a session; `ended` is called at the session's end, also if cancelled before beginning.
 
         Raises:
             Unavailable: too many run already.
@@ -240,7 +241,7 @@ class ReadSessions(ServerStream[Req]):
     def opened_with(
         self, number: int, blocks: int, forgotten: Sequence[str]
     ) -> Callable[[kv_pb2.FrameHeader], Message]:
-        """As `opened`, around the header of a frame that brings all of it."""
+        """As `opened`, around the header of a frame that brings everything."""
 
         def wrap(frame: kv_pb2.FrameHeader) -> Message:
             opened = kv_pb2.ReadOpened(session=number, blocks=blocks, forgotten=forgotten, frame=frame)
@@ -249,11 +250,11 @@ class ReadSessions(ServerStream[Req]):
         return wrap
 
     def done(self, number: int) -> None:
-        """Tells the reader that nothing follows."""
+        """Tells the reader that no frame follows."""
         self.post(self._response(done=kv_pb2.ReadDone(session=number)))
 
     def on_message(self, message: Any, payload: memoryview) -> None:
-        """One message of the reader. What is wrong with a session ends that session only."""
+        """One message from the reader. What is wrong with a session ends that session only."""
         if message.credit_bytes:
             self._credits.grant(message.credit_bytes)
         match message.WhichOneof("message"):

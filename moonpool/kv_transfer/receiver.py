@@ -1,4 +1,4 @@
-"""The receiving side of a KV transfer, without I/O: a bitmap of received slices and the state machine."""
+"""A KV transfer's receiving side, without I/O: a bitmap of received slices and the state machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moonpool.kv.layout import KVLayout
 
 
 class SliceBitmap:
-    """Exact record over (layer, block, head); every one of them may come once, and none that is not expected.
+    """Exact record over (layer, block, head); each may come once, and unexpected ones never.
 
-    Per layer one integer is the set of blocks whose heads have all come; head ranges of unfinished blocks lie apart.
+    Per layer one integer is the set of blocks with all heads arrived; head ranges of unfinished blocks lie apart.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SliceBitmap:
         return self._missing == 0
 
     def missing(self) -> int:
-        """Number of (layer, block) slices of which something has not come."""
+        """Number of (layer, block) slices with a missing part."""
         return self._missing
 
     @property
@@ -64,10 +64,10 @@ class SliceBitmap:
         return (~whole & whole + 1).bit_length() - 1
 
     def accept(self, run: SliceRun) -> None:
-        """Records a run; changes nothing when it raises.
+        """Records a run; changes nothing if the call raises.
 
         Raises:
-            FrameError: Something in it has come before, is held, or is not expected.
+            FrameError: A part has come before, is held, or is not expected.
         """
         mask = self._expected(run)
         whole = run.head_end - run.head_begin == len(self._heads)
@@ -78,7 +78,7 @@ class SliceBitmap:
         self._accept_heads(run, run.first_block + run.block_count)
 
     def check(self, run: SliceRun) -> None:
-        """As `accept` of a run of all heads, but records nothing."""
+        """As `accept` for a run with all heads, but records nothing."""
         self._expected(run)
         if any((run.layer, run.first_block + at) in self._parts for at in range(run.block_count)):
             raise FrameError(f"{run}: a part of it has come before")
@@ -140,7 +140,7 @@ class TransferState(Enum):
     """Where a transfer stands. COMPLETE and FAILED are final."""
 
     PROMISED = "promised"
-    """Room is promised; no blocks are bound, nothing may come."""
+    """Room is promised; no blocks are bound, no slice may come."""
     RECEIVING = "receiving"
     """Blocks are bound; slices come."""
     COMPLETE = "complete"
@@ -150,12 +150,12 @@ class TransferState(Enum):
 
 
 class InboundTransfer:
-    """One transfer at its receiver: PROMISED -> RECEIVING -> COMPLETE, or FAILED from either of the first two.
+    """One transfer at the receiver: PROMISED -> RECEIVING -> COMPLETE, or FAILED from either of the first two.
 
-    `blocks[i]` is the pool block that takes block i of the sequence, leading held ones included. A transfer's blocks
-    may be written only between a successful `accept` and the next wait of the writing task, or by a thread between two
-    calls of `writing`; they stay the transfer's until it is quiet. `damaged_block`: index of
-    the block of which a slice did not match its hash, for the verdict.
+    `blocks[i]` is the pool block that takes the sequence's block i, leading held blocks included. A transfer's blocks
+    may be written only between a successful `accept` and the writing task's next wait, or by a thread between two calls
+    of `writing`; they stay the transfer's until the transfer is quiet. `damaged_block`: index of the block with a slice
+    that did not match the hash, for the verdict.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class InboundTransfer:
             transfer_id: Unique at this receiver.
             generation: Tells this use of the id, or of the blocks, from others.
             layout: Arrangement of what will come.
-            num_blocks: Blocks of the sequence, held ones included.
+            num_blocks: The sequence's blocks, held blocks included.
             held_blocks: Leading blocks that are here and will not be sent.
             last_valid_tokens: Valid tokens in the last block; all others are full.
         """
@@ -203,7 +203,7 @@ class InboundTransfer:
         return self.state in (TransferState.COMPLETE, TransferState.FAILED)
 
     def matches(self, generation: int) -> bool:
-        """Whether a message of this generation speaks of this transfer."""
+        """Whether a message with this generation belongs to this transfer."""
         return self.generation == generation
 
     def missing(self) -> int:
@@ -233,11 +233,11 @@ class InboundTransfer:
         self.state = TransferState.COMPLETE if self._ledger.complete else TransferState.RECEIVING
 
     def accept(self, run: SliceRun) -> None:
-        """Records a run of an opened frame, before its bytes are written. Changes nothing when it raises.
+        """Records an opened frame's run, before the run's bytes are written. Changes nothing if the call raises.
 
         Raises:
             TransferFailed: The transfer is not RECEIVING; the bytes must be dropped.
-            FrameError: The run has come before, is not expected, or its valid tokens are not this sequence's.
+            FrameError: The run has come before, is not expected, or has another sequence's valid tokens.
         """
         self._check_tokens(run)
         self._ledger.accept(run)
@@ -245,7 +245,7 @@ class InboundTransfer:
             self.state = TransferState.COMPLETE
 
     def check(self, run: SliceRun) -> None:
-        """As `accept` of a run of whole slices, but records nothing: its bytes may be written, and `accept` follows."""
+        """As `accept` for a run of whole slices, without recording: the bytes may be written, and `accept` follows."""
         self._check_tokens(run)
         self._ledger.check(run)
 
@@ -268,14 +268,14 @@ class InboundTransfer:
             told()
 
     def once_quiet(self, tell: Callable[[], None]) -> None:
-        """The transfer ends: calls `tell`, now or later, when nothing writes into its blocks any more."""
+        """The transfer ends: calls `tell`, now or later, once no write into the transfer's blocks is under way."""
         if self._written:
             self._when_quiet = tell
         else:
             tell()
 
     def fail(self, reason: str) -> None:
-        """Gives the transfer up. A final state stays as it is: a complete transfer does not fail afterwards."""
+        """Gives the transfer up. A final state stays: a complete transfer does not fail afterwards."""
         if not self.done:
             self.state = TransferState.FAILED
             self.reason = reason

@@ -1,4 +1,4 @@
-"""Sends a request's KV to a decode instance: each transfer is one session of a stream."""
+"""Sends a request's KV to a decode instance: each transfer is one session on a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _session_of(message: decode_pb2.ReceiveKVResponse) -> Hashable:
 
 
 class DamagedInTransfer(TransferFailed):
-    """A slice did not match its hash on arrival: the slice was damaged in the sender's pool, or on the way.
+    """A slice did not match the hash on arrival: the slice was damaged in the sender's pool, or on the way.
 
     Attributes:
         block: index in the sequence.
@@ -40,7 +40,7 @@ class DamagedInTransfer(TransferFailed):
 
 
 class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.ReceiveKVResponse]):
-    """Transfers of this process to one decode instance, all on one stream."""
+    """This process's transfers to one decode instance, all on one stream."""
 
     def __init__(
         self, decode: KVEndpoint, *, send_timeout_s: float = SEND_TIMEOUT_S, frame_bytes: int = FRAME_BYTES
@@ -86,7 +86,7 @@ class TransferSender(StreamClient[decode_pb2.ReceiveKVRequest, decode_pb2.Receiv
 class OutboundTransfer:
     """One transfer. Send each slice once, `close`, then wait for the `verdict`.
 
-    As a context manager it aborts whatever was not closed, and drops a verdict that was not waited for.
+    As a context manager the transfer aborts everything unclosed, and drops a verdict that was not waited for.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class OutboundTransfer:
         self.release()
 
     def begin(self, session: _Session, forgotten: Sequence[str]) -> None:
-        """Announces the transfer on its session; for the sender."""
+        """Announces the transfer on the transfer's session; for the sender."""
         self._session = session
         target = self.target
         opened = decode_pb2.TransferOpen(

@@ -1,4 +1,4 @@
-"""Writes blocks to a kvstore: the client of its `Put` stream. A callback reads the blocks' bytes."""
+"""Writes blocks to a kvstore: the client for the `Put` stream. A callback reads the blocks' bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moonpool.v1 import kvstore_pb2
 
 PUT = StreamMethod("KVStoreService", "Put", kvstore_pb2.PutRequest, kvstore_pb2.PutResponse)
 ReadSlice = Callable[[int, int], tuple[memoryview, int]]
-"""The slice of a (layer, index into keys), and its hash."""
+"""The slice for a (layer, index into keys), and the slice's hash."""
 
 
 class BlocksToPut(NamedTuple):
@@ -30,7 +30,7 @@ class BlocksToPut(NamedTuple):
 
     Attributes:
         keys: the blocks' keys; their order numbers them.
-        parents: for each block, the key before it in its chain.
+        parents: for each block, the key before in the chain.
         tenant: owner of the blocks.
         read: gives slices. The bytes must not change before the put has ended.
         forgotten: deletions of such blocks that these blocks are younger than.
@@ -104,7 +104,7 @@ class _PutSession:
 
 
 class StoreWriter(StreamClient[kvstore_pb2.PutRequest, kvstore_pb2.PutResponse]):
-    """Puts of this process to one kvstore, all on one stream."""
+    """This process's puts to one kvstore, all on one stream."""
 
     def __init__(self, store: KVEndpoint, *, frame_bytes: int = FRAME_BYTES) -> None:
         """Connects when the first put begins. `frame_bytes`: payload size aimed at."""
@@ -231,7 +231,7 @@ def missing_slices(
 ) -> Iterator[Slice]:
     """The slices to send, in groups of blocks, each group layer by layer: a group's layer fills about one frame.
 
-    A block that is no longer in `missing` is left out from then on, because another writer has finished the block.
+    A block no longer in `missing` is left out from then on, because another writer has finished the block.
     """
     group = max(1, frame_bytes // layout.largest_slice_bytes)
     wanted = sorted(missing)

@@ -1,8 +1,8 @@
 """Write-back: full blocks of an engine's pool on their way to a kvstore, in the background.
 
-A job holds references that keep its blocks' bytes in place; it hands them back by one call to its `over`, whatever
-happens. A store that is slow, lost or full costs dropped jobs and a counter, never a request; each store has a queue
-and workers of its own.
+A job holds references that keep the blocks' bytes in place; one call to the job's `over` hands the references back,
+whatever happens. A store that is slow, lost or full costs dropped jobs and a counter, never a request; each store has a
+separate queue and workers.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from moonpool.v1 import kv_pb2
 
 log = get_logger(__name__)
 MAX_PAUSE_S = 30.0
-"""Longest time for which a store that says when it will have room is left alone."""
+"""Longest time for which a store that says when room will be there is left alone."""
 
 
 class BlockWriter(PeerClient, Protocol):
@@ -48,10 +48,10 @@ class WriteBackLimits:
     """Bounds of the write-back.
 
     Attributes:
-        blocks: blocks held for it at most, waiting and under way, counted once per store; more are dropped.
+        blocks: most blocks held for write-back, waiting and under way, counted once per store; more are dropped.
         workers: jobs under way at once, for each store.
         timeout_s: seconds a job may take.
-        pause_s: seconds for which a store is left alone after a job to it failed.
+        pause_s: seconds for which a store is left alone after a job failed there.
     """
 
     blocks: int
@@ -74,7 +74,7 @@ class WriteBackJob:
 
 @dataclasses.dataclass(slots=True)
 class _StoreQueue:
-    """The jobs for one store at one address; it exists while there are some."""
+    """The jobs for one store at one address; the queue exists only with jobs."""
 
     queue: collections.deque[WriteBackJob] = dataclasses.field(default_factory=collections.deque)
     blocks_held: int = 0
@@ -82,15 +82,15 @@ class _StoreQueue:
 
 
 class WriteBack:
-    """Background writer of one engine instance.
+    """One engine instance's background writer.
 
     Args:
         limits: the bounds.
         open_writer: makes the client of the store at an address.
-        read: `(layer, block)` -> slice of the pool and its hash.
+        read: `(layer, block)` -> the pool's slice and the slice's hash.
         clock: monotonic seconds.
         forgotten: `(keys, tenant)` -> the deletions that concern such blocks and were carried out here. A kvstore that
-            knows of one more does not take them.
+            knows a further deletion does not take them.
     """
 
     def __init__(
@@ -129,10 +129,10 @@ class WriteBack:
         return self._stores.traffic
 
     def room(self, store: kv_pb2.Instance, blocks: int) -> int:
-        """How many of so many blocks would be taken now, the leading ones; the others are counted as dropped.
+        """How many of `blocks` blocks would be taken now, leading blocks first; the others are counted as dropped.
 
-        While blocks for several stores are held, each store may have an equal part, so that one that does not answer
-        leaves room for the others.
+        While blocks for several stores are held, each store may have an equal part, so that a silent store leaves room
+        for the others.
         """
         taken = 0
         if not self._closed and not self._stores.paused(store, self._clock()):
@@ -154,7 +154,7 @@ class WriteBack:
     ) -> None:
         """Takes a job for which there is `room` now; one reference on each block passes to the write-back.
 
-        It is handed back by `over`, which is told whether all blocks are in the store now.
+        The job is handed back by `over`, with whether all blocks are in the store now.
         """
         assert not self._closed
         assert len(keys) == len(parents) == len(blocks) > 0
@@ -182,7 +182,7 @@ class WriteBack:
             await self._stores.aclose()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Waits until nothing is held any more; False when the time was over first."""
+        """Waits until no block is held; False when the time was over first."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -213,7 +213,7 @@ class WriteBack:
         return True
 
     def _staff(self, store_queue: _StoreQueue) -> None:
-        """A worker more for a store_queue, as long as it may have one."""
+        """Adds a worker for a store_queue, as long as allowed."""
         if self._group is not None and store_queue.workers < self._limits.workers:
             store_queue.workers += 1
             self._group.create_task(self._work(store_queue))
@@ -231,7 +231,7 @@ class WriteBack:
             return
         stored = False
         self._doing.append(job)
-        forgotten = self._forgotten(job.keys, job.tenant)  # now: of what is deleted from here on, the job is older
+        forgotten = self._forgotten(job.keys, job.tenant)  # now: the job is older than every later deletion
         try:
             writer = await self._stores.get(job.store)
             outcome = await writer.put(
@@ -261,7 +261,7 @@ class WriteBack:
     def _failed(self, job: WriteBackJob, error: Exception) -> None:
         self.blocks_dropped += len(job.blocks)
         if isinstance(error, InvalidRequest | FrameError) or getattr(error, "reason", "") == "kvstore_guaranteed":
-            return  # what is wrong with this job, or what its tenant may have, must not keep others' blocks back
+            return  # what is wrong with this job, or its tenant's limits, must not keep others' blocks back
         pause_s = self._limits.pause_s
         if isinstance(error, Overloaded):
             pause_s = max(pause_s, min(error.retry_after_s, MAX_PAUSE_S))
@@ -283,7 +283,7 @@ class WriteBack:
 
 
 def _store_key(store: kv_pb2.Instance) -> tuple[str, str]:
-    """A store is an id at an address; its incarnation does not matter here."""
+    """A store is an id at an address; the store's incarnation does not matter here."""
     return store.id, store.address
 
 

@@ -1,7 +1,7 @@
 """The contract of a device: streams, events, memory and captured graphs. Platforms are listed in `registry`.
 
-Work is given to a stream and done later, in the stream's order. Only events order the work of two streams. Wait for
-an event before you read what the work before it has written, or overwrite what that work reads.
+Work is given to a stream and done later, in the stream's order. Only events order the work of two streams. Wait for an
+event before you read what the earlier work has written, or overwrite what that work reads.
 
 A thread that gives work or waits for events first enters the device; the thread that opened the device has.
 """
@@ -18,7 +18,7 @@ class DeviceEvent(Protocol):
     """A place in a stream's work."""
 
     def wait(self) -> None:
-        """Block the calling thread until the stream has come here; raise the error of the work before it."""
+        """Block the calling thread until the stream has come here; raise the earlier work's error."""
 
 
 class DeviceStream(Protocol):
@@ -35,20 +35,20 @@ class DeviceStream(Protocol):
 
 
 class CapturedGraph(Protocol):
-    """Captured work. A replay reads the contents that its input tensors have then."""
+    """Captured work. A replay reads the input tensors' contents at that time."""
 
     result: Tensor
-    """Result of the work; each replay of a graph of this device overwrites it."""
+    """Result of the work; each replay of any of this device's graphs overwrites the result."""
     nbytes: int
-    """Device memory of this graph, beyond that of graphs captured before."""
+    """This graph's device memory, beyond earlier graphs' memory."""
 
     def replay(self) -> None:
-        """Do the work, within work of the stream in which it was captured."""
+        """Do the work, within work on the stream of the capture."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCapacity:
-    """A device's memory in bytes, as it is now, and its multiprocessors."""
+    """A device's current memory in bytes, and multiprocessors."""
 
     total: int
     free: int
@@ -56,7 +56,7 @@ class DeviceCapacity:
 
 
 class Device(Protocol):
-    """Memory of its own, and three streams: steps, KV on its way in, and KV on its way out."""
+    """Separate memory, and three streams: steps, KV on the way in, and KV on the way out."""
 
     @property
     def compute(self) -> DeviceStream:
@@ -64,15 +64,15 @@ class Device(Protocol):
 
     @property
     def load_stream(self) -> DeviceStream:
-        """Stream of KV on its way in."""
+        """Stream for KV on the way in."""
 
     @property
     def store_stream(self) -> DeviceStream:
-        """Stream of KV on its way out."""
+        """Stream for KV on the way out."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Torch device of its tensors."""
+        """Torch device for the device's tensors."""
 
     def enter_thread(self) -> None:
         """Make this the calling thread's device. On a GPU, a thread begins with GPU 0 and would take memory there."""
@@ -88,7 +88,7 @@ class Device(Protocol):
         """
 
     def register(self, memory: Tensor) -> None:
-        """Make host memory ready for `copy_slices`, until the device is closed: a GPU pins it.
+        """Make host memory ready for `copy_slices`, until the device is closed: a GPU pins the memory.
 
         If the memory cannot be pinned, copies are slower, and a warning says why.
         """
@@ -103,9 +103,10 @@ class Device(Protocol):
         """
 
     def capture(self, work: Callable[[], Tensor]) -> CapturedGraph:
-        """Capture `work`, within work of the compute stream; nothing is done before a replay.
+        """Capture `work`, within work of the compute stream; no work is done before a replay.
 
-        The same work has run before, so that nothing is compiled. It does not read contents of tensors on the host.
+        The same work has run before, so that no kernel is compiled. The work does not read tensors' contents on the
+        host.
 
         Raises:
             RuntimeError: the work cannot be captured, or there is no memory for the graph.

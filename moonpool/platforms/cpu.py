@@ -1,4 +1,4 @@
-"""A plain CPU: work is done when it is given, and steps compute in the pool itself."""
+"""A plain CPU: work is done at once, and steps compute in the pool itself."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,11 +12,11 @@ class _CompletedEvent:
     """An event of work that is done already."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Returns at once."""
 
 
 class CpuStream:
-    """The stream of a plain CPU: work is done when it is given."""
+    """A plain CPU's stream: work is done at once."""
 
     _NOW = _CompletedEvent()
 
@@ -33,7 +33,7 @@ class CpuStream:
 
 
 class CpuKVMemory:
-    """See `KVMemory`. Steps compute in the pool itself, and everything is done at once."""
+    """See `KVMemory`. Steps compute in the pool itself, and all work is done at once."""
 
     def __init__(self, part: PoolPart) -> None:
         self.kv, self.scales = StageSlices.of_pool(part, pool_bytes(part)).typed()
@@ -53,7 +53,7 @@ class CpuKVMemory:
         self._finished = [(block, self._part.layout.block_tokens) for block in full]
 
     def prepare_layer(self, layer: int) -> None:
-        """The pool has it already."""
+        """The pool has the layer already."""
 
     def finish_layer(self, layer: int, then: OnDone | None) -> None:
         """See `KVMemory.finish_layer`."""
@@ -67,11 +67,11 @@ class CpuKVMemory:
         then()
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
-        """The pool has it already."""
+        """The pool has the KV already."""
         then()
 
     def load(self, then: OnDone | None) -> None:
-        """The pool has it already."""
+        """The pool has the KV already."""
         if then is not None:
             then()
 

@@ -15,10 +15,10 @@ log = logging.getLogger(__name__)
 
 
 def check_free_memory(needed: int, beside: int, free: int) -> None:
-    """Checks that a pool fits the free memory of a GPU, with what steps need beside it; all in bytes.
+    """Checks that a pool fits a GPU's free memory, with the memory that steps need beside; all in bytes.
 
     Raises:
-        ConfigError: it does not; names the field `kv_cache_memory_bytes`.
+        ConfigError: the pool does not fit; names the field `kv_cache_memory_bytes`.
     """
     if needed + beside > free:
         room = f"{free} are free, of which steps need up to {beside}"
@@ -41,8 +41,9 @@ class CudaStream:
     """See `DeviceStream`.
 
     Args:
-        stream: of torch.
-        sleeps: threads that wait for its events sleep. Else they spin: they go on some 10 us earlier, and take a core.
+        stream: torch's stream.
+        sleeps: threads that wait for the stream's events sleep. Else they spin: they go on some 10 us earlier, and take
+            a core.
     """
 
     def __init__(self, stream: torch.cuda.Stream, *, sleeps: bool) -> None:
@@ -68,7 +69,7 @@ class _CudaGraph:
 
     Args:
         graph: is empty so far.
-        capturing: fills it with what the body gives to the stream.
+        capturing: fills the graph with the work that the body gives to the stream.
         work: is captured.
     """
 
@@ -92,7 +93,7 @@ class CudaDevice:
     """See `Device`.
 
     Args:
-        number: of the GPU.
+        number: the GPU's number.
 
     Raises:
         ConfigError: there is no such GPU here.
@@ -109,7 +110,7 @@ class CudaDevice:
         compute, load, store = (torch.cuda.Stream(self._device) for _ in range(3))  # type: ignore[no-untyped-call]
         # Weights and batches, which this thread brings, come in the order of the steps.
         torch.cuda.set_stream(compute)
-        # The wait for a step is part of each token's time. Whether spinning earns its core there is not measured.
+        # The wait for a step is part of each token's time. Whether spinning earns a core there is not measured.
         self.compute = CudaStream(compute, sleeps=False)
         self.load_stream, self.store_stream = (CudaStream(stream, sleeps=True) for stream in (load, store))
         self._graphs = torch.cuda.graph_pool_handle()  # their memory, which they share

@@ -1,4 +1,4 @@
-"""Calls of CUDA's runtime that torch does not offer: host memory that is registered, and many copies in one call."""
+"""CUDA runtime calls that torch does not offer: registered host memory, and many copies in one call."""
 
 import ctypes
 from typing import Protocol, Self
@@ -22,14 +22,14 @@ class RuntimeLibrary(Protocol):
         """Unpin host memory."""
 
     def cudaGetLastError(self) -> int:  # noqa: N802 - CUDA's name
-        """Return the last error, and forget it."""
+        """Return the last error, and forget the error."""
 
     def cudaMemcpyBatchAsync(self, *arguments: object) -> int:  # noqa: N802 - CUDA's name
         """Give many copies to a stream."""
 
 
 class _Attributes(ctypes.Structure):
-    """What CUDA's runtime is told of copies, as the runtime lays it out."""
+    """Copy attributes for CUDA's runtime, as the runtime lays them out."""
 
     _fields_ = tuple(
         (name, ctypes.c_int) for name in ("order", "source_kind", "source", "target_kind", "target", "flags")
@@ -46,8 +46,8 @@ class CudaRuntime:
     """CUDA's runtime.
 
     Args:
-        library: of the runtime.
-        major: its version.
+        library: the runtime's library.
+        major: the runtime's version.
     """
 
     def __init__(self, library: RuntimeLibrary, major: int) -> None:
@@ -86,16 +86,16 @@ class CudaRuntime:
         self._check(self._library.cudaHostUnregister(ctypes.c_void_p(memory.data_ptr())), "cudaHostUnregister")
 
     def copy_rows(self, target: Tensor, source: Tensor, runs: np.ndarray, stream: int) -> None:
-        """Give copies of rows to a stream, as one call.
+        """Give row copies to a stream, as one call.
 
         Args:
-            target: [rows, bytes of a row] in the memory of a GPU, or registered.
+            target: [rows, bytes per row] in GPU memory, or registered.
             source: alike.
-            runs: int64 [runs, 2]: first row and number of rows of each run.
+            runs: int64 [runs, 2]: first row and number of rows for each run.
             stream: handle; not that of the default stream.
 
         Raises:
-            CallRefused: the runtime refused, or is older than 13.0; nothing is copied.
+            CallRefused: the runtime refused, or is older than 13.0; no byte is copied.
         """
         if not self.batches:
             raise CallRefused(f"cudaMemcpyBatchAsync has another signature before CUDA {_BATCHES_SINCE}")
@@ -115,7 +115,7 @@ class CudaRuntime:
 
     def _check(self, code: int, what: str) -> None:
         if code:
-            self._library.cudaGetLastError()  # else torch would raise it after its next kernel
+            self._library.cudaGetLastError()  # else torch would raise the error after torch's next kernel
             raise CallRefused(f"{what}: error {code}")
 
 

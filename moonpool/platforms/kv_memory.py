@@ -1,10 +1,10 @@
-"""A stage's KV as its steps see it, and KV in two tiers: a device's own pool, and the host's pool.
+"""A stage's KV as the stage's steps see KV, and KV in two tiers: a device's own pool, and the host's pool.
 
 The I/O process sees the host's pool. Both tiers have the same blocks. The host's pool counts how often each slice
-landed. The loading thread brings slices to the device as they land, in batches; a step waits for batches of its own
-blocks only. What a step finishes is copied back in batches; the callback thread waits for them, and hashes.
+landed. The loading thread brings slices to the device as they land, in batches; a step waits only for batches with its
+own blocks. What a step finishes is copied back in batches; the callback thread waits for them, and hashes.
 
-A slice on its way to the device:
+A slice on the way to the device:
 
     LANDED      the I/O process counted it in the pool
        | KVLoads.bring
@@ -46,7 +46,7 @@ class _Callback:
         """Wait until the call is made.
 
         Raises:
-            BaseException: the error of an earlier call, or of this one. No further call is made.
+            BaseException: an earlier call's error, or this call's. No further call is made.
         """
         self.over.wait()
         if self.thread.failed is not None:
@@ -58,7 +58,7 @@ class CallbackThread:
 
     Args:
         on_failure: called once, with the error of a call.
-        enter: called first, by the thread itself: `Device.enter_thread` if its calls wait for a device.
+        enter: called first, by the thread itself: `Device.enter_thread` if the calls wait for a device.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None], enter: Callable[[], None] = lambda: None) -> None:
@@ -98,7 +98,7 @@ OnDone = Callable[[], None]
 
 
 class KVMemory(Protocol):
-    """KV that steps compute in. One thread calls its methods, for one step after the other.
+    """KV that steps compute in. One thread calls the methods, for one step after the other.
 
     Exception: if a plain CPU computes layers together, the callback thread calls `finish_layer` meanwhile. A layer's
     prefix is there for work that is given to the compute stream after `prepare_layer`. Blocks that a step finishes get
@@ -106,9 +106,9 @@ class KVMemory(Protocol):
     """
 
     kv: LayersKV
-    """Of each layer of the stage [blocks, kv_heads, planes, block_tokens, head_dim]; belongs to the compute stream."""
+    """For each layer in the stage [blocks, kv_heads, planes, block_tokens, head_dim]; belongs to the compute stream."""
     scales: LayersScales | None
-    """Of quantised KV, of each layer [blocks, kv_heads, planes, block_tokens] float32; of the compute stream."""
+    """For quantised KV, for each layer [blocks, kv_heads, planes, block_tokens] float32; of the compute stream."""
     blocks: int
     block_tokens: int
     host_bytes: int
@@ -118,31 +118,31 @@ class KVMemory(Protocol):
         """Begin a step: copy blocks as `step.copies` says."""
 
     def advance(self, written: Sequence[int], full: Sequence[int]) -> None:
-        """Begin the run's next step, which writes one token to each block of `written` and fills those of `full`."""
+        """Begin the run's next step, which writes one token to each block in `written` and fills those in `full`."""
 
     def prepare_layer(self, layer: int) -> None:
         """Make this layer of the step's prefixes available to work given to the compute stream from now on."""
 
     def finish_layer(self, layer: int, then: OnDone | None) -> None:
-        """Store the layer's finished blocks in the pool, once the compute stream has computed it, then call `then`.
+        """Store the layer's finished blocks in the pool, once the compute stream is done, then call `then`.
 
         `then` may be called by another thread.
         """
 
     def finish_step(self, then: OnDone, *, aborted: bool) -> None:
-        """End the step, which the compute stream has done. Call `then` if nothing uses its blocks any more."""
+        """End the step, which the compute stream has done. Call `then` once the step's blocks are unused."""
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
         """Store blocks in the pool, part-filled ones too, then call `then`. Between two steps."""
 
     def load(self, then: OnDone | None) -> None:
-        """Bring all that landed in the pool to where steps compute, then call `then`. Any thread may call it.
+        """Bring all that landed in the pool to where steps compute, then call `then`. Any thread may call this method.
 
         `then` may be called by another thread.
         """
 
     def close(self) -> None:
-        """End the threads of this memory. Nothing is brought any more."""
+        """End the threads of this memory. No KV is brought any more."""
 
 
 def pool_bytes(part: PoolPart) -> Tensor:
@@ -151,11 +151,11 @@ def pool_bytes(part: PoolPart) -> Tensor:
 
 
 class StageSlices:
-    """All slices of a stage in one memory, numbered row * blocks + block.
+    """All a stage's slices in one memory, numbered row * blocks + block.
 
     Attributes:
         flat: the memory, uint8 [nbytes].
-        parts: uint8 [rows, blocks, slice_bytes]: consecutive rows whose slices have the same size.
+        parts: uint8 [rows, blocks, slice_bytes]: consecutive rows with equally large slices.
     """
 
     def __init__(self, flat: Tensor, layout: KVLayout, layers: range, blocks: int) -> None:
@@ -169,7 +169,7 @@ class StageSlices:
 
     @classmethod
     def of_pool(cls, part: PoolPart, flat: Tensor) -> "StageSlices":
-        """The slices of a stage's pool, or of a device's copy of the pool."""
+        """The slices in a stage's pool, or in a device's copy of the pool."""
         return cls(flat, part.layout, range(part.layer_begin, part.layer_end), part.blocks)
 
     def typed(self) -> tuple[LayersKV, LayersScales | None]:
@@ -207,7 +207,7 @@ def _typed(slices: Tensor, group: KVGroup, block_tokens: int) -> tuple[Tensor, T
 
 
 _BATCH_BYTES = 16 << 20
-"""Of a batch: copying it takes longer than to order the copy."""
+"""Bytes per batch: copying takes longer than ordering the copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -231,7 +231,7 @@ class KVLoads:
 
     Args:
         part: the host's pool.
-        device: copies with its `load_stream`.
+        device: copies on the device's `load_stream`.
         source: the host's slices, registered.
         target: the device's.
         batch_slices: most slices of a batch.
@@ -263,11 +263,11 @@ class KVLoads:
 
     @property
     def quiet(self) -> bool:
-        """Whether all that landed is on the device: one word of the pool says so."""
+        """Whether all landed KV is on the device: one word in the pool tells."""
         return self._part.landed[-2] == self._landed and not self._under_way
 
     def bring(self) -> None:
-        """Bring what has landed. Any thread may call it."""
+        """Bring what has landed. Any thread may call this method."""
         if self._part.landed[-2] == self._landed:
             self._part.landed[-1] = TELL_DEVICE
             return
@@ -325,7 +325,7 @@ class KVLoads:
         return last.event
 
     def close(self) -> None:
-        """Bring nothing any more, and end the thread."""
+        """Stop bringing KV, and end the thread."""
         self._thread.close()
         self._part.landed[-1] = NO_DEVICE
 
@@ -355,7 +355,7 @@ class TieredKVMemory:
     Args:
         part: the host's pool.
         device: holds the other pool.
-        callbacks: hashes slices that have come to the host's pool; closed by its owner.
+        callbacks: hashes slices that have come to the host's pool; closed by the owner.
         batch_slices: most slices brought as one batch; 16 MiB unless given.
         beside: bytes that stay free on the device, for steps.
     """
@@ -387,7 +387,7 @@ class TieredKVMemory:
         self._tables: Sequence[Sequence[int]] = ()
         self._written: Sequence[int] = ()
         self._finished: list[tuple[int, int]] = []
-        self._leaving: list[int] = []  # layers whose finished blocks are not stored yet
+        self._leaving: list[int] = []  # layers with finished blocks not stored yet
         newer, on_failure = self._unstored.difference_update, callbacks.on_failure
         self._loads = KVLoads(part, device, host, its, self._batch_slices, newer, on_failure)
 
@@ -424,7 +424,7 @@ class TieredKVMemory:
             return
         self._store(self._finished)
         if then is not None:
-            self._callbacks.send(self._device.compute.record().wait)  # there may be nothing to store
+            self._callbacks.send(self._device.compute.record().wait)  # there may be no block to store
             self._callbacks.send(then)
 
     def finish_step(self, then: OnDone, *, aborted: bool) -> None:
@@ -438,7 +438,7 @@ class TieredKVMemory:
         self._callbacks.send(then)
 
     def fetch(self, blocks: Sequence[int], then: OnDone) -> None:
-        """See `KVMemory.fetch`. A part-filled block gets no hash: nothing sends it anywhere."""
+        """See `KVMemory.fetch`. A part-filled block gets no hash: such a block is never sent."""
         self._loads.bring()  # a block in which something landed is another sequence's by now, and newer in the pool
         self._leaving = list(range(self._part.layer_begin, self._part.layer_end))
         self._store([(block, 0) for block in sorted(self._unstored.intersection(blocks))])
@@ -481,7 +481,7 @@ class TieredKVMemory:
             self._device.compute.run(partial(_copy_blocks, part, sources, targets))
 
     def _store(self, blocks: Sequence[tuple[int, int]]) -> None:
-        """Store blocks, rising, of the layers that leave, as one batch, with a hash if they have valid tokens."""
+        """Store blocks, rising, for the leaving layers, as one batch, with a hash if they have valid tokens."""
         layers, self._leaving = self._leaving, []
         leaving = [(layer, *block) for layer in layers for block in blocks]
         if not leaving:

@@ -1,6 +1,6 @@
 """The platforms that an engine can compute on, by the names that flags and specifications use. Torch-free.
 
-A new device is an entry of `PLATFORMS` and a module with its `moonpool.platforms.base.Device`; docs/extend/device.md
+A new device is an entry in `PLATFORMS` and a module with a `moonpool.platforms.base.Device`; docs/extend/device.md
 lists the steps.
 """
 
@@ -13,30 +13,30 @@ from moonpool.errors import ConfigError
 MEMORY_SHARE = 0.9
 """Of a GPU's memory, what engines take together, by default."""
 HOST_COLLECTIVES = "gloo"
-"""The backend of `torch.distributed` that sends from the host's memory: every platform can use it."""
+"""The `torch.distributed` backend that sends from the host's memory: every platform can use this backend."""
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What the engine asks about a kind of device before it opens one."""
+    """What the engine asks about a kind of device before opening such a device."""
 
     kind: str
     usage: str
-    """How a flag names such a device, and what it is."""
+    """How a flag names such a device, and the device's description."""
     device: str = ""
-    """"MODULE:CLASS" of its `Device`, called with the device's number; "" computes in the host's pool itself."""
+    """"MODULE:CLASS" for the `Device`, called with the device's number; "" computes in the host's pool."""
     numbered: bool = True
-    """Whether a name may end with a number; of one name, further pipeline stages take the next numbers."""
+    """Whether a name may end with a number; for one name, further pipeline stages take the next numbers."""
     collectives: str = HOST_COLLECTIVES
     """Backend of `torch.distributed` that sends hidden states between stages on different devices."""
     uses_host_cores: bool = True
-    """Whether steps compute on the host's cores, which engines of one host lend each other."""
+    """Whether steps compute on the host's cores, which a host's engines lend each other."""
     sized_by_memory: bool = False
     """Whether sizes that no flag gives follow from the device's memory, which `Device.capacity` tells."""
 
     @property
     def in_host_pool(self) -> bool:
-        """Whether steps compute in the host's KV pool itself, so that no block needs to be fetched."""
+        """Whether steps compute in the host's KV pool, so that no block needs to be fetched."""
         return not self.device
 
 
@@ -73,7 +73,7 @@ class DeviceName:
 
     kind: str
     number: int = 0
-    """Of a GPU; of `staged` the seed of its order."""
+    """Of a GPU; for `staged`, the seed for the order."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -130,7 +130,7 @@ def collectives_of(devices: Sequence[DeviceName], available: Callable[[str], boo
     The platform's own backend needs a device for each stage: NCCL refuses two ranks on one GPU.
 
     Args:
-        devices: of all stages, of one kind.
+        devices: all stages' devices, with one kind.
         available: whether torch has a backend.
     """
     wanted = devices[0].platform.collectives

@@ -1,4 +1,4 @@
-"""Opens a stage's device, with the KV memory that its steps compute in."""
+"""Opens a stage's device, with the KV memory in which the stage's steps compute."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ class StagePlatform:
     """Where a stage computes.
 
     Attributes:
-        torch_device: of weights and batches.
-        stream: compute stream of its steps.
-        memory: its KV.
+        torch_device: for weights and batches.
+        stream: compute stream for steps.
+        memory: the stage's KV.
         callbacks: thread that calls what follows from a layer, while other layers are computed.
         device: None on a plain CPU.
     """
@@ -40,7 +40,7 @@ class StagePlatform:
 
 
 def open_device(name: DeviceName) -> Device | None:
-    """Return the device; None for a platform that computes in the host's pool itself.
+    """Return the device; None for a platform that computes in the host's pool.
 
     Raises:
         ConfigError: there is no such platform or device here; names the field `device`.

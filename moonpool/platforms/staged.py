@@ -1,11 +1,11 @@
-"""A CPU that behaves like a GPU, to find wrong order: memory of its own, and streams in a hostile order.
+"""A CPU that behaves like a GPU, to find wrong order: separate memory, and streams in a hostile order.
 
-A GPU does its work at some later time, and its streams overtake each other. A plain CPU hides both. Here a
-stream is lazy or eager, by the seed. Lazy work is done only when a thread waits for an event, and then only the work
-that the event stands behind, and what that work was told to wait for. So anything nobody waits for has not happened.
-Eager work is done as soon as possible, ahead of what other streams were given before. With each wait, further work is
-done or not, as drawn. Memory begins with bytes that are not a number in any type of KV. A thread that has not entered
-the device is refused, and so are copies from or to host memory that is not registered.
+A GPU does work at some later time, and streams overtake each other. A plain CPU hides both. Here a stream is lazy or
+eager, by the seed. Lazy work is done only when a thread waits for an event, and then only the work before the event,
+and the work that it was told to wait for. So work without a waiter has not happened. Eager work is done as soon as
+possible, ahead of what other streams were given before. With each wait, further work is done or not, as drawn. Memory
+begins with bytes that are not a number in any type of KV. A thread that has not entered the device is refused, and so
+are copies from or to unregistered host memory.
 """
 
 import random
@@ -45,7 +45,7 @@ class _StagedEvent:
 
 @dataclass(slots=True, eq=False)
 class StagedStream:
-    """See `DeviceStream`. Its fields are guarded by the device's lock."""
+    """See `DeviceStream`. The fields are guarded by the device's lock."""
 
     device: "StagedDevice"
     eager: float
@@ -67,13 +67,13 @@ class StagedStream:
 
     @property
     def ready(self) -> bool:
-        """Whether its next work may be done."""
+        """Whether the stream's next work may be done."""
         first = self.waiting[0] if self.waiting else None
         return first is not None and (not isinstance(first, _StagedEvent) or first.reached)
 
 
 class _StagedGraph:
-    """See `CapturedGraph`. A replay does the work again; its result lies in the same memory each time."""
+    """See `CapturedGraph`. A replay does the work again; the result lies in the same memory each time."""
 
     def __init__(self, work: Callable[[], Tensor]) -> None:
         self._work = work
@@ -89,7 +89,7 @@ class StagedDevice:
     """See `Device`.
 
     Args:
-        seed: of the order.
+        seed: for the order.
     """
 
     def __init__(self, seed: int) -> None:
@@ -119,7 +119,7 @@ class StagedDevice:
         self._in_thread.entered = True
 
     def capacity(self) -> DeviceCapacity:
-        """See `Device.capacity`: a small GPU, of which nothing is taken."""
+        """See `Device.capacity`: a small, empty GPU."""
         return DeviceCapacity(_MEMORY_BYTES, _MEMORY_BYTES, 4)
 
     def memory(self, shape: tuple[int, ...], beside: int) -> Tensor:
@@ -149,7 +149,7 @@ class StagedDevice:
         self._thread.join()
 
     def give(self, stream: StagedStream, work: Callable[[], None] | _StagedEvent) -> None:
-        """Give a stream work. If the stream is eager, return when the work is done, as far as it may be."""
+        """Give a stream work. If the stream is eager, return after the work is done, as far as allowed."""
         with self._changed:
             self._check_entered()
             stream.waiting.append(work)
@@ -200,7 +200,7 @@ class StagedDevice:
         return [] if self._failed is not None else [event for event in self._demanded if not event.reached]
 
     def _next(self) -> StagedStream | None:
-        """Whose next work is done: it is eager, or what is waited for needs it, or it is just drawn."""
+        """The stream whose next work is done: eager, or needed by a waiter, or just drawn."""
         if self._eager is not None:
             return self._eager if self._eager.ready and self._failed is None else None
         if self._random.random() < _UNASKED:

@@ -1,4 +1,4 @@
-"""The contracts of sampling: processors of logits, filters of weights, and samplers of rows.
+"""Sampling's contracts: processors for logits, filters for weights, and samplers for rows.
 
 A sampling option has four parts, in this order (docs/extend/sampling_option.md):
 
@@ -30,12 +30,12 @@ class LogitsProcessor(Protocol):
 
     @classmethod
     def of(cls, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> Self | None:
-        """Return the processor of rows with these specs; None if no row asks for it.
+        """Return the processor of rows with these specs; None if no row needs the processor.
 
         Args:
-            specs: of each row, for the first step.
+            specs: each row's, for the first step.
             vocab: tokens of the model. Other token ids are ignored.
-            device: of the logits.
+            device: the logits' device.
         """
         ...
 
@@ -53,12 +53,12 @@ class WeightFilter(Protocol):
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
-        """Return the filter of rows with these parameters; None if no row asks for it.
+        """Return the filter of rows with these parameters; None if no row needs the filter.
 
         Args:
-            params: of each row.
+            params: each row's.
             vocab: tokens of the model.
-            device: of the weights.
+            device: the weights' device.
         """
         ...
 
@@ -88,12 +88,12 @@ class RowSampler(Protocol):
     """Chooses tokens of the same rows, step after step."""
 
     def sample(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> RowChoices:
-        """Return tokens of each row of `logits` [R, vocab], contiguous float32, which are overwritten.
+        """Return tokens for each row in `logits` [R, vocab], contiguous float32, which are overwritten.
 
         `masks`: by row. The same mapping object as in the step before has the same masks.
         """
         ...
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Go to the next step, after row i got `tokens[i]` as its first sample."""
+        """Go to the next step, after row i got `tokens[i]` as the first sample."""
         ...

@@ -14,12 +14,12 @@ from moonpool.sampling_params import SamplingParams
 
 
 class _LeadingTokens:
-    """Keeps the tokens of highest weight up to a goal of each row.
+    """Keeps the tokens with highest weight up to a goal for each row.
 
     Args:
         goals: by row, for rows that have one.
         rows: number of all rows.
-        device: of the weights.
+        device: the weights' device.
     """
 
     def __init__(self, goals: Mapping[int, float], rows: int, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class TopK(_LeadingTokens):
 
 
 class TopP(_LeadingTokens):
-    """Keeps tokens, in falling order of weight, before which less than `top_p` of the sum lies."""
+    """Keeps tokens, in falling weight order, before which less than `top_p` of the sum lies."""
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> Self | None:
@@ -67,7 +67,7 @@ class TopP(_LeadingTokens):
 
 
 class MinP:
-    """Keeps tokens whose weight is at least `min_p`: the highest weight is 1."""
+    """Keeps tokens with a weight of at least `min_p`: the highest weight is 1."""
 
     def __init__(self, least: Tensor) -> None:
         self._least = least  # [R, 1] float32

@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, and the most likely tokens of a row of logits."""
+"""Tokens' log probabilities, and the most likely tokens in a logits row."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from moonpool.sampling_params import SampleSpec
 
 @torch.inference_mode()
 def top_candidates(logits: Tensor, spec: SampleSpec) -> tuple[list[int], list[float]]:
-    """Return the `spec.best` most likely tokens of one row [vocab] with their log probabilities, the best first.
+    """Return the `spec.best` most likely tokens in one row [vocab] with log probabilities, best first.
 
-    Equal ones in order of the token. Banned tokens are left out, and the others are not made likelier for that: so
-    `transformers` does it in beam search. None where the logits are not finite, or all is banned.
+    Equals are ordered by token. Banned tokens are left out, and the others do not become likelier: as `transformers`
+    does in beam search. None where the logits are not finite, or all is banned.
     """
     log_probabilities = torch.log_softmax(logits, dim=-1)
     if not bool(torch.isfinite(log_probabilities.amax())):
@@ -38,12 +38,12 @@ class DeviceLogprobs(NamedTuple):
     ranks: Tensor
     """[D], 1 for the most likely token."""
     top: Tensor
-    """[R, count] float32, of the most likely ones."""
+    """[R, count] float32, for the most likely tokens."""
     top_tokens: Tensor
     """[R, count]."""
 
     def read(self, sizes: Sequence[int], counts: Sequence[int]) -> list[Logprobs]:
-        """Wait for them. `sizes`: tokens of each row; `counts`: of the most likely ones, how many each row wants."""
+        """Wait for them. `sizes`: tokens of each row; `counts`: how many of the most likely tokens each row wants."""
         own, ranks, top, top_tokens = (it.tolist() for it in self)
         found, begin = [], 0
         for size, count, its, ids in zip(sizes, counts, top, top_tokens, strict=True):
@@ -55,7 +55,7 @@ class DeviceLogprobs(NamedTuple):
 
 
 def gather_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) -> DeviceLogprobs:
-    """Find the log probabilities of `tokens` [D], each of one of the `rows` [D] of `logits` [R, vocab].
+    """Find the log probabilities for `tokens` [D], each in one of the `rows` [D] in `logits` [R, vocab].
 
     `count`: of each row's most likely tokens, how many are wanted.
     """
@@ -68,7 +68,7 @@ def gather_logprobs(logits: Tensor, rows: Tensor, tokens: Tensor, count: int) ->
 
 @torch.inference_mode()
 def compute_logprobs(logits: Tensor, tokens: Sequence[Sequence[int]], count: int) -> list[Logprobs]:
-    """Return the log probabilities of each row's `tokens` by `logits` [R, vocab], and of its `count` most likely."""
+    """Return log probabilities by `logits` [R, vocab], for each row's `tokens` and `count` most likely tokens."""
     sizes = [len(its) for its in tokens]
     rows = send_to_device(torch.arange(len(tokens)).repeat_interleave(torch.tensor(sizes)), logits.device)
     chosen = send_to_device(torch.tensor([token for its in tokens for token in its]), logits.device)

@@ -1,4 +1,4 @@
-"""Samples rows with the native sampler (`kernels/native/sample.cpp`): packs its arguments, reads its results."""
+"""Samples rows with the native sampler (`kernels/native/sample.cpp`): packs arguments, reads results."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from moonpool.sampling_params import SampleSpec, stream_seed
 
 
 class NativeRows:
-    """Native `RowSampler`. Its arguments are packed once and changed in place from step to step.
+    """Native `RowSampler`. The arguments are packed once and changed in place from step to step.
 
     Args:
         native: the kernels.
         vocab: tokens of the model.
-        specs: of each row, for the first step.
-        scales: of each row's logits (`random_sampler.scale_of`); negative: the highest logit is chosen.
+        specs: each row's, for the first step.
+        scales: each row's logits scale (`random_sampler.scale_of`); negative: the highest logit is chosen.
         steps: largest number of steps.
     """
 
@@ -66,7 +66,7 @@ class NativeRows:
 
     @property
     def tokens_address(self) -> int | None:
-        """Address of the last step's tokens, one int32 per row. None if a row has several samples."""
+        """The address of the last step's tokens, one int32 per row. None if a row has several samples."""
         return self._tokens.buffer_info()[0] if len(self._tokens) == len(self._specs) else None
 
     def set_previous(self, tokens: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class NativeRows:
             self._ends[row] = end + 1
 
     def attach(self, further: GoOn) -> bool:
-        """Let the native loop `further` sample the coming steps itself, with the masks of `set_masks`.
+        """Let the native loop `further` sample the coming steps, with the masks from `set_masks`.
 
         `advance` must not be called afterwards. Returns False if Python has work between two of these steps.
         """
@@ -114,7 +114,7 @@ class NativeRows:
     ) -> RowChoices:
         """See `RowSampler.sample`.
 
-        `numbers`: in [0, 1), for each row and each of its samples; None: those of seeds and positions.
+        `numbers`: in [0, 1), for each row and each of the row's samples; None: those of seeds and positions.
         """
         tokens = self.sample_at(logits.data_ptr(), masks, numbers)
         return self.choices() if tokens is None else RowChoices([[token] for token in tokens], {}, {})

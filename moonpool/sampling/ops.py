@@ -1,8 +1,7 @@
-"""Tensor operations of the sampler without a sort of the vocabulary and without waiting for the device.
+"""Tensor operations for the sampler without sorting the vocabulary and without waiting for the device.
 
-`keep_top_k` and `keep_top_p` find the least weight that is kept digit by digit, ten bits at a time: the bits of non-
-negative floats have the order of the floats. `top` looks only at those runs of 128 values that can hold one of the
-highest values.
+`keep_top_k` and `keep_top_p` find the least kept weight digit by digit, ten bits at a time: non-negative floats have
+the same order as their bits. `top` checks only those runs of 128 values that can hold one of the highest values.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kernels.choice import choose
 def send_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor of the host on `device`, for what is given to the device from now on.
 
-    To a GPU it goes from pinned memory: from other memory torch would wait for all work that the GPU was given before.
+    To a GPU, the tensor goes from pinned memory: from other memory torch would wait for all earlier GPU work.
     """
     if device.type not in ("cpu", "meta"):
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -42,7 +41,7 @@ _SHIFTS = (20, 10, 0)
 
 
 def running_sums(values: Tensor) -> Tensor:
-    """Return the sums along each row of `values` [R, n], with each value added to the sum of those before it.
+    """Return running sums along each row in `values` [R, n], with each value added to the sum before.
 
     On a GPU torch adds in this order along every dimension but the last, unless there is one row only.
     """
@@ -54,13 +53,13 @@ def running_sums(values: Tensor) -> Tensor:
 def keep_top_k(weights: Tensor, counts: Tensor) -> None:
     """Set all but the highest `counts` [R] float64 of each row's `weights` [R, n] in [0, 1] to 0.
 
-    Of equal ones the first are kept.
+    Among equals the first are kept.
     """
     _keep_leading(weights, counts, by_weight=False)
 
 
 def keep_top_p(weights: Tensor, shares: Tensor) -> None:
-    """As `keep_top_k`, of those before which, in falling order, less than `shares` [R] float64 of the sum lies.
+    """As `keep_top_k`, for tokens before which, in falling order, less than `shares` [R] float64 of the sum lies.
 
     At least one is kept.
     """
@@ -83,7 +82,7 @@ def _keep_leading(weights: Tensor, goals: Tensor, *, by_weight: bool) -> None:
         sums = running_sums(torch.cat((above, masses.flip(1)), 1))
         if shift == _SHIFTS[0]:
             goals = (goals * sums[:, -1] if by_weight else goals)[:, None]
-        # Rounding may put the goal behind all of them: then it is the last digit.
+        # Rounding may put the goal behind all digits: then the last digit counts.
         place = (sums[:, 1:] < goals).sum(1, keepdim=True).clamp_(max=_DIGITS - 1)
         above = sums.gather(1, place)
         least = (least << _DIGIT) + (_DIGITS - 1 - place).int()
@@ -109,7 +108,7 @@ def runs_of(count: int) -> int:
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` greatest of each row of `values` [R, n], and their indices; equals in order of these."""
+    """Return the `count` greatest values in each row of `values` [R, n], and their indices; equals by index."""
     size = values.shape[1]
     if 2 * count >= runs_of(size):
         ordered = values.sort(descending=True, stable=True)

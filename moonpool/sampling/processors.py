@@ -18,16 +18,16 @@ from moonpool.sampling.ops import send_to_device
 from moonpool.sampling_params import SampleSpec
 
 _IN_PROMPT, _IN_OUTPUT = 1, 2
-"""Added to a token's count by its occurrences in the prompt (once for all) and by each occurrence in the output."""
+"""Added to a token's count for occurrences in the prompt (once for all) and for each occurrence in the output."""
 
 
 class LogitsPipeline:
     """All processors of some rows, then the masks.
 
     Args:
-        specs: of each row, for the first step.
+        specs: each row's, for the first step.
         vocab: tokens of the model.
-        device: of the logits.
+        device: the logits' device.
     """
 
     def __init__(self, specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> None:
@@ -108,10 +108,10 @@ class Penalties:
     """Repetition, frequency and presence penalties, for the rows that have some.
 
     Args:
-        rows: of the logits.
-        specs: of these rows.
+        rows: rows in the logits.
+        specs: these rows' specs.
         vocab: tokens of the model.
-        device: of the logits.
+        device: the logits' device.
     """
 
     def __init__(self, rows: Sequence[int], specs: Sequence[SampleSpec], vocab: int, device: torch.device) -> None:
@@ -162,7 +162,7 @@ def _places(found: Sequence[tuple[int, int]], device: torch.device) -> tuple[Ten
 
 
 def _occurrences(specs: Sequence[SampleSpec], vocab: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the places in flat counts [P, vocab + 1] of all tokens of the rows' prompts, and of their outputs."""
+    """Return places in flat counts [P, vocab + 1] for all tokens in the rows' prompts, and in their outputs."""
     tokens = np.frombuffer(b"".join(spec.history or b"" for spec in specs), np.int32)
     lengths = np.array([len(spec.history or b"") // 4 for spec in specs])
     rows = np.repeat(np.arange(len(specs)), lengths)

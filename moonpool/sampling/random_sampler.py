@@ -5,9 +5,9 @@ The rule, for one row. The weight of a token is exp((logit - highest logit) / te
 is the one at which the sum passes u times the whole sum. u in [0, 1) belongs to the seed and the output position
 (`uniform`).
 
-Weights are float32, sums float64. This is the reference of the native sampler (`kernels/native/sample.cpp`), which
-gives the same weights and sums to the bit. Nothing here reads a tensor's contents on the host, and no shape depends
-on them.
+Weights are float32, sums float64. This is the reference for the native sampler (`kernels/native/sample.cpp`), which
+gives the same weights and sums to the bit. This module never reads a tensor's contents on the host, and no shape
+depends on them.
 """
 
 from __future__ import annotations
@@ -28,20 +28,22 @@ _LOG2_E = 1.4426950408889634
 _LEAST_POWER = -126.0
 """Of two: what is less is 0."""
 _ROUNDING = 12582912.0
-"""1.5 * 2^23: a float of some size that this is added to loses its fraction."""
+"""1.5 * 2^23: a moderate float loses its fraction when this is added."""
 _POWER_OF_2 = (1.537070260e-4, 1.339984826e-3, 9.618373259e-3, 5.550329035e-2, 2.402264846e-1, 6.931472056e-1, 1.0)
 """A polynomial for 2^x in [-0.5, 0.5], highest power first; 1e-7 relative."""
 _ROWS = 4
-"""Rows that are weighed together on a CPU: what is between the first and the last operation stays in its caches."""
+"""Rows weighed together on a CPU: everything between the first and the last operation stays in the CPU's caches."""
 _LANES = 16
-"""A run's weights are summed up in so many sums, one for each token modulo this, which are then halved down to one."""
+"""A run's weights are summed up in this many sums, one for each token modulo this number, which are then halved down to
+one.
+"""
 
 
 def uniform(seed: int, position: int) -> float:
-    """Return the number in [0, 1) that belongs to one output position of a seed.
+    """Return the number in [0, 1) for one output position of a seed.
 
-    A hash of the two and 0 (BLAKE2b, 53 bits of it): counter-based, so it needs no state and has no order. The native
-    sampler hashes them itself (`kernels/native/draws.cpp`).
+    A hash over both and 0 (BLAKE2b, 53 bits): counter-based, so without state and order. The native sampler computes
+    the hash too (`kernels/native/draws.cpp`).
     """
     counter = struct.pack("<QQQ", seed & (2**64 - 1), 0, position)
     number = int.from_bytes(hashlib.blake2b(counter, digest_size=8, person=b"moonpool sample").digest(), "little")
@@ -49,13 +51,13 @@ def uniform(seed: int, position: int) -> float:
 
 
 class RandomSampler:
-    """Draws tokens of some rows. Its tensors lie on the logits' device from the first step on.
+    """Draws tokens of some rows. The tensors lie on the logits' device from the first step on.
 
     Args:
-        params: of each row.
+        params: each row's.
         sizes: tokens that each row draws.
         vocab: tokens of the model.
-        device: of the logits.
+        device: the logits' device.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class RandomSampler:
         self._filters = [it for it in filters if it is not None]
 
     def __call__(self, logits: Tensor, numbers: Sequence[float]) -> Tensor:
-        """Return each draw's token, int64 [D], from `logits` [R, vocab] float32, whose highest is finite in each row.
+        """Return each draw's token, int64 [D], from `logits` [R, vocab] float32; each row's highest is finite.
 
         `numbers`: one in [0, 1) for each draw, row after row.
         """
@@ -128,7 +130,7 @@ def _sums_of_runs(runs: Tensor) -> Tensor:
 
 
 def pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
-    """Return the token of each of `rows` [D] that belongs to its number [D], float64: [D]."""
+    """Return the token for each of `rows` [D] and the row's number [D], float64: [D]."""
     fused = triton_sampling(weights.device)
     if fused is not None:
         return cast("Tensor", fused.pick(weights, rows, numbers))
@@ -140,5 +142,5 @@ def pick(weights: Tensor, rows: Tensor, numbers: Tensor) -> Tensor:
     before = torch.where(run > 0, sums.gather(1, (run - 1).clamp_min(0)), 0.0)
     inside = runs[rows, run[:, 0]].double()
     at = torch.searchsorted(running_sums(inside) + before, goals, right=True)
-    last = RUN - 1 - (inside.flip(-1) > 0).int().argmax(-1, keepdim=True)  # rounding may lead past it
+    last = RUN - 1 - (inside.flip(-1) > 0).int().argmax(-1, keepdim=True)  # rounding may lead past the end
     return (run * RUN + torch.minimum(at, last))[:, 0]

@@ -1,13 +1,13 @@
 """Chooses tokens from logits: a pure function of logits, parameters, history, seed and position.
 
 The sampler has no state: an instance that computes the same logits chooses the same token, also after a crash and on
-another instance. A row's result never depends on the other rows.
+    another instance. A row's result never depends on the other rows.
 
 Order: processors of logits and masks (`moonpool.sampling.processors`). Then, if the temperature is 0, the highest
 logit, the lowest token among equals; else temperature, filters (`moonpool.sampling.filters`) and one draw
 (`moonpool.sampling.random_sampler`).
 
-On CPUs one native call does it all (`moonpool.sampling.native_sampler`); elsewhere torch does
+On CPUs a single native call samples (`moonpool.sampling.native_sampler`); elsewhere torch does
 (`moonpool.sampling.torch_sampler`).
 """
 
@@ -50,9 +50,9 @@ class Sampler:
     """Chooses the tokens of some sequences, step after step.
 
     Args:
-        specs: of each row, for the first step.
+        specs: each row's, for the first step.
         vocab: tokens of the model.
-        device: of the logits.
+        device: the logits' device.
         steps: largest number of steps.
     """
 
@@ -89,7 +89,7 @@ class Sampler:
 def sample(
     logits: Tensor, specs: Sequence[SampleSpec], masks: Mapping[int, TokenMask] = MappingProxyType({})
 ) -> SamplerOutput:
-    """Return tokens of each row of `logits` [R, vocab] float32, one for each sample of the row's spec.
+    """Return tokens for each row in `logits` [R, vocab] float32, one for each sample in the row's spec.
 
     `logits` must be contiguous and are overwritten. `masks`: by row, tokens that may be chosen; absent: all.
     """

@@ -1,6 +1,6 @@
 """Rows sampled in plain torch, on the logits' device: the reference of the native sampler.
 
-Between logits and tokens the host waits for nothing: it gives all operations to the device, then reads the results.
+Between logits and tokens the host does not wait: the host gives all operations to the device, then reads the results.
 Shapes follow from what is asked for, never from what is found.
 """
 
@@ -25,12 +25,12 @@ from moonpool.sampling_params import SampleSpec, stream_seed
 
 @dataclass(slots=True)
 class PendingChoices:
-    """What a step chose, on its device."""
+    """A step's choices, on the step's device."""
 
     tokens: Tensor
     """[D], each row's draws one after the other."""
     highest: Tensor
-    """[R] float32: the logit of each row that is highest; where it is not finite, none of its tokens is right."""
+    """[R] float32: the logit of each row that is highest; if not finite, none of the row's tokens is right."""
     logprobs: DeviceLogprobs | None
     """Of the rows that asked for log probabilities."""
 
@@ -39,9 +39,9 @@ class _RowPart:
     """Some rows, and the draws of them, as indices on the device; of all draws, row after row.
 
     Args:
-        rows: of the logits.
-        sizes: draws of each row of the logits.
-        device: of the logits.
+        rows: rows in the logits.
+        sizes: draws for each logits row.
+        device: the logits' device.
     """
 
     def __init__(self, rows: Sequence[int], sizes: Sequence[int], device: torch.device) -> None:
@@ -58,10 +58,10 @@ class TorchRows:
     """Rows that are sampled in torch, step after step.
 
     Args:
-        specs: of each row, for the first step.
+        specs: each row's, for the first step.
         drawn: rows that are drawn; of the others the highest logit is chosen.
         vocab: tokens of the model.
-        device: of the logits.
+        device: the logits' device.
     """
 
     def __init__(self, specs: Sequence[SampleSpec], drawn: Sequence[int], vocab: int, device: torch.device) -> None:
@@ -86,12 +86,12 @@ class TorchRows:
             return self.read(self.begin(logits, masks))
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """See `RowSampler.advance`; nothing is given to the device before the next step."""
+        """See `RowSampler.advance`; the device gets no work before the next step."""
         self._steps += 1
         self._processors.advance(tokens)
 
     def begin(self, logits: Tensor, masks: Mapping[int, TokenMask]) -> PendingChoices:
-        """Have tokens of each row of `logits` [R, vocab] float32 chosen, which are overwritten."""
+        """Have tokens chosen for each row in `logits` [R, vocab] float32, which are overwritten."""
         untouched = None if self._scored is None else logits[self._scored.rows]
         self._processors(logits, masks)
         highest, greedy = _highest(logits)
@@ -128,9 +128,9 @@ class TorchRows:
 
 
 def _highest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest logit of every row, and its index: the lowest among equals.
+    """Return every row's highest logit, and the logit's index: the lowest among equals.
 
-    Torch's `argmax` is an order of magnitude slower than `amax`: the maximum of each run of 128 is found first.
+    Torch's `argmax` is an order of magnitude slower than `amax`: the maximum in each run of 128 is found first.
     """
     rows, vocab = logits.shape
     width = 128 if vocab % 128 == 0 else 1

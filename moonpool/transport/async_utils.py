@@ -43,13 +43,13 @@ class Deadline:
             raise TimeoutError from exc
 
     def expire(self) -> None:
-        """It is time: cancels what waits."""
+        """The time is over: cancels the waiting call."""
         self._expired = True
         self._task.cancel()
 
 
 class Deadlines:
-    """Those of one event loop's tasks that have something in common."""
+    """Deadlines for one event loop's tasks with something in common."""
 
     def __init__(self) -> None:
         self._open: dict[Deadline, None] = {}
@@ -109,7 +109,7 @@ class OneTimeEvent:
         self._waiter: asyncio.Future[None] | None = None
 
     def done(self, error: Exception | None = None) -> None:
-        """It has happened, or failed with `error`."""
+        """The event has happened, or failed with `error`."""
         if self.is_done:
             return
         self.is_done, self._error = True, error
@@ -117,7 +117,7 @@ class OneTimeEvent:
             self._waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when it has happened; raises the error when it failed. The caller sets the deadline."""
+        """Returns after the event; raises the error if the event failed. The caller sets the deadline."""
         if not self.is_done:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -144,12 +144,12 @@ Result = TypeVar("Result")
 
 
 class WaiterQueue(Generic[Wanted, Result]):
-    """Serves waiting tasks in the order of their priority (lowest number first), then of their arrival.
+    """Serves waiting tasks by priority (lowest number first), then by arrival.
 
     Args:
         attempt: Takes what a task wants and returns it; None while the task has to wait. What `attempt` raises, the
             task raises. `attempt` must not call the queue.
-        undo: Takes a result back whose task was cancelled before it could use it.
+        undo: Takes a result back if the task was cancelled before using the result.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class WaiterQueue(Generic[Wanted, Result]):
         return bool(self._queues)
 
     async def get(self, wanted: Wanted, *, priority: int = 0) -> Result:
-        """Returns what the attempt gives, waiting for it behind all others. The caller sets the deadline.
+        """Returns the attempt's result, waiting behind all others. The caller sets the deadline.
 
         A cancelled call has taken nothing.
 
@@ -236,10 +236,10 @@ OFFLOAD_LEAST_TOKENS = 1 << 10
 class ThreadOffload(NamedTuple):
     """Where work goes that would keep the loop from dispatching steps.
 
-    Handing it over and hearing of its end costs the loop 30 to 40 us. What is smaller is done there (ADR 28).
+    Handing work over and hearing about the end costs the loop 30 to 40 us. What is smaller is done there (ADR 28).
 
     Attributes:
-        executor: does the work; it may be several pieces at once.
+        executor: does the work; several pieces may be done at once.
         least_bytes: smaller payloads land on the loop.
         least_tokens: requests with fewer tokens are read on the loop.
     """

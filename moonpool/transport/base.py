@@ -1,7 +1,7 @@
-"""The contract of a KV transport and of connections: buffers, messages, regions.
+"""The contract for KV transports and connections: buffers, messages, regions.
 
-`Transport` finds a peer; `Connection` carries the messages of one stream. Credits, sessions, reconnection and the
-choice of a transport stand above both, once for all transports.
+`Transport` finds a peer; `Connection` carries one stream's messages. Credits, sessions, reconnection and the choice of
+a transport stand above both, once for all transports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moonpool.v1 import kv_pb2
 
 
 class PendingPayload:
-    """A message whose payload stays in the sender's memory until the message is finished or has failed.
+    """A message with a payload that stays in the sender's memory until the message is finished or has failed.
 
     Attributes:
         parts: the payload.
@@ -74,10 +74,10 @@ class ReceiveBuffer:
 
     Attributes:
         targets: where the payload's slices go, in order; together as long as the payload.
-        hashes: of each slice.
+        hashes: each slice's hash.
         is_live: called before each write: whether the memory may still be written. Later bytes are dropped.
-        on_filled: called when all of the payload has come, with the number of leading targets that have their hash, and
-            the defect if there is one.
+        on_filled: called when the whole payload has come, with the number of leading targets that match their hash, and
+            the defect if any.
         offload: copies on threads; None: the event loop copies.
         on_writing: called with True before a thread begins to use the memory, and with False once the thread has ended,
             even if the stream has ended meanwhile. The memory must stay in between. `on_filled` comes later, and only
@@ -154,7 +154,7 @@ class FilledBuffer(NamedTuple):
 class BorrowedBuffer(NamedTuple):
     """A payload in memory that the sender can still write, until `return_buffer`.
 
-    The user copies the payload to memory of its own first, and then verifies the copy.
+    The user first copies the payload to separate memory, and then verifies the copy.
     """
 
     data: BytesLike
@@ -175,7 +175,7 @@ class ReceiveCallbacks(NamedTuple):
     Attributes:
         take: gets each message with the payload: separate memory, a filled buffer or a borrowed one. Must not wait.
             An error ends the reading.
-        receive_into: gives the buffer for the payload of a message, of so many bytes; None for separate memory.
+        receive_into: gives the buffer for a message's payload with that many bytes; None for separate memory.
         borrow: whether payloads that lie in regions are borrowed if `receive_into` gives no buffer.
         on_one_shot: gets one-shot messages, each with the payload, borrowed until the call returns; returns the bytes
             of the answers. None if the stream takes no one-shot messages.
@@ -188,7 +188,7 @@ class ReceiveCallbacks(NamedTuple):
 
 
 OutgoingItem = Message | bytes | PendingPayload | OneShotAnswer
-"""What a `SendQueue` gives: a message, an encoded message, one whose payload is held, or a one-shot answer."""
+"""What a `SendQueue` gives: a message, an encoded message, a message with a held payload, or a one-shot answer."""
 
 
 class UnsentRest(NamedTuple):
@@ -196,7 +196,7 @@ class UnsentRest(NamedTuple):
 
     Attributes:
         parts: bytes that must go out next, in order.
-        held: whose payload is among them, and free when they have gone.
+        held: the message with the payload among them, free after they have gone.
         error: what broke the connection.
     """
 
@@ -213,7 +213,7 @@ M = TypeVar("M", bound=Message)
 
 
 class Connection(ABC, Generic[M]):
-    """An open connection: the messages of one stream, in order, each with a payload or without.
+    """An open connection: one stream's messages, in order, with or without payload.
 
     Attributes:
         name: Name of the transport.
@@ -238,7 +238,7 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     def pause(self) -> None:
-        """Hands over nothing until `resume`: what comes stays with the system, and the peer is slowed down."""
+        """Hands over nothing until `resume`: new messages stay with the system, and the peer is slowed down."""
 
     @abstractmethod
     def resume(self) -> None:
@@ -246,7 +246,7 @@ class Connection(ABC, Generic[M]):
 
     @abstractmethod
     async def write(self, item: OutgoingItem | UnsentRest) -> None:
-        """Sends all of an item of the send queue. Not to be cancelled.
+        """Sends a whole send queue item. Not to be cancelled.
 
         Raises:
             MoonpoolError: The connection has ended.
@@ -305,7 +305,7 @@ class OfferedRegions:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionEnd:
-    """One end of a connection whose handshake is over.
+    """One end of a connection after the handshake.
 
     Attributes:
         transport: Carries the connection.
@@ -343,7 +343,7 @@ class Transport(ABC):
         name: As flags, logs and gauges name the transport.
         kind: As messages name the transport: a number of LaneKind, or a free number from 100 on.
         scope: Only processes with the same scope can use the transport together; "" for all. The scope travels in
-            `StreamHello.lane_place`: at most one transport of a process has a scope.
+            `StreamHello.lane_place`: at most one of a process's transports has a scope.
         takes_one_shot: Connections carry one-shot messages (framing.py), also from a blocking client.
     """
 
@@ -375,7 +375,7 @@ class Transport(ABC):
         """A non-blocking socket, connected to an address that `listen` gave in another process.
 
         Raises:
-            OSError: Nobody listens there.
+            OSError: No process listens there.
         """
 
     @abstractmethod
@@ -391,7 +391,7 @@ class Transport(ABC):
         return not self.scope or hello.lane_place == self.scope
 
     def offer_regions(self, share: Sequence[SharedRegion], mailbox_bytes: int) -> OfferedRegions:
-        """What a client shows to the peer; nothing unless a subclass does.
+        """What a client shows to the peer; no regions unless a subclass offers some.
 
         Args:
             share: Memory of this process that the peer may read, where payloads go to the peer.
@@ -402,7 +402,7 @@ class Transport(ABC):
     def map_regions(
         self, fds: Sequence[int], regions: Sequence[kv_pb2.Region]
     ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-        """What a server maps of the regions that a client shows: `readable` and `borrowed` of the `ConnectionEnd`.
+        """A server's mappings for a client's regions: `readable` and `borrowed` in the `ConnectionEnd`.
 
         Raises:
             FrameError: The regions are not what the client says, or the transport has none.
@@ -415,7 +415,7 @@ class Transport(ABC):
     def open_connection(
         self, end: ConnectionEnd, cls: type[M], acknowledge: Callable[[Message], None]
     ) -> ZeroCopyConnection[M]:
-        """The connection of one end.
+        """The connection for one end.
 
         Args:
             end: What the handshake agreed on.

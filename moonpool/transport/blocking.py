@@ -1,6 +1,6 @@
 """The blocking path: one-shot messages on the caller's thread, without an event loop in between.
 
-The caller polls for the answer for a short time before it sleeps: a store answers within tens of microseconds, and
+The caller polls for the answer for a short time before sleeping: a store answers within tens of microseconds, and
 waking up takes as long. On a machine with one processor the caller sleeps at once.
 """
 
@@ -59,7 +59,7 @@ class BlockingConnection:
     """
 
     def __init__(self, end: ConnectionEnd, *, spin_s: float | None = None) -> None:
-        """Takes over a connection on which nothing but the handshake has been said."""
+        """Takes over a connection with only the handshake done."""
         self.name = end.name
         self.own = end.own
         self.error: Exception | None = None
@@ -69,7 +69,7 @@ class BlockingConnection:
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
         self._numbers = 0
-        self._pulled = 0  # payloads out of regions of which the store has not been told
+        self._pulled = 0  # payloads out of regions that the store has not been told about
         self._used = threading.Lock()
         self._deadline = 0.0
 
@@ -77,7 +77,7 @@ class BlockingConnection:
         """Begins an exchange; use the connection in `with` then. False if the connection has ended, or is in use."""
         if self.error is not None or not self._used.acquire(blocking=False):
             return False
-        if self.error is not None:  # since a moment ago; who ended it may have left the rest to this thread
+        if self.error is not None:  # since a moment ago; the ending thread may have left the rest to this thread
             self._used.release()
             self._release()
             return False
@@ -90,7 +90,7 @@ class BlockingConnection:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.error is None:  # one of its own: the other's frames hold the caller's memory
+        if error is not None and self.error is None:  # the caller's own: the other's frames hold the caller's memory
             self.error = StreamBroken(str(error) or "a call was given up")
         self._used.release()
         if self.error is not None:
@@ -107,7 +107,7 @@ class BlockingConnection:
         """Ends the connection, from any thread: an exchange that is under way fails. Idempotent."""
         if self.error is None:
             self.error = error
-        with contextlib.suppress(OSError):  # it is closed, or the peer is gone
+        with contextlib.suppress(OSError):  # closed, or the peer is gone
             self._sock.shutdown(socket.SHUT_RDWR)
         self._release()
 
@@ -150,7 +150,7 @@ class BlockingConnection:
     def _send_short(self, data: bytes) -> None:
         try:
             sent = self._sock.send(data)
-        except OSError:  # tried again, it says what it is
+        except OSError:  # a retry raises the error
             sent = 0
         if sent < len(data):
             self._send([memoryview(data)[sent:]])
@@ -202,7 +202,7 @@ class BlockingConnection:
         return parts[0] if len(parts) == 1 else Iovec(parts)
 
     def pulled(self) -> None:
-        """One payload has been read out of a region; the store hears of it with the next message."""
+        """One payload has been read out of a region; the store hears this with the next message."""
         self._pulled += 1
 
     def fill(self, target: memoryview) -> None:
@@ -214,7 +214,7 @@ class BlockingConnection:
             count += self._receive(target[count:])
 
     def _await(self, nbytes: int) -> None:
-        """Receives until so many bytes are there that nobody has taken; at most `BUFFER_BYTES`."""
+        """Receives until `nbytes` untaken bytes are there; at most `BUFFER_BYTES`."""
         if self._begin == self._end:
             self._begin = self._end = 0
         elif self._begin + nbytes > BUFFER_BYTES:
@@ -265,10 +265,10 @@ log = get_logger(__name__)
 
 
 class BlockingStream(ClientStream[Req, Res]):
-    """One call and its direct connection. When either ends, both have.
+    """One call and the call's direct connection. When either ends, both have.
 
     Attributes:
-        direct: the connection, once it is open.
+        direct: the connection, once open.
     """
 
     def __init__(
@@ -331,7 +331,7 @@ class BlockingStream(ClientStream[Req, Res]):
             return None
 
     def on_message(self, message: Res, payload: Any) -> None:
-        """The welcome; nothing else comes on the call."""
+        """The welcome; no other message comes on the call."""
         received: Any = message
         if self._welcome is not None or received.WhichOneof("message") != "welcome":
             raise StreamBroken("something came that is not the welcome")

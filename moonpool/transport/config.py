@@ -18,7 +18,7 @@ TRANSPORTS = {
     "tcp": "moonpool.transport.tcp:TcpTransport",
 }
 """Where the class of each transport stands, by the name that flags use. A class is imported on first use.
-gRPC is not in the table: every stream begins on gRPC, and stays there if no transport of the table can be used."""
+gRPC is not in the table: every stream begins on gRPC, and stays there if no transport in the table can be used."""
 GRPC_NAME = "grpc"
 
 

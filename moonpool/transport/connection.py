@@ -1,8 +1,8 @@
-"""An open connection of a transport: messages of one stream with payloads, over a socket and shared regions.
+"""A transport's open connection: a stream's messages with payloads, over a socket and shared regions.
 
-Payloads are sent from where they lie (`MessageSender`). The receiver copies a payload into memory of its own before
-anything looks at it (`MessageReceiver`): in one pass with the hash at the destination, or, if the payload is
-borrowed, the stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
+Payloads are sent from where they lie (`MessageSender`). The receiver copies a payload into separate memory before
+reading the payload (`MessageReceiver`): in one pass with the hash at the destination, or, if the payload is borrowed,
+    the stream copies the bytes. So what is verified is what is used, whatever the peer writes meanwhile.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class MessageSender:
                 return self._send(self._frame(data), [], None)
             self._break_if_injected()
             return self._start_held(held)
-        except Exception as error:  # whoever writes next meets it
+        except Exception as error:  # the next writer meets the error
             if held is not None:
                 self._unsent.append(held)
             return UnsentRest([], held, error)
@@ -251,8 +251,8 @@ class MessageReceiver(Generic[M]):
         self._on_reads = on_reads
         self._report = report
         self._reads = 0  # payloads read that were not reported to the peer
-        self._work = 0  # so far, besides what was received: bytes out of regions and of answers, the cost of messages
-        self._awaited = 0  # those among them for which it waits
+        self._work = 0  # so far, besides received bytes: bytes out of regions and answers, and message costs
+        self._awaited = 0  # the part of them that is waited for
         self._callbacks: ReceiveCallbacks | None = None
         self._over: asyncio.Future[Exception] | None = None
         self._paused = False
@@ -276,7 +276,7 @@ class MessageReceiver(Generic[M]):
             self._sock.unwatch()
 
     def pause(self) -> None:
-        """Takes nothing more until `resume`."""
+        """Takes no more until `resume`."""
         self._paused = True
         self._sock.unwatch()
 
@@ -297,7 +297,7 @@ class MessageReceiver(Generic[M]):
 
     @property
     def _goes_on(self) -> bool:
-        """Somebody takes what comes."""
+        """Whether the messages are wanted."""
         return not self._paused and not self._filling and self._is_read
 
     @property
@@ -366,7 +366,7 @@ class MessageReceiver(Generic[M]):
         return True
 
     def _receive_more(self, incoming: _Incoming) -> bool:
-        """Takes more of what is being received; False when nothing is there."""
+        """Takes more of what is being received; False if none is there."""
         if incoming.is_live is not None and not incoming.is_live():
             then = incoming.then
             rest = new_bytes(sum(target.nbytes for target in incoming.left))
@@ -473,7 +473,7 @@ class MessageReceiver(Generic[M]):
     def _fill(
         self, message: M, buffer: ReceiveBuffer, data: BytesLike | None, on_read: Callable[[], None] = lambda: None
     ) -> None:
-        """Fills a buffer, perhaps on a thread: nothing more is received until then, so order stays."""
+        """Fills a buffer, perhaps on a thread: no more is received until then, so order stays."""
 
         def over(filled: FilledBuffer) -> None:
             on_read()
@@ -617,7 +617,7 @@ class SocketConnection(ZeroCopyConnection[M]):
 
 
 class SocketTransport(Transport):
-    """A transport whose connections are `SocketConnection`s."""
+    """A transport with `SocketConnection`s as connections."""
 
     takes_one_shot = True
 

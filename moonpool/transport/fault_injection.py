@@ -1,6 +1,6 @@
 """Injected faults, for fault storms: connections that break, and frames damaged after their checksum was taken.
 
-Off unless the environment asks for it:
+Off unless the environment asks for faults:
 
     MOONPOOL_FAULT_BREAK_CONNECTIONS  share of the payloads before which this process breaks their connection, 0 to 1
     MOONPOOL_FAULT_CORRUPT_FRAMES   share of the frames that this process damages after their checksum was taken, 0 to 1
@@ -59,7 +59,7 @@ def fault_seed_from(environment: Mapping[str, str]) -> int:
 
 
 def connection_breaker_from(environment: Mapping[str, str]) -> ConnectionBreaker | None:
-    """What the environment asks for; None for nothing; raises as `fault_share_from`."""
+    """What the environment asks for; None for no fault; raises as `fault_share_from`."""
     share = fault_share_from(environment, BREAK_CONNECTIONS)
     return ConnectionBreaker(share, fault_seed_from(environment)) if share else None
 
@@ -99,7 +99,7 @@ class FrameCorruptor:
         if self._random.random() >= self._share:
             return frame
         self.damaged += 1
-        # One line for each: logs outlive a process that is killed, a counter in it does not.
+        # One line for each: logs outlive a killed process, a counter inside does not.
         log.warning(FRAME_DAMAGED, frames_damaged=self.damaged, because=CORRUPT_FRAMES)
         header, pieces = frame
         if self._random.random() < HEADER_SHARE:
@@ -119,7 +119,7 @@ class FrameCorruptor:
         return damaged
 
     def _damaged_payload(self, pieces: list[memoryview]) -> list[memoryview]:
-        """One bit is another one, or the last byte is missing."""
+        """One bit is flipped, or the last byte is missing."""
         data = bytearray(b"".join(pieces))
         if self._random.random() < 0.2:
             del data[-1]
@@ -129,7 +129,7 @@ class FrameCorruptor:
 
 
 def frame_corruptor_from(environment: Mapping[str, str]) -> FrameCorruptor | None:
-    """What the environment asks for; None for nothing.
+    """What the environment asks for; None for no fault.
 
     Raises:
         ConfigError: A variable cannot be understood.
@@ -139,13 +139,13 @@ def frame_corruptor_from(environment: Mapping[str, str]) -> FrameCorruptor | Non
 
 
 corruptor = frame_corruptor_from(os.environ)
-"""This process' own; None when nothing is to be damaged."""
+"""This process' own; None without faults."""
 
 
 def frames_to_send(
     session: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
 ) -> Iterator[Frame]:
-    """As `pack_frames`; some of the frames are damaged when the environment asks for it."""
+    """As `pack_frames`; some frames are damaged if the environment asks for faults."""
     frames = pack_frames(session, generation, slices, layout, target_bytes)
     return frames if corruptor is None else map(corruptor, frames)
 

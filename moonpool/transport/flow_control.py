@@ -82,7 +82,7 @@ class ByteCredits:
         self._available -= n
 
     async def acquire(self, n: int, *, timeout_s: float) -> None:
-        """Takes `n` bytes, waiting until they are there. A cancelled wait takes nothing.
+        """Takes `n` bytes, waiting until they are there. A cancelled wait takes no bytes.
 
         Raises:
             TransferFailed: They were not there within `timeout_s`.
@@ -111,7 +111,7 @@ class ByteCredits:
 class CreditReturn:
     """The receiver's side: collects credits for handled bytes, and returns them in batches of a quarter window or more.
 
-    When nothing more is expected everything is handed back at once, so that at rest no credit is out.
+    If no more is expected, all credits are handed back at once, so that at rest no credit is out.
     """
 
     def __init__(self, window: int) -> None:
@@ -129,7 +129,7 @@ class CreditReturn:
         return self.flush() if idle or self._pending >= self._threshold else 0
 
     def flush(self) -> int:
-        """The bytes to hand back because nothing more is expected for now."""
+        """The bytes to hand back because no more are expected for now."""
         returned, self._pending = self._pending, 0
         return returned
 

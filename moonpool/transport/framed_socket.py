@@ -46,7 +46,7 @@ class FramedSocket:
         self._loop = asyncio.get_running_loop()
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._begin = self._end = 0
-        self._drained = False  # nothing was left when it was looked at last
+        self._drained = False  # empty at the last look
         self._watcher: Callable[[], None] | None = None
         self._waits: dict[asyncio.Future[None], None] = {}
         self.error: Exception | None = None
@@ -54,7 +54,7 @@ class FramedSocket:
 
     @property
     def has_more(self) -> bool:
-        """Something has been received that nobody has asked for yet."""
+        """Whether received bytes are waiting."""
         return self._begin < self._end
 
     def watch(self, readable: Callable[[], None]) -> None:
@@ -89,7 +89,7 @@ class FramedSocket:
     def fill(self, targets: list[memoryview]) -> list[memoryview] | None:
         """Receives next bytes into targets, one after the other; returns what is left of them.
 
-        None: nothing is there, and what comes calls the watcher. Raises as `peek`.
+        None: no bytes are there, and new bytes call the watcher. Raises as `peek`.
         """
         if self._begin == self._end and len(targets) == 1 and targets[0].nbytes < BUFFER_BYTES:
             self._more()
@@ -121,7 +121,7 @@ class FramedSocket:
         """Sends one part, the usual case; returns the rest, or None if the system took nothing."""
         try:
             sent = self._sock.send(data)
-        except OSError:  # whoever tries again hears what it is
+        except OSError:  # the next try raises the error
             return None
         return [] if sent == len(data) else [memoryview(data)[sent:]]
 
@@ -147,7 +147,7 @@ class FramedSocket:
         return _parse_message(cls, await self._after(await self._receive(LENGTH_PREFIX.size), most))
 
     async def receive_opening(self, fds: list[int]) -> kv_pb2.LaneOpen:
-        """A connection's first message; the descriptors that came with it go to `fds`. Raises as `receive_message`."""
+        """A connection's first message; descriptors with the message go to `fds`. Raises as `receive_message`."""
         await self._wait(self._loop.add_reader, self._loop.remove_reader)
         try:
             data, found, _, _ = socket.recv_fds(self._sock, LENGTH_PREFIX.size, MAX_DESCRIPTORS)
@@ -190,7 +190,7 @@ class FramedSocket:
             raise StreamBroken("a short message was not taken at once")
 
     def taken_over(self) -> socket.socket:
-        """Hands the socket over to a new owner, who closes the socket in the end; this must not be used any more.
+        """Hands the socket over to a new owner, who finally closes the socket; this must not be used any more.
 
         Raises:
             FrameError: unrequested bytes have come; the socket is closed then.
@@ -208,7 +208,7 @@ class FramedSocket:
         self.error = error
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
-            self._loop.call_soon(watcher)  # it meets the error
+            self._loop.call_soon(watcher)  # the watcher meets the error
         with contextlib.suppress(OSError, ValueError):
             self._loop.remove_reader(self._fd)
             self._loop.remove_writer(self._fd)
@@ -230,7 +230,7 @@ class FramedSocket:
         return count
 
     def _more(self) -> bool:
-        """Receives something into the buffer; False when nothing is there."""
+        """Receives something into the buffer; False if no bytes are there."""
         kept = self._end - self._begin
         if self._begin:
             if kept:
@@ -243,7 +243,7 @@ class FramedSocket:
         return count > 0
 
     def _received(self, receive: Callable[[Any], Any], where: Any) -> int:
-        """How many bytes `receive` has received, 0 when nothing is there."""
+        """Number of bytes that `receive` has received, 0 if none are there."""
         if self.error is not None:
             raise self.error
         if self._drained:

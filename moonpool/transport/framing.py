@@ -1,9 +1,9 @@
-"""Wire format of a fast transport: the length prefix, and one-shot messages.
+"""A fast transport's wire format: the length prefix, and one-shot messages.
 
 A one-shot message is a small read or put, whole in one message each way, without a session and without protobuf. A
-server accepts them where its offer says so (`Lane.brief`). The code that decides for sessions decides here too. If
-more than one answer would be needed (the request must wait, is refused or does not fit), the answer is `OTHERWISE`:
-the client opens a session, as if nothing had been asked.
+server accepts them if the server's offer says so (`Lane.brief`). The code that decides for sessions decides here too.
+If more than one answer would be needed (the request must wait, is refused or does not fit), the answer is `OTHERWISE`:
+the client opens a session, as if the exchange had not happened.
 
 A one-shot message has the same two lengths in front as others, with `ONE_SHOT_FLAG` set in the first. All numbers are
 little-endian; the last 8 bytes are xxh3-64 of all bytes before them. Slices come layer after layer, and in each layer
@@ -36,9 +36,9 @@ from moonpool.v1 import kvstore_pb2
 ONE_SHOT_FLAG = 1 << 31
 """In the first length: a one-shot message."""
 ONE_SHOT_BYTES = 4 << 20
-"""Payload of one exchange at most; copying so much holds the store's event loop for a millisecond or two."""
+"""Most payload bytes in one exchange; copying so much holds the store's event loop for a millisecond or two."""
 PUT_OPEN_BYTES = 16 << 10
-"""Of what a put says of its blocks, at most: then all of it fits into the buffer that receives messages."""
+"""Most bytes by which a put describes its blocks: then the description fits into the buffer that receives messages."""
 PART_BYTES = 512 << 10
 """A larger read is answered in parts near this size: the reader takes one while the store copies the next."""
 GET, PUT, FOUND, STORED, OTHERWISE = range(1, 6)
@@ -61,13 +61,13 @@ class OneShotMessage(NamedTuple):
     """One message without the payload.
 
     Attributes:
-        kind: of the message.
-        number: of the exchange; chosen by who asks.
+        kind: the message's kind.
+        number: the exchange's number; chosen by the client.
         blocks: blocks that are wanted, brought, or found.
         keys: concatenated keys.
         numbers: see above.
         extents: where the payload lies; none: the payload follows the message.
-        first: number of the first slice of a part.
+        first: number of the part's first slice.
         pulled: so many payloads that lay in regions have been read since the last message.
         rest: see above.
     """
@@ -153,7 +153,7 @@ def parse_put_open(rest: bytes) -> kvstore_pb2.PutOpen:
 
 
 class OneShotAnswer(NamedTuple):
-    """A one-shot message on the way out, and the payload in place: memory that does not change while it is read."""
+    """A one-shot message on the way out, and the payload in place: memory that does not change while being read."""
 
     message: OneShotMessage
     pieces: Sequence[memoryview]
@@ -178,4 +178,4 @@ def open_session_answer(number: int) -> OneShotAnswer:
 
 
 LENGTH_PREFIX = struct.Struct("<II")
-"""Before each message: the number of bytes, and of payload bytes that follow the message."""
+"""Before each message: the number of bytes, and of payload bytes after the message."""

@@ -1,4 +1,4 @@
-"""gRPC as a connection: the messages of one call.
+"""gRPC as a connection: one call's messages.
 
 Every stream begins on gRPC, and stays there if no other transport can be used.
 """
@@ -25,7 +25,7 @@ _NO_PAYLOAD = memoryview(b"")
 class GrpcConnection(Connection[M]):
     """The client's side of a call as a connection; owns the call.
 
-    Payloads come in memory of their own, or are copied into the receive buffer on arrival. Nothing is borrowed.
+    Payloads come in memory of their own, or are copied into the receive buffer on arrival. No payload is borrowed.
     """
 
     name = GRPC_NAME
@@ -91,9 +91,9 @@ def payload_stream(
 ) -> StreamOpener:
     """A callable that opens the bidirectional stream `service`/`method`, as a generated stub's attribute would.
 
-    On the stream, messages of a class with a `payload` field are `PayloadMessage`s, others plain messages, just as on
-    the server's side (see moonpool/rpc/messages.py). For example `payload_stream(channel,
-    "moonpool.v1.DecodeService", "ReceiveKV", ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
+    On the stream, messages with a `payload` field are `PayloadMessage`s, others plain messages, just as on the server's
+    side (see moonpool/rpc/messages.py). For example `payload_stream(channel, "moonpool.v1.DecodeService", "ReceiveKV",
+    ReceiveKVRequest, ReceiveKVResponse)(timeout=...)`.
     """
     open_stream: StreamOpener = channel.stream_stream(
         f"/{service}/{method}",

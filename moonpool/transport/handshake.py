@@ -130,11 +130,11 @@ class TransportListener:
             taken = True
             self.opened[transport.name] += 1
         except PeerLeftSilently:
-            pass  # a neighbour that looked whether somebody listens here (`remove_stale`)
+            pass  # a neighbour checked for a listener (`remove_stale`)
         except (MoonpoolError, OSError, TimeoutError) as failure:
             error = failure
             self.refused += 1
-            # at level debug: whoever can connect must not fill the log; the client tells of it, and a gauge
+            # at level debug: whoever can connect must not fill the log; the client reports this, and a gauge
             log.debug("connection refused", transport=transport.name, reason=str(failure) or "nothing came")
             with contextlib.suppress(StreamBroken):
                 sock.send_message(kv_pb2.LaneOpened(refused=str(failure) or "nothing came"))
@@ -194,7 +194,7 @@ class TransportListener:
 
 DIAL_S = 2.0
 RETRY_S = 10.0
-"""How long a process leaves the transports of a peer alone after one of them failed."""
+"""How long a process leaves a peer's transports alone after a failure."""
 MAX_FAILURES = 1024
 
 
@@ -214,7 +214,7 @@ LISTENER_METRICS: tuple[Metric[TransportListener], ...] = (
 
 
 class TransportDialer:
-    """Opens connections of transports for the streams of a process to others; one per process.
+    """Opens transport connections for a process's streams to others; one per process.
 
     Attributes:
         failures: connections that could not be opened, or broke, so far.
@@ -310,7 +310,7 @@ class TransportDialer:
                 raise
 
     def count_open(self, name: str) -> int:
-        """Number of open connections of the transport of this name."""
+        """Number of open connections on the transport with this name."""
         return sum(each.name == name and not each.closed for each in self._connections)
 
 

@@ -56,7 +56,7 @@ class ExportedRegions:
         ]
 
     def find(self, data: memoryview) -> tuple[int, int]:
-        """Number of the region of some bytes, and their offset; (0, 0): they lie in no region."""
+        """Number of the region with some bytes, and the bytes' offset; (0, 0): they lie in no region."""
         if not self._spans or data.readonly or not data.nbytes:
             return 0, 0
         begin = address_of(data)
@@ -122,16 +122,16 @@ class MappedRegion:
 
     def close(self) -> None:
         """Unmaps the region. Idempotent."""
-        with contextlib.suppress(BufferError):  # something still refers to it: it goes with that
+        with contextlib.suppress(BufferError):  # still referenced: goes with the last reference
             self._data.release()
             self._map.close()
 
 
 def unmap_regions(regions: Sequence[MappedRegion]) -> None:
-    """Unmaps regions, on a thread of its own; returns at once.
+    """Unmaps regions, on a separate thread; returns at once.
 
-    Unmapping a region whose other owners have gone gives the memory back to the system. That takes 0.3 s for each GB of
-    a killed instance's pool, for which an event loop would stand still.
+    Unmapping a region after the other owners have gone gives the memory back to the system. That takes 0.3 s for each
+    GB of a killed instance's pool, for which an event loop would stand still.
     """
 
     def close() -> None:
@@ -148,7 +148,7 @@ def unmap_regions(regions: Sequence[MappedRegion]) -> None:
 def map_regions(
     fds: Sequence[int], told: Sequence[kv_pb2.Region]
 ) -> tuple[dict[int, MappedRegion], tuple[int, MappedRegion] | None]:
-    """A peer's regions: those to be read, by number, and number and memory of the one that is lent, if any.
+    """A peer's regions: those to be read, by number, and number and memory of the lent region, if any.
 
     Raises:
         FrameError: They are not what was told.
@@ -167,7 +167,7 @@ def map_regions(
 
 
 class MailboxRing:
-    """Who writes to a mailbox keeps account here: pieces are taken one behind the other and freed in that order."""
+    """A mailbox's writer keeps account here: pieces are taken one behind the other and freed in that order."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -1,9 +1,9 @@
-"""The send queue of a stream: messages of many tasks, in order.
+"""A stream's send queue: many tasks' messages, in order.
 
 Tasks only queue here, and one task writes: a stream takes one write at a time, and cancelling a task within a write may
 break the stream. A connection that holds payloads (`SendQueue.hold`) sends a message at once if no other waits. After
-`put` nothing refers to the memory of the caller, who may free its blocks at once even when cancelled. Payloads are
-encoded when they are queued; on a connection that holds payloads they stay where they are, and `put` waits until the
+`put` the caller's memory is unreferenced, so the caller may free blocks at once, even if cancelled. Payloads are
+encoded when they are queued; on a connection that holds payloads they stay in place, and `put` waits until the
 connection is done with them.
 """
 
@@ -25,7 +25,7 @@ from moonpool.transport.framing import OneShotAnswer
 
 QUEUE_BYTES = 4 << 20
 BURST_BYTES = 256 << 10
-"""A task that puts so many bytes lets the writer go on before it puts more."""
+"""A task that puts this many bytes lets the writer go on before putting more."""
 TURN_BYTES = 4 << 20
 """After so many bytes that went out at once, others get a turn of the event loop."""
 MAX_MESSAGES = 4096
@@ -33,10 +33,10 @@ STALL_S = 30.0
 
 
 class SendQueue:
-    """Bounded queue of messages for one stream, written in order by `drain`.
+    """Bounded message queue for one stream, written in order by `drain`.
 
-    What `drain` hands to the stream's write is what our serialisers take (moonpool/rpc/messages.py): messages of
-    classes without a payload as they are, others encoded; after `hold` also `PendingPayload` and `UnsentRest`.
+    `drain` hands the stream's write what our serialisers take (moonpool/rpc/messages.py): messages of classes without a
+    payload unchanged, others encoded; after `hold` also `PendingPayload` and `UnsentRest`.
     """
 
     def __init__(self, *, room_bytes: int = QUEUE_BYTES, max_messages: int = MAX_MESSAGES) -> None:
@@ -46,8 +46,8 @@ class SendQueue:
         self._queue: deque[tuple[OutgoingItem | UnsentRest, int]] = deque()
         self._stuck: Callable[[Exception], None] | None = None
         self._start: Callable[[OutgoingItem], UnsentRest | None] | None = None
-        self._writing = False  # the writer has a message that it has not written
-        self._written = 0  # payload bytes of the message that is being written, whose room is not free yet
+        self._writing = False  # the writer has an unwritten message
+        self._written = 0  # payload bytes in the message being written, whose room is not free yet
         self._ahead = 0  # bytes put since the writer had a turn
         self._wake = asyncio.Event()
         self._taken = asyncio.Event()
@@ -67,7 +67,7 @@ class SendQueue:
         self._append(serialize_payload(PayloadMessage(message)) if has_payload(type(message)) else message, 0)
 
     def answer(self, item: OneShotAnswer) -> None:
-        """Queues a one-shot message without waiting. Keep its payload until it has left. Raises as `post`."""
+        """Queues a one-shot message without waiting. Keep the payload until sent. Raises as `post`."""
         self._append(item, 0)
 
     def hold(self, stuck: Callable[[Exception], None], start: Callable[[OutgoingItem], UnsentRest | None]) -> None:
@@ -75,14 +75,14 @@ class SendQueue:
 
         Args:
             stuck: Ends the stream when one is not done with in time.
-            start: Sends something as far as that goes at once; the stream's write gets what it has left.
+            start: Sends something as far as that goes at once; the stream's write gets the rest.
         """
         self._stuck, self._start = stuck, start
 
     async def put(
         self, message: Message, payload: Payload, *, timeout_s: float, unsent: Callable[[], None] = lambda: None
     ) -> None:
-        """As `begin` and `done_with`: when it returns or raises, nothing refers to the payload's memory."""
+        """As `begin` and `done_with`: when the call returns or raises, the payload's memory is unreferenced."""
         held = await self.begin(message, payload, timeout_s=timeout_s, unsent=unsent)
         if held is not None:
             await self.done_with(held, timeout_s)
@@ -93,7 +93,7 @@ class SendQueue:
         """Queues a message with a payload once there is room.
 
         Returns None when the payload's memory is free. On a connection beside gRPC, returns what must be `done_with`,
-        or given to `abandon`, before the memory is free. `unsent` is called if nothing of the message has left, or
+        or given to `abandon`, before the memory is free. `unsent` is called if no part of the message has left, or
         will leave: then this call raises, or those raise.
 
         Raises:
@@ -113,7 +113,7 @@ class SendQueue:
             raise
 
     def offer(self, message: Message, payload: Payload) -> bool:
-        """Queues a message with a payload if the send_queue is open and there is room at once; whether it was done.
+        """Queues a message with a payload if the send_queue is open and there is room at once; returns whether queued.
 
         Raises:
             StreamBroken: The peer reads nothing and too many messages wait.
@@ -123,7 +123,7 @@ class SendQueue:
             return False
         clear = self.is_clear
         if self._stuck is not None and not clear and not isinstance(payload, bytes | memoryview):
-            payload = b"".join(payload)  # nobody waits until the connection is done with it
+            payload = b"".join(payload)  # no task waits for the connection here
         self._put(message, payload, size)
         if clear and self._queue and isinstance(unsent := self._queue[0][0], UnsentRest):
             self._queue[0] = unsent.kept(), size
@@ -144,11 +144,13 @@ class SendQueue:
             raise
 
     async def done_with(self, held: PendingPayload, timeout_s: float) -> None:
-        """Waits until the connection is done with a payload. Cancelled, or too late, the connection ends what it began.
+        """Waits until the connection is done with a payload.
+
+        If cancelled, or too late, the connection ends what the connection began.
 
         Raises:
             StreamBroken: The send_queue becomes closed.
-            TransferFailed: The connection was not done with it for `timeout_s`.
+            TransferFailed: The connection was not done with the payload for `timeout_s`.
         """
         if held.done.done():
             held.done.result()
@@ -225,7 +227,7 @@ class SendQueue:
             StreamBroken: A write took longer than `stall_s`.
             Exception: Whatever `write` raises.
 
-        Cancelled, it lets the write that is under way finish first (for a short time at most).
+        If cancelled, `drain` lets the current write finish first (for a short time at most).
         """
         try:
             await write_each(write, self._take, stall_s)
@@ -262,7 +264,7 @@ class SendQueue:
 
     @property
     def is_clear(self) -> bool:
-        """Nothing is to go out before what comes now."""
+        """Whether no earlier item is waiting to go out."""
         return not self._queue and not self._writing
 
     def _append(self, data: OutgoingItem, size: int) -> None:

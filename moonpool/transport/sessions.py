@@ -1,7 +1,7 @@
-"""Many sessions on one long-lived stream: multiplexing, reconnection, and the clients of a process by peer.
+"""Many sessions on one long-lived stream: multiplexing, reconnection, and a process's clients by peer.
 
-A stream connects with the first session, and again with the first one after it broke. Messages have a `oneof message`
-with at least `hello` on the way up and `welcome` on the way down; `credit` on the way down lets frames go up.
+A stream connects with the first session, and again with the first session after a break. Messages have a `oneof
+message` with at least `hello` on the way up and `welcome` on the way down; `credit` on the way down lets frames go up.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ResIn = TypeVar("ResIn", bound=Message, contravariant=True)
 ResAny = TypeVar("ResAny", bound=Message)
 ReceiveInto = Callable[[ResAny, int], ReceiveBuffer | None]
 IN_FLIGHT_BYTES = 4 << 20
-"""Most payload bytes of one session that a connection holds at once."""
+"""Most payload bytes per session that a connection holds at once."""
 LINGER_S = 0.005
 """Seconds for which the last credits wait for a message to travel with."""
 SILENCE_S = 10.0
@@ -42,13 +42,13 @@ SILENCE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """How a process opens its KV streams to other processes.
+    """How a process opens KV streams to other processes.
 
     Attributes:
         dialer: opens the connection that the peer offers; None: streams stay on gRPC.
         link: the process's way out, on which frames wait for their slots; None: frames do not wait.
         connect_timeout_s: longest time from the start of the call to the peer's welcome.
-        stall_s: longest time of one write, before the stream counts as broken.
+        stall_s: longest write, before the stream counts as broken.
         silence_s: longest silence of a peer that owes an answer, before the stream counts as broken.
         metadata: metadata of the call, such as an API key.
     """
@@ -122,7 +122,7 @@ class MuxSession(Generic[Req, Res]):
 
     @property
     def welcome(self) -> kv_pb2.StreamWelcome:
-        """The peer's first message, which says who the peer is."""
+        """The peer's first message, which identifies the peer."""
         assert self._connection.welcome is not None, "a session exists only after the handshake"
         return self._connection.welcome
 
@@ -138,8 +138,7 @@ class MuxSession(Generic[Req, Res]):
         """Sends frames in their order: waits for credits, for the link, for room, and queues their bytes.
 
         On a transport beside gRPC, several frames are under way at once, without a wait for the peer after each. When
-        `send` returns or raises, nothing refers to the payloads' memory any more. A frame that was not sent used no
-        credits.
+        `send` returns or raises, the payloads' memory is unreferenced. A frame that was not sent used no credits.
 
         Args:
             frames: the message with each frame's header, and the frame's bytes; taken when they can be sent.
@@ -225,7 +224,7 @@ class MuxSession(Generic[Req, Res]):
         """Hands a message to the handler; for the connection."""
         try:
             self._handler.on_message(message, payload)
-        except Exception as error:  # the handler's owner learns of it; other sessions go on
+        except Exception as error:  # the handler's owner gets the error; other sessions go on
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
@@ -344,7 +343,7 @@ class MuxConnection(ClientStream[Req, Res]):
         assert not isinstance(payload, BorrowedBuffer), "nothing is lent to a client"
         received = cast("Any", message)
         kind = received.WhichOneof("message")
-        if credit_bytes := getattr(received, "credit_bytes", 0):  # not every stream's messages have it
+        if credit_bytes := getattr(received, "credit_bytes", 0):  # not every stream's messages have the field
             self.credits.grant(credit_bytes)
         if self.welcome is None:
             if kind != "welcome":
@@ -476,7 +475,7 @@ class MuxStream(Generic[Req, Res]):
     def suspect(self, since: float) -> None:
         """Call this after a wait for the peer timed out. If the peer was silent for too long, the stream breaks.
 
-        Later sessions get a new stream then, even if the peer hangs or has lost the other end of the stream.
+        Later sessions then get a new stream, even if the peer hangs or has lost the stream's other end.
 
         Args:
             since: begin of the wait, on the event loop's clock.
@@ -505,7 +504,7 @@ class MuxStream(Generic[Req, Res]):
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.pop(task, None)
         if not task.cancelled():
-            task.exception()  # retrieved here; the task that waits raises it
+            task.exception()  # retrieved here; the waiting task raises it
 
     async def _connected(self) -> MuxConnection[Req, Res]:
         if self._closed:
@@ -519,7 +518,7 @@ class MuxStream(Generic[Req, Res]):
             self._attempt = self._spawn(self._attempt_once())
         attempt = self._attempt
         try:
-            # One attempt for all that wait; a cancelled one leaves it to the others.
+            # One attempt for all that wait; a cancelled task leaves the attempt to the others.
             connection = await asyncio.shield(attempt)
         except asyncio.CancelledError:
             if self._closed and attempt.cancelled():
@@ -543,7 +542,7 @@ class MuxStream(Generic[Req, Res]):
 
 
 class StreamClient(Generic[Req, Res]):
-    """Base of clients that use one stream. Their sessions are reads, puts or transfers."""
+    """Base class for clients that use one stream. Their sessions are reads, puts or transfers."""
 
     def __init__(self, stream: MuxStream[Req, Res]) -> None:
         self._stream = stream
@@ -569,7 +568,7 @@ class StreamClient(Generic[Req, Res]):
 
 
 class PeerClient(Protocol):
-    """The client of one peer, for `PeerClients`; see `StreamClient`."""
+    """The client for one peer, for `PeerClients`; see `StreamClient`."""
 
     @property
     def sessions(self) -> int:
@@ -596,7 +595,7 @@ class _PeerEntry(Generic[C]):
 
 
 class PeerClients(Generic[C]):
-    """The clients of one process for one kind of stream.
+    """A process's clients for one kind of stream.
 
     A peer is an id at an address. The incarnation does not matter here: clients connect again after a restart, and
     sessions check which incarnation they speak to.

@@ -27,14 +27,14 @@ from moonpool.transport.regions import Mailbox, MappedRegion, SharedRegion, map_
 from moonpool.v1 import kv_pb2
 
 MAX_PATH_BYTES = 107
-"""Longest path of a unix socket, without the zero byte at its end."""
+"""Longest path for a unix socket, without the final zero byte."""
 STALE_S = 60.0
 """An older socket without a listener was left by a process that ended."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class SharedMemoryTransport(SocketTransport):
-    """Shared memory between processes of one user on one machine.
+    """Shared memory between one user's processes on one machine.
 
     Attributes:
         scope: names machine, user and socket folder.
@@ -94,7 +94,7 @@ class SharedMemoryTransport(SocketTransport):
 
 
 def machine_id(folder: Path) -> str:
-    """Names this machine (until it is started anew), user and folder; processes with the same one share memory."""
+    """Names this machine (until the next boot), user and folder; processes with the same one share memory."""
     found = folder.stat()
     text = f"{_BOOT.read_text().strip()}:{os.getuid()}:{found.st_dev}:{found.st_ino}"
     return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
@@ -107,7 +107,7 @@ def _socket_folder(folder: Path | None) -> Path:
     if folder is None:
         folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"moonpool-{os.getuid()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = folder.lstat()  # not where a link leads that somebody else has put there
+    found = folder.lstat()  # not the target of a link that another user has put there
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ValueError("must be a folder of this user, and others must not write there")
     if len(os.fsencode(socket_path(folder, (1 << 63) - 1))) > MAX_PATH_BYTES:
@@ -135,6 +135,6 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user whose process is at the other end of a unix socket."""
+    """The user whose process is at a unix socket's other end."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])

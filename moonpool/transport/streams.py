@@ -52,7 +52,8 @@ _NO_PAYLOAD = memoryview(b"")
 class ClientStream(Generic[Req, Res]):
     """One call. Subclasses say what messages mean. Any end breaks the stream, and everything on the stream has failed.
 
-    After `use_connection` messages go over another connection and come from there; the call stays open beside it.
+    After `use_connection` messages go over another connection and come from there; the call stays open beside the
+    connection.
 
     Attributes:
         name: The peer and the purpose; begins error messages.
@@ -81,7 +82,7 @@ class ClientStream(Generic[Req, Res]):
             connect: starts the call.
             hello: first message sent.
             connect_timeout_s: longest time from the start of the call to the peer's welcome.
-            stall_s: longest time of one write, before the stream counts as broken.
+            stall_s: longest write, before the stream counts as broken.
             max_messages: most messages that wait to be written.
             spawn: starts tasks; the owner of `spawn` waits for their end.
         """
@@ -110,7 +111,7 @@ class ClientStream(Generic[Req, Res]):
         raise NotImplementedError
 
     def receive_into(self, message: Res, nbytes: int) -> ReceiveBuffer | None:
-        """Where a payload of so many bytes is to land; None: it comes with its message."""
+        """Where a payload of so many bytes is to land; None: the payload comes with the message."""
         return None
 
     def on_broken(self, error: Exception) -> None:
@@ -209,13 +210,13 @@ class ClientStream(Generic[Req, Res]):
         """However the reader or the writer ends, the stream is broken then."""
         name = self.name
         try:
-            await work()  # made here: a task that is cancelled before it has begun would leave a coroutine behind
+            await work()  # made here: a task cancelled before beginning would leave a coroutine behind
             self.break_(StreamBroken(f"{name}: ended"))
         except asyncio.CancelledError:
-            # Ours, after a break; or gRPC's, which raises it when the peer ended the call with CANCELLED.
+            # Ours, after a break; or gRPC's, which gRPC raises if the peer ended the call with CANCELLED.
             self.break_(StreamBroken(f"{name}: cancelled by the peer"))
         except asyncio.InvalidStateError:
-            return  # gRPC's answer to a write on a call that has ended; the reader says why it has
+            return  # gRPC's answer to a write on a call that has ended; the reader tells why
         except Exception as failure:
             if not isinstance(failure, MoonpoolError):
                 log.exception("stream failed", stream=name)
@@ -255,17 +256,17 @@ Write = Callable[[Any], Awaitable[None]]
 
 
 class ServerStream(Generic[Req]):
-    """One stream of one peer. Subclasses say what messages mean.
+    """One stream from one peer. Subclasses say what messages mean.
 
     Messages have a `oneof message` with `hello`, which comes first and only once. Payloads come beside them.
 
     Attributes:
         send_queue: answers on their way to the peer.
-        silent: whether the stream ended because nothing came for `silence_s`.
-        borrows: payloads in a region of the peer are borrowed: `on_message` copies the wanted bytes, verifies
-            the copy, and keeps nothing else (`borrowed`, `return_buffer`).
-        one_shot_kind: kind of the one-shot messages that the stream takes; another kind ends the stream. None: the
-            stream takes no one-shot messages.
+        silent: whether the stream ended because no message came for `silence_s`.
+        borrows: payloads in a peer's region are borrowed: `on_message` copies the wanted bytes, verifies the copy, and
+            keeps nothing else (`borrowed`, `return_buffer`).
+        one_shot_kind: kind of one-shot messages that the stream takes; another kind ends the stream. None: the stream
+            takes no one-shot messages.
     """
 
     borrows = False
@@ -284,7 +285,7 @@ class ServerStream(Generic[Req]):
         """Starts nothing yet.
 
         Args:
-            closing: set when the service ends its streams.
+            closing: set when the service ends all streams.
             hello_timeout_s: longest wait for the hello.
             silence_s: longest wait between messages; None: no limit.
             quiet_s: seconds without a message after which `is_there` is called; None: never.
@@ -339,7 +340,7 @@ class ServerStream(Generic[Req]):
         return ()
 
     def receive_into(self, message: Req, nbytes: int) -> ReceiveBuffer | None:
-        """Where a payload of so many bytes is to land; None: it comes with its message."""
+        """Where a payload of so many bytes is to land; None: the payload comes with the message."""
         return None
 
     async def is_there(self) -> bool:
@@ -446,7 +447,7 @@ class ServerStream(Generic[Req]):
                 self._heard_at = loop.time()
                 await self.room()
                 await self._handle(*_parts(item))
-                del item  # else its memory stays while the next message is copied into other, colder memory
+                del item  # else the item's memory stays while the next message is copied into other, colder memory
             return
         while (item := await self._next(requests, self._silence_s, "nothing was heard")) is not None:
             self._heard_at = loop.time()
@@ -565,7 +566,7 @@ class ServerStream(Generic[Req]):
             borrowed.return_buffer()
 
     async def _connection_ended(self, error: Exception) -> NoReturn:
-        await asyncio.sleep(CONNECTION_GRACE_S)  # a peer that has left ends its call too, and this task with it
+        await asyncio.sleep(CONNECTION_GRACE_S)  # a leaving peer ends the peer's call too, and this task with the call
         raise StreamBroken(f"the connection ended: {error}") from error
 
     async def _watch_closing(self) -> None:
@@ -580,7 +581,7 @@ class ServerStream(Generic[Req]):
             if left_s > 0:
                 due = loop.time() + left_s
                 await asyncio.sleep(left_s)
-                self._heard_at += max(0.0, loop.time() - due)  # this process did not run, and could hear nobody
+                self._heard_at += max(0.0, loop.time() - due)  # this process did not run, and could hear no peer
                 continue
             heard_at = self._heard_at
             there = await self.is_there()
@@ -601,7 +602,7 @@ def _parts(item: Req | PayloadMessage[Req]) -> tuple[Req, memoryview]:
 
 
 class OpenStreams:
-    """Streams of any kind, each for as long as it is `running`.
+    """Streams of any kind, each while `running`.
 
     Attributes:
         quiet: set while there are none.

@@ -1,4 +1,4 @@
-"""The TCP transport ("tcp"): plain TCP at a port of its own; payloads follow their messages."""
+"""The TCP transport ("tcp"): plain TCP at a separate port; payloads follow their messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TcpTransport(SocketTransport):
 
     @classmethod
     def create(cls, config: TransportConfig) -> Self:
-        """Needs nothing."""
+        """Needs no settings."""
         return cls()
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:
@@ -55,13 +55,14 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def tune_tcp(sock: socket.socket) -> None:
-    """Sets up a connected TCP socket, as each end of a connection does for what it sends.
+    """Sets up a connected TCP socket, as each end does for sending.
 
-    Nothing waits for more to be sent with it. To a process of the same machine the oldest congestion control is used,
-    which every Linux has and lets everybody use: one that paces by the shortest round trip (BBR) takes the time until
-    the other process reads for congestion, and holds bytes back. Between machines the system's choice stands.
+    No bytes wait for more bytes to be sent together. To a process on the same machine the oldest congestion control is
+    used, which every Linux has and allows everybody: a control that paces by the shortest round trip (BBR) takes the
+    time until the other process reads for congestion, and holds bytes back. Between machines the system's choice
+    stands.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform.startswith("linux") and sock.getpeername()[0] == sock.getsockname()[0]:
-        with contextlib.suppress(OSError):  # it may be forbidden here after all
+        with contextlib.suppress(OSError):  # may be forbidden here after all
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
