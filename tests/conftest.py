@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from moonpool.cli.forks import forked_services
+
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported; engines are told a number of their own
 _CORES = tempfile.NamedTemporaryFile(prefix="mp-cores-")  # noqa: SIM115  # as long as this process
 os.environ["MOONPOOL_CORE_PAGE"] = _CORES.name
@@ -26,6 +28,13 @@ settings.load_profile("moonpool")
 
 SHARED_FOLDERS = ("hostile", "shared")
 """Whose tests share a stack, so that one process runs all of them; elsewhere one runs the tests of a file."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forks() -> Iterator[None]:
+    """Services and engines are forked, which saves their imports; the fork servers begin with the first of them."""
+    with forked_services():
+        yield
 
 
 def pytest_sessionfinish() -> None:

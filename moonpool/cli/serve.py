@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kernels.native.build import BuildError, build
 from moonpool.cli.check import wait_at_rest
+from moonpool.cli.forks import forked_services
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
 from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor
@@ -114,6 +115,7 @@ def started_stack(
             stack = LocalStack(
                 plan, on_ready=ready, on_start=lambda service, what, done, of: progress.show(service.id, what, done, of)
             )
+            running.enter_context(forked_services())  # also for restarts
             running.enter_context(stack)
         yield stack
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,9 @@ from typing import BinaryIO, Protocol, Self
 
 from moonpool.client import Client
 from moonpool.config import ENV_PREFIX
+from moonpool.engine.emulated.profile import SCHEME
 from moonpool.errors import ConfigError, Unavailable
+from moonpool.fork_server import IN_USE, Launcher, Program, execute, start_service
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.platforms.registry import MEMORY_SHARE, DeviceName, stage_devices
 from moonpool.rpc.process import EXIT_ROLE
@@ -34,7 +35,6 @@ KINDS_WITHOUT_JOIN = ("conductor", "gateway")
 OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 CONDUCTOR = "conductor"
 """The first conductor; further ones are conductor-1, conductor-2 and so on."""
-PYTHON = (sys.executable,)
 LOG_TAIL_LINES = 25
 _LOADING_LINE = re.compile(r"loading: (\d+) (\d+)/(\d+)")
 WAIT_S = 0.1
@@ -114,7 +114,8 @@ class ServiceProcess:
         arguments: Sequence[str],
         log_path: Path,
         on_start: OnStart = lambda service, what, done, of: None,
-        launcher: Sequence[str] = PYTHON,
+        launcher: Launcher = execute,
+        starts_engine: bool = False,
     ) -> None:
         """Starts the service by a `launcher`; `on_start` is called on a separate thread."""
         self._loaded: dict[int, tuple[int, int]] = {}
@@ -130,15 +131,27 @@ class ServiceProcess:
         if kind != "gateway":  # API keys belong to the gateway's clients; a conductor takes keys at a separate port
             environment.pop(f"{ENV_PREFIX}API_KEYS", None)
         with _open_log(log_path) as log:
-            self._process = subprocess.Popen(
-                [*launcher, "-m", f"services.{kind}", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                process_group=0,  # Ctrl-C is ours alone
-            )
-        self._reader = threading.Thread(target=self._read_stdout, name=f"stdout-{service_id}", daemon=True)
+            read, write = os.pipe()
+            stdout = open(read, "rb")  # noqa: SIM115 - closed by its reader
+            try:
+                self._process = launcher(
+                    Program(
+                        f"services.{kind}",
+                        self.arguments,
+                        environment,
+                        stdout=write,
+                        stderr=log.fileno(),
+                        starts_engine=starts_engine,
+                    )
+                )
+            except BaseException:
+                stdout.close()
+                raise
+            finally:
+                os.close(write)
+        self._reader = threading.Thread(
+            target=self._read_stdout, args=(stdout,), name=f"stdout-{service_id}", daemon=True
+        )
         self._reader.start()
 
     @property
@@ -150,9 +163,8 @@ class ServiceProcess:
         """Exit status, None while running."""
         return self._process.poll()
 
-    def _read_stdout(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as stdout:
+    def _read_stdout(self, stdout: BinaryIO) -> None:
+        with stdout:
             for line in stdout:
                 self._take(line.decode(errors="replace").strip())
         self._ready.set()
@@ -286,6 +298,8 @@ class LocalStack:
         Raises:
             Unavailable: a service did not start; the message ends with the log.
         """
+        if self._real_engines and IN_USE.engines is not None:
+            IN_USE.engines.prepare()  # imports beside the start of the others
         names = [CONDUCTOR, *(f"{CONDUCTOR}-{number}" for number in range(1, self.plan.conductors))]
         conductors = [
             self.spawn("conductor", name, self._conductor_arguments(name, number)) for number, name in enumerate(names)
@@ -294,18 +308,10 @@ class LocalStack:
         for conductor in conductors:
             self._on_ready(conductor)
         self.address = self.addresses[0]
-        members = [
-            self.spawn(kind, f"{kind}-{number}", self._member_arguments(kind, f"{kind}-{number}"))
-            for kind, count in (
-                ("kvstore", self.plan.kvstore),
-                ("prefill", self.plan.prefill),
-                ("decode", self.plan.decode),
-            )
-            for number in range(count)
-        ]
+        waiting = self._spawn_members("kvstore", self.plan.kvstore)
         if self.plan.http_port is not None:
-            members.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
-        waiting = list(members)
+            waiting.append(self.spawn("gateway", GATEWAY_ID, self._gateway_arguments(self.plan.http_port)))
+        waiting += self._spawn_members("prefill", self.plan.prefill) + self._spawn_members("decode", self.plan.decode)
         while waiting:
             for service in list(waiting):
                 if service.is_ready(silence_s, WAIT_S / len(waiting)):
@@ -315,6 +321,14 @@ class LocalStack:
             self.http_address = self.services[GATEWAY_ID].address
         self.wait_joined(silence_s)
         return self.address
+
+    @property
+    def _real_engines(self) -> bool:
+        return not self.plan.engine.startswith(SCHEME)
+
+    def _spawn_members(self, kind: str, count: int) -> list[ServiceProcess]:
+        names = [f"{kind}-{number}" for number in range(count)]
+        return [self.spawn(kind, name, self._member_arguments(kind, name)) for name in names]
 
     def wait_joined(self, timeout_s: float) -> None:
         """Waits until every instance has joined every conductor that runs.
@@ -347,13 +361,16 @@ class LocalStack:
     def spawn(self, kind: str, service_id: str, arguments: Sequence[str]) -> ServiceProcess:
         """Starts one service, in place of any earlier service with that id; does not wait for readiness."""
         log_path = self.plan.data_dir / "logs" / f"{service_id}.log"
-        service = ServiceProcess(kind, service_id, arguments, log_path, self._on_start, self.launcher(service_id))
+        starts_engine = kind in OTHER_ROLE and self._real_engines
+        service = ServiceProcess(
+            kind, service_id, arguments, log_path, self._on_start, self.launcher(service_id), starts_engine
+        )
         self.services[service_id] = service
         return service
 
-    def launcher(self, service_id: str) -> Sequence[str]:
-        """The command that starts a service's Python."""
-        return PYTHON
+    def launcher(self, service_id: str) -> Launcher:
+        """What starts a service."""
+        return start_service
 
     def restart(self, service_id: str, *, kill: bool = False, timeout_s: float = 60.0) -> None:
         """Stops one member (by SIGTERM or SIGKILL), starts the same id again, and waits until the member has joined."""

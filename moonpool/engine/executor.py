@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
@@ -51,6 +50,7 @@ from moonpool.engine.messages import (
 )
 from moonpool.engine.sizes import choose_sizes
 from moonpool.errors import DeadlineExceeded, Internal, MoonpoolError, Unavailable
+from moonpool.fork_server import ChildProcess, Launcher, Program, engine_started, start_worker
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool, available_bytes, shared_memory
 from moonpool.platforms.registry import HOST_COLLECTIVES, collectives_of, stage_devices
@@ -116,7 +116,7 @@ class WorkerProcess:
     """One stage's process and this end of the channel."""
 
     stage: int
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     channel: AsyncChannel
 
     def __str__(self) -> str:
@@ -544,7 +544,7 @@ def _exit_reason(code: int) -> str:
     return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-WORKER = (sys.executable, "-m", "moonpool.engine.worker")
+WORKER = "moonpool.engine.worker"
 
 
 def _worker_environment(spec: EngineSpec, threads: int) -> dict[str, str]:
@@ -583,20 +583,16 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _spawn_worker(
-    command: Sequence[str], pool_fd: int, env: dict[str, str]
-) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    module: str, launcher: Launcher, pool_fd: int, env: dict[str, str]
+) -> tuple[ChildProcess, socket.socket]:
     """Starts one worker; returns the worker and our end of the channel."""
     ours, theirs = socket.socketpair()
     try:
         with theirs, _signals_blocked():
-            process = subprocess.Popen(  # noqa: S603 - our own program
-                [*command, "--channel", str(theirs.fileno()), "--pool", str(pool_fd)],
-                pass_fds=(theirs.fileno(), pool_fd),
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the process that started this one
-                env=env,
-                process_group=0,  # Ctrl-C is ours alone
-            )
+            arguments = ["--channel", str(theirs.fileno()), "--pool", str(pool_fd)]
+            # Standard output belongs to the process that started this one.
+            program = Program(module, arguments, env, stdout=2, stderr=2, pass_fds=(theirs.fileno(), pool_fd))
+            process = launcher(program)
     except BaseException:
         ours.close()
         raise
@@ -609,9 +605,10 @@ async def start_processes(
     *,
     start_timeout_s: float,
     listener: StartListener = NO_LISTENER,
-    command: Sequence[str] = WORKER,
+    worker_module: str = WORKER,
+    launcher: Launcher = start_worker,
 ) -> AsyncIterator[Engine]:
-    """See `moonpool.engine.executor.start_engine`; `command` starts a worker (tests use a substitute)."""
+    """See `moonpool.engine.executor.start_engine`; `worker_module` is a worker's program (tests use a substitute)."""
     ranges = stage_ranges(spec.layout.layers, spec.stages)
     cores = len(os.sched_getaffinity(0))
     threads = spec.threads or (cores if spec.core_page else max(1, cores // spec.stages))
@@ -629,12 +626,13 @@ async def start_processes(
         workers: list[WorkerProcess] = []
         with ExitStack() as unwind:
             for stage, file in enumerate(memory.files):
-                process, sock = _spawn_worker(command, file, env)
+                process, sock = _spawn_worker(worker_module, launcher, file, env)
                 unwind.callback(process.wait)
                 unwind.callback(process.kill)
                 workers.append(WorkerProcess(stage, process, await AsyncChannel.open(sock)))
                 unwind.callback(workers[-1].channel.close)
-            unwind.pop_all()  # from here on the engine owns these
+            unwind.pop_all()  # from here on it is the engine's
+        engine_started()
         engine = ProcessEngine(spec, memory, workers)
         stack.push_async_callback(engine.shutdown)
         for worker, (begin, end) in zip(workers, ranges, strict=True):

@@ -45,6 +45,7 @@ from moonpool.engine.messages import (
     WorkerReady,
 )
 from moonpool.errors import ConfigError, MoonpoolError
+from moonpool.fork_server import preloaded_bytes
 from moonpool.platforms.registry import collectives_of, stage_devices
 from moonpool.scheduling.steps import Step
 
@@ -139,7 +140,7 @@ class StageLoader:
         from moonpool.platforms.stage_platform import open_device
 
         self.spec, self.engine, self.gates, self.channel = spec, spec.engine, gates, channel
-        self.libraries_bytes = resident_bytes()
+        self.libraries_bytes = max(resident_bytes(), preloaded_bytes())
         channel.send(StageStarting("loading weights"))
         torch.set_num_threads(max(1, self.engine.threads))
         torch.set_num_interop_threads(1)

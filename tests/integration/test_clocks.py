@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moonpool.client import Client
+from moonpool.fork_server import Launcher, execute
 from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens
 from tests.integration.reference import Reference
@@ -35,8 +37,8 @@ def ahead(days: int) -> list[str]:
 class Apart(CheckedStack):
     """Each service lives in a time of its own."""
 
-    def launcher(self, service_id: str) -> Sequence[str]:
-        return [*ahead(AHEAD_DAYS[service_id]), *super().launcher(service_id)]
+    def launcher(self, service_id: str) -> Launcher:
+        return partial(execute, python=[*ahead(AHEAD_DAYS[service_id]), sys.executable])
 
 
 @pytest.fixture

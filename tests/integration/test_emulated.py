@@ -84,7 +84,7 @@ def test_up(up: tuple[subprocess.Popen[str], dict[str, object]], each: int, tmp_
     assert (ready["emulated"], ready["time_scale"]) == ("llama-70b-a800", 20.0)
     address = str(ready["ready"])
     services = children_of(process.pid)
-    assert len(services) == 3 + 2 * each, "conductor, kvstore, gateway, and engines"
+    assert len(services) == 4 + 2 * each, "a fork server, conductor, kvstore, gateway, and engines"
     for pid in services:
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
         assert int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") < 200 * MB

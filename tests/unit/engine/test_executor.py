@@ -20,11 +20,12 @@ from moonpool.engine.executor import ProcessEngine, start_processes
 from moonpool.engine.interface import Engine
 from moonpool.engine.messages import EngineSpec
 from moonpool.errors import ConfigError, DeadlineExceeded, Internal, Unavailable, UnsupportedModel
+from moonpool.fork_server import execute
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 
-FAKE = (sys.executable, "-m", "tests.unit.engine.fake_worker")
+FAKE = "tests.unit.engine.fake_worker"
 LAYOUT = KVLayout.uniform(layers=4, kv_heads=1, head_dim=8, block_tokens=16, dtype="float32")
 DIE, HANG, FAIL, WORK = 1, 2, 3, 10
 GREEDY = SampleSpec()
@@ -63,7 +64,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @asynccontextmanager
 async def started(engine_spec: EngineSpec) -> AsyncIterator[ProcessEngine]:
-    async with start_processes(engine_spec, start_timeout_s=20, command=FAKE) as engine:
+    async with start_processes(engine_spec, start_timeout_s=20, worker_module=FAKE, launcher=execute) as engine:
         assert isinstance(engine, ProcessEngine)
         assert isinstance(engine, Engine)
         yield engine
@@ -238,7 +239,9 @@ async def test_an_engine_that_does_not_come_up_leaves_nothing(
 ) -> None:
     fds, children = open_fds(), _children()
     with pytest.raises(error, match=message):
-        async with start_processes(spec(checkpoint, stages=2), start_timeout_s=timeout_s, command=FAKE):
+        async with start_processes(
+            spec(checkpoint, stages=2), start_timeout_s=timeout_s, worker_module=FAKE, launcher=execute
+        ):
             pytest.fail("it came up")
     assert open_fds() <= fds
     assert _children() == children
@@ -246,7 +249,7 @@ async def test_an_engine_that_does_not_come_up_leaves_nothing(
 
 async def test_impossible_specs_are_refused_before_anything_is_started() -> None:
     with pytest.raises(ConfigError, match="pipeline_parallel_size"):
-        async with start_processes(spec(stages=5), start_timeout_s=1, command=FAKE):
+        async with start_processes(spec(stages=5), start_timeout_s=1, worker_module=FAKE, launcher=execute):
             pass
 
 
@@ -255,9 +258,10 @@ def test_workers_die_with_a_killed_io_process() -> None:
 import asyncio
 import contextlib
 from moonpool.engine.executor import start_processes
+from moonpool.fork_server import execute
 from tests.unit.engine.test_executor import FAKE, spec, step
 async def main():
-    async with start_processes(spec(stages=2), start_timeout_s=20, command=FAKE) as engine:
+    async with start_processes(spec(stages=2), start_timeout_s=20, worker_module=FAKE, launcher=execute) as engine:
         print(*engine.pids, flush=True)
         await engine.run(step(1, {HANG}))
 asyncio.run(main())

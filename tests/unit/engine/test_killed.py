@@ -4,7 +4,6 @@ import asyncio
 import io
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
@@ -33,7 +32,7 @@ from tests.unit.decode.calls import conducting, reserve
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.instances import WAIT_S, prompt, spec
 
-HELD = (sys.executable, "-m", "tests.unit.engine.held_worker")
+HELD = "tests.unit.engine.held_worker"
 
 
 class Life:
@@ -51,7 +50,7 @@ class Life:
         self, spec: EngineSpec, *, start_timeout_s: float, listener: StartListener
     ) -> AbstractAsyncContextManager[Engine]:
         spec = replace(spec, measure=False)  # its steps would be held
-        return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener, command=HELD)
+        return start_processes(spec, start_timeout_s=start_timeout_s, listener=listener, worker_module=HELD)
 
     def _build(self, shared: InstanceContext) -> tuple[DecodeInstance, Service]:
         self.service, self.engine = DecodeInstance(shared, self.config), shared.engine
