@@ -1,7 +1,7 @@
 """Weight matrices arranged once for the native products (`native/panels.h`, of packed weights `native/packed.h`).
 
-One arrangement serves any number of rows. Every output is one running sum over the inputs in their order, so that a
-row's result does not depend on the other rows.
+One arrangement serves any number of rows. Every output is one running sum over the inputs in order, so that a row's
+result does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _PLAIN, _WIDE = 0, 2  # enum End of panels.h
 
 
 class ArrangedWeight:
-    """A weight [outputs, inputs] and its bias, arranged; `arrange_weight` and `arrange_packed` make it.
+    """A weight [outputs, inputs] and the bias, arranged; made by `arrange_weight` and `arrange_packed`.
 
     Attributes:
         native: the library that arranged the weight.
         memory: what the arrangement takes.
         structure: as native code is given the weight.
-        dtype: of rows.
+        dtype: the rows' dtype.
     """
 
     def __init__(self, native: Library, memory: Tensor, bias: Tensor | None, parts: structures.Panels) -> None:
@@ -38,8 +38,8 @@ class ArrangedWeight:
     def product(self, x: Tensor, *, wide: bool = False, out: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias for x [M, inputs] in the weight's type; `wide`: as float32, after rounding.
 
-        `out`: where it is written, if that has its shape and type.
-        Of a gated weight: silu(x @ gates.T) * (x @ ups.T), each rounded as by itself.
+        `out`: memory for the result, with the result's shape and type.
+        For a gated weight: silu(x @ gates.T) * (x @ ups.T), each rounded as by itself.
 
         Raises:
             ValueError: x has another shape, type or device.
@@ -57,7 +57,7 @@ class ArrangedWeight:
         return out
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return rows `index` [n] (int64) of the weight, [n, inputs]: as they were, of packed weights dequantised.
+        """Return the weight's rows `index` [n] (int64), [n, inputs]: unchanged, or dequantised from packed weights.
 
         Raises:
             IndexError: there is no such row.
@@ -71,7 +71,7 @@ class ArrangedWeight:
 
 
 def arrange_weight(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: WeightArena) -> ArrangedWeight | None:
-    """Return `weight` [outputs, inputs] arranged in memory from `arena`, or None where native kernels do not take it.
+    """Return `weight` [outputs, inputs] arranged in memory from `arena`, or None if native kernels refuse it.
 
     `gated`: the outputs are gates, then as many ups. `weight` is not referred to afterwards, `bias` is.
     """
@@ -91,8 +91,8 @@ def arrange_packed(
 ) -> ArrangedWeight | None:
     """Return a packed weight arranged in memory from `arena`, or None where native kernels do not take the weight.
 
-    The weight multiplies rows of `dtype`, which `bias` has too. Native kernels take weights without a table of values,
-    of which inputs are a multiple of 32, and groups 16 or a multiple of 32.
+    The weight multiplies rows of `dtype`, which `bias` has too. Native kernels take weights without a value table, with
+    inputs that are a multiple of 32, and groups of 16 or a multiple of 32.
     """
     if choose("linear", weight.codes.device, dtype) != "native" or weight.values is not None:
         return None

@@ -1,4 +1,4 @@
-"""Attention over paged KV and writes to it: argument checks, then the chosen implementation.
+"""Attention over paged KV and KV writes: argument checks, then the chosen implementation.
 
 All shapes and the pool's layout are stated at `paged_attention`.
 """
@@ -22,7 +22,7 @@ __all__ = [
 
 
 def selected(device: torch.device | str, dtype: torch.dtype) -> str:
-    """Return the name of the implementation of attention for `device` and `dtype`; see `kernels.choice`."""
+    """Return the attention implementation's name for `device` and `dtype`; see `kernels.choice`."""
     return choose("attention", torch.device(device), dtype)
 
 
@@ -40,26 +40,28 @@ def paged_attention(
     plan: AttentionPlan | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """Return softmax(q k^T * scale) v for every query row, causal, [T, heads, head_dim]; `out` when it is given.
+    """Return softmax(q k^T * scale) v for every query row, causal, [T, heads, head_dim]; `out` if given.
 
     Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
-    context_lens[s] - n + i and sees the keys up to its own position. Token t of a sequence is slot t % block_tokens of
+    context_lens[s] - n + i and sees the keys up to that position. A sequence's token t is slot t % block_tokens in
     block block_tables[s, t // block_tokens]. Query head h reads key/value head h // (heads / kv_heads).
 
-    Planes are two, K and V; or one of latent vectors, which are K and V both. Native kernels and Triton have two.
+    Planes are two, K and V; or one plane with latent vectors, which are K and V both. Native kernels and Triton have
+    two.
 
     `kind` adds a window, a soft cap or sinks. Native kernels have none of them: plain torch attends then.
 
-    `kv` has q's type; or it is int8 or float8_e4m3fn, and each number is its value times the entry of
-    `scales` that its token has for this head and plane (K or V), see `kernels.kv_quantization`.
+    `kv` has q's type; or `kv` is int8 or float8_e4m3fn, and each number is the stored value times the token's entry in
+    `scales` for this head and plane (K or V), see `kernels.kv_quantization`.
 
-    Every element of the result is written; token slots past a sequence's context never reach it, whatever they hold.
-    `plan`, from `make_plan` with the same tensors, saves repeating checks and index computations for each layer.
-    `deterministic` (with a plan: the plan's): a sequence's rows come out in the same bits whatever else is in the
-    batch, for the same chunk borders.
+    Every element of the result is written; token slots past a sequence's context never reach the result, whatever they
+    hold. `plan`, from `make_plan` with the same tensors, saves repeating checks and index computations for each layer.
+    `deterministic` (with a plan: the plan's): a sequence's rows have the same bits whatever else is in the batch, for
+        the same chunk borders.
 
     Raises:
-        ValueError: an argument has a wrong shape, stride, type, device or value; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride, type, device or value; the message begins with the argument's
+            name.
     """
     if plan is None:
         plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic, window=kind.window)
@@ -95,13 +97,13 @@ def write_kv(
     *,
     scales: Tensor | None = None,  # [blocks, kv_heads, planes, block_tokens] float32, of quantised KV
 ) -> None:
-    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
+    """Store T tokens' keys and values, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    A token whose block is -1 is stored nowhere. Quantised: each token has a scale of its own in each head, see
+    A token with block -1 is not stored. Quantised: each token has a separate scale in each head, see
     `kernels.reference.write_kv`.
 
     Raises:
-        ValueError: an argument has a wrong shape, stride or type; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride or type; the message begins with the argument's name.
         IndexError: a block or an offset outside the pool (on a GPU this is not looked at).
     """
     _check_pool(kv, scales)
@@ -135,7 +137,7 @@ def copy_blocks(pool: Tensor, source: Tensor, target: Tensor) -> None:
     `source` and `target` are [n] int64; no target comes twice or is a source.
 
     Raises:
-        ValueError: an argument has a wrong shape, stride or type; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride or type; the message begins with the argument's name.
         IndexError: a block outside the pool (on a GPU this is not looked at).
     """
     if pool.dim() < 3 or not dense(pool, 2):

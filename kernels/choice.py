@@ -2,7 +2,7 @@
 
 Triton on GPUs; on CPUs the native kernels where they can be built, else plain torch; the reference for other element
 types. MOONPOOL_KERNELS=reference|torch|native|triton narrows the choice; "native" and "triton" are refused where they
-do not run. Nothing is logged here: an engine's start says in one line what computes (`moonpool.engine.messages`).
+do not run. No log line is written here: an engine's start says in one line what computes (`moonpool.engine.messages`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _TORCH_ON_CPU_ONLY = frozenset({"attention"})
 
 
 def choose(operation: str, device: torch.device, dtype: torch.dtype) -> Name:
-    """Return the implementation of `operation` for tensors of `dtype` on `device`.
+    """Return the implementation for `operation` on tensors with `dtype` on `device`.
 
     Raises:
-        ValueError: MOONPOOL_KERNELS has a value it must not have, or asks for native kernels that cannot be had.
+        ValueError: MOONPOOL_KERNELS has a wrong value, or asks for native kernels that are not available.
     """
     return choose_by_wish(operation, device, dtype, os.environ.get(VARIABLE, ""))
 
 
-@functools.cache  # asked for every layer of every step; nothing that it depends on changes
+@functools.cache  # asked for every layer of every step; no input ever changes
 def choose_by_wish(operation: str, device: torch.device, dtype: torch.dtype, wish: str) -> Name:
     """As `choose`, with the value of MOONPOOL_KERNELS as an argument."""
     if wish and wish not in get_args(Name):

@@ -24,8 +24,8 @@ class Int8Head:
     """The int8 copy of a head's panels; `make_int8_head` makes the copy.
 
     Attributes:
-        nbytes: memory that it takes.
-        structure: as native code is given it.
+        nbytes: memory taken.
+        structure: the form for native code.
     """
 
     def __init__(self, native: Library, panels: ArrangedWeight, memory: Tensor, bounds: Tensor) -> None:
@@ -35,9 +35,9 @@ class Int8Head:
         self.structure = structures.Int8Panels(memory.data_ptr(), *(part.data_ptr() for part in bounds))
 
     def highest(self, x: Tensor) -> list[int] | None:
-        """Return the highest output of each row of x [M, inputs], in the head's type; of equal ones the first.
+        """Return the highest output for each row in x [M, inputs], in the head's type; among equals the first.
 
-        None where too many come close to it, or one may not be finite.
+        None if too many outputs come close, or an output may not be finite.
 
         Raises:
             ValueError: x has another shape or type, or more rows than `MAX_ROWS`.
@@ -53,7 +53,7 @@ class Int8Head:
 
 
 def int8_head_bytes(outputs: int, inputs: int, dtype: torch.dtype) -> int:
-    """Bytes of the int8 copy of a head of so many outputs and inputs; 0 where there is none."""
+    """Bytes for the int8 copy of a head with these outputs and inputs; 0 where there is none."""
     native = library.get()
     if native is None or dtype not in DTYPES:
         return 0

@@ -16,7 +16,7 @@ class AttentionKind:
     """
 
     window: int | None = None
-    """Tokens that a query row sees, itself included; None: all before it."""
+    """Tokens that a query row sees, the row's own included; None: all earlier tokens."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(scores / soft_cap) before keys are hidden."""
     sinks: Tensor | None = None
@@ -24,7 +24,7 @@ class AttentionKind:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing of the three."""
+        """Whether all three are absent."""
         return self.window is None and self.soft_cap is None and self.sinks is None
 
     def capped(self, scores: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ class AttentionKind:
     def softmax(self, scores: Tensor, heads: slice | None = None, repeats: int = 1) -> Tensor:
         """Return the weights of scores [..., rows, n] over the last dimension.
 
-        `heads`: the KV heads that the first dimension has, whose query heads lie `repeats` times in the rows; None: the
-        first dimension has all KV heads of some sequences, and the rows the query heads of each.
+        `heads`: the KV heads in the first dimension, whose query heads lie `repeats` times in the rows; None: the first
+            dimension has all KV heads for some sequences, and the rows have each one's query heads.
         """
         if self.sinks is None:
             return torch.softmax(scores, dim=-1)

@@ -1,8 +1,8 @@
-"""Typed views of a pool of quantised KV: values of one byte, and their scales behind them in every layer slice.
+"""Typed views of a quantised KV pool: one-byte values, with their scales behind them in every layer slice.
 
 A slice is [kv_heads, planes, block_tokens, head_dim] bytes, then `scale_bytes`: [kv_heads, planes, block_tokens]
-float32; planes are K and V, or one of latent vectors. A number is its stored value (int8, or float8_e4m3fn) times its
-token's scale for this head and plane.
+float32; planes are K and V, or one plane with latent vectors. A number is the stored value (int8, or float8_e4m3fn)
+times the token's scale for this head and plane.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ DTYPES = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 def scale_bytes(kv_heads: int, block_tokens: int, planes: int = 2) -> int:
-    """Return the bytes of scales in one layer slice."""
+    """Return the scales' bytes in one layer slice."""
     return kv_heads * planes * block_tokens * 4
 
 

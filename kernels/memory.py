@@ -1,6 +1,6 @@
-"""Memory for weights: on large pages where the system gives them, as a weight is read in whole in every step.
+"""Memory for weights: on large pages if the system gives them, as every step reads a weight in whole.
 
-Measured, one decode step of 0.5 billion weights takes 1.2 times as long on pages of 4 KiB.
+Measured, a decode step over 0.5 billion weights takes 1.2 times as long on pages of 4 KiB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class WeightArena:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def take(self, nbytes: int) -> Tensor:
-        """Return `nbytes` of memory, uint8, that nothing else refers to."""
+        """Return `nbytes` of memory, uint8, without other references."""
         size = -(-nbytes // LINE) * LINE
         if size > self._chunk.numel():
             self._chunk = mapped(max(size, CHUNK))

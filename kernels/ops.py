@@ -26,10 +26,10 @@ def rms_norm(
     residual: Tensor | None = None,  # [T, n], contiguous
     out: Tensor | None = None,  # [T, n], contiguous; may be x
 ) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight; with `residual`, it becomes x + residual first and is what is normed.
+    """Return x / sqrt(mean(x^2) + eps) * weight; with `residual`, `residual` becomes x + residual first and is normed.
 
     Raises:
-        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
     """
     if x.dim() != 2 or not dense(x, 1):
         raise ValueError(f"x: must be [T, n] with dense rows, not {list(x.shape)} with strides {x.stride()}")
@@ -44,14 +44,14 @@ def rms_norm(
 def rope(
     x: Tensor,  # [T, heads, D], each row dense
     cos: Tensor,  # [T, D]
-    sin: Tensor,  # [T, D], its first half negated
+    sin: Tensor,  # [T, D], first half negated
     *,
     out: Tensor | None = None,  # [T, heads, D], contiguous
 ) -> Tensor:
     """Return x * cos + roll(x, D / 2) * sin, rotary position embeddings in the half-split form.
 
     Raises:
-        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
     """
     if x.dim() != 3 or x.shape[2] % 2 or not dense(x, 1):
         raise ValueError(f"x: must be [T, heads, even] with dense rows, not {list(x.shape)} with strides {x.stride()}")
@@ -70,7 +70,7 @@ def silu_mul(
     """Return silu(gate) * up.
 
     Raises:
-        ValueError: an argument has a wrong shape, stride, type or device; the message begins with its name.
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or not dense(gate_up, 1):
         raise ValueError(f"gate_up: must be [T, even] with dense rows, not {list(gate_up.shape)}")

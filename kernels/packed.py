@@ -76,9 +76,8 @@ def packed_linear(
 ) -> None:
     """Write x @ weight.T + bias, `x` in bytes: the very arithmetic of native kernels.
 
-    Sums of a chunk, or of half of one if groups are so small, are whole numbers. They are added in their order in
-    float32, each multiplied by the product of both scales, as a processor does that has fused multiplication and
-    addition. Slow.
+    Sums over a chunk, or over half a chunk if groups are so small, are whole numbers. The sums are added in order in
+    float32, each multiplied by both scales' product, as on a processor with fused multiplication and addition. Slow.
     """
     outputs, inputs = weight.shape
     part = min(weight.group, CHUNK)

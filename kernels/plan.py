@@ -1,4 +1,4 @@
-"""Checked tables and lengths of one batch, needed once for all layers, and how plain torch divides the batch."""
+"""One batch's checked tables and lengths, needed once for all layers, and how plain torch divides the batch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch import Tensor
 class DecodeGroup:
     """Sequences with one query row each and similar lengths, computed together, padded to the longest.
 
-    Rows of the gathered copy are of one token of one head each: [planes, G, kv_heads, blocks * block_tokens].
+    Rows in the gathered copy belong to one token in one head each: [planes, G, kv_heads, blocks * block_tokens].
     """
 
     rows: Tensor | None  # [G] int64: query rows; None: all rows of the batch, in order
     members: int  # G
-    gather: Tensor  # [planes * G * kv_heads * blocks] int64: rows of the pool, each of one plane of one block and head
+    gather: Tensor  # [planes * G * kv_heads * blocks] int64: pool rows, each for one plane, block and head
     stale: Tensor | None  # [n] int64: gathered rows that belong to no token of their sequence
     mask: Tensor | None  # [G * kv_heads, 1, blocks * block_tokens]: 0 or -inf; None: all slots are seen
 
@@ -59,12 +59,12 @@ def divide(
     """Return the batch in parts.
 
     Args:
-        kv: one layer of the pool.
+        kv: one layer in the pool.
         tables: blocks of each sequence.
-        starts: first query row of each sequence, and one past the last.
+        starts: each sequence's first query row, and one past the last.
         lengths: context of each sequence.
-        alone: every sequence by itself, so that its result does not depend on others.
-        gather_bytes: most bytes of gathered keys and values of a group of several sequences.
+        alone: every sequence by itself, so that the result does not depend on others.
+        gather_bytes: most bytes of gathered keys and values for a group with several sequences.
         window: tokens that a query row sees; blocks that no row sees are not gathered.
     """
     if window is not None:
@@ -116,7 +116,7 @@ def _decode_group(
     group: list[int],
     window: int | None,
 ) -> DecodeGroup:
-    """Return the indices of one group; padding reads the sequence's own first block, which is masked."""
+    """Return one group's indices; padding reads the sequence's own first block, which is masked."""
     _, kv_heads, planes, block_tokens, _ = kv.shape
     width = max(len(tables[s]) for s in group)
     padded = torch.tensor([tables[s] + tables[s][:1] * (width - len(tables[s])) for s in group])
@@ -133,8 +133,8 @@ def _decode_group(
     if window is not None:
         hidden |= position < length - window
     mask = torch.zeros((len(group), tokens)).masked_fill_(hidden, -torch.inf)
-    # Only the slots after a sequence's last token: padding beyond its last block repeats a block that is valid, unless
-    # that first block is itself the last one.
+    # Only the slots after a sequence's last token: padding beyond the last block repeats a valid block, unless that
+    # first block is the last block.
     single = torch.tensor([len(tables[s]) == 1 for s in group])[:, None]
     unwritten = torch.where(single, position % block_tokens, position) >= length
     own = position < torch.tensor([len(tables[s]) * block_tokens for s in group])[:, None]
@@ -158,15 +158,15 @@ def _gather_index(tables: Tensor, kv_heads: int, planes: int) -> Tensor:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """Checked lengths of one batch, and what implementations derive from them. Make it with `make_plan`."""
+    """One batch's checked lengths, and what implementations derive from them. Made by `make_plan`."""
 
     kv_shape: torch.Size
     num_rows: int
     query_start: list[int]
     context_lens: list[int]
     deterministic: bool
-    tables: list[list[int]]  # per sequence the blocks of its context
-    window: int | None  # tokens that a query row sees, itself included; None: all
+    tables: list[list[int]]  # per sequence the context's blocks
+    window: int | None  # tokens that a query row sees, the row's own included; None: all
     decode: Tensor  # [n, 4] int32: query row, 1, sequence, context; sequences with one query row
     prefill: Tensor  # [n, 4] int32: first query row, rows, sequence, context; sequences with several
     _division: Division | None = field(default=None, repr=False)
@@ -177,7 +177,7 @@ class AttentionPlan:
         return max(self.context_lens, default=0)
 
     def go_on(self, block_tables: NDArray[np.int32]) -> None:
-        """Make it the plan of the next step: one query row for each sequence, as before, and one token of context more.
+        """Turn this plan into the next step's: one query row for each sequence, as before, and one context token more.
 
         Raises:
             ValueError: a block that is reached is not in the pool; the message begins with "block_tables".
@@ -220,10 +220,10 @@ def make_plan(
 ) -> AttentionPlan:
     """Check the arguments of `paged_attention` that do not change between layers, and list the batch.
 
-    `window`: tokens that a query row sees, itself included; None: all before it.
+    `window`: tokens that a query row sees, the row's own included; None: all earlier tokens.
 
     Raises:
-        ValueError: an argument has a wrong shape, type or value; the message begins with its name.
+        ValueError: an argument has a wrong shape, type or value; the message begins with the argument's name.
     """
     if kv.dim() != 5 or kv.shape[2] not in (1, 2):
         raise ValueError(f"kv: must be [blocks, kv_heads, 1 or 2, block_tokens, head_dim], not {list(kv.shape)}")
@@ -266,9 +266,9 @@ def _outside(blocks: int) -> ValueError:
 def plan_of_shapes(
     kv: Tensor, rows: int, most_context: int, *, deterministic: bool = False, window: int | None = None
 ) -> AttentionPlan:
-    """Return a plan of `rows` sequences with one query row and at most `most_context` tokens each, whatever they hold.
+    """Return a plan for `rows` sequences with one query row and at most `most_context` tokens each, whatever they hold.
 
-    Nothing is looked at, so nothing is checked. For implementations that need no tables and lengths on the host.
+    Contents are neither read nor checked. For implementations that need no tables and lengths on the host.
     """
     rows_of = [(row, 1, row, most_context) for row in range(rows)]
     starts, lengths = list(range(rows + 1)), [most_context] * rows

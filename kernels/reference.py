@@ -1,18 +1,16 @@
 """Every operation in plain torch, in float32 (float64 for float64): what all implementations are compared with.
 
-This is also the contract between the dispatch (`kernels.attention`, `kernels.ops`) and its implementations: each of
-`kernels.torch_ops`, `kernels.native` and `kernels.triton.ops` has functions of these names and signatures, as far as it
-implements them. Arguments have been checked by the dispatch. Every element of `out` is written, whatever it held.
-The code stays simple, so that reading it shows that it is right.
+This module is also the contract between the dispatch (`kernels.attention`, `kernels.ops`) and the implementations: each
+of `kernels.torch_ops`, `kernels.native` and `kernels.triton.ops` has functions with these names and signatures, as far
+as implemented. Arguments have been checked by the dispatch. Every element in `out` is written. The code stays simple,
+so that reading the code shows correctness.
 
-Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G.
-`kv` is one layer of the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; or, with one plane, of latent vectors that
-are K and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and
-`scales` is None; or `kv` is int8 or float8_e4m3fn, and
-`scales` [blocks, kv_heads, planes, block_tokens] float32 holds what each token's values are multiplied with (see
-`kernels.kv_quantization`).
-Token t of a sequence is slot t % block_tokens of block block_tables[s, t // block_tokens]; entries past a sequence's
-blocks are never read, slots past its context never reach the result.
+Words: T rows (tokens), S sequences, D = head_dim, G = heads / kv_heads. Query head h reads key/value head h // G. `kv`
+is one layer in the pool, [blocks, kv_heads, 2 (K, V), block_tokens, D]; or, with one plane, latent vectors that are K
+and V both. A block is dense, the distance between two blocks is free (`kv.stride(0)`). `kv` is in q's type and `scales`
+is None; or `kv` is int8 or float8_e4m3fn, and `scales` [blocks, kv_heads, planes, block_tokens] float32 holds each
+token's factors (see `kernels.kv_quantization`). A sequence's token t is slot t % block_tokens in block block_tables[s,
+t // block_tokens]; entries past a sequence's blocks are never read, slots past the context never reach the result.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def decode_attention(
     scale: float,
     out: Tensor,  # [S, heads, D], rows dense, stride(0) free
 ) -> None:
-    """Write softmax(q k^T * scale) v of one query row per sequence to `out`."""
+    """Write softmax(q k^T * scale) v for one query row per sequence to `out`."""
     starts = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     prefill_attention(q, kv, scales, block_tables, starts, context_lens, scale, out)
 
@@ -56,7 +54,7 @@ def prefill_attention(
     """Write the causal attention of every query row to `out`.
 
     Rows query_start[s] .. query_start[s + 1] are sequence s's newest tokens: row i of n sits at position
-    context_lens[s] - n + i and sees the keys up to its own position. A sequence may have no rows.
+    context_lens[s] - n + i and sees the keys up to that position. A sequence may have no rows.
     """
     kv_heads, head_dim = kv.shape[1], kv.shape[4]
     precision = _precision(q)
@@ -93,12 +91,12 @@ def write_kv(
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
 ) -> None:
-    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
+    """Store T tokens' keys and values, token i in slot offsets[i] of block block_ids[i]; no slot comes twice.
 
-    A token whose block is -1 is stored nowhere. Quantised, the D numbers of a token in one head and plane have a scale
-    of their own, their largest magnitude / QUANTIZED_MAX, and each is stored as number / scale, rounded to nearest
-    even; zeros have scale 0. What is stored of a token depends on its own numbers alone: it is the same whatever came
-    before it, in which chunks, or beside it.
+    A token with block -1 is not stored. Quantised, a token's D numbers in one head and plane have a separate scale,
+    their largest magnitude / QUANTIZED_MAX, and each is stored as number / scale, rounded to nearest even; zeros have
+    scale 0. A token's stored values depend only on the token's numbers: they are the same whatever came before or
+    beside, and in which chunks.
     """
     stays = block_ids >= 0
     if not bool(stays.all()):
@@ -133,7 +131,7 @@ def rms_norm(
     eps: float,
     out: Tensor,  # [T, n], contiguous; may be x
 ) -> None:
-    """Write x / sqrt(mean(x^2) + eps) * weight; with `residual`, it becomes x + residual first and is what is normed.
+    """Write x / sqrt(mean(x^2) + eps) * weight; with `residual`, `residual` becomes x + residual first and is normed.
 
     Source: Zhang and Sennrich 2019. Rounding as in transformers: float32 inside, rounded before `weight` multiplies.
     """
@@ -148,7 +146,7 @@ def rms_norm(
 def rope(
     x: Tensor,  # [T, heads, D], rows dense, stride(0) free
     cos: Tensor,  # [T, D], x's type
-    sin: Tensor,  # [T, D], x's type, its first half negated
+    sin: Tensor,  # [T, D], x's type, first half negated
     out: Tensor,  # [T, heads, D], rows dense, stride(0) free; may be x
 ) -> None:
     """Write x * cos + roll(x, D / 2) * sin. Source: Su et al. 2021, in the half-split form of `rotate_half`."""

@@ -130,7 +130,7 @@ def _prefill(
     kind: AttentionKind,
     tile_bytes: int,
 ) -> None:
-    """Attend with the rows of one sequence, in tiles of rows and key/value heads."""
+    """Attend with one sequence's rows, in tiles of rows and key/value heads."""
     heads, head_dim = q.shape[1:]
     share = heads // kv_heads
     gathered = _gather(pool, item.gather, division).view(division.planes, kv_heads, -1, head_dim)
@@ -159,8 +159,8 @@ def _prefill(
 def _gather(pool: Tensor, index: Tensor, division: Division) -> Tensor:
     """Copy the indexed rows of `pool` into a buffer that lives with the division: fresh pages cost more than copies.
 
-    Rows of 16-bit elements come back in float32: without instructions for them, torch's products of 16-bit matrices
-    take 5 to 40 times as long (weights by values of 600 to 2,048 tokens, AVX2).
+    Rows with 16-bit elements come back in float32: without instructions for them, torch's 16-bit matrix products take 5
+    to 40 times as long (weights by values over 600 to 2,048 tokens, AVX2).
     """
     key = (index.shape[0], pool.dtype)
     buffer = division.buffers.get(key)
@@ -177,9 +177,9 @@ def _gather(pool: Tensor, index: Tensor, division: Division) -> Tensor:
 
 
 def _unseen(rows: int, keys: int, share: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return what hides keys from the last rows of a context: [rows * share, n] with -inf, over the last n keys.
+    """Return the mask that hides keys from a context's last rows: [rows * share, n] with -inf, over the last n keys.
 
-    Row i of `rows` is at the place of key keys - rows + i. Without a window only the last `rows` keys can be hidden.
+    Row i is at the place of key keys - rows + i. Without a window only the last `rows` keys can be hidden.
     """
     if window is None:
         mask = torch.full((rows, rows), -torch.inf, dtype=dtype).triu_(1)

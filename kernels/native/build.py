@@ -1,9 +1,9 @@
 """Builds the native kernels with the system's compiler, once, into a folder of this user's.
 
-The library's name is a hash of sources, flags and compiler: a change builds another one, and several can lie side by
-side. `python -m kernels.native.build` builds ahead of first use and prints where the library lies. With `--all FOLDER`
-it builds for every processor of this architecture, for images, which have no compiler and run anywhere: such libraries
-are looked for in MOONPOOL_KERNELS_PREBUILT first, where nothing is ever written.
+The library's name is a hash over sources, flags and compiler: a change builds another library, and several can lie side
+by side. `python -m kernels.native.build` builds ahead of first use and prints where the library lies. `--all FOLDER`
+builds for every processor with this architecture, for images, which have no compiler and run anywhere: such libraries
+are looked for in MOONPOOL_KERNELS_PREBUILT first, which is never written.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class BuildError(Exception):
 
 
 def processor_flags() -> frozenset[str]:
-    """Return the processor's features by Linux's names; empty where there are no kernels for its architecture."""
+    """Return the processor's features by Linux's names; empty if the architecture has no kernels."""
     architecture = ARCHITECTURES.get(platform.machine())
     if architecture is None:
         return frozenset()
@@ -123,7 +123,7 @@ def cache_folder() -> Path:
 
 
 def compiler() -> str:
-    """Return the path of the C++ compiler: CXX, else the first of COMPILERS that is found.
+    """Return the C++ compiler's path: CXX, else the first of COMPILERS found.
 
     Raises:
         BuildError: there is none.
@@ -141,18 +141,18 @@ def flags(target: str) -> tuple[str, ...]:
 
 
 def unheard(text: str) -> None:
-    """A `Report` for which nobody waits."""
+    """A `Report` without a listener."""
 
 
 def build(target: str | None = None, sources: Path | None = None, report: Report = unheard) -> Path:
-    """Return the library for `target` (a key of TARGETS; None: this machine's best), building it if it is not there.
+    """Return the library for `target` (a key of TARGETS; None: this machine's best), built if missing.
 
-    Processes that need it at the same time wait for the one that builds. If that one ends, its compilers end too, and a
-    process that waits builds in its place. A library is complete or not there. It is made of the C++ files in
-    `sources`, which are the kernels' own unless given.
+    Processes that need the library at the same time wait for the building process. If the builder ends, its compilers
+    end too, and a waiting process builds instead. A library is complete or not there. The library is made from the C++
+    files in `sources`, by default the kernels' own.
 
     Raises:
-        BuildError: it cannot be built; says why.
+        BuildError: the library cannot be built; says why.
     """
     target, sources = target or detect(), sources or SOURCES
     try:
@@ -176,7 +176,7 @@ def prebuilt(target: str, sources: Path | None = None) -> Path | None:
 
 
 def prebuilt_name(target: str, sources: Path | None = None) -> str:
-    """Return the name of the library for `target` where no compiler is at hand to be part of it."""
+    """Return the library's name for `target` without a compiler in the name."""
     return f"{target}-{_hash(target, sources or SOURCES)}.so"
 
 
@@ -229,7 +229,7 @@ def _build(folder: Path, target: str, sources: Path, report: Report) -> Path:
 
 
 def _hash(target: str, sources: Path, used: str | None = None) -> str:
-    """Return a hash of the sources, the flags and, where it is given, the compiler's path and file."""
+    """Return a hash over the sources, the flags and, if given, the compiler's path and file."""
     digest = hashlib.sha256("\0".join(flags(target)).encode())
     if used is not None:
         stat = Path(used).resolve().stat()
@@ -241,7 +241,7 @@ def _hash(target: str, sources: Path, used: str | None = None) -> str:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
-    """Hold the lock file, which names its owner. The owner's end, of whatever kind, releases the lock."""
+    """Hold the lock file, which names the owner. The owner's end, of whatever kind, releases the lock."""
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
         began = time.monotonic()
         while not _try_lock(file):

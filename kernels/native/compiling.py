@@ -1,7 +1,7 @@
-"""Runs compilers in a process group of its own, and ends the group when its parent has ended.
+"""Runs compilers in a separate process group, and ends the group when the parent has ended.
 
-A compiler starts further processes that nobody ends when the compiler ends. So this program leads their group. It is
-run by its path, as `compiling.py AT_ONCE COMMANDS`, with a pipe from its parent as standard input.
+A compiler starts further processes that outlive the compiler. So this program leads their group. Run by path, as
+`compiling.py AT_ONCE COMMANDS`, with a pipe from the parent as standard input.
 
 Standard output has a line for each command that is done; a line that is not empty says why one failed, in JSON.
 """
@@ -17,13 +17,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 def end_with_parent() -> None:
     """Waits for the end of the parent, then ends the whole group at once."""
-    while os.read(0, 4096):  # not by sys.stdin, whose lock the end of the interpreter would miss
+    while os.read(0, 4096):  # not by sys.stdin, whose lock the interpreter's end would miss
         pass
     os.killpg(0, signal.SIGKILL)
 
 
 def run(command: list[str]) -> str:
-    """Runs a command; returns what it says if it fails, else ""."""
+    """Runs a command; returns the output of a failed command, else ""."""
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)  # noqa: S603  # ours
     return json.dumps(done.stderr.strip() or f"exit status {done.returncode}") if done.returncode else ""
 

@@ -1,8 +1,8 @@
-"""The native kernels as Python functions over tensors: the C interface and its pointers.
+"""The native kernels as Python functions over tensors: the C interface and pointers.
 
-The functions have the names of `kernels.reference`; arguments have been checked by the dispatch. They run on a team of
-threads of their own (`team.cpp`), as many as torch.get_num_threads() says, the calling one included, and no more than
-this process has processors.
+The functions have the names of `kernels.reference`; arguments have been checked by the dispatch. The kernels run on a
+separate thread team (`team.cpp`), as many as torch.get_num_threads() says, the calling thread included, and no more
+than this process has processors.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Library:
     """One built library. The kernels hold no state but memory that is kept from call to call, per thread.
 
     Attributes:
-        sampling_options: names of the `SamplingParams` that a row of `sampling_row` has as float32.
-        sampling_row: layout of one row's sampling.
+        sampling_options: names of `SamplingParams` that a `sampling_row` row has as float32.
+        sampling_row: layout for one row's sampling.
     """
 
     def __init__(self, path: Path) -> None:
@@ -202,7 +202,7 @@ class Library:
         )  # fmt: skip
 
     def panels_bytes(self, panels: Panels) -> int:
-        """Return the bytes that a matrix takes arranged, or 0 where it cannot be arranged."""
+        """Return the bytes that a matrix takes arranged, or 0 if the matrix cannot be arranged."""
         return int(self._c.mp_panels_bytes(panels))
 
     def arrange(self, panels: Panels, weight: Tensor) -> None:
@@ -210,7 +210,7 @@ class Library:
         self._done(self._c.mp_arrange(panels, weight.data_ptr(), torch.get_num_threads()))
 
     def arrange_packed(self, panels: Panels, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> None:
-        """Write a packed weight, its parts contiguous, to where `panels` says, arranged for products."""
+        """Write a packed weight, with contiguous parts, to the memory in `panels`, arranged for products."""
         self._c.mp_arrange_packed(
             panels, codes.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(),
             torch.get_num_threads(),
@@ -229,7 +229,7 @@ class Library:
         )
 
     def int8_panels_bytes(self, panels: Panels) -> int:
-        """Return the bytes that a matrix takes as bytes, or 0 where it has no int8 copy."""
+        """Return the bytes that a matrix takes as bytes, or 0 without an int8 copy."""
         return int(self._c.mp_int8_panels_bytes(panels))
 
     def make_int8(self, panels: Panels, copy: Int8Panels) -> bool:
@@ -237,7 +237,7 @@ class Library:
         return not self._c.mp_int8_panels(panels, copy, torch.get_num_threads())
 
     def highest(self, panels: Panels, copy: Int8Panels, x: Tensor, tokens: Tensor) -> bool:
-        """Write the highest output of each row of x [M, inputs] to `tokens` [M] int32; False: see int8_panels.h."""
+        """Write the highest output for each row in x [M, inputs] to `tokens` [M] int32; False: see int8_panels.h."""
         code = int(
             self._c.mp_highest(panels, copy, x.data_ptr(), x.shape[0], tokens.data_ptr(), torch.get_num_threads())
         )
@@ -245,13 +245,13 @@ class Library:
         return not code
 
     def step(self, model: Model, step: NativeStep) -> int:
-        """Run layers, see step.cpp; return the layer that it came to."""
+        """Run layers, see step.cpp; return the layer that was reached."""
         came = int(self._c.mp_step(model, step))
         self._done(came < 0)
         return came
 
     def follow(self, progress: NativeProgress, layer: int) -> bool:
-        """Wait for a layer, counted in the whole model, and return whether it was computed; see progress.cpp."""
+        """Wait for a layer, counted in the whole model, and return whether the layer was computed; see progress.cpp."""
         return bool(self._c.mp_follow(progress, layer))
 
     def over(self, progress: NativeProgress) -> None:
@@ -278,7 +278,7 @@ class Library:
         self._c.mp_uniform(seeds, positions, later, count, numbers)
 
     def read(self, memory: Tensor) -> None:
-        """Read a large tensor once, as fast as it can be: a benchmark's ceiling."""
+        """Read a large tensor once, as fast as possible: a benchmark's ceiling."""
         self._c.mp_read(memory.data_ptr(), memory.nbytes, torch.get_num_threads())
 
     def exponentials(self, numbers: Tensor, times: int) -> None:
@@ -286,14 +286,14 @@ class Library:
         self._c.mp_exp(numbers.data_ptr(), numbers.shape[1], times, 0, numbers.shape[0])
 
     def lend(self, page: int, count: int, own: int) -> None:
-        """Use from now on as many threads as a page at this address says, of `count` slots, of which `own` is ours.
+        """From now on use as many threads as the page at this address allows, with `count` slots, `own` being ours.
 
         See `moonpool.engine.cpu_sharing`. The page stays mapped as long as the process runs.
         """
         self._c.mp_lend(page, count, own)
 
     def had(self) -> float:
-        """Return which share of the cores that it wanted this process had since it was asked before: a mean over time.
+        """Return the mean share of the wanted cores that this process had since the last call.
 
         1 where `lend` was not called.
         """
@@ -313,7 +313,7 @@ class Library:
             self._c.mp_aside(-1)
 
     def threads_used(self, threads: int) -> int:
-        """Return how many threads of `threads` come to work on one job at the same time, for tests."""
+        """Return how many of `threads` threads work on one job at the same time, for tests."""
         return int(self._c.mp_threads_used(threads))
 
     @staticmethod
@@ -323,11 +323,11 @@ class Library:
 
 
 class Loader:
-    """Builds and loads a library at first use, once, and logs why where it cannot be had.
+    """Builds and loads a library at first use, once, and logs the reason if not available.
 
     Attributes:
-        loaded: the library, None until it is asked for and where it cannot be had.
-        failure: why it cannot be had; "" as long as that was not seen.
+        loaded: the library, None before the first use or if not available.
+        failure: why not available; "" as long as that was not seen.
     """
 
     def __init__(self, build: Callable[[], Path] = build) -> None:
@@ -337,7 +337,7 @@ class Loader:
         self.failure = ""
 
     def get(self) -> Library | None:
-        """Return the library, or None where it cannot be had."""
+        """Return the library, or None if not available."""
         if self.loaded is None and not self.failure:
             with self._lock:
                 if self.loaded is None and not self.failure:
@@ -357,15 +357,15 @@ loader = Loader()
 
 
 def get() -> Library | None:
-    """Return this machine's library, built if need be, or None where it cannot be had."""
+    """Return this machine's library, built if need be, or None if not available."""
     return loader.get()
 
 
 def loaded() -> Library | None:
-    """Return the library if it has been loaded already."""
+    """Return the library if loaded already."""
     return loader.loaded
 
 
 def failure() -> str:
-    """Return why `get` gave None; empty where it did not."""
+    """Return why `get` gave None; empty if it did not."""
     return loader.failure

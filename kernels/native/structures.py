@@ -120,7 +120,7 @@ class GoOn(ctypes.Structure):
 
 
 def sampling_row(options: Sequence[str]) -> np.dtype[np.void]:
-    """Return the layout of a `Row` of sample.h, where `options` are the names of SAMPLING_OPTIONS of processors.h."""
+    """Return the layout of a `Row` in sample.h; `options` are the names in processors.h's SAMPLING_OPTIONS."""
     fields = [
         ("top_p", "f8"),
         ("mask", "i8"), ("history", "i8"), ("banned", "i8"), ("bias", "i8"),

@@ -2,8 +2,8 @@
 
 `kernels.triton.ops` has the operations under the same names.
 
-Importing this package costs nothing: Triton itself is imported with `kernels.triton.ops`, which only a process that
-found `available` may do.
+Importing this package costs nothing: Triton is imported with `kernels.triton.ops`, which only a process that found
+    `available` may do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 
 def available(device: torch.device | str) -> bool:
-    """Return whether the kernels run on `device`: Triton is installed, and it is a GPU or Triton only interprets."""
+    """Return whether the kernels run on `device`: Triton is installed, and there is a GPU or an interpreter."""
     if importlib.util.find_spec("triton") is None:
         return False
     # Triton reads the variable when a kernel is defined.

@@ -1,8 +1,8 @@
 """Launches of paged attention: which tiles, how many programs, whether to split. `kernels.reference` has the contract.
 
-Grids and the memory of partial results follow from shapes alone, never from the contents of lengths and tables. So no
-launch waits for the device, and one can be captured in a CUDA graph and replayed with other contents (after one call
-outside, which compiles).
+Grids and memory for partial results follow from shapes alone, never from the contents of lengths and tables. So no
+launch waits for the device, and a launch can be captured in a CUDA graph and replayed with other contents (after one
+call outside, which compiles).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def decode_attention(
     max_context: int | None = None,
     deterministic: bool = False,
 ) -> None:
-    """Write softmax(q k^T * scale) v of one query row per sequence to `out`; zero for a sequence without context.
+    """Write softmax(q k^T * scale) v for one query row per sequence to `out`; zero for a sequence without context.
 
     `max_context`, where the caller knows one below the table's width, is the most tokens that any sequence has (also in
-    replays): parts of a split are shaped by it. `deterministic`: a row's bits depend on nothing but its own
-    sequence, and are those of `prefill_attention`.
+    replays), and shapes a split's parts. `deterministic`: a row's bits depend only on the row's own sequence, and equal
+    `prefill_attention`'s.
     """
     call = _Call(q, kv, scales, block_tables, None, context_lens, scale, out, kind, max_context, deterministic)
     call.launch(ROW_EACH)
@@ -73,9 +73,8 @@ def prefill_attention(
 ) -> None:
     """Write the causal attention of every query row to `out`; zero for a row that sees no key.
 
-    Sequences with one row are done in a launch of their own, shaped for it. `singles`, where the caller knows it, is
-    how many there are (also in replays): a launch that would find nothing to do is spared. Otherwise keywords are those
-    of `decode_attention`.
+    Sequences with one row are done in a separate, fitting launch. `singles`, if the caller knows the number, is
+    their number (also in replays): an empty launch is spared. Otherwise keywords are those of `decode_attention`.
     """
     call = _Call(q, kv, scales, block_tables, query_start, context_lens, scale, out, kind, max_context, deterministic)
     sequences, tokens = context_lens.shape[0], q.shape[0]
@@ -89,7 +88,7 @@ def prefill_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Arguments of one call."""
+    """One call's arguments."""
 
     q: Tensor
     kv: Tensor
@@ -104,9 +103,9 @@ class _Call:
     deterministic: bool
 
     def launch(self, which: int, others: int = 0) -> None:
-        """Run the kernel over the sequences that `which` names, and join the parts if it was split.
+        """Run the kernel over the sequences that `which` names, and join the parts after a split.
 
-        `others`: at least so many sequences, of one row each, are not among them.
+        `others`: at least this many sequences, with one row each, are not among them.
         """
         tokens, heads, head_dim = self.q.shape
         kv_heads, block_tokens = self.kv.shape[1], self.kv.shape[3]

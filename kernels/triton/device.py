@@ -1,15 +1,15 @@
 # ruff: noqa: N803
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Device code of paged attention: one kernel for decode and prefill, and one that joins the parts of a split.
+"""Device code for paged attention: one kernel for decode and prefill, and one that joins a split's parts.
 
 The algorithm is FlashAttention's running softmax (Dao et al. 2022) with FlashDecoding's split along the keys, in base
 2: scores are multiplied with scale * log2(e) once, and `exp2` is the instruction that GPUs have. Arguments of kernels
 are pointers and numbers on the device, which Python's types cannot say; constants are in capitals, Triton's habit.
 
-Rows of a tile are (token, query head of the key/value head), so that grouped heads share every key they load. Tiles of
-keys begin at multiples of KEYS from a sequence's first token, whatever the batch: with equal tiles, a row's result
-does not depend on what else is computed. Masked and unmasked steps run the same arithmetic; a step in which a row sees
-nothing leaves it as it was, bit by bit.
+A tile's rows are (token, query head of the key/value head), so that grouped heads share every loaded key. Key tiles
+begin at multiples of KEYS from a sequence's first token, whatever the batch: with equal tiles, a row's result does not
+depend on what else is computed. Masked and unmasked steps run the same arithmetic; a step in which a row sees no key
+leaves the row unchanged, bit by bit.
 
 No instruction of a single vendor is used; `kernels.triton.attention` shapes the launches.
 """
@@ -34,7 +34,7 @@ _ROW_EACH, _SINGLES, _MANY = tl.constexpr(ROW_EACH), tl.constexpr(SINGLES), tl.c
 def _find(starts, num_seqs, tile, TOKENS: tl.constexpr):
     """Return the sequence that `tile` belongs to, when s has the tiles from starts[s] // TOKENS + s on.
 
-    That leaves each sequence at least the tiles it needs, and is known without a scan over their lengths.
+    Each sequence thereby has at least the needed tiles, and no scan over the lengths is needed.
     """
     count = 0
     for base in range(0, num_seqs, 128):
@@ -46,7 +46,7 @@ def _find(starts, num_seqs, tile, TOKENS: tl.constexpr):
 
 @triton.jit
 def _place(starts, lengths, num_seqs, tile, TOKENS: tl.constexpr, WHICH: tl.constexpr):
-    """Return (sequence, its first row in q, first row of the tile within it, its rows for this launch, its context)."""
+    """Return (sequence, the sequence's first row in q, the tile's first row within, rows for this launch, context)."""
     if WHICH == _MANY:
         seq = _find(starts, num_seqs, tile, TOKENS)
         begin = tl.load(starts + seq)
@@ -84,7 +84,7 @@ def _widen(stored, DTYPE: tl.constexpr, KV: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def _blocks(table, start, high, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr):
-    """Return the block of a tile that is one dense run of it, a number, or the block of each key; 0 from `high` on."""
+    """Return a tile's block as a number if the tile is one dense run there, or each key's block; 0 from `high` on."""
     keys = start if BLOCK_TOKENS % KEYS == 0 else start + tl.arange(0, KEYS)
     return tl.load(table + keys // BLOCK_TOKENS, mask=keys < high, other=0)
 
@@ -134,7 +134,7 @@ def _step(
     if WINDOWED:
         scores = tl.where(keys[None, :] >= seen[:, None] - window, scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that has seen nothing yet stays at l = 0
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys so far stays at l = 0
     p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
     keep = tl.exp2(m - shift)
     l = tl.fma(l, keep, tl.sum(p, 1))  # noqa: E741
@@ -146,7 +146,7 @@ def _step(
 
 @triton.jit
 def _tanh(x):
-    """Return the hyperbolic tangent: near 0 by its series, where one minus nearly one would have few digits."""
+    """Return the hyperbolic tangent: near 0 by the series, where one minus nearly one would have few digits."""
     square = x * x
     series = x + x * square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835))))
     return tl.where(square < 0.0625, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
@@ -154,7 +154,7 @@ def _tanh(x):
 
 @triton.jit
 def _scales(at, loaded, KV: tl.constexpr, NATIVE: tl.constexpr, BLOCK_TOKENS: tl.constexpr):
-    """Return the factors of keys and of values, one for each key."""
+    """Return the factors for keys and values, one for each key."""
     k_scale = tl.load(at, mask=loaded, other=0.0)[None, :]
     v_scale = tl.load(at + BLOCK_TOKENS, mask=loaded, other=0.0)[None, :]
     if KV == _FLOAT8 and not NATIVE:
@@ -173,7 +173,7 @@ def _attend(
     """Return (maximum, sum, weighted values) of the rows over the keys [begin, end), as float32.
 
     Every row sees the keys below `low`, none sees `high` and above. With one token per tile, the two differ by one and
-    the mask costs next to nothing beside the loads, so that one loop with one pipeline does it all. So with a window,
+    the mask costs next to nothing beside the loads, so that a single loop with one pipeline suffices. So with a window,
     which begins for the first row `window` keys before `low`: steps before that are not taken.
     """
     m = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -182,7 +182,7 @@ def _attend(
     if WINDOWED:
         begin = tl.maximum(begin, tl.maximum(low - window, 0) // KEYS * KEYS)
     border = begin
-    # The table is read one step ahead: the addresses of the pipelined loads must not wait for it.
+    # The table is read one step ahead: the pipelined loads' addresses must not wait for the table.
     block = _blocks(table, begin, high, BLOCK_TOKENS, KEYS)
     if MANY_ROWS and not WINDOWED:
         border = tl.maximum(tl.minimum(low // KEYS * KEYS, end), begin)
@@ -217,7 +217,7 @@ def _join(m, l, acc, m_part, l_part, acc_part):  # noqa: E741
 
 @triton.jit
 def _sink(at, m, l, acc):  # noqa: E741
-    """Return the sums with a further score of each row, of its head, that has no value."""
+    """Return the sums with a further score for each row, the head's sink, which has no value."""
     score = tl.load(at).to(tl.float32) * 1.4426950408889634
     m_new = tl.maximum(m, score)
     keep = tl.exp2(m - m_new)
@@ -237,12 +237,12 @@ def attention(
     NATIVE: tl.constexpr, WHICH: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
     CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the rows of one tile to the keys of one key/value head; grid (tiles, kv_heads, parts).
+    """Attend with one tile's rows to one key/value head's keys; grid (tiles, kv_heads, parts).
 
     A tile has TOKENS tokens times GROUP query heads, padded to ROWS. `scale` includes log2(e); CAPPED, scores times
-    `squeeze` become their hyperbolic tangent before. WINDOWED: a row sees its last `window` keys. Blocks are
-    block_units * UNIT elements apart: a constant factor tells the compiler how wide it may load.
-    PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP, HEAD_DIM] and `stats` [..., 2] (maximum, sum).
+    `squeeze` become their hyperbolic tangent before. WINDOWED: a row sees the last `window` keys. Blocks are
+    block_units * UNIT elements apart: a constant factor tells the compiler how wide loads may be. PART writes `parts`
+    [tiles, kv_heads, parts, TOKENS * GROUP, HEAD_DIM] and `stats` [..., 2] (maximum, sum).
     """
     # A sequence's last tiles have most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -315,8 +315,8 @@ def join_parts(
 ):  # fmt: skip
     """Write WIDTH elements of a tile's rows from what `attention` left with PART; grid (tiles, kv_heads, widths).
 
-    Parts are joined in their order, as `attention` does with SPLIT = JOINED; AHEAD of them are loaded together, since
-    one at a time would wait out the memory's latency for each.
+    Parts are joined in their order, as `attention` does with SPLIT = JOINED; AHEAD parts are loaded together, since
+    single loads would wait out the memory's latency for each.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)

@@ -9,10 +9,10 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Make a scalar of the interpreter a Python number by its one element.
+    """Make an interpreter scalar a Python number by its one element.
 
-    Triton 3.6 calls `int` of an array with a dimension, which numpy refuses since 2.4. A Triton
-    that keeps no list of its own changes is older than that numpy, and left as it is.
+    Triton 3.6 calls `int` of an array with a dimension, which numpy refuses since 2.4. A Triton without a list of
+    changes is older than that numpy, and left unchanged.
     """
     if not hasattr(interpreter, "_LangPatchScope"):
         return

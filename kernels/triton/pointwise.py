@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The operations between the matrix products: RMS norm with the residual, RoPE, SiLU times the gate's other half.
 
-Each reads its inputs once and writes its results once. `kernels.reference` has the contracts, rounding included.
+Each reads inputs once and writes results once. `kernels.reference` has the contracts, rounding included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rms_norm(
 def rope(
     x: Tensor,  # [T, heads, D], rows dense, stride(0) free
     cos: Tensor,  # [T, D], x's type
-    sin: Tensor,  # [T, D], x's type, its first half negated
+    sin: Tensor,  # [T, D], x's type, first half negated
     out: Tensor,  # [T, heads, D], rows dense, stride(0) free; may be x
 ) -> None:
     """Write x * cos + roll(x, D / 2) * sin."""
@@ -82,7 +82,7 @@ def _rope(
     x, cos, sin, out, x_stride, out_stride, cos_stride, sin_stride, heads,
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate all heads of one token, HEADS at a time; grid (tokens). Both halves are read before either is written."""
+    """Rotate all one token's heads, HEADS at a time; grid (tokens). Both halves are read before either is written."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED_HALF)
     inside = i < HALF
@@ -107,7 +107,7 @@ def _rope(
 
 @triton.jit
 def _silu_mul(gate_up, out, stride, size, CHUNK: tl.constexpr):
-    """Compute a chunk of one row; grid (rows, chunks)."""
+    """Compute a chunk in one row; grid (rows, chunks)."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     mask = i < size

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.triton.tiles import padded
 
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_CHUNK_BYTES = 16384  # of one program of `copy_blocks`: 128 threads with 8 loads of 16 bytes each
+_CHUNK_BYTES = 16384  # per `copy_blocks` program: 128 threads with 8 loads of 16 bytes each
 
 
 def write_kv(
@@ -29,7 +29,7 @@ def write_kv(
     block_ids: Tensor,  # [T] int64
     offsets: Tensor,  # [T] int64
 ) -> None:
-    """Store the keys and values of T tokens, token i in slot offsets[i] of block block_ids[i]."""
+    """Store T tokens' keys and values, token i in slot offsets[i] of block block_ids[i]."""
     tokens, kv_heads, head_dim = k.shape
     if not tokens:
         return
@@ -113,7 +113,7 @@ def _write_quantized(
     UNIT: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     PADDED_DIM: tl.constexpr, FLOAT8: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Store one head's key or value of one token, and its scale; grid (tokens, kv_heads, 2)."""
+    """Store one head's key or value for one token, and the scale; grid (tokens, kv_heads, 2)."""
     token = tl.program_id(0).to(tl.int64)
     plane = tl.program_id(1) * 2 + tl.program_id(2)
     block = tl.load(block_ids + token)
@@ -136,7 +136,7 @@ def _write_quantized(
 
 @triton.jit
 def _copy(pool, source, target, layer_stride, block_stride, size, num_blocks, CHUNK: tl.constexpr):
-    """Copy a chunk of one block of one layer; grid (copies, chunks, layers)."""
+    """Copy a chunk of one block in one layer; grid (copies, chunks, layers)."""
     begin = tl.load(source + tl.program_id(0))
     end = tl.load(target + tl.program_id(0))
     if (begin < 0) | (begin >= num_blocks) | (end < 0) | (end >= num_blocks):

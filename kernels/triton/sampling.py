@@ -3,8 +3,8 @@
 """The sampler's operations over a whole vocabulary: weights, the leading tokens of a row, and a draw.
 
 `moonpool.sampling.random_sampler` and `moonpool.sampling.ops` have the contracts. Weights and sums are theirs to the
-bit: nothing is fused into one rounding, and running sums are added in order. Only the masses by which top-k and top-p
-find their threshold are added in another order, in float64.
+bit: no operations are fused into one rounding, and running sums are added in order. Only the masses by which top-k and
+top-p find their threshold are added in another order, in float64.
 
 In torch the same takes about a hundred launches, each of which reads or writes all logits.
 """
@@ -21,7 +21,7 @@ from kernels.triton.tiles import padded
 #: Weights that are summed up first, in LANES sums that are then halved down to one.
 RUN, _LANES = 128, 16
 _RUNS = 32  # that one program sums up
-_WEIGHED = 2048  # tokens of one program
+_WEIGHED = 2048  # tokens per program
 _SEARCHED = 4096  # tokens that a program that searches a row looks at together
 
 
@@ -45,7 +45,7 @@ def keep_leading(
     *,
     by_weight: bool,
 ) -> None:
-    """Set all but the highest weights of each row to 0: `goals` of them, or as many as reach that share of the sum.
+    """Set all but each row's highest weights to 0: `goals` tokens, or as many as reach that share of the sum.
 
     Of equal weights the first are kept; at least one weight is.
     """
@@ -82,7 +82,7 @@ def _weigh(logits, peaks, scales, weights, vocab, width, BLOCK: tl.constexpr):
     power = (logit - tl.load(peaks + row)) * tl.load(scales + row)
     alive = power >= -126.0  # not so of minus infinity times 0
     power = tl.where(alive, power, 0.0)
-    whole = (power + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum loses its fraction
+    whole = (power + 12582912.0) - 12582912.0  # 1.5 * 2^23: the sum loses the fraction
     power -= whole
     # 2 ^ power in [-0.5, 0.5]; each product and each sum is rounded.
     value = power * 1.537070260e-4 + 1.339984826e-3
@@ -151,7 +151,7 @@ def _amounts(bits, BY_WEIGHT: tl.constexpr):
 
 @triton.jit(do_not_specialize=("size",))
 def _keep_leading(weights, goals, size, BY_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
-    """Find the least weight that is kept, two bits at a time: the bits of these floats have the order of the floats."""
+    """Find the least kept weight, two bits at a time: these floats have the same order as their bits."""
     row = tl.program_id(0).to(tl.int64)
     words = (weights + row * size).to(tl.pointer_type(tl.int32))
     lanes = tl.arange(0, BLOCK)

@@ -4,17 +4,16 @@ A small table instead of an autotuner: the choice does not vary from run to run,
 and a captured CUDA graph holds what every other process runs. The table was derived from what the compiler reports and
 has not been measured on a GPU.
 
-Why these shapes (Hopper first; registers and shared memory as compiled for it, nothing spills):
-- Decode reads every key and value once, so bytes in flight decide its speed. The query heads of one key/value head
-  are the rows of one product, padded to the 16 rows that a tensor core's instruction has anyway. A step loads 32 KiB
-  whatever the head's size, two steps are under way while one is computed, and 70 KiB of shared memory and 108 registers
+Why these shapes (Hopper first; registers and shared memory as compiled, without spills):
+- Decode reads every key and value once, so bytes in flight decide the speed. One key/value head's query heads are the
+  rows of one product, padded to the 16 rows that a tensor core's instruction has anyway. A step loads 32 KiB whatever
+  the head's size, two steps are under way while a third is computed, and 70 KiB of shared memory and 108 registers
   leave three programs on a multiprocessor: over 100 KiB in flight, where latency times bandwidth asks for about 25.
-- Tensor cores decide prefill's speed: 128 rows halve the traffic from L2 that 64 rows would need (6 TB/s at
-  400 TFLOP/s, more than there is), 8 warps are two warpgroups of 64 rows, and 64 keys are one block of the default
-  pool, so that a step is one dense run of memory behind one entry of the block table. 128 keys would spill at two
-  stages.
+- Tensor cores decide prefill's speed: 128 rows halve the L2 traffic that 64 rows would need (6 TB/s at 400 TFLOP/s,
+  more than there is), 8 warps are two warpgroups with 64 rows, and 64 keys are one block in the default pool, so that a
+  step is one dense run of memory behind one block table entry. 128 keys would spill at two stages.
 - Products of float32 run on the plain units, exactly: they are there to be right. Fewer warps or more rows spill.
-- KV of one byte takes half the memory per step, and gets one stage more.
+- One-byte KV takes half the memory per step, and gets one stage more.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ PROGRAMS_PER_PROCESSOR = 8
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One configuration: query rows, keys per step, warps, and depth of the load pipeline."""
+    """One configuration: query rows, keys per step, warps, and load pipeline depth."""
 
     rows: int
     keys: int
@@ -53,8 +52,8 @@ class Tile:
 
         Args:
             dim: Padded head_dim.
-            element: Bytes of an element of the queries.
-            stored: Bytes of an element of the pool.
+            element: Bytes per query element.
+            stored: Bytes per pool element.
         """
         step = 2 * self.keys * dim
         widened = step * element if stored < element else 0
@@ -100,17 +99,17 @@ def tile_for(mode: str, dtype: torch.dtype, stored: torch.dtype, head_dim: int, 
         rows=max(tile.rows, padded(group)),
         stages=min(tile.stages + (stored.itemsize < dtype.itemsize), limits.stages),
     )
-    # The depth of the pipeline is no part of the arithmetic.
+    # The pipeline's depth is no part of the arithmetic.
     while tile.stages > 1 and tile.shared_bytes(dim, dtype.itemsize, stored.itemsize) > limits.shared_bytes:
         tile = replace(tile, stages=tile.stages - 1)
     return tile
 
 
 def part_keys(programs: int, max_context: int, processors: int, step: int) -> int:
-    """Return how many keys one program of a launch should take, a multiple of `step`.
+    """Return how many keys one program in a launch should take, a multiple of `step`.
 
     Args:
-        programs: Programs of the launch if nothing is split.
+        programs: Programs in the launch without a split.
         max_context: Most keys that any sequence may have.
         processors: Multiprocessors of the device.
         step: Keys of a tile.
@@ -121,9 +120,9 @@ def part_keys(programs: int, max_context: int, processors: int, step: int) -> in
 
 
 def join_shape(rows: int, dim: int) -> tuple[int, int]:
-    """Return (warps, elements of a head) of a program that joins parts of padded `rows` and `dim`.
+    """Return (warps, elements per head) for a program that joins parts with padded `rows` and `dim`.
 
-    A thread has 16 numbers of the result, and four times as many of the parts that are loaded ahead.
+    A thread has 16 result numbers, and four times as many from the parts that are loaded ahead.
     """
     width = min(dim, max(8192 // rows, 16))
     return min(max(rows * width // 512, 1), 16), width
@@ -136,12 +135,12 @@ def padded(size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a device has, as far as launches depend on it. The defaults are for interpreted kernels."""
+    """A device's limits, as far as launches depend on them. The defaults are for interpreted kernels."""
 
     processors: int = 4
-    shared_bytes: int = 227 << 10  # of one program
+    shared_bytes: int = 227 << 10  # per program
     stages: int = 8
-    float8: bool = False  # converts float8_e4m3fn itself; elsewhere bits are moved
+    float8: bool = False  # converts float8_e4m3fn natively; elsewhere bits are moved
     warpgroups: bool = False  # multiplies by four warps together, from shared memory
 
 
@@ -153,7 +152,7 @@ def limits_of(device: torch.device) -> Limits:
     properties = torch.cuda.get_device_properties(device)
     processors = int(properties.multi_processor_count)
     if torch.version.hip is not None:
-        return Limits(processors, int(properties.shared_memory_per_block), stages=2)  # its compiler's own depth
+        return Limits(processors, int(properties.shared_memory_per_block), stages=2)  # the compiler's own depth
     shared = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
     capability = properties.major, properties.minor
     return Limits(processors, shared, float8=capability >= (8, 9), warpgroups=properties.major == 9)

@@ -1,9 +1,9 @@
-"""How launches of paged attention are cut, and which batches compile every variant of its kernels. Needs no Triton.
+"""How paged attention launches are cut, and which batches compile every kernel variant. Needs no Triton.
 
-A variant is what Triton compiles once: constants of a kernel, and its warps and stages. They follow from the model, and
-from three things that change from step to step: which sequences a launch is for, their tile, and what a program does
-about the split. Other numbers that change are not specialised on (`kernels.triton.device`). The remaining kernels have
-one variant each for a model.
+A variant is what Triton compiles once: a kernel's constants, warps and stages. Variants follow from the model, and from
+three things that change from step to step: which sequences a launch is for, their tile, and what a program does about
+the split. Other numbers that change are not specialised on (`kernels.triton.device`). The remaining kernels have one
+variant each for a model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROW_EACH, SINGLES, MANY = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """How one launch is cut: programs in tiles of the queries and parts of the keys."""
+    """How one launch is cut: programs in query tiles and key parts."""
 
     tile: Tile
     tokens: int  # of a tile
@@ -73,7 +73,7 @@ class AttentionShape:
             tokens: Query rows of the batch.
             sequences: Of the batch.
             longest: Tokens of context that any sequence may have.
-            others: At least so many sequences, of one row each, are not the launch's.
+            others: At least this many sequences, with one row each, are not the launch's.
         """
         return _launch(self, which, tokens, sequences, longest, others)
 
@@ -121,7 +121,7 @@ def _launch(shape: AttentionShape, which: int, tokens: int, sequences: int, long
 
 
 def _mode(deterministic: bool, which: int, tokens: int, sequences: int, group: int) -> str:
-    """Return the name of the tile to take, by the mean number of rows."""
+    """Return the tile's name, by the mean number of rows."""
     if deterministic:
         return "exact"
     if which != MANY:
@@ -131,7 +131,7 @@ def _mode(deterministic: bool, which: int, tokens: int, sequences: int, group: i
 
 
 def _split(shape: AttentionShape, which: int, programs: int, longest: int, tile: Tile) -> tuple[int, int, int]:
-    """Return (what a program does about the split, keys of a part, parts that have programs of their own)."""
+    """Return (what a program does about the split, keys per part, parts with separate programs)."""
     processors = shape.limits.processors
     if shape.deterministic:
         # The sums are the same either way; programs of their own only where the device has room for them.

@@ -1,1 +1,1 @@
-"""Transformer models: weights of a stage, one forward over a packed batch. Needs torch. Import the modules."""
+"""Transformer models: a stage's weights, one forward over a packed batch. Needs torch. Import the modules."""

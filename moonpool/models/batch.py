@@ -1,6 +1,6 @@
-"""The sequences of one step as packed tensors: any mix of prompt chunks and decode steps, without padding.
+"""One step's sequences as packed tensors: any mix of prompt chunks and decode steps, without padding.
 
-Also which rows the last layer is computed for: only those whose logits are wanted.
+Also which rows the last layer is computed for: only rows with wanted logits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from kernels.plan import AttentionPlan
 from moonpool.errors import InvalidRequest
 
 LayersKV = Tensor | Sequence[Tensor]
-"""KV of a stage, by layer [blocks, kv_heads, planes, block_tokens, head_dim]: one tensor of layers that are alike, else
-a tensor for each."""
+"""A stage's KV, by layer [blocks, kv_heads, planes, block_tokens, head_dim]: one tensor for equal layers, else a tensor
+for each.
+"""
 LayersScales = Tensor | Sequence[Tensor | None]
 """Of quantised KV, alike, by layer [blocks, kv_heads, planes, block_tokens] float32."""
 
 
 @dataclass(slots=True)
 class PackedBatch:
-    """Tokens of S sequences, one after the other: T rows in all.
+    """S sequences' tokens, one after the other: T rows in all.
 
-    A sequence that starts at position p with n tokens attends to its first p + n tokens; the KV of the first p is in
-    the pool already, in the blocks of its table.
+    A sequence that starts at position p with n tokens attends to the first p + n tokens; the first p tokens' KV is in
+    the pool already, in the sequence's blocks.
     """
 
     token_ids: Tensor  # [T] int64
@@ -39,19 +40,20 @@ class PackedBatch:
     query_start: Tensor  # [S + 1] int32: rows of sequence s are query_start[s] .. query_start[s + 1]
     context_lens: Tensor  # [S] int32: tokens with KV after this step
     block_tables: Tensor  # [S, max_blocks] int32, padded with 0
-    block_ids: Tensor  # [T] int64: the block that each row's KV goes to; -1: it is there already
-    offsets: Tensor  # [T] int64: and the token slot in it
-    last_rows: Tensor  # [S] int64: the last row of each sequence, whose logits choose the next token
+    block_ids: Tensor  # [T] int64: the block for each row's KV; -1: already there
+    offsets: Tensor  # [T] int64: and the token slot inside
+    last_rows: Tensor  # [S] int64: each sequence's last row, whose logits choose the next token
     block_tokens: int
     most_context: int | None = None
-    """Set where the contents change between two uses, as in a captured graph: every sequence has one row, and a context
-    of so many tokens at most."""
-    # On a CPU, the same memory as numpy has it, whose small operations take a tenth of torch's time; and `capacity`,
+    """Set if the contents change between two uses, as in a captured graph: every sequence has one row, and a context
+    with at most this many tokens.
+    """
+    # On a CPU, the same memory as numpy arrays, whose small operations take a tenth of torch's time; and `capacity`,
     # [S] int64: tokens that each sequence's table holds.
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
     within: int = 0  # further steps in which no sequence begins a block
-    # What the layers of one stage compute once per batch:
+    # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
     spans: Any = None  # of recurrent layers: `moonpool.models.recurrent.state_spans`
@@ -72,10 +74,11 @@ class PackedBatch:
     ) -> PackedBatch:
         """Pack `sequences`, each (token ids as little-endian int32, position of the first, block table).
 
-        Those at the indices `full_hits` have KV of all their tokens: it is read, and none is written.
+        Those at the indices `full_hits` have all tokens' KV: the KV is read, and none is written.
 
         Raises:
-            InvalidRequest: no sequence, one without tokens, or a block table too short for its tokens; names which.
+            InvalidRequest: no sequence, a sequence without tokens, or a block table too short for its tokens; names
+                which.
         """
         if not sequences:
             raise InvalidRequest("sequences", "a batch needs at least one")
@@ -98,9 +101,9 @@ class PackedBatch:
         return batch if torch.device(device).type == "cpu" else batch.to(device)
 
     def after(self, tokens: Sequence[int]) -> PackedBatch:
-        """Return the batch of the next step of the same sequences, on a CPU: each has one of `tokens` more.
+        """Return the batch for the same sequences' next step, on a CPU: each has one of `tokens` more.
 
-        Where there is one token of each already it is this one, changed in place.
+        A batch with one token each is changed in place and returned.
 
         Raises:
             InvalidRequest: a block table is too short; names which.
@@ -116,7 +119,7 @@ class PackedBatch:
             raise _too_short(short, int(positions[short]) + 1, int(its["capacity"][short]) // size, size)
         its["token_ids"][:] = tokens
         its["context_lens"] += 1
-        if self.within:  # mostly: behind a step caches are cold, so each kind of operation takes its time
+        if self.within:  # mostly: behind a step caches are cold, so each kind of operation costs time
             its["offsets"] += 1
             self.within -= 1
         else:
@@ -130,7 +133,7 @@ class PackedBatch:
         return self
 
     def filled(self) -> list[int]:
-        """Blocks that the step fills, of a batch with one token of each sequence."""
+        """Blocks that the step fills, for a batch with one token per sequence."""
         if self.within:
             return []
         filled: list[int] = self.arrays["block_ids"][self.arrays["offsets"] == self.block_tokens - 1].tolist()
@@ -185,14 +188,14 @@ class LogitsRows:
     """The wanted rows, and what attention is given for them; see `kernels.plan.AttentionPlan`."""
 
     rows: Tensor  # [R] int64, rising
-    single: Tensor  # [n, 4] int32: place in `rows`, 1, sequence, context; of sequences with one wanted row
+    single: Tensor  # [n, 4] int32: place in `rows`, 1, sequence, context; for sequences with one wanted row
     several: Tensor  # [n, 4] int32: first place in `rows`, how many, sequence, context; of the others
 
 
 def logits_rows(batch: PackedBatch, last_rows: Sequence[int] | None) -> LogitsRows | None:
-    """Return what the last layer computes; None where it is all rows.
+    """Return what the last layer computes; None for all rows.
 
-    `last_rows`: for each sequence, how many of its last rows are wanted; None: all of all.
+    `last_rows`: for each sequence, how many last rows are wanted; None: all of all.
     """
     if last_rows is None or sum(last_rows) == batch.num_tokens:
         return None

@@ -12,11 +12,11 @@ from torch import Tensor
 from moonpool.checkpoint.tensor_info import QuantisedFormat
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-"""Values of a 4-bit float, E2M1 of the OCP Microscaling specification."""
+"""The values of a 4-bit float, E2M1 in the OCP Microscaling specification."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Nibble of a word that each of its eight columns has."""
+"""A word's nibble for each of the word's eight columns."""
 BNB_INT8_UNIT = 7.874015718698502e-3
-"""1 / 127 as bitsandbytes rounds it."""
+"""1 / 127 as bitsandbytes rounds."""
 
 
 def dequantise(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
@@ -29,7 +29,7 @@ def dequantise(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _scaled(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
-    """Values, less zero points if any, times scales: one for all, one a row, one a group of a row, or one a block."""
+    """Values, less zero points if any, times scales: one for all, one a row, one a row's group, or one a block."""
     values = parts["values"].float()
     if "zeros" in parts:
         values = values - _spread(parts["zeros"].float(), values.shape, form.block)
@@ -68,7 +68,7 @@ def _fp4(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 def _mxfp4(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
-    """Blocks of 32 values of 4 bits with a power of two each, [experts, outputs, blocks, 16]; inputs come first."""
+    """Blocks with 32 values of 4 bits and a power of two each, [experts, outputs, blocks, 16]; inputs come first."""
     del form
     scaled = torch.ldexp(_pairs(parts["values"], FP4), (parts["scales"].int() - 127)[..., None])
     return scaled.flatten(-2).transpose(1, 2)
@@ -135,7 +135,7 @@ def _bnb_4bit(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Tensor:
 def bnb_scales(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
     """Return bitsandbytes' scales, float32 [runs].
 
-    Nested ones are bytes that choose from a table of their own, with a scale a run, plus a mean.
+    Nested scales are bytes that choose from a separate table, with a scale a run, plus a mean.
     """
     scales = parts["scales"]
     if "nested_scales" not in parts:
@@ -146,14 +146,14 @@ def bnb_scales(parts: Mapping[str, Tensor], state: Mapping[str, Any]) -> Tensor:
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Return the values of words [rows, n], each row a stream of bits, the lowest first: uint8 [rows, ...]."""
+    """Return the values in words [rows, n], each row a bit stream, lowest bit first: uint8 [rows, ...]."""
     count = words.shape[1] * 32 // bits
     if 32 % bits == 0:
         shifts = torch.arange(0, 32, bits, dtype=torch.int32)
         return ((words[..., None] >> shifts) & ((1 << bits) - 1)).flatten(-2).to(torch.uint8)
     begins = torch.arange(count) * bits
     wide = words.long() & 0xFFFFFFFF
-    wide = wide | (torch.nn.functional.pad(wide[:, 1:], (0, 1)) << 32)  # each word with the next one above it
+    wide = wide | (torch.nn.functional.pad(wide[:, 1:], (0, 1)) << 32)  # each word with the next higher word
     return ((wide[:, begins // 32] >> (begins % 32)) & ((1 << bits) - 1)).to(torch.uint8)
 
 

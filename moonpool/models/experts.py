@@ -1,7 +1,7 @@
 """A mixture of experts: a router chooses some networks for each token, and their weighted outputs are added.
 
-The router computes in float32. Rows are gathered by expert, so that each chosen expert is one product over its rows;
-a row's outputs are added in the order of experts, whatever else is in the batch.
+The router computes in float32. Rows are gathered by expert, so that each chosen expert is one product over the expert's
+rows; a row's outputs are added in the order of experts, whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moonpool.models.layers import FeedForward, Linear
 
 @dataclass(slots=True)
 class Experts:
-    """The experts of one layer."""
+    """One layer's experts."""
 
     spec: ExpertsSpec
     router: Linear  # hidden to count, float32

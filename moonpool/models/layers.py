@@ -1,7 +1,7 @@
 """Building blocks of a layer: linear layers, rotary position embeddings, norms, feed-forward networks.
 
 Where native kernels run, weights are arranged for them (`kernels.arranged_weights`). Elsewhere oneDNN's arrangement is
-used if it can be had, and packed weights are dequantised for each product. Source of the embeddings: Su et al. 2021
+used if available, and packed weights are dequantised for each product. Source of the embeddings: Su et al. 2021
 (RoFormer), in the half-split form of transformers' `rotate_half`; Llama-3 scaling as in transformers'
 `_compute_llama3_parameters`.
 """
@@ -40,9 +40,9 @@ _DEQUANTISED_OUTPUTS = 4096
 class Linear:
     """x [rows, inputs] to x @ weight.T + bias [rows, outputs], in the weight's element type.
 
-    `gated`: the outputs are gates, then as many ups, and the result is silu(gates) * ups, [rows, outputs / 2].
-    The weight is not kept: what is kept is its arrangement, in memory from `arena`. A packed weight multiplies rows of
-    `dtype` in bytes (`kernels.packed`), if products take the weight; else the weight becomes dense.
+    `gated`: the outputs are gates, then as many ups, and the result is silu(gates) * ups, [rows, outputs / 2]. The
+    weight is kept only in arranged form, in memory from `arena`. A packed weight multiplies rows of `dtype` in bytes
+    (`kernels.packed`), if products take the weight; else the weight becomes dense.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class Linear:
     def __call__(
         self, x: Tensor, *, deterministic: bool = False, wide: bool = False, out: Tensor | None = None
     ) -> Tensor:
-        """Return the product; `wide`: as float32, after it was rounded to the weight's type.
+        """Return the product; `wide`: as float32, rounded to the weight's type first.
 
-        `out`: a result of the same call with as many rows, of which the memory may be used.
+        `out`: an earlier result of the same call with as many rows, whose memory may be used.
         `deterministic`: the same row gives the same bits in every batch, see FIXED_ROWS.
         """
         if self.panels is not None:
@@ -137,7 +137,7 @@ class Linear:
 
 @torch.inference_mode()
 def _onednn_reorder(weight: Tensor) -> Tensor | None:
-    """Return `weight` as oneDNN arranges it, or None where that cannot be done."""
+    """Return `weight` in oneDNN's arrangement, or None if not possible."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
         return None
     try:
@@ -149,11 +149,11 @@ def _onednn_reorder(weight: Tensor) -> Tensor | None:
 
 
 TABLE = 8192
-"""Positions whose angles are kept, from the first on: a step looks them up in a fifth of the time."""
+"""Leading positions with kept angles: a step's look-up takes a fifth of the time."""
 
 
 class RopeTable:
-    """Angles of one table of rotary embeddings in one element type, for `positions` positions at least."""
+    """Angles for one rotary embedding table in one element type, for at least `positions` positions."""
 
     def __init__(self, rope: RopeSpec, positions: int, dtype: torch.dtype, device: torch.device) -> None:
         self._rope = rope
@@ -165,7 +165,7 @@ class RopeTable:
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and *signed* sin for `positions` [T], each [T, width], computed in float32.
 
-        The first half of sin is negated, as `kernels.ops.rope` wants it.
+        The first half of sin is negated, as `kernels.ops.rope` requires.
         """
         # Elsewhere than on a CPU, looking at a position would wait for the device.
         if positions.device.type != "cpu" or int(positions.numpy().max()) >= self._kept.shape[1]:
@@ -174,9 +174,10 @@ class RopeTable:
         return cos, sin
 
     def ahead(self, positions: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cos and signed sin, each [N, width], of `positions` [T] (on a CPU) and of those after them.
+        """Return cos and signed sin, each [N, width], for `positions` [T] (on a CPU) and the positions after them.
 
-        Row `turns[i]` belongs to `positions[i]`, and as many as `steps` follow it for the next ones; `turns` [T] int64.
+        Row `turns[i]` belongs to `positions[i]`, and up to `steps` rows follow for the next positions; `turns` [T]
+        int64.
         """
         if int(positions.max()) + steps < self._kept.shape[1]:
             return self._kept[0], self._kept[1], positions.clone()
@@ -184,7 +185,7 @@ class RopeTable:
         return *self._computed(later.flatten()), torch.arange(len(positions)) * (steps + 1)
 
     def query_factors(self, positions: Tensor) -> Tensor | None:
-        """Return what queries at `positions` [T] are multiplied with, [T, 1, 1]; None where it is 1."""
+        """Return what queries at `positions` [T] are multiplied with, [T, 1, 1]; None if 1."""
         if self._rope.by_length is None:
             return None
         beta, length = self._rope.by_length
@@ -198,7 +199,7 @@ class RopeTable:
 
 
 def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """Return the angle per position of each pair of elements, float32 [width / 2]."""
+    """Return the angle per position for each pair of elements, float32 [width / 2]."""
     exponents = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
     frequencies = 1.0 / (rope.theta**exponents)
     scaling = rope.scaling
@@ -212,7 +213,7 @@ def inverse_frequencies(rope: RopeSpec) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Keep the frequencies of the ramp's first pairs, divide those of its last ones by `factor`."""
+    """Keep the frequencies for the ramp's first pairs, divide those for the last pairs by `factor`."""
     low, high = scaling.ramp
     high = high + 0.001 if low == high else high
     ramp = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
@@ -233,7 +234,7 @@ def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 class Norm:
-    """A norm with its stored weight [n], or [heads, head_dim] for a norm of each head, and bias."""
+    """A norm with the stored weight [n], or [heads, head_dim] for a norm per head, and bias."""
 
     def __init__(self, spec: NormSpec, weight: Tensor | None, bias: Tensor | None = None) -> None:
         self.spec = spec
@@ -249,7 +250,7 @@ class Norm:
         return sum(part.nbytes for part in (self.weight, self._bias) if part is not None)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Return the norm of `x` [T, ..., n]; with `residual`, it becomes x + residual first and is what is normed."""
+        """Return the norm of `x` [T, ..., n]; with `residual`, `residual` becomes x + residual first and is normed."""
         if self._plain and x.dim() == 2:
             assert self.weight is not None
             return ops.rms_norm(x, self.weight, self.spec.eps, residual=residual)
@@ -297,7 +298,7 @@ def fused_gate(spec: FeedForwardSpec) -> bool:
 
 
 def activate(spec: FeedForwardSpec, inner: Tensor) -> Tensor:
-    """Return activation(gates) * ups of [T, gates and ups], or activation(ups) of [T, ups]."""
+    """Return activation(gates) * ups from [T, gates and ups], or activation(ups) from [T, ups]."""
     if spec.activation == "clamped_swiglu":  # gpt-oss
         gate, up = inner.chunk(2, dim=-1)
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)

@@ -1,7 +1,7 @@
-"""Loads the weights of one stage from a checkpoint, and fuses projections.
+"""Loads one stage's weights from a checkpoint, and fuses projections.
 
-Only safetensors and GGUF files are read: nothing is ever unpickled or executed. Files are mapped; quantised rows are
-dequantised piece by piece, so that no whole tensor exists in float32 beside the one that is kept.
+Only safetensors and GGUF files are read: no data is unpickled or executed. Files are mapped; quantised rows are
+    dequantised piece by piece, so that no second whole tensor exists in float32.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ _GGUF_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
 
 class StoredTensors(Protocol):
-    """The tensors of one checkpoint."""
+    """One checkpoint's tensors."""
 
     dtypes: frozenset[str]
     """Types that can be copied."""
 
     def copy(self, name: str, info: TensorInfo, out: Tensor) -> None:
-        """Copy a tensor into `out`, which has its shape and may have another type.
+        """Copy a tensor into `out`, which has the same shape and may have another type.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the tensor cannot be read.
         """
         ...
 
@@ -74,7 +74,7 @@ class StoredTensors(Protocol):
         """Return a tensor as the packed weight that the checkpoint holds; None: no codes hold the tensor exactly.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the tensor cannot be read.
         """
         ...
 
@@ -116,7 +116,7 @@ class SafetensorsFiles:
             if info.file not in self._files:
                 self._files[info.file] = self._stack.enter_context(safe_open(info.file, framework="pt"))
             tensor: Tensor = self._files[info.file].get_tensor(name)
-        except Exception as error:  # safetensors raises bare errors of its own
+        except Exception as error:  # safetensors raises its own bare errors
             raise CheckpointError(f"{info.file}: tensor {name} cannot be read: {error}") from None
         return tensor
 
@@ -157,7 +157,7 @@ class GgufTensors:
         return packed.select(order[:, 0])
 
     def _stored(self, name: str, info: TensorInfo) -> tuple[TensorType, NDArray[np.uint8], int]:
-        """Return a tensor's type, its bytes [rows, bytes of a row] and the elements of a row."""
+        """Return a tensor's type, bytes [rows, bytes per row] and elements per row."""
         kind = _GGUF_TYPES[info.dtype]
         width = info.shape[-1] if len(info.shape) > 1 else 1 if kind.elements == 1 else info.shape[0]
         rows = info.elements // width
@@ -177,7 +177,7 @@ def _piece_rows(width: int, paired_rows: int) -> int:
 
 
 def _copy_rows(rows: Tensor, out: Tensor, paired_rows: int) -> None:
-    """Copy rows; of each head of `paired_rows`, rows 0, 2, 4, ... become its first half and 1, 3, 5, ... its second."""
+    """Copy rows; in each head of `paired_rows`, rows 0, 2, 4, ... become the first half, the others the second."""
     if not paired_rows:
         out.copy_(rows)
         return
@@ -216,12 +216,12 @@ def load_stage(
 
     Weights stored in another supported type are converted to `dtype`. `quantization`: "int8" or "int4" packs the
     projections of the layers so, and the head in 8 bits; "file" keeps the codes of projections that are quantised.
-    `deterministic`: see `StageModel`. `int8_head`: also hold a head that is not packed as bytes (`kernels.int8_head`),
-    if native code takes it. `on_layer` is called after each layer, with the number of loaded layers and of all.
+    `deterministic`: see `StageModel`. `int8_head`: also hold an unpacked head as bytes (`kernels.int8_head`), if native
+        code takes the head. `on_layer` is called after each layer, with the numbers of loaded layers and all layers.
 
     Raises:
-        CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names it; checked for all
-            tensors before any is read), or a file is damaged.
+        CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names the tensor; checked for
+            all tensors before any is read), or a file is damaged.
     """
     assert 0 <= layer_begin < layer_end <= config.num_layers
     if config.decoder.other:
@@ -259,7 +259,7 @@ def load_stage(
         embedding: Tensor | ArrangedWeight | None = read("embedding")
         positions = read("positions")
         head = None
-        # A tied head that is packed is the embedding on every stage, so that stages compute the same as a whole model.
+        # A packed tied head is the embedding on every stage, so that stages compute the same as a whole model.
         if last or (tied and head_pack is not None):
             weight = embedding if isinstance(embedding, Tensor) and tied else read("head.weight")
             assert weight is not None
@@ -289,14 +289,14 @@ def load_stage(
 
 
 def packed_if_it_fits(weight: Tensor, pack: Pack | None) -> Tensor | PackedWeight:
-    """Return `weight` packed, or as it is if `pack` is None or the inputs are no multiple of a product's chunk."""
+    """Return `weight` packed, or unchanged if `pack` is None or the inputs are no multiple of a product's chunk."""
     return weight if pack is None or weight.shape[1] % CHUNK else pack(weight)
 
 
 def _load_other(
     path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, refused: Mapping[str, bool]
 ) -> StageModel:
-    """Load a model that transformers' own code computes, unless a setting is asked for that it cannot have."""
+    """Load a model that transformers' own code computes, unless an unsupported setting is asked for."""
     for setting, asked in refused.items():
         if asked:
             raise UnsupportedModel(setting, f"not for {config.architecture}, which transformers' own code computes")
@@ -304,7 +304,7 @@ def _load_other(
 
 
 class _LayerReader:
-    """Reads and fuses the tensors of one layer."""
+    """Reads and fuses one layer's tensors."""
 
     def __init__(
         self,
@@ -399,7 +399,7 @@ class _LayerReader:
         )
 
     def _feed_forward(self, prefix: str, spec: FeedForwardSpec) -> FeedForward:
-        """Return the network whose tensors' slots begin with `prefix`."""
+        """Return the network with tensor slots that begin with `prefix`."""
         names = [f"{prefix}{name}" for name in ("gate", "up") if f"{prefix}{name}.weight" in self._tensors]
         return FeedForward(
             spec,
@@ -425,7 +425,7 @@ class _LayerReader:
         )
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
-        """Return the experts of a checkpoint that has all of them in one tensor."""
+        """Return the experts in a checkpoint that has all experts in one tensor."""
         parts = [self._optional(f"experts_{name}") for name in ("gate_up.weight", "gate_up.bias", "down.weight")]
         gate_up, gate_up_bias, down = parts
         down_bias = self._optional("experts_down.bias")
@@ -474,7 +474,7 @@ class _LayerReader:
 
 
 class _TensorReader:
-    """Checks and reads tensors of one checkpoint; keeps its files open until the exit stack closes."""
+    """Checks and reads one checkpoint's tensors; keeps the files open until the exit stack closes."""
 
     def __init__(self, path: Path, renamed: Mapping[str, str], place: Tensor, stack: ExitStack) -> None:
         self._tensors = tensor_index(path)
@@ -508,7 +508,7 @@ class _TensorReader:
             raise CheckpointError(f"{self._path}: tensor {name} is stored as {info.dtype}, not {known}")
 
     def read(self, *wanted: Stored) -> Tensor:
-        """Return the tensors stacked along their first dimension, in this reader's type and on its device."""
+        """Return the tensors stacked along their first dimension, in this reader's type and on this reader's device."""
         if len(wanted) == 1 and wanted[0].arrange is not None:
             return wanted[0].arrange(self._copied(wanted[0])).contiguous()
         shapes = [part.kept_shape for part in wanted]
@@ -556,7 +556,7 @@ class _TensorReader:
         return next((name for name in others if name in self._tensors), wanted.name)
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        """Memory for a tensor; a large one is dropped as soon as it is arranged, and must leave nothing behind."""
+        """Memory for a tensor; a large tensor is dropped as soon as arranged, and must leave no memory behind."""
         dtype, device = self._like.dtype, self._like.device
         nbytes = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or nbytes < LARGE_PAGE:

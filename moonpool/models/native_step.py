@@ -1,4 +1,4 @@
-"""All layers of a stage, and further steps of a run, in one native call (`kernels/native/step.cpp`, `go_on.cpp`)."""
+"""All a stage's layers, and further steps in a run, in one native call (`kernels/native/step.cpp`, `go_on.cpp`)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ class StepSignals(Protocol):
     """Signals of other threads to a step that runs."""
 
     address: int
-    """Of three words of 8 bytes: whether the step was aborted, the model's highest layer that may run, and whether the
-    run must return after the step."""
+    """Address of three 8-byte words: whether the step was aborted, the model's highest layer that may run, and whether
+    the run must return after the step.
+    """
 
     def stopped(self, layer: int) -> bool:
         """Whether this layer must not run, or not yet."""
@@ -38,12 +39,12 @@ class StepSignals(Protocol):
 
 
 class Progress:
-    """Progress of a step's layers, for one thread that follows them while another thread computes.
+    """Progress through a step's layers, for one thread that follows them while another thread computes.
 
     Args:
         native: The library.
         first: The stage's first layer, counted in the whole model, as in what follows.
-        count: Its layers.
+        count: Number of layers.
     """
 
     def __init__(self, native: Library, first: int, count: int) -> None:
@@ -53,7 +54,10 @@ class Progress:
         self.address = ctypes.addressof(self._words)
 
     def wait(self, layer: int) -> bool:
-        """Wait until a layer is computed; return False if it is over before. Other threads of Python run meanwhile."""
+        """Wait until a layer is computed; return False if the step is over before.
+
+        Other threads of Python run meanwhile.
+        """
         return self._native.follow(self._words, layer)
 
     def began_ns(self, layer: int) -> int:
@@ -72,7 +76,7 @@ class StepInputs:
     hidden: Tensor
     """States [T, hidden], contiguous: in and out."""
     batch: PackedBatch
-    """The sequences; `plan` was made from its tables."""
+    """The sequences; `plan` was made from the batch's tables."""
     angles: tuple[Tensor, Tensor]
     """RoPE's cos and sin of the batch's rows, each [T, head_dim]."""
     plan: AttentionPlan
@@ -90,7 +94,7 @@ class StepInputs:
 
 
 class NativeLayers:
-    """The layers of one stage, from layer `index` of the model on, as the native step is given them."""
+    """One stage's layers, from the model's layer `index` on, in the native step's form."""
 
     def __init__(self, native: Library, config: ModelConfig, index: int, layers: Sequence[LayerWeights]) -> None:
         self.native = native
@@ -111,7 +115,7 @@ class NativeLayers:
         return Progress(self.native, self._index, len(self._layers))
 
     def run(self, step: structures.NativeStep) -> int:
-        """Run a step's layers and return the one that it came to, counted in the whole model."""
+        """Run a step's layers and return the layer reached, counted in the whole model."""
         return self.native.step(self.model, step) + self._index
 
     def step(self, inputs: StepInputs, first: int, last: int) -> structures.NativeStep:
@@ -164,7 +168,7 @@ def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights
 
 
 def _why_not(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
-    """Return why the native step does not take these layers; "" where it does."""
+    """Return why the native step does not take these layers; "" if it does."""
     other = config.decoder.not_plain
     if not other and config.decoder.final_norm != layers[0].spec.norm:
         other = "another final norm"
@@ -205,7 +209,7 @@ class RunInputs:
     """Inputs of a run's further steps."""
 
     step: structures.NativeStep
-    """Of all layers, over one row of each sequence."""
+    """A step over all layers, with one row per sequence."""
     hidden: Tensor
     """[T, hidden], the step's states."""
     angles: Tensor
@@ -223,7 +227,7 @@ class RunInputs:
 
 @dataclass(slots=True)
 class RunResult:
-    """Result of one call."""
+    """One call's result."""
 
     steps: int
     """Number of steps that are done."""
@@ -237,7 +241,7 @@ class NativeRun:
     """The rest of a run as a native loop; made by `StageModel.native_run`.
 
     Attributes:
-        logits: of the last step [T, vocab], float32; may be overwritten. If this loop samples, they may be those of an
+        logits: the last step's [T, vocab], float32; may be overwritten. If this loop samples, they may be those of an
             earlier step: the int8 head finds greedy tokens without logits.
         logits_at: their address.
         samples: whether this loop also samples the tokens.
@@ -271,7 +275,7 @@ class NativeRun:
         )  # fmt: skip
 
     def sample_by(self, attach: Callable[[structures.GoOn], bool], ends: Collection[int]) -> None:
-        """Sample tokens in the same call, if `attach` of a sampler allows it; stop after a token of `ends`."""
+        """Sample tokens in the same call, if a sampler's `attach` allows this; stop after a token of `ends`."""
         self.samples = attach(self._call)
         self._ends = np.array(list(ends), np.int32)
         self._call.ends, self._call.end_count = self._ends.ctypes.data, len(self._ends)
@@ -296,7 +300,7 @@ class NativeRun:
         )
 
     def tokens(self, steps: int) -> list[tuple[list[int], int]]:
-        """Of the last call's steps, where tokens are chosen here: those of each sequence, and when each was over."""
+        """For the last call's steps, if tokens are chosen here: each sequence's tokens, and when each was over."""
         return list(zip(self._found[:steps].tolist(), self._over_ns[:steps].tolist(), strict=True))
 
     @property
@@ -308,16 +312,16 @@ class NativeRun:
 def make_native_run(
     layers: NativeLayers, batch: PackedBatch, parts: RunInputs, blocks: int, steps: int, chosen: int, out: Tensor | None
 ) -> NativeRun | None:
-    """Return the rest of a run, or None if Python has to run its steps.
+    """Return the rest of a run, or None if Python has to run the steps.
 
     Args:
-        layers: of the model, all of them.
-        batch: as `StageModel.native_run` has it.
-        parts: of the stage.
-        blocks: of the pool.
-        steps: as `StageModel.native_run` has it.
-        chosen: as `StageModel.native_run` has it.
-        out: as `StageModel.native_run` has it.
+        layers: all the model's layers.
+        batch: as in `StageModel.native_run`.
+        parts: the stage's parts.
+        blocks: blocks in the pool.
+        steps: as in `StageModel.native_run`.
+        chosen: as in `StageModel.native_run`.
+        out: as in `StageModel.native_run`.
     """
     tables, context = batch.arrays["block_tables"], batch.arrays["context_lens"]
     if parts.head.panels is None or tables.min() < 0 or tables.max() >= blocks:

@@ -1,4 +1,4 @@
-"""Packed weights: codes of 4 or 8 bits with a scale for each group of inputs.
+"""Packed weights: codes with 4 or 8 bits and a scale for each group of inputs.
 
 A packed weight is what a file holds, or what `pack_int8` and `pack_int4` make of a dense weight. Kernels arrange packed
 weights as they need them (`kernels.arranged_weights`). `PackedWeight.dequantise` says which numbers a packed weight
@@ -113,7 +113,7 @@ class PackedWeight:
         return grouped.flatten(1)
 
     def select(self, rows: Tensor | slice) -> PackedWeight:
-        """Return some rows, of int64 [n] or of a slice, as a packed weight."""
+        """Return some rows, by int64 [n] or a slice, as a packed weight."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
 
@@ -123,7 +123,7 @@ class PackedWeight:
         return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets, values=values)
 
     def for_products(self) -> PackedWeight | None:
-        """Return the weight as products take it, or None if its inputs or groups do not fit.
+        """Return the weight in the products' form, or None if inputs or groups do not fit.
 
         Products take whole numbers as codes. A table of other values becomes bytes, each the nearest number.
         """
@@ -148,7 +148,7 @@ class PackedWeight:
 
 
 def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
-    """Return weights of the same inputs as one weight, the rows one below the other; None: no form holds all exactly.
+    """Return weights with the same inputs as one weight, the rows one below the other; None: no form holds all exactly.
 
     If forms differ, the joined weight has the finest: bytes, the smallest group, float32, offsets.
     """
@@ -193,7 +193,7 @@ def _join_scales(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
 
 
 def pack_int8(weight: Tensor, group: int = 32) -> PackedWeight:
-    """Return a dense `weight` [outputs, inputs] in bytes, each the nearest multiple of its group's scale.
+    """Return a dense `weight` [outputs, inputs] in bytes, each the nearest multiple of the group's scale.
 
     Raises:
         ValueError: `group` does not divide the inputs, or a weight is not finite.

@@ -1,7 +1,7 @@
-"""Packed weights of what files hold: blocks of GGUF files, and tensors of quantised folders.
+"""Packed weights from files: GGUF blocks, and tensors in quantised folders.
 
-Codes and scales are those of the file, so that a packed weight stands for the numbers that the file stands for. Types
-that are not listed here (IQ1, IQ2 and IQ3 choose from grids) and inputs in no order become dense.
+Codes and scales are the file's, so that a packed weight stands for the same numbers as the file. Types that are not
+listed here (IQ1, IQ2 and IQ3 choose from grids) and inputs in no order become dense.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53
 
 
 def packed_of_gguf(kind: str, stored: Tensor) -> PackedWeight | None:
-    """Return the weight of rows of blocks, uint8 [outputs, bytes of a row]; None: no codes hold blocks of this type."""
+    """Return the weight from rows of blocks, uint8 [outputs, bytes per row]; None: no codes hold this block type."""
     if kind not in _BLOCKS:
         return None
     size, unpack = _BLOCKS[kind]
@@ -45,7 +45,7 @@ def _weight(
     offsets: Tensor | None = None,
     values: Tensor | None = None,
 ) -> PackedWeight | None:
-    """Return the weight of codes, one a byte; None: scales are not those of groups of one size."""
+    """Return the weight from codes, one a byte; None: the scales' groups differ in size."""
     codes, scales = codes.flatten(1), scales.flatten(1)
     inputs, groups = codes.shape[1], scales.shape[1]
     group = inputs // groups
@@ -79,12 +79,12 @@ def _split(stored: Tensor, parts: int, size: int) -> Tensor:
 
 
 def _nibbles(stored: Tensor) -> Tensor:
-    """Return the low nibbles of bytes [..., n], then the high ones: [..., 2 * n]."""
+    """Return the bytes' low nibbles [..., n], then the high nibbles: [..., 2 * n]."""
     return torch.cat((stored & 15, stored >> 4), dim=-1)
 
 
 def _shifted(stored: Tensor, bits: int) -> Tensor:
-    """Return the first `bits` bits of all bytes [..., n], then the next ones: [..., 8 / bits * n]."""
+    """Return all bytes' first `bits` bits [..., n], then the next bits: [..., 8 / bits * n]."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8)[:, None]
     return ((stored[..., None, :] >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
@@ -177,7 +177,7 @@ def _gguf_nvfp4(blocks: Tensor) -> PackedWeight | None:
 
 
 def _tq1_0(blocks: Tensor) -> PackedWeight | None:
-    """Five digits of base 3 a byte, as a fraction of 256."""
+    """Five base-3 digits a byte, as a fraction of 256."""
 
     def digits(stored: Tensor, count: int) -> Tensor:
         powers = torch.tensor([3**place for place in range(count)], dtype=torch.uint8)[:, None]

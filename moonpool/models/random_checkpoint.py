@@ -76,7 +76,7 @@ SHAPES: Mapping[str, ModelShape] = {
     "tiny-mistral": _shape("MistralForCausalLM", 64, 128, 4, 4, 1, 512),
     "tiny-qwen2": _shape("Qwen2ForCausalLM", 64, 128, 4, 4, 2, 512, tie_word_embeddings=True),
     "tiny-qwen3": _shape("Qwen3ForCausalLM", 64, 128, 4, 4, 2, 512, head_dim=32, tie_word_embeddings=True),
-    # One of each kind: windows, experts, latent attention with experts.
+    # One model for each kind: windows, experts, latent attention with experts.
     "tiny-gemma3": _shape(
         "Gemma3ForCausalLM",
         64,
@@ -271,7 +271,7 @@ def _write_weights(folder: Path, config: ModelConfig, seed: int, dtype: torch.dt
         for number, (shard, tensors) in enumerate(zip(shards, drawn, strict=True), 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             save_file(tensors, folder / file, metadata={"format": "pt"})
-            (folder / file).chmod(0o644)  # safetensors makes it its writer's alone; services run as other users
+            (folder / file).chmod(0o644)  # safetensors makes files the writer's alone; services run as other users
             weight_map.update(dict.fromkeys(shard, file))
     if len(shards) > 1:
         _write_json(
@@ -294,7 +294,7 @@ def _drawing_threads() -> Iterator[ThreadPoolExecutor]:
 def _draw_ahead(
     threads: ThreadPoolExecutor, shards: Sequence[Mapping[str, tuple[int, ...]]], seed: int, dtype: torch.dtype
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each shard, while `threads` draw those of the next: one core draws 8e9 in two minutes."""
+    """Yield each shard's tensors, while `threads` draw the next shard's: one core draws 8e9 in two minutes."""
 
     def draw(name: str, shape: tuple[int, ...]) -> Tensor:
         return _draw(name, shape, seed).to(dtype)
@@ -318,7 +318,7 @@ def _tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Return the float32 weights of one tensor, a function of seed, name and shape."""
+    """Return one tensor's float32 weights, a function of seed, name and shape."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
     values = torch.randn(shape, generator=generator)
@@ -333,7 +333,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 def _write_tokenizer(folder: Path, config: ModelConfig) -> None:
-    """Write a byte-level BPE tokenizer with exactly the model's vocabulary, so that every token it emits is text."""
+    """Write a byte-level BPE tokenizer with exactly the model's vocabulary, so that every emitted token is text."""
     byte_tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([_BOS, _EOS, _PAD, *byte_tokens])}
     merges = []
@@ -367,7 +367,7 @@ def _write_tokenizer(folder: Path, config: ModelConfig) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Yield pairs of characters, then pairs with a third one: nearly a million, each giving a new token."""
+    """Yield character pairs, then pairs with a third character: nearly a million, each giving a new token."""
     to_token = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     letters = [to_token(character)[0][0] for character in _FREQUENT]
     count = len(letters)

@@ -1,8 +1,8 @@
 """Layers with a recurrent state: short convolutions, Mamba-2, and delta rules with decay. In torch alone.
 
-A state lies in the pool as KV does: the slice of a block holds the state behind the block's last token so far. A step
-reads the state behind the token before its first one, and writes one state for each block that it computes tokens of.
-So each full block's border is a place where a prefix can be continued.
+A state lies in the pool as KV does: a block's slice holds the state behind the block's last token so far. A step reads
+the state behind the token before the step's first token, and writes one state for each block with computed tokens. So
+each full block's border is a place where a prefix can be continued.
 
 Sources: Liquid AI's LFM2; Dao and Gu 2024 (Mamba-2); Yang et al. 2024 (Gated DeltaNet, computed chunk by chunk with one
 triangular system each); Kimi Linear, 2025.
@@ -28,10 +28,10 @@ _FINE = 16
 
 @dataclass(frozen=True, slots=True)
 class StateSpan:
-    """Tokens of one sequence that lie in one block: rows `begin` to `end` of the batch.
+    """One sequence's tokens in one block: the batch's rows `begin` to `end`.
 
-    `source`: block of the state before them; None: there is none yet, or the span before has it. `target`: block that
-    takes the state behind them; None: it is there already.
+    `source`: block of the state before them; None: not there yet, or in the span before. `target`: block that takes the
+    state behind them; None: already there.
     """
 
     sequence: int
@@ -42,7 +42,7 @@ class StateSpan:
 
 
 def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
-    """Return the spans of each sequence of a batch."""
+    """Return each sequence's spans in a batch."""
     size, found = batch.block_tokens, list[list[StateSpan]]()
     starts, tables = batch.query_start.tolist(), batch.block_tables.tolist()
     positions, written = batch.positions.tolist(), batch.block_ids.tolist()
@@ -62,8 +62,8 @@ def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
 class StateUndo:
     """States that a step overwrote, of sequences that began within a block.
 
-    Such a state cannot be computed again from its block. If a step is given up, or a sequence gets no token, the
-    sequence takes the step again from the state that was there before.
+    Such a state cannot be computed again from the block. If a step is given up, or a sequence gets no token, the
+    sequence takes the step again from the earlier state.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class StateUndo:
                 self._states.append((pool, span.sequence, span.source, state))
 
     def restore(self, sequences: Collection[int] | None = None) -> None:
-        """Write the states back: of some sequences of the step, or of all."""
+        """Write the states back: for some of the step's sequences, or for all."""
         for pool, sequence, block, state in self._states:
             if sequences is None or sequence in sequences:
                 pool[block, : len(state)] = state
@@ -98,7 +98,7 @@ class RecurrentWeights:
     output: Linear  # heads * value_dim, or width, to hidden
     decay: Tensor | None = None  # [heads] float32: negative, per unit of a token's step
     step_bias: Tensor | None = None  # [heads] or [heads * key_dim] float32
-    skip: Tensor | None = None  # [heads] float32: values are added to the result by it ("mamba2")
+    skip: Tensor | None = None  # [heads] float32: factor of the values added to the result ("mamba2")
     norm: Tensor | None = None  # [value_dim], or [heads * value_dim] where the norm's input is gated
     steps: Linear | None = None  # width to heads * key_dim ("kimi_delta")
     gates: Linear | None = None  # width to heads * value_dim ("kimi_delta")
@@ -237,7 +237,7 @@ class _Inputs:
 def scan(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, step: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
     """Return q_t @ S_t for each token, and the last S, of S_t = exp(decay_t) S_(t-1) + k_t^T u_t.
 
-    u_t is v_t without `step`; with `step` it is the delta rule's step_t (v_t - k_t @ (exp(decay_t) S_(t-1))).
+    u_t is v_t without `step`; with `step`, the delta rule's step_t (v_t - k_t @ (exp(decay_t) S_(t-1))).
 
     Args:
         q: [B, heads, L, key_dim], float32, as all are.

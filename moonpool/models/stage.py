@@ -1,4 +1,4 @@
-"""Consecutive layers of a transformer on one device, over a packed batch with KV in the pool.
+"""Consecutive transformer layers on one device, over a packed batch with KV in the pool.
 
 Call `embed`, `run` over some layers or all, and `logits`. Where native kernels run, `run` is one native call
 (`moonpool.models.native_step`); elsewhere, and as the reference, layers run one by one in torch.
@@ -46,7 +46,7 @@ def in_inference_mode(
 ) -> Callable[InferenceParameters, InferenceResult]:
     """Make `function` run in inference mode.
 
-    Entering it costs tens of microseconds where caches are cold, as they are behind a step, so that it is not entered
+    Entering the mode costs tens of microseconds with cold caches, as behind a step, so that the mode is not entered
     again within.
     """
     entering: Callable[InferenceParameters, InferenceResult] = torch.inference_mode()(function)
@@ -131,7 +131,7 @@ class StageModel:
         return sum(part.nbytes for part in parts if part is not None)
 
     def progress(self) -> Progress | None:
-        """Return what another thread follows one step's `run` by; None where layers run one by one."""
+        """Return what another thread follows one step's `run` by; None if layers run one by one."""
         return None if self._native is None else self._native.progress()
 
     @in_inference_mode
@@ -170,15 +170,14 @@ class StageModel:
     ) -> tuple[int, Tensor]:
         """Run layers `first` up to `last` (counted in the whole model) on hidden states [T, hidden].
 
-        Writes the batch's keys and values into `kv`, the stage's pool, and attends to what is there: of quantised KV,
-        which has `scales`, to what the stored values stand for, also of the batch's own tokens. So it makes no
-        difference which of them were there before. `hidden` may be overwritten. `last_rows`: number of each sequence's
-        last rows that are needed of layer `last` - 1. The other rows stay undefined; their keys and values are written
-        all the same. Another thread may follow the layers by `progress`, made by `self.progress`; several calls may
-        belong to one step.
+        Writes the batch's keys and values into `kv`, the stage's pool, and attends to the pool's values: in quantised
+        KV, with `scales`, to what the stored values stand for, also for the batch's own tokens. So earlier presence in
+        the pool makes no difference. `hidden` may be overwritten. `last_rows`: number of each sequence's last rows
+        needed from layer `last` - 1. The other rows stay undefined; their keys and values are written all the same.
+        Another thread may follow the layers by `progress`, made by `self.progress`; several calls may belong to one
+        step.
 
-        Returns:
-            The layer that it came to, `last` unless `signals` stopped it before, and the hidden states there.
+        Returns: The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
         """
         if self._native is not None:
             assert isinstance(kv, Tensor), "native layers are alike"
@@ -212,7 +211,7 @@ class StageModel:
     def logits(self, rows: Tensor, out: Tensor | None = None) -> Tensor:
         """Return float32 logits [R, vocab] of hidden states [R, hidden] after the last layer; last stage only.
 
-        `out`: those of a step before, of which the memory may be used.
+        `out`: an earlier step's logits, whose memory may be used.
         """
         assert self.head is not None
         logits = self.head(self.normed(rows), deterministic=self.deterministic, wide=True, out=out)
@@ -235,16 +234,16 @@ class StageModel:
         out: Tensor | None = None,
         signals: StepSignals | None = None,
     ) -> NativeRun | None:
-        """Return what computes further steps of a run, each in one call; None where they go one operation at a time.
+        """Return an object that computes a run's further steps, each in one call; None if by single operations.
 
         Args:
-            batch: Of the step before, with one token of each sequence; from now on it is changed in place.
+            batch: The step before, with one token per sequence; from now on the batch is changed in place.
             kv: As for `run`.
             scales: As for `run`.
             signals: As for `run`.
             steps: That are taken at most.
             chosen: Address of each sequence's token in each step, int32.
-            out: Logits of the step before, of which the memory may be used.
+            out: The step before's logits, whose memory may be used.
         """
         if self._native is None or not (self.is_first and self.is_last) or self._factors:
             return None
@@ -279,7 +278,7 @@ class StageModel:
         return decoder.embedding_factor != 1.0 or decoder.logits_factor != 1.0 or decoder.logits_soft_cap is not None
 
     def _layer(self, index: int, hidden: Tensor, batch: PackedBatch, kv: Tensor, scales: Tensor | None) -> Tensor:
-        """Run layer `index` in torch; `kv` [blocks, kv_heads, planes, block_tokens, head_dim] is its own part."""
+        """Run layer `index` in torch; `kv` [blocks, kv_heads, planes, block_tokens, head_dim] is the layer's part."""
         weights = self.layers[index - self.layer_begin]
         spec = weights.spec
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
@@ -339,7 +338,7 @@ class StageModel:
         kv: Tensor,
         scales: Tensor | None,
     ) -> Tensor:
-        """As `_attention`, over the latent vectors: the pool's one head holds them and the rotated part of the key."""
+        """As `_attention`, over the latent vectors: the pool's one head holds them and the key's rotated part."""
         latent, exact = spec.latent, self.deterministic
         assert latent is not None
         tokens = normed.shape[0]
@@ -354,7 +353,7 @@ class StageModel:
         absorbed = _by_head(q[..., : latent.key_width], weights.to_latent)
         q = torch.cat((absorbed, turned[:, :-1]), dim=-1)
         key = torch.cat((vector, turned[:, -1:]), dim=-1)
-        # A value is the key's first elements; of the others nothing is used.
+        # A value is the key's first elements; the other elements are unused.
         attended = self._attended(spec, q, (key, None), batch, kv, scales)[..., : latent.kv_rank]
         return weights.output(_by_head(attended, weights.from_latent).flatten(1), deterministic=exact)
 
@@ -399,7 +398,7 @@ class StageModel:
         return batch.angles[key]
 
     def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
-        """Return the attention plan of the batch, made once per batch, shape of the pool and window."""
+        """Return the batch's attention plan, made once per batch, pool shape and window."""
         key = (kv.shape, spec.num_heads, spec.window, kv.dtype, kv.device, self.deterministic)
         if key not in batch.plans:
             batch.plans[key] = self._planned(batch, kv, spec.window)

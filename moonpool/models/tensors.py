@@ -1,6 +1,6 @@
-"""Which tensors of a checkpoint each part of a model comes from, and how they lie there.
+"""The checkpoint tensors for each part of a model, and how they lie there.
 
-A slot is what the loader asks for, for example "q.weight"; a `Stored` says where it is.
+A slot is what the loader asks for, for example "q.weight"; a `Stored` tells the place.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Slots = dict[str, "Stored"]
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a checkpoint."""
+    """One tensor in a checkpoint."""
 
     name: str
     shape: Shape
-    """As it is stored."""
+    """Shape as stored."""
     kept_shape: Shape
-    """As the model takes it."""
+    """Shape for the model."""
     arrange: Callable[[Tensor], Tensor] | None = None
     """From the one to the other; None: they are the same."""
 
@@ -54,8 +54,8 @@ def outer_tensors(config: ModelConfig) -> Slots:
 def layer_tensors(config: ModelConfig, index: int, has: Callable[[str], bool] = lambda _: True) -> Slots:
     """Return the tensors of layer `index`, by slot.
 
-    `has` tells whether the checkpoint has a tensor: where a family's folders have all experts in one tensor, other
-    checkpoints (GGUF files, quantised folders) have one for each.
+    `has` tells whether the checkpoint has a tensor: if a family's folders have all experts in one tensor, other
+    checkpoints (GGUF files, quantised folders) have a tensor for each.
     """
     names, spec = FAMILIES[config.architecture].names, config.decoder.layers[index]
     slots: Slots = {}
@@ -92,7 +92,7 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
         for slot, rows, arrange in (("q", q, turn), ("k", kv, turn), ("v", kv, None)):
             its = getattr(names, slot)
             slots |= _linear(names, slot, its, (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
-        if spec.output_gate:  # a head's gate lies behind its query
+        if spec.output_gate:  # a head's gate lies behind the head's query
             for slot, first in (("q", 0), ("attention_gate", size)):
                 arrange = partial(_part_of_heads, 2 * size, first, size)
                 its = _linear(names, slot, names.q, (2 * q, hidden), bias=spec.qkv_bias, arrange=arrange)
@@ -174,7 +174,7 @@ def _latent(
     else:
         slots |= _linear(names, "kv_b", names.kv_b, (heads * (latent.key_width + latent.value_width), latent.kv_rank))
     slots |= _linear(names, "output", names.output, (hidden, heads * latent.value_width), bias=spec.output_bias)
-    if paired:  # the rotated elements are the last ones of a query, and of the latent vector's projection
+    if paired:  # the rotated elements are the last in a query, and in the latent vector's projection
         for slot, size in (("q_b", width), ("kv_a", latent.kv_rank + latent.rope_width)):
             for kind in ("weight", "bias"):
                 if part := slots.get(f"{slot}.{kind}"):
@@ -261,7 +261,7 @@ def _linear(
     bias: bool = False,
     arrange: Callable[[Tensor], Tensor] | None = None,
 ) -> Slots:
-    """Return weight and bias of a projection [outputs, inputs]; `arrange` gives its outputs other places."""
+    """Return weight and bias of a projection [outputs, inputs]; `arrange` reorders the outputs."""
     slots = {f"{slot}.weight": Stored(f"{name}.weight", shape, shape, arrange)}
     if names.inputs_first:
         turn: Callable[[Tensor], Tensor] = lambda x: x.t() if arrange is None else arrange(x.t())  # noqa: E731
@@ -297,7 +297,7 @@ def _unpaired_norm(size: int, width: int, weight: Tensor) -> Tensor:
 
 
 def _ungrouped(spec: AttentionSpec, rows: Tensor) -> Tensor:
-    """Return all of q, then k, then v, of rows that lie by KV head: its queries, its key, its value."""
+    """Return all of q, then k, then v, from rows that lie by KV head: queries, key, value."""
     share, size = spec.num_heads // spec.num_kv_heads, spec.head_dim
     grouped = rows.reshape(spec.num_kv_heads, share + 2, size, *rows.shape[1:])
     parts = (grouped[:, :share], grouped[:, share : share + 1], grouped[:, share + 1 :])
@@ -313,7 +313,7 @@ def _part_of_heads(size: int, first: int, count: int, rows: Tensor) -> Tensor:
 def _by_kind(spec: RecurrentSpec, keys: int, rows: Tensor) -> Tensor:
     """Return all queries, keys, values and gates, or all b and a, of rows that lie by key head.
 
-    `keys`: how many of them have key_dim rows a head, the first ones; the others are of values, or one row each.
+    `keys`: how many of them have key_dim rows a head, the first ones; the others are values, or one row each.
     """
     each = spec.heads // spec.key_heads
     sizes = [spec.key_dim] * keys + [each * spec.value_dim if keys else each] * 2

@@ -1,9 +1,9 @@
 """A model that transformers' own modelling code computes, over the paged pool: for architectures without a family.
 
-transformers calls a registered attention function with the queries, keys and values of each layer; this one stores
-keys and values in the pool and attends to what is there. All layers run in one call. When the model is loaded, a
-prompt in two chunks is compared with transformers' own attention, and a model that differs is refused: one that keeps
-state elsewhere, has masks of its own, or does not attend through this interface.
+transformers calls a registered attention function with the queries, keys and values of each layer; this one stores keys
+and values in the pool and attends to what is there. All layers run in one call. When the model is loaded, a prompt in
+two chunks is compared with transformers' own attention, and a differing model is refused: a model that keeps state
+elsewhere, has other masks, or does not attend through this interface.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Given(nn.Module):
 
 
 class TransformersStage(StageModel):
-    """All layers of a model as one stage; see `StageModel` for the methods."""
+    """All a model's layers as one stage; see `StageModel` for the methods."""
 
     by_layers = False
 
@@ -115,7 +115,7 @@ class TransformersStage(StageModel):
         return last, states.last_hidden_state[0]
 
     def normed(self, rows: Tensor) -> Tensor:
-        """See `StageModel.normed`: the model's own code has the last norm in its layers."""
+        """See `StageModel.normed`: the model's own code includes the last norm."""
         return rows
 
     @in_inference_mode
@@ -173,8 +173,8 @@ class TransformersStage(StageModel):
         """Compare a prompt, in two chunks over a pool, with transformers' own attention.
 
         Raises:
-            UnsupportedModel: they differ, not every layer attends through the interface, or a mask may hide what the
-                interface is not told of.
+            UnsupportedModel: they differ, not every layer attends through the interface, or a mask may hide something
+                unknown to the interface.
         """
         import transformers
 
@@ -228,8 +228,8 @@ def load_transformers_stage(
     """Load a model that transformers' own modelling code computes. No code of the checkpoint is run.
 
     Raises:
-        UnsupportedModel: transformers is not installed or does not know the architecture; or
-            `TransformersStage.check` refuses it.
+        UnsupportedModel: transformers is not installed or does not know the architecture; or `TransformersStage.check`
+            refuses the model.
         CheckpointError: the weights cannot be loaded.
     """
     try:

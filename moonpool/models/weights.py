@@ -1,4 +1,4 @@
-"""The weights of one layer, as the torch path and the native step take them."""
+"""One layer's weights, as the torch path and the native step take them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moonpool.models.recurrent import RecurrentWeights
 
 @dataclass(slots=True)
 class AttentionWeights:
-    """Weights of one layer's attention; projections that read the same input are one matrix."""
+    """One layer's attention weights; projections that read the same input are one matrix."""
 
     qkv: Linear  # hidden to (heads + 2 * kv_heads) * head_dim: q, then k, then v, then gates [heads * head_dim] if any
     q_norm: Norm | None
@@ -39,7 +39,7 @@ class LatentWeights:
     kv_a: Linear  # hidden to kv_rank + rope_width
     kv_a_norm: Norm
     to_latent: Tensor  # [heads, key_width, kv_rank]: takes queries into the latent space
-    from_latent: Tensor  # [heads, kv_rank, value_width]: takes attention's result out of it
+    from_latent: Tensor  # [heads, kv_rank, value_width]: takes attention's result out of the latent space
     output: Linear  # heads * value_width to hidden
 
     @property
@@ -51,7 +51,7 @@ class LatentWeights:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """Weights of one layer; norms that the layer does not have are None."""
+    """One layer's weights; norms that the layer does not have are None."""
 
     spec: LayerSpec
     attention_norm: Norm | None
