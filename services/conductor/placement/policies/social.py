@@ -37,9 +37,7 @@ LIMIT_SHARE = 1 / 3
 MARGIN = 0.9
 """Share of the limit at which a prompt is taken for late."""
 LOOKED_AT = 24
-"""Instances that are looked at each; of more instances, those with the least queue and cost, twice as many as are
-wanted.
-"""
+"""Instances that are looked at each; of more instances, those with the least queue and cost, as many as are wanted."""
 
 
 @frozen
