@@ -15,14 +15,14 @@ from moonpool.kv.keys import KEY_BYTES, BlockKey, bind, slice_hash
 from moonpool.kv.layout import KVLayout
 
 NO_PARENT = BlockKey(bytes(KEY_BYTES))
-"""Parent of a block whose writer did not name one."""
+"""Parent for a block whose writer did not name a parent."""
 MAX_TENANT_BYTES = 1024
 """Longest tenant name, as UTF-8."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Of what kind of KV a block is; two sides read each other's blocks only when it is equal.
+    """A block's kind of KV; two sides read each other's blocks only if the formats are equal.
 
     Attributes:
         namespace: 32 bytes, hash of everything that makes KV differ.
@@ -39,18 +39,18 @@ class BlockFormat:
 
 @functools.lru_cache(256)
 def block_format(namespace: bytes, layout: KVLayout) -> BlockFormat:
-    """A format, the same object for the same kind of KV: then comparing two of them takes no time."""
+    """A format, the same object for the same kind of KV: then comparing two formats takes no time."""
     return BlockFormat(namespace, layout)
 
 
 @frozen
 class BlockInfo:
-    """One block without its bytes.
+    """One block without bytes.
 
     Attributes:
         key: identity of the block.
-        parent: key of the block before it in its chain; `NO_PARENT` when unknown.
-        tenant: whose block it is; "" for none.
+        parent: key of the block before in the chain; `NO_PARENT` when unknown.
+        tenant: the block's tenant; "" for none.
         format: namespace and layout of the KV.
         written_at: when the store got the block, whole seconds since 1970; 0 = unknown, long ago.
     """
@@ -88,12 +88,12 @@ class DramBlock:
         self.pinned = False
 
     def is_of(self, block_format: BlockFormat) -> bool:
-        """Whether it is of such KV."""
+        """Whether the block has this kind of KV."""
         own = self.info.format
         return own is block_format or own == block_format
 
     def slice(self, layer: int) -> memoryview:
-        """The bytes of one layer, all heads, with their scales."""
+        """One layer's bytes, all heads, with scales."""
         return self.data[self.info.format.layout.place(layer)]
 
     @property
@@ -111,7 +111,7 @@ class PartTable(Generic[Value]):
     """Values by block key.
 
     Attributes:
-        parts: the dicts, by the key's first byte; who looks up many keys may do so here.
+        parts: the dicts, by the key's first byte; callers that look up many keys may do so here.
     """
 
     def __init__(self) -> None:
@@ -137,14 +137,14 @@ class PartTable(Generic[Value]):
         del self.parts[key[0]][key]
 
     def get(self, key: BlockKey) -> Value | None:
-        """The key's value; None when it has none."""
+        """The key's value; None without a value."""
         return self.parts[key[0]].get(key)
 
     def pop(self, key: BlockKey) -> Value:
         """Takes the key's value out.
 
         Raises:
-            KeyError: it has none.
+            KeyError: no value.
         """
         return self.parts[key[0]].pop(key)
 
@@ -163,13 +163,13 @@ STORED, COLD, COOLED, REMOVED = range(4)
 
 
 class KeyChanges(NamedTuple):
-    """Net changes of the set of held keys; no key is both stored and removed.
+    """Net changes to the set of held keys; no key is both stored and removed.
 
     Attributes:
         stored: held from now on.
         removed: not held any more.
-        cooled: of the stored ones and of those held before: in no memory from now on, only on SSD. Who stores a key
-            again has it in memory again.
+        cooled: among the stored keys and those held before: in no memory from now on, only on SSD. Storing a key again
+            brings the key back into memory.
     """
 
     stored: Iterable[bytes] = ()
@@ -178,9 +178,9 @@ class KeyChanges(NamedTuple):
 
 
 class NetChanges:
-    """Changes that somebody has not heard of yet: only what became of a key last, in the order of the last changes.
+    """Changes that a listener has not heard yet: only each key's last change, in the order of the last changes.
 
-    So memory is bounded by the number of distinct keys, and the order of the lists is of no consequence.
+    So memory is bounded by the number of distinct keys, and the lists' order is of no consequence.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Deletion of KV: which blocks (by key, tenant, namespace or age), and an index of the deletions that match blocks.
+"""Deleting KV: which blocks (by key, tenant, namespace or age), and an index of the deletions that match blocks.
 
 A client deletes at a conductor, which keeps the deletion as a record and sends the deletion to every instance. Each
-service deletes what matches, and refuses blocks whose sender does not know of a matching deletion: such blocks may be
+service deletes matching blocks, and refuses blocks whose sender does not know a matching deletion: such blocks may be
 older than the deletion.
 """
 
@@ -23,7 +23,7 @@ EVERY_TENANT = "*"
 
 @dataclass(frozen=True, slots=True)
 class KVSelection:
-    """All blocks that one of the fields names."""
+    """All blocks named by any field."""
 
     keys: frozenset[BlockKey] = frozenset()
     tenants: frozenset[str] = frozenset()
@@ -48,7 +48,7 @@ class KVSelection:
         return tenant in self.tenants or key in self.keys or namespace in self.namespaces
 
     def touches(self, keys: Iterable[BlockKey], tenant: str, namespace: bytes) -> bool:
-        """Whether the selection names one of some blocks of a tenant and a namespace."""
+        """Whether the selection names any of a tenant's blocks in a namespace."""
         return tenant in self.tenants or namespace in self.namespaces or not self.keys.isdisjoint(keys)
 
 
@@ -151,18 +151,20 @@ class DeletionIndex:
 MAX_DELETIONS = 1 << 16
 """Most deletions in a `DeletionLog`. Conductors repeat deletions of the last month only."""
 DEMANDED_S = 3600.0
-"""Seconds for which KV is taken only from instances that carried out the same deletion. Older KV is on its way for
-minutes at most; conductors repeat deletions to joining instances for a month."""
+"""Seconds for which KV is taken only from instances that carried out the same deletion.
+
+Older KV is on the way for minutes at most; conductors repeat deletions to joining instances for a month.
+"""
 
 
 class DeletionLog:
     """The deletions that an engine instance has carried out; the oldest are dropped at last.
 
-    The log vouches for this instance for good. It demands a deletion of other instances for `DEMANDED_S` only: an
-    instance that joined later may not know an old deletion, and has no KV older than that.
+    The log vouches for this instance for good. The log demands a deletion from other instances for `DEMANDED_S` only:
+    an instance that joined later may not know an old deletion, and has no older KV.
 
     Args:
-        namespace: of its KV.
+        namespace: the KV's namespace.
         clock: seconds.
     """
 

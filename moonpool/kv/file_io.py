@@ -1,7 +1,7 @@
-"""Reads slices of files straight to their destination with their hashes, and writes files of many parts.
+"""Reads slices from files straight to their destination with their hashes, and writes files with many parts.
 
-Native code does the reads (native/reading.cpp), many in one call and without the interpreter's lock; if it cannot be
-built, Python reads slice by slice through the page cache. Aligned writes bypass the page cache.
+Native code does the reads (native/reading.cpp), many in one call and without the interpreter's lock; without native
+code, Python reads slice by slice through the page cache. Aligned writes bypass the page cache.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class FileSpan(NamedTuple):
     """Some bytes of a file.
 
     Attributes:
-        offset: of the first.
+        offset: first byte's offset.
         out: memory for them, as long as they are.
-        slice_bytes: of each of the slices that they are, whose hashes are wanted; 0 where none are.
+        slice_bytes: bytes in each slice with a wanted hash; 0 where none are.
     """
 
     offset: int
@@ -45,7 +45,7 @@ class ReadOutcome(NamedTuple):
 
     Attributes:
         spans: how many leading ones are whole.
-        hashes: of the slices in them.
+        hashes: the slices' hashes.
         error: what kept the next one from being read; None at the end of the file.
     """
 
@@ -57,7 +57,7 @@ class ReadOutcome(NamedTuple):
 Read = Callable[[int, int, Sequence[FileSpan]], ReadOutcome]
 """Blocking. Takes (descriptor, sector, spans).
 
-`sector` is 0, or, where the file is open for direct reads, what their offsets, lengths and memory must be multiples of.
+`sector` is 0, or, if the file is open for direct reads, the divisor of offsets, lengths and memory addresses.
 """
 
 
@@ -67,7 +67,7 @@ def _own_memory(nbytes: int) -> mmap.mmap:
 
 
 class _AlignedMemory(threading.local):
-    """Page-aligned memory of one thread, made when it is first used."""
+    """One thread's page-aligned memory, made at first use."""
 
     def __init__(self) -> None:
         self.scratch = memoryview(_own_memory(SCRATCH_BYTES))
@@ -100,7 +100,7 @@ def read_slice_by_slice(fd: int, sector: int, spans: Sequence[FileSpan]) -> Read
 
 
 def load_native_read(path: Path) -> Read:
-    """The `Read` of a built library; raises OSError or AttributeError when it has none."""
+    """The `Read` of a built library; raises OSError or AttributeError if missing."""
     native, hash_function = ctypes.CDLL(str(path)).mp_read, hash_address()
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     native.argtypes = (ctypes.c_int, number, pointer, number, pointer, number, pointer, pointer, pointer)
@@ -132,7 +132,7 @@ def _address(data: memoryview) -> int:
 
 @functools.cache
 def slice_reader() -> Read:
-    """Blocking: builds the library if need be. Native code, or where it cannot be had `read_slice_by_slice`."""
+    """Blocking: builds the library if need be. Native code, or `read_slice_by_slice` if not available."""
     try:
         return load_native_read(library())
     except (BuildError, OSError, AttributeError, ImportError):
@@ -140,7 +140,7 @@ def slice_reader() -> Read:
 
 
 SECTOR = 4096
-"""Alignment of direct reads and writes: of offset, length and memory."""
+"""Alignment for direct reads and writes: offset, length and memory."""
 Buffer = bytes | bytearray | memoryview
 _IOV_MAX = 512
 
@@ -149,7 +149,7 @@ def write_all(fd: int, parts: Iterable[Buffer], offset: int) -> int:
     """Blocking. Writes parts from `offset` on; returns where they end.
 
     Raises:
-        OSError: some of it may have been written.
+        OSError: a part may have been written.
     """
     views, at = _views(parts), 0
     while at < len(views):
@@ -166,7 +166,7 @@ def write_all(fd: int, parts: Iterable[Buffer], offset: int) -> int:
 def write_direct(fd: int, parts: Sequence[Buffer], offset: int) -> int:
     """The same, where `fd` is open for direct writes. What is not aligned is copied.
 
-    Offset and length of all are multiples of `SECTOR`, and so are the lengths of what lies between two aligned parts.
+    Offset and total length are multiples of `SECTOR`, and so are the lengths between two aligned parts.
     """
     for some in _aligned(parts):
         offset = write_all(fd, some, offset)

@@ -1,7 +1,7 @@
-"""Frames: layer slices packed into payloads near one MiB, with a checksum of the header and a hash of every slice.
+"""Frames: layer slices packed into payloads near one MiB, with a header checksum and a hash for every slice.
 
-A frame that brings a whole read or put has its header made from a template (`FrameShape`) and is known by its
-checksum: its slices come in one order, so packing and opening it slice by slice would cost time for nothing.
+A frame that brings a whole read or put has a header made from a template (`FrameShape`) and is known by the
+checksum: the slices come in one order, so packing and opening slice by slice would waste time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moonpool.kv.pool import BytesLike, iovec_parts
 from moonpool.v1 import kv_pb2
 
 FRAME_BYTES = 1 << 20
-"""Payload size aimed at: below it gRPC's cost per message shows, above it messages block the event loop."""
+"""Target payload size: with smaller frames gRPC's cost per message shows, larger frames block the event loop."""
 MAX_FRAME_SLICES = 1024
 """Most slices in a frame, so that opening one is quick whatever their size."""
 
 
 class SliceRun(NamedTuple):
-    """Consecutive blocks of one layer, heads `[head_begin, head_end)` in shares (`KVLayout.head_shares`).
+    """Consecutive blocks in one layer, heads `[head_begin, head_end)` in shares (`KVLayout.head_shares`).
 
     Blocks are indices in the session's key list. `valid_tokens` counts the last block's; all others are full.
     """
@@ -44,13 +44,13 @@ class SliceRun(NamedTuple):
 
 @dataclass(slots=True)
 class Slice:
-    """One layer slice to be sent, or some of its heads.
+    """One layer slice to be sent, or some of the slice's heads.
 
     Attributes:
-        layer: of the model.
+        layer: layer in the model.
         block: index in the session's key list.
         data: `part_bytes(layer, heads, layout)` bytes, which must stay as they are until sent.
-        valid_tokens: of the block.
+        valid_tokens: the block's valid tokens.
         hash: `slice_hash` of the data with invalid token slots as zeros; bound where the session is a kvstore's.
         heads: consecutive shares of heads that `data` holds; None for the whole slice: those with scales travel so.
     """
@@ -64,7 +64,7 @@ class Slice:
 
 
 def part_bytes(layer: int, heads: range | None, layout: KVLayout) -> int:
-    """Bytes of these shares of heads in a slice of this layer; of all of it if None."""
+    """Bytes for these head shares in this layer's slice; for the whole slice if None."""
     return layout.slice_bytes(layer) if heads is None else len(heads) * layout.share_bytes(layer)
 
 
@@ -90,7 +90,7 @@ def _checksum(session: int, generation: int, runs: Sequence[Sequence[int]], hash
 
 
 def checksum_of(session: int, generation: int, fields: Iterable[int], runs: int, hashes: Sequence[int]) -> int:
-    """As `checksum`, of a header with so many runs, whose fields are `fields`, one run's behind the other's."""
+    """As `checksum`, for a header with `runs` runs, whose fields are `fields`, one run's behind the other's."""
     return xxhash.xxh3_64_intdigest(_packing(runs, len(hashes)).pack(session, generation, *fields, *hashes))
 
 
@@ -113,11 +113,10 @@ def _run_of(message: kv_pb2.SliceRun) -> SliceRun:
 def pack_frames(
     session: int, generation: int, slices: Iterable[Slice], layout: KVLayout, target_bytes: int = FRAME_BYTES
 ) -> Iterator[tuple[kv_pb2.FrameHeader, list[memoryview]]]:
-    """Packs slices into frames of at most `target_bytes`, in order; consecutive blocks of a layer form one run.
+    """Packs slices into frames of at most `target_bytes`, in order; a layer's consecutive blocks form one run.
 
-    What is larger than `target_bytes` is split between shares of heads (one share is never split, whatever its size).
-    Token slots that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own
-    memory.
+    A slice larger than `target_bytes` is split between head shares (one share is never split, whatever its size). Token
+    slots that are not valid are zeroed, in a copy. The payload's pieces otherwise refer to the slices' own memory.
 
     Args:
         session: The receiver's session.
@@ -143,7 +142,7 @@ def pack_frames(
 
 
 class OpenedRun(NamedTuple):
-    """A run as it came: all heads of the session, block after block, and the hashes that came with it, one a block."""
+    """A run as received: all the session's heads, block after block, and the received hashes, one a block."""
 
     run: SliceRun
     data: BytesLike
@@ -151,12 +150,12 @@ class OpenedRun(NamedTuple):
 
 
 class FrameOpener:
-    """Opens the frames of one session, in their order.
+    """Opens one session's frames, in order.
 
-    What is larger than a frame of a slice comes in several pieces, one behind the other, and is handed out whole.
+    A slice part larger than a frame comes in several pieces, one behind the other, and is handed out whole.
 
     Attributes:
-        unfinished_bytes: kept of a slice of which only the first pieces have come.
+        unfinished_bytes: kept from a slice with only the first pieces arrived.
     """
 
     def __init__(self, layout: KVLayout, heads: range | None = None, keys: Sequence[bytes] | None = None) -> None:
@@ -164,7 +163,7 @@ class FrameOpener:
 
         Args:
             layout: Arrangement of the slices.
-            heads: Shares of heads that the session carries of each slice; None for all.
+            heads: Head shares that the session carries from each slice; None for all.
             keys: The session's blocks, where hashes are bound to them.
         """
         self._layout = layout
@@ -174,7 +173,7 @@ class FrameOpener:
         self.unfinished_bytes = 0
 
     def open(self, header: kv_pb2.FrameHeader, payload: memoryview) -> list[tuple[SliceRun, memoryview, Sequence[int]]]:
-        """Verifies a frame; returns its whole runs with their bytes, not copied but for slices in pieces.
+        """Verifies a frame; returns the frame's whole runs with bytes, not copied except for slices in pieces.
 
         Raises:
             DamagedSliceError: A slice's bytes are not what was sent.
@@ -218,7 +217,7 @@ class FrameOpener:
         return opened
 
     def unbound(self, run: SliceRun, hashes: Sequence[int]) -> Sequence[int]:
-        """Hashes of a run's own bytes, one per block, from those that came with it.
+        """Hashes of a run's own bytes, one per block, from the received hashes.
 
         Raises:
             FrameError: The session has no such blocks.
@@ -234,7 +233,7 @@ class FrameOpener:
         ]
 
     def _pieced(self, run: SliceRun, data: BytesLike) -> tuple[SliceRun, memoryview] | None:
-        """Takes a piece of a slice; returns the slice when it is whole."""
+        """Takes a piece of a slice; returns the slice once whole."""
         start = run._replace(head_begin=self._heads.start, head_end=run.head_begin)
         before, buffer = self._piece or (start._replace(head_end=self._heads.start), bytearray())
         if before != start or run.block_count != 1 or run.head_end > self._heads.stop:
@@ -256,9 +255,9 @@ class FrameOpener:
 
 
 def whole_runs(header: kv_pb2.FrameHeader, nbytes: int, layout: KVLayout) -> list[tuple[SliceRun, list[int]]] | None:
-    """What a frame with so many bytes of payload brings, if all of it is whole slices: runs and their slices' hashes.
+    """The content of a frame with `nbytes` payload bytes, if only whole slices: runs and their slices' hashes.
 
-    None where `FrameOpener.open` must look at it: some slices come in pieces, or something is wrong.
+    None if `FrameOpener.open` must check the frame: some slices come in pieces, or an error is there.
     """
     runs, hashes = list(map(_run_of, header.runs)), list(header.slice_hashes)
     heads = all((run.head_begin, run.head_end) == (0, layout.head_shares) for run in runs)
@@ -317,7 +316,7 @@ def _zero_invalid(item: Slice, layout: KVLayout) -> memoryview:
 def _pieces(
     layer: int, data: memoryview, heads: range, layout: KVLayout, target_bytes: int
 ) -> Iterator[tuple[int, int, memoryview]]:
-    """Some heads of a slice in pieces of at most `target_bytes`, or of one share: (head_begin, head_end, bytes)."""
+    """Some of a slice's heads in pieces up to `target_bytes`, or one share each: (head_begin, head_end, bytes)."""
     share = layout.share_bytes(layer)
     step = max(1, target_bytes // share)
     for begin in range(heads.start, heads.stop, step):
@@ -333,7 +332,7 @@ class _Frame:
     def __init__(self, layout: KVLayout) -> None:
         self._block_tokens = layout.block_tokens
         self._pieces: list[memoryview] = []
-        self._runs: list[list[int]] = []  # fields of a Run, in its order
+        self._runs: list[list[int]] = []  # a Run's fields, in order
         self._last = (-1, -1, -1, -1)  # what the next slice must be to lengthen the last run
         self.hashes: list[int] = []
         self.nbytes = 0
@@ -376,7 +375,7 @@ MAX_SHAPES = 64
 
 
 class FrameShape:
-    """Headers of frames with all full blocks of a session, some consecutive layers and heads of each.
+    """Headers for frames with all a session's full blocks, and some consecutive layers and heads from each.
 
     Attributes:
         cells: (layer, block) of each slice, in order.
@@ -393,7 +392,7 @@ class FrameShape:
             self._template.runs.add(**run._asdict())
 
     def header(self, session: int, generation: int, hashes: Sequence[int]) -> kv_pb2.FrameHeader:
-        """A frame's header, with the hashes of its slices in their order."""
+        """A frame's header, with the slices' hashes in order."""
         header = kv_pb2.FrameHeader()
         header.CopyFrom(self._template)
         header.session = session
@@ -404,7 +403,7 @@ class FrameShape:
         return header
 
     def is_of(self, header: kv_pb2.FrameHeader) -> bool:
-        """Whether a header is one of these."""
+        """Whether a header has this shape."""
         return len(header.runs) == self._runs and header.checksum == checksum_of(
             header.session, header.generation, self._fields, self._runs, header.slice_hashes
         )
@@ -417,17 +416,17 @@ class FrameShape:
 
 @functools.lru_cache(MAX_SHAPES)
 def frame_shape(layers: range, blocks: int, heads: range, block_tokens: int) -> FrameShape:
-    """The shape of frames with these layers and heads of so many full blocks; kept, as few are in use."""
+    """The shape for frames with these layers and heads from `blocks` full blocks; kept, as few are in use."""
     return FrameShape(layers, blocks, heads, block_tokens)
 
 
 def shape_of(
     header: kv_pb2.FrameHeader, layers: range, blocks: int, heads: range, block_tokens: int
 ) -> FrameShape | None:
-    """The shape of a frame that has all of these slices; None when it has not, or in another order.
+    """The shape for a frame with all these slices; None if slices are missing or in another order.
 
-    The header's runs are not looked at: they are those for which its checksum was made. Were they others all the same,
-    the slices would not have the hashes that are bound to these blocks and layers.
+    The header's runs are not read: they are those for which the checksum was made. If they were others all the same,
+    the slices would lack the hashes bound to these blocks and layers.
     """
     slices = len(header.slice_hashes)
     if slices != len(layers) * blocks or slices > MAX_FRAME_SLICES:

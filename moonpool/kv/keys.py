@@ -1,11 +1,11 @@
 """Identity of KV: namespaces, chained block keys, slice hashes, and how keys and tokens are packed into bytes.
 
-The same everywhere and for ever: nothing here depends on the process, the machine's byte order or a random seed.
-Changing any of it makes all stored KV unreachable; golden vectors in the tests pin it.
+The same everywhere and for ever: independent of the process, the machine's byte order and random seeds. Any change here
+makes all stored KV unreachable; golden vectors in the tests pin the results.
 
-The hash of a layer slice is made once, by the process that computed the KV, and verified by the last that receives
-it. Engines hash a slice when its block is full or its prompt ends, with invalid token slots as zeros. The hash then
-lies beside the slice in the pool, in frames, in the kvstore's DRAM and in its records.
+A layer slice's hash is made once, by the process that computed the KV, and verified by the last receiver. Engines hash
+a slice when the block is full or the prompt ends, with invalid token slots as zeros. The hash then lies beside the
+slice in the pool, in frames, in the kvstore's DRAM and in the kvstore's records.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def chain_root(namespace: bytes, tenant: str, salt: str = "") -> bytes:
 
 
 def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_tokens: int) -> list[BlockKey]:
-    """Keys of the full blocks of `token_ids`, each blake3(parent key || the block's tokens as little-endian int32).
+    """Keys for the full blocks in `token_ids`, each blake3(parent key || the block's tokens as little-endian int32).
 
     Args:
         parent: Chain root, or the key of the block before `token_ids`, so that a chain can be continued.
@@ -77,7 +77,7 @@ def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_token
 
 
 def tokens_digest(root: bytes, token_ids: Sequence[int] | array[int]) -> bytes:
-    """32-byte hash of an answer's tokens under their chain's root: equal for equal tokens of one tenant and model."""
+    """32-byte hash over an answer's tokens under their chain's root: equal for equal tokens of one tenant and model."""
     return blake3(_field(_ANSWER_CONTEXT) + _field(root) + tokens_to_bytes(token_ids)).digest()
 
 

@@ -1,4 +1,4 @@
-"""How the KV of one block is arranged in bytes, and what two sides must agree on before they exchange any."""
+"""How a block's KV is arranged in bytes, and what two sides must agree on before exchanging KV."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ DEFAULT_BLOCK_SIZE = 64
 """Tokens per KV block, unless `--block-size` says another number."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8_e4m3fn": 1}
 QUANTISED = {"int8": "int8", "fp8": "float8_e4m3fn"}
-"""Types whose numbers are stored with a scale, by the names that flags have for them."""
+"""Types with numbers stored with a scale, by the flags' names."""
 SCALE_BYTES = 4
-"""Of one scale, a little-endian float32; each token has one per head and plane."""
+"""Bytes per scale, a little-endian float32; each token has one per head and plane."""
 UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION = 1, 2, 3
-"""Of layouts with one group of full attention, of those with windows or recurrent states, and of all others (2)."""
+"""Versions for layouts with one full-attention group, for layouts with windows or recurrent states, and for all others
+(2).
+"""
 _BLOCK_TOKENS_MULTIPLE = 16
 
 KVKind = Literal["full", "window", "latent", "recurrent"]
@@ -39,10 +41,10 @@ MAX_OF = {
 }
 """Largest value of each field: some ten times what any known model has."""
 MAX_PIECE_BYTES = 4 << 20
-"""Largest part of a slice that travels undivided, in one message: a share of heads, or a whole slice with scales."""
+"""Largest part of a slice that travels undivided, in one message: a head share, or a whole slice with scales."""
 MAX_SLICE_BYTES = 16 << 20
 MAX_BLOCK_BYTES = 512 << 20
-"""A block is hashed whole, on the event loop, when a reader says that it is damaged."""
+"""A block is hashed whole, on the event loop, when a reader reports damage."""
 
 
 def _check_range(name: str, value: int, limit: str = "") -> None:
@@ -53,21 +55,21 @@ def _check_range(name: str, value: int, limit: str = "") -> None:
 
 @dataclass(frozen=True)
 class KVGroup:
-    """Layers whose slices have one shape: `[kv_heads, planes, block_tokens, head_dim]`, then their scales.
+    """Layers with equally shaped slices: `[kv_heads, planes, block_tokens, head_dim]`, then scales.
 
     A slice of a recurrent group is `[kv_heads, head_dim]`: the state behind the block's last valid token, in shares.
 
     Attributes:
         layers: indices in the model, rising.
-        kv_heads: of each layer; heads are outermost, so that a share of them is one run of bytes.
-        head_dim: elements of a head's key, and of its value; of a recurrent group, elements of a share of the state.
-        dtype: element type. Quantised KV has scales, `[kv_heads, planes, block_tokens]` float32: a number is its
-            stored value times its token's scale.
+        kv_heads: heads per layer; heads are outermost, so that a head share is one run of bytes.
+        head_dim: elements in a head's key, and in the value; in a recurrent group, elements in a share of the state.
+        dtype: element type. Quantised KV has scales, `[kv_heads, planes, block_tokens]` float32: a number is the stored
+            value times the token's scale.
         kind: what the layers attend to.
-        window: tokens that a query sees, itself included; 0 unless `kind` is "window".
+        window: tokens that a query sees, the query's own included; 0 unless `kind` is "window".
 
     Raises:
-        ConfigError: A field is out of range; names it.
+        ConfigError: A field is out of range; names the field.
     """
 
     layers: tuple[int, ...]
@@ -96,16 +98,16 @@ class KVGroup:
 
     @property
     def planes(self) -> int:
-        """Vectors of `head_dim` elements per token and head: key and value, or one alone."""
+        """Vectors with `head_dim` elements per token and head: key and value, or one alone."""
         return 1 if self.kind in ("latent", "recurrent") else 2
 
     def slots(self, block_tokens: int) -> int:
-        """Vectors of each head and plane in a block: one a token, or one for all tokens of a recurrent group."""
+        """Vectors for each head and plane in a block: one a token, or one for all a recurrent group's tokens."""
         return 1 if self.kind == "recurrent" else block_tokens
 
     @cached_property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
+        """Bytes per element."""
         return ELEMENT_BYTES[self.dtype]
 
     @property
@@ -114,20 +116,20 @@ class KVGroup:
         return self.dtype in QUANTISED.values()
 
     def scale_bytes(self, block_tokens: int) -> int:
-        """Bytes of the scales behind one layer's values; 0 where KV is not quantised."""
+        """Bytes for the scales behind one layer's values; 0 where KV is not quantised."""
         return self.kv_heads * self.planes * self.slots(block_tokens) * SCALE_BYTES if self.scaled else 0
 
     def value_bytes(self, block_tokens: int) -> int:
-        """Bytes of one layer's values, without their scales."""
+        """Bytes for one layer's values, without scales."""
         return self.kv_heads * self.planes * self.slots(block_tokens) * self.head_dim * self.element_bytes
 
     def slice_bytes(self, block_tokens: int) -> int:
-        """Bytes of one layer in one block."""
+        """Bytes for one layer in one block."""
         return self.value_bytes(block_tokens) + self.scale_bytes(block_tokens)
 
 
 class LayerKV(NamedTuple):
-    """KV of one layer: the fields of `KVGroup`."""
+    """One layer's KV: the fields of `KVGroup`."""
 
     kv_heads: int
     head_dim: int
@@ -145,7 +147,7 @@ class LayoutDifference(NamedTuple):
 
 
 class EqualSlices(NamedTuple):
-    """Consecutive layers whose slices have the same size."""
+    """Consecutive layers with equally large slices."""
 
     layers: range
     slice_bytes: int
@@ -153,14 +155,14 @@ class EqualSlices(NamedTuple):
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Arrangement of a block: one slice per layer, layer after layer, each of its group's shape.
+    """A block's arrangement: one slice per layer, layer after layer, each with the group's shape.
 
     Attributes:
         block_tokens: tokens of a block.
-        groups: each layer is in one of them.
+        groups: each layer is in one group.
 
     Raises:
-        ConfigError: A field is out of range; names it.
+        ConfigError: A field is out of range; names the field.
     """
 
     block_tokens: int
@@ -181,7 +183,7 @@ class KVLayout:
         return cls(block_tokens, tuple(KVGroup(tuple(of), *shape) for shape, of in found.items()))
 
     def __hash__(self) -> int:
-        """Of numbers that are there: layouts are keys of what is looked up for every message."""
+        """Hashes present numbers only: layouts are keys for a look-up with every message."""
         return hash((self.block_tokens, self.layers, self.block_bytes))
 
     def __post_init__(self) -> None:
@@ -218,7 +220,7 @@ class KVLayout:
 
     @cached_property
     def state_bytes(self) -> int:
-        """Bytes of the recurrent states of all layers in one block."""
+        """Bytes for all layers' recurrent states in one block."""
         return sum(
             len(group.layers) * group.slice_bytes(self.block_tokens)
             for group in self.groups
@@ -232,7 +234,7 @@ class KVLayout:
 
     @property
     def version(self) -> int:
-        """Version of the arrangement: layouts of version 1 are those that older programs know."""
+        """The arrangement's version: older programs know version 1."""
         if self.is_uniform:
             return UNIFORM_VERSION
         return WINDOWED_VERSION if self.windowed_layers else GROUPED_VERSION
@@ -244,7 +246,7 @@ class KVLayout:
 
     @cached_property
     def head_shares(self) -> int:
-        """Number of equal shares into which the heads of every layer divide: a head each where layers are alike."""
+        """Number of equal shares into which every layer's heads divide: a head each if layers are alike."""
         return math.gcd(*(group.kv_heads for group in self.groups))
 
     @cached_property
@@ -263,14 +265,14 @@ class KVLayout:
     def window_blocks(self) -> int:
         """Full blocks before the next token that the layer with the largest window may need; 0 without windows.
 
-        A recurrent state stands for all tokens before: the last block has it.
+        A recurrent state stands for all earlier tokens: the last block has the state.
         """
         return max(int(self.recurrent), -(-max(group.window for group in self.groups) // self.block_tokens))
 
     def first_windowed_block(self, tokens: int) -> int:
-        """First block whose windowed slices are needed behind a sequence of `tokens` tokens: none before are sent.
+        """First block whose windowed slices are needed behind a sequence with `tokens` tokens: earlier ones stay.
 
-        With these slices, the sequence can be continued behind its last full block.
+        With these slices, the sequence can be continued behind the last full block.
         """
         return max(0, tokens // self.block_tokens - self.window_blocks) if self.windowed_layers else 0
 
@@ -288,15 +290,15 @@ class KVLayout:
         return tuple(itertools.accumulate(self._sizes, initial=0))
 
     def group(self, layer: int) -> KVGroup:
-        """The group of one layer."""
+        """One layer's group."""
         return self._groups_by_layer[layer]
 
     def slice_bytes(self, layer: int) -> int:
-        """Bytes of one layer in one block: the unit in which KV lies in the pool, travels and is stored."""
+        """Bytes for one layer in one block: the unit in which KV lies in the pool, travels and is stored."""
         return self._sizes[layer]
 
     def share_bytes(self, layer: int) -> int:
-        """Bytes of one of `head_shares` in a slice of this layer that has no scales."""
+        """Bytes for one of `head_shares` in this layer's slice without scales."""
         return self._sizes[layer] // self.head_shares
 
     @cached_property
@@ -310,7 +312,7 @@ class KVLayout:
         return -(-self.block_bytes // self.layers)
 
     def layers_bytes(self, layers: range) -> int:
-        """Bytes of consecutive layers of one block."""
+        """Bytes for consecutive layers in one block."""
         return self._offsets[layers.stop] - self._offsets[layers.start]
 
     def place(self, layer: int, first: int = 0) -> slice:
@@ -319,7 +321,7 @@ class KVLayout:
         return slice(begin, begin + self._sizes[layer])
 
     def layers_in(self, first: int, nbytes: int) -> range:
-        """The layers from `first` on whose slices are `nbytes` of a block."""
+        """The layers from `first` on whose slices take `nbytes` in a block."""
         return range(first, bisect_left(self._offsets, self._offsets[first] + nbytes))
 
     def equal_slices(self, layers: range) -> Iterator[EqualSlices]:
@@ -332,7 +334,7 @@ class KVLayout:
 
     @cached_property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes for one block over all layers."""
         return self._offsets[-1]
 
     @cached_property
@@ -345,15 +347,15 @@ class KVLayout:
         return -(-tokens // self.block_tokens)
 
     def valid_tokens(self, tokens: int, block: int) -> int:
-        """Number of valid token slots in block number `block` of a sequence of `tokens` tokens."""
+        """Number of valid token slots in block number `block` of a sequence with `tokens` tokens."""
         return max(0, min(self.block_tokens, tokens - block * self.block_tokens))
 
     def check_part(self, layers: range, heads: range) -> None:
         """Checks which part of each block a request names; `heads` in shares.
 
         Raises:
-            InvalidRequest: naming `layer_end` or `head_end`: the layout has no such layers or heads, or they cannot be
-                had apart, because scales lie behind all heads.
+            InvalidRequest: naming `layer_end` or `head_end`: the layout lacks such layers or heads, or they cannot be
+                separated, because scales lie behind all heads.
         """
         if not 0 <= layers.start < layers.stop <= self.layers:
             raise InvalidRequest("layer_end", f"no such layers as {layers}; the layout has {self.layers}")
@@ -363,7 +365,7 @@ class KVLayout:
             raise InvalidRequest("head_end", "slices with scales travel whole")
 
     def to_proto(self) -> kv_pb2.KVLayout:
-        """The layout as it is sent. The bytes of a uniform layout are those that version 1 has."""
+        """The layout's message. The bytes of a uniform layout are those that version 1 has."""
         first = self.groups[0]
         uniform = self.is_uniform
         message = kv_pb2.KVLayout(
@@ -434,8 +436,8 @@ class KVLayout:
         A recurrent state has no such slots and stays.
 
         Args:
-            layer: of the slice.
-            data: The slice, or some shares of the heads of one without scales.
+            layer: the slice's layer.
+            data: The slice, or some head shares of a slice without scales.
             valid_tokens: In `[0, block_tokens]`.
         """
         group = self.group(layer)
@@ -449,7 +451,7 @@ class KVLayout:
         self._zero_planes(data[values:], SCALE_BYTES, valid_tokens)
 
     def _zero_planes(self, planes: memoryview, token: int, valid_tokens: int) -> None:
-        """Zeroes slots of `token` bytes from `valid_tokens` on in each plane of `block_tokens` slots."""
+        """Zeroes slots with `token` bytes from `valid_tokens` on in each plane with `block_tokens` slots."""
         plane, begin = self.block_tokens * token, valid_tokens * token
         zeros = bytes(plane - begin)
         for start in range(0, planes.nbytes, plane):

@@ -1,7 +1,7 @@
 """Copies slices that arrive to their destination and verifies them there, in one pass over the bytes.
 
-Native code does the work (native/landing.cpp) with the xxhash package's own functions; in a thread it runs without
-the interpreter's lock. If it cannot be built, memoryviews and xxhash do the same in two passes.
+Native code does the work (native/landing.cpp) with the xxhash package's own functions; in a thread the copy runs
+without the interpreter's lock. Without native code, memoryviews and xxhash do the same in two passes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from moonpool.kv.pool import BytesLike, Iovec, iovec_parts
 
 log = logging.getLogger(__name__)
 CopyFunction = Callable[[list[memoryview], BytesLike, Sequence[int]], int]
-"""Cuts bytes into pieces as long as the targets, and copies each to its target; how many leading ones have their hash
-there.
+"""Cuts bytes into pieces as long as the targets, and copies each piece to a target; how many leading ones have their
+hash there.
 
 Takes (targets, bytes, hash of each piece). Hashes are made of the targets, after the copy: whatever changes the source
 meanwhile is noticed. From the first piece with another hash on, the targets' bytes are undefined.
@@ -35,12 +35,14 @@ Raises:
     BufferError: a target cannot be written, or a view is not contiguous.
 """
 DeferredCopy = Callable[[list[memoryview], BytesLike | None, Sequence[int]], Callable[[], int]]
-"""As `CopyFunction`, and raises as that does, but copies and verifies when what it returns is called: once, in any
-thread. All memory is held until then. Without bytes these lie in the targets already, and are only verified."""
+"""As `CopyFunction`, raising the same errors, but copies and verifies when the result is called: once, in any thread.
+
+All memory is held until then. Without bytes these lie in the targets already, and are only verified.
+"""
 
 
 def copy_in_two_passes(targets: list[memoryview], data: BytesLike, hashes: Sequence[int]) -> int:
-    """Copies a piece, then hashes it."""
+    """Copies a piece, then hashes the piece."""
     if len(targets) != len(hashes) or sum(target.nbytes for target in targets) != data.nbytes:
         raise _misfit(targets, data, hashes)
     at = 0
@@ -72,7 +74,7 @@ def defer_in_two_passes(targets: list[memoryview], data: BytesLike | None, hashe
 
 
 class CopyFunctions(NamedTuple):
-    """One way to do it, at once and later."""
+    """One way to copy, at once and later."""
 
     land: CopyFunction
     later: DeferredCopy
@@ -110,8 +112,8 @@ def load_native_copy(path: Path) -> CopyFunctions:
 
     Raises:
         OSError: the library cannot be loaded.
-        AttributeError: it, or the xxhash package, lacks a function.
-        BuildError: what it does is wrong.
+        AttributeError: the library, or the xxhash package, lacks a function.
+        BuildError: a function's result is wrong.
     """
     library, hashes = ctypes.PyDLL(str(path)), _hashes()
     given = _Functions(
@@ -197,7 +199,7 @@ def _check_native(land: CopyFunction) -> bool:
 
 
 class SliceCopier:
-    """Copies and hashes slices: in one pass of native code, or in two passes. Chosen at first use or by `prepare`.
+    """Copies and hashes slices: in one pass by native code, or in two passes. Chosen at first use or by `prepare`.
 
     Args:
         library: finds or builds the native library; raises `BuildError` if there is none.
@@ -217,7 +219,7 @@ class SliceCopier:
         return (self._ways or self.prepare()).later(targets, data, hashes)
 
     def prepare(self) -> CopyFunctions:
-        """Blocking: builds the library if need be, and loads it."""
+        """Blocking: builds the library if need be, and loads the library."""
         with self._lock:
             if self._ways is None:
                 self._ways = self._choose()

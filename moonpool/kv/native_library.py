@@ -1,7 +1,7 @@
-"""The native library for KV (native/*.cpp, built like the kernels), and keys of long prompts that it makes.
+"""The native KV library (native/*.cpp, built like the kernels), and long prompts' keys made there.
 
-Native code makes and checks keys without the interpreter's lock, so a thread that reads a long prompt does not stop
-the other threads of the process. If the library cannot be built, Python does the same and holds the lock.
+Native code makes and checks keys without the interpreter's lock, so a thread that reads a long prompt does not stop the
+process's other threads. If the library cannot be built, Python does the same and holds the lock.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ def tokens_below(data: bytes, vocab_size: int) -> bool:
 
 
 def build_ahead(report: Report) -> None:
-    """Blocking: builds the library if need be and if it can be had; `report` is told how that goes."""
-    with contextlib.suppress(BuildError):  # its first use says so
+    """Blocking: builds the library if need be and if possible; `report` is told how that goes."""
+    with contextlib.suppress(BuildError):  # the first use reports this
         library(report)
 
 
 @functools.cache
 def prepare() -> ctypes.CDLL | None:
-    """Blocking: this process's library, built if need be; None where it cannot be had."""
+    """Blocking: this process's library, built if need be; None if not available."""
     try:
         return load_native_keys(library())
     except (BuildError, OSError, AttributeError) as error:
@@ -90,7 +90,7 @@ def load_native_keys(path: Path) -> ctypes.CDLL:
 
 
 def _native_chain(native: ctypes.CDLL, parent: bytes, data: bytes, block_tokens: int) -> list[BlockKey] | None:
-    """None where blocks are too long for it."""
+    """None if blocks are too long for native code."""
     size = _TOKEN_BYTES * block_tokens
     memory = ctypes.create_string_buffer(parent, KEY_BYTES * (1 + len(data) // size))
     if not native.mp_chain(data, size, len(data) // size, memory):

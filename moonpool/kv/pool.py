@@ -1,4 +1,4 @@
-"""KV memory: an instance's paged pool, shared between its processes, and payloads in several pieces (iovecs)."""
+"""KV memory: an instance's paged pool, shared between processes, and payloads in several pieces (iovecs)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssi
 
 
 def new_bytearray(nbytes: int) -> bytearray:
-    """Bytes that are not made zeros first; for who overwrites all of them."""
+    """Bytes that are not made zeros first; for callers that overwrite all bytes."""
     made: bytearray = _new_bytearray(None, nbytes)
     return made
 
@@ -38,7 +38,7 @@ class Iovec:
 
     Attributes:
         parts: in order.
-        nbytes: of all.
+        nbytes: total.
     """
 
     __slots__ = ("nbytes", "parts")
@@ -80,23 +80,24 @@ _POPULATING = 4
 """Threads: one takes 0.3 s for 1 GB."""
 _NUMBER_BYTES = 8
 NO_DEVICE, DEVICE_KNOWS, TELL_DEVICE = range(3)
-"""Whether a device has a copy of a pool, and whether its process waits to be told of slices that land."""
-F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names it from 3.13 on
+"""Whether a device has a copy of a pool, and whether the device's process waits for landed slices."""
+F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names the flag from 3.13 on
 
 
 @dataclass(slots=True)
 class PoolPart:
-    """The share of one stage, mapped shared from a file descriptor: layer after layer, of each all blocks' slices.
+    """One stage's share, mapped shared from a file descriptor: layer after layer, each with all blocks' slices.
 
     Behind these `nbytes` lie numbers of 8 bytes: the slices' hashes, `[layer_end - layer_begin, blocks]`, `written`,
-    alike, and `landed`. A slice lands when it has come from elsewhere. `map` supports the buffer protocol. The part
-    owns `fd`: it is closed with the part.
+    alike, and `landed`. A slice lands when the slice has come from elsewhere. `map` supports the buffer protocol. The
+    part
+    owns `fd`: closed with the part.
 
     Attributes:
         written: how often each slice landed.
-        landed: how many slices landed in each layer, then in all layers, and then one of `NO_DEVICE`, `DEVICE_KNOWS`
-            and `TELL_DEVICE`. Slices are counted if a device has a copy of the pool.
-        on_landed: called in the I/O process, by any thread, if a device is to be told of slices that landed.
+        landed: how many slices landed in each layer, then in all layers, and then `NO_DEVICE`, `DEVICE_KNOWS` or
+            `TELL_DEVICE`. Slices are counted if a device has a copy of the pool.
+        on_landed: called in the I/O process, by any thread, if a device waits for landed slices.
     """
 
     layout: KVLayout
@@ -112,7 +113,7 @@ class PoolPart:
     landed: memoryview = field(repr=False)
     on_landed: Callable[[], None] | None = None
     _landing: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _places: list[tuple[int, int]] = field(init=False, repr=False)  # of each layer: first byte, bytes of a slice
+    _places: list[tuple[int, int]] = field(init=False, repr=False)  # for each layer: first byte, bytes per slice
 
     def __post_init__(self) -> None:
         layout, first = self.layout, self.layer_begin
@@ -123,7 +124,7 @@ class PoolPart:
 
     @classmethod
     def attach(cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int) -> PoolPart:
-        """Maps a part from an inherited descriptor, of which it takes ownership.
+        """Maps a part from an inherited descriptor, and takes ownership of the descriptor.
 
         Raises:
             ConfigError: The descriptor's memory is not what the arguments say.
@@ -141,7 +142,7 @@ class PoolPart:
         return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views)
 
     def slice(self, layer: int, block: int) -> memoryview:
-        """The writable bytes of one layer (index in the model) of one block."""
+        """One layer's (index in the model) writable bytes in one block."""
         assert self.layer_begin <= layer < self.layer_end, "no such layer in this part"
         assert 0 <= block < self.blocks, "no such block"
         start, size = self._places[layer - self.layer_begin]
@@ -149,9 +150,9 @@ class PoolPart:
         return self.view[start : start + size]
 
     def populate(self) -> None:
-        """Take all memory now, if the system can (Linux 5.14), so that no first use of a page waits for it.
+        """Take all memory now, if the system can (Linux 5.14), so that no page's first use waits.
 
-        In a process of its own, each page is then mapped too: both processes of a pool populate it.
+        In the calling process, each page is then mapped too: both processes of a pool populate the pool.
         """
         size = -(-len(self.map) // (_POPULATING * mmap.PAGESIZE)) * mmap.PAGESIZE
         memory = ctypes.c_char.from_buffer(self.map)  # keeps the mapping meanwhile
@@ -161,7 +162,7 @@ class PoolPart:
                 threads.submit(_madvise, place, ctypes.c_size_t(min(size, len(self.map) - begin)), _POPULATE_WRITE)
 
     def hash_of(self, layer: int, block: int) -> int:
-        """What `slice_hash` was of the slice when it was computed or received; 0 before."""
+        """The slice's `slice_hash` when computed or received; 0 before."""
         return int(self.hashes[(layer - self.layer_begin) * self.blocks + block])
 
     def set_hash(self, layer: int, block: int, value: int) -> None:
@@ -174,7 +175,7 @@ class PoolPart:
         if self.landed[-1] == NO_DEVICE:
             return
         row = layer - self.layer_begin
-        with self._landing:  # of several threads of one process; the readers in the other one need none
+        with self._landing:  # for several threads in one process; the readers in the other one need none
             self.written[row * self.blocks + block] += 1
             self.landed[row] += 1
             self.landed[-2] += 1
@@ -191,7 +192,7 @@ class PoolPart:
         self.set_hash(layer, block, slice_hash(data))
 
     def copy(self, source: int, block: int) -> None:
-        """Copies a block of all layers, and its hashes."""
+        """Copies a block's slices in all layers, with the hashes."""
         for layer in range(self.layer_begin, self.layer_end):
             self.slice(layer, block)[:] = self.slice(layer, source)
             self.set_hash(layer, block, self.hash_of(layer, source))
@@ -204,7 +205,7 @@ class PoolPart:
         self.fd = -1
         self.hashes.release()
         self.landed.release()
-        with contextlib.suppress(BufferError):  # a device may look at it still
+        with contextlib.suppress(BufferError):  # a device may still read the memory
             self.written.release()
         self.view.release()
         with contextlib.suppress(BufferError):
@@ -229,14 +230,15 @@ class KVPool:
         available: Callable[[], int | None] | None = None,
         files: Sequence[int] | None = None,
     ) -> KVPool:
-        """Makes a pool of `blocks` blocks, one part per stage.
+        """Makes a pool with `blocks` blocks, one part per stage.
 
         Args:
             layout: Arrangement of a block.
             blocks: Number of blocks.
             layer_ranges: `(begin, end)` of each stage's layers; together they are all layers, in order.
             available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
-            files: Descriptors of empty memory (`shared_memory`), one per part; closed with the pool, or after an error.
+            files: Descriptors for empty memory (`shared_memory`), one per part; closed with the pool, or after an
+                error.
 
         Raises:
             ConfigError: There is no room for a single block, or more is asked for than the machine has.
@@ -264,8 +266,8 @@ class KVPool:
     def shared(self) -> list[tuple[int, memoryview]]:
         """The parts for other processes to read: descriptors, which stay the pool's, and the bytes as they lie here.
 
-        To be called when all engines have mapped the pool: from then on nobody can map it for writing or change its
-        size. Empty where that cannot be had.
+        Call this after all engines have mapped the pool: from then on no process can map the pool for writing or change
+        the size. Empty where that cannot be had.
         """
         try:
             for part in self.parts:
@@ -276,21 +278,21 @@ class KVPool:
         return [(part.fd, part.view) for part in self.parts]
 
     def slice(self, layer: int, block: int) -> memoryview:
-        """The writable bytes of one layer of one block."""
+        """One layer's writable bytes in one block."""
         return self._by_layer[layer].slice(layer, block)
 
     def read(self, layer: int, block: int) -> tuple[memoryview, int]:
-        """One layer of one block, and its hash."""
+        """One layer in one block, and the slice's hash."""
         part = self._by_layer[layer]
         return part.slice(layer, block), part.hash_of(layer, block)
 
     def write(self, layer: int, block: int, data: memoryview, value: int) -> None:
-        """Takes one layer of one block that came from elsewhere, verified, and the hash that came with it."""
+        """Takes one verified slice from elsewhere, with the received hash."""
         self.slice(layer, block)[:] = data
         self.set_hash(layer, block, value)
 
     def set_hash(self, layer: int, block: int, value: int) -> None:
-        """Keeps the hash that came with a slice which lies here already, and tells a device that the slice is new."""
+        """Keeps the received hash for a slice that lies here already, and tells a device that the slice is new."""
         self._by_layer[layer].land(layer, block, value)
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
@@ -313,12 +315,12 @@ class PoolTarget:
         self._given: dict[tuple[int, int], memoryview] = {}
 
     def into(self, layer: int, index: int) -> memoryview:
-        """Where a slice may land; what lies there counts for nothing until `take`."""
+        """Where a slice may land; bytes there do not count until `take`."""
         memory = self._given[layer, index] = self._pool.slice(layer, self._blocks[index])
         return memory
 
     def take(self, layer: int, index: int, data: memoryview, value: int) -> None:
-        """Takes a verified slice with its hash, from the memory where the slice should land or from other memory."""
+        """Takes a verified slice with hash, from the memory where the slice should land or from other memory."""
         if self._given.pop((layer, index), None) is data:
             self._pool.set_hash(layer, self._blocks[index], value)
         else:
@@ -366,7 +368,7 @@ def shared_memory() -> int:
 def available_bytes(system: Path = Path("/")) -> int | None:
     """Memory that the system or our control group can still give, or None where that cannot be told.
 
-    Pages of files count as free: the group counts them as used, and the system drops them when memory is asked for.
+    File pages count as free: the group counts them as used, and the system drops them when memory is needed.
     `system`: folder in which `proc` and `sys` lie.
     """
     found: list[int] = []

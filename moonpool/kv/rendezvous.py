@@ -1,10 +1,11 @@
 """Rendezvous hashing: which of several places a key belongs to, without a table and without moving others.
 
-Every place draws a number for the key from a hash of both; the highest wins. When a place is added it takes only those
-keys for which its own number is the highest; when one is lost only its keys change, each to the place that came second.
+Every place draws a number for the key from a hash of both; the highest wins. An added place takes only those keys for
+which the place's number is the highest; after a loss only the lost place's keys move, each to the place that came
+second.
 
-The draws are weighted by the logarithmic method, so that a place wins a share of the keys equal to its share of all
-weights, and a changed weight moves only what that place gains or loses. After Thaler and Ravishankar, "Using
+The draws are weighted by the logarithmic method, so that a place wins a share of the keys equal to the place's share of
+all weights, and a changed weight moves only what that place gains or loses. After Thaler and Ravishankar, "Using
 name-based mappings to increase hit rates" (1998), and Schindelhauer and Schomaker, "Weighted distributed hash tables"
 (2005).
 

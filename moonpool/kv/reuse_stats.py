@@ -1,8 +1,8 @@
 """How often and how soon blocks are used again, estimated from a hash-chosen sample of the keys.
 
-`ReuseSample` estimates LRU's hit rate at every store size from reuse distances (fixed-size SHARDS: Waldspurger et
-al., FAST'15; a use in the sample stands for 1 / rate uses). `ReturnRates` is a proportional-hazards model (Cox 1972):
-one curve of the reuse rate over a block's age, common to all classes, times one factor per class.
+`ReuseSample` estimates LRU's hit rate at every store size from reuse distances (fixed-size SHARDS: Waldspurger et al.,
+FAST'15; a use in the sample stands for 1 / rate uses). `ReturnRates` is a proportional-hazards model (Cox 1972): one
+curve for the reuse rate over a block's age, common to all classes, times one factor per class.
 """
 
 import bisect
@@ -24,7 +24,7 @@ _HASHES = 1 << 32
 class KeySample(collections.OrderedDict[BlockKey, T]):
     """At most `size` keys and what is known of each, in the order they were set.
 
-    A key is in the sample when its hash is below a bound, so that the same keys are followed from one use to the next.
+    A key is in the sample if its hash is below a bound, so that the same keys are followed from one use to the next.
     When there are too many, the bound is halved. `rate` is the share of all keys that belong to the sample.
     """
 
@@ -54,14 +54,14 @@ HitCurve = Sequence[tuple[int, float]]  # (size, share of block uses that would 
 
 
 class ReuseSample:
-    """Reuse distances of a sample of at most `sample_keys` keys."""
+    """Reuse distances in a sample with at most `sample_keys` keys."""
 
     def __init__(self, sample_keys: int = REUSE_KEYS) -> None:
         self.last_uses: KeySample[int] = KeySample(sample_keys)  # time of each key's last use
         self.times: list[int] = []  # all last uses, ascending
         self._time = 0
         self.weights: dict[int, float] = {}  # uses by step of distance
-        self._weight = 0.0  # uses that the sampled ones stand for, first ones included
+        self._weight = 0.0  # uses that the sampled uses stand for, first uses included
         self.uses = 0  # blocks asked for, in the sample or not
 
     def observe(self, chain: Sequence[BlockKey]) -> None:
@@ -72,10 +72,10 @@ class ReuseSample:
                 self._use(key)
 
     def curve(self) -> HitCurve:
-        """(blocks, hit share) of LRU, at every size where it rises."""
+        """(blocks, hit share) for LRU, at every size where the share rises."""
         if not self.uses:
             return []
-        # The sample's uses are more or fewer than its share of all: mostly those of the hottest keys (SHARDS_adj).
+        # The sample's uses are more or fewer than the sample's share: mostly the hottest keys' (SHARDS_adj).
         total = self.uses - self._weight
         points: list[tuple[int, float]] = []
         for step in sorted(self.weights):
@@ -111,12 +111,12 @@ def age_bin(age: int) -> int:
 
 
 class _ClassTally:
-    """The returns of one class, and the time its blocks spent at each age."""
+    """One class's returns, and the time that the class's blocks spent at each age."""
 
     def __init__(self) -> None:
         self.returns = [0.0] * _AGES
         self.ends = [0.0] * _AGES  # periods without use that ended in an interval
-        self.inside = [0.0] * _AGES  # time they had spent in it by then
+        self.inside = [0.0] * _AGES  # time spent there by then
 
     def end(self, age: int, *, used: bool) -> None:
         place = age_bin(age)
@@ -137,11 +137,11 @@ class _ClassTally:
 
 
 class ReturnRates:
-    """Rates of return of `kinds` classes of blocks.
+    """Return rates for `kinds` classes of blocks.
 
-    Classes are numbered from 0. Marked blocks of a class have a class of their own, numbered `kinds` higher; with
-    little evidence on it, the mark counts for what it is worth in all classes together. Class 0 is for blocks of which
-    nothing is known yet: they are ranked with the best class.
+    Classes are numbered from 0. A class's marked blocks have a separate class, numbered `kinds` higher; with little
+    evidence there, the mark counts for its worth in all classes together. Class 0 is for blocks of which without any
+    evidence, they are ranked with the best class.
     """
 
     def __init__(self, kinds: int, *, sample_keys: int = SAMPLE_KEYS) -> None:
@@ -162,7 +162,7 @@ class ReturnRates:
             self._halve()  # each key left stands for twice as many
 
     def classify(self, key: BlockKey, kind: int) -> None:
-        """Changes the class of a block as from its last use."""
+        """Changes a block's class as from the last use."""
         if key in self.sample:
             self.sample[key] = (self.sample[key][0], kind)
 
@@ -185,11 +185,11 @@ class ReturnRates:
         expected = [sum(map(operator.mul, rates, exposure)) for exposure in exposures]
         self._factors = self._weigh(seen, expected)
         self._factors[0] = max(self._factors)
-        # A block younger than the age of most returns is worth what it will be worth at that age.
+        # A block younger than most returns is worth its later worth at that age.
         self.curve[:_AGES] = list(itertools.accumulate(reversed(rates), max))[::-1]
 
     def worth(self, kind: int, age: int) -> float:
-        """Expected returns per reference of a block of a class, unused for `age`; never rises with the age."""
+        """Expected returns per reference for a class's block, unused for `age`; never rises with the age."""
         place = age_bin(age)
         low, high = self.curve[place], self.curve[place + 1]
         part: float = (age - _EDGES[place]) / (_EDGES[place + 1] - _EDGES[place])

@@ -1,11 +1,12 @@
 """Values: bytes of any size that other engines keep in kvstores, as blocks (`moonpool.client.kv`).
 
-A store keeps blocks of a layout. A value gets that of its *size class*; there are four for each doubling. A value as
-long as its class is the block itself. Any other is followed by zeros, and the last 8 bytes of the block are its length.
-The layout tells which of both it is (`dtype`).
+A store keeps blocks of a layout. A value gets its *size class*'s layout; there are four for each doubling. A value as
+long as the class is the block itself. Any other value is followed by zeros, and the block's last 8 bytes are the
+value's length. The layout tells which case holds (`dtype`).
 
-The second half of a value's key is the same for all values of a tenant (`tenant_tag`). So a store sees that a client
-keeps to its own keys; and no client can put a block where engines look for theirs, whose keys are hashes to the end.
+The second half of a value's key is the same for all a tenant's values (`tenant_tag`). So a store sees that a client
+keeps to the client's own keys; and no client can put a block where engines look for theirs, whose keys are hashes to
+the end.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NAMESPACE_CONTEXT = b"moonpool value namespace v1"
 _KEY_CONTEXT = b"moonpool value key v1"
 _TAG_CONTEXT = b"moonpool value tenant v1"
 _TAG_BYTES = KEY_BYTES // 2
-_UNIT = 64  # bytes of a slice of the smallest layout: K and V of 16 tokens, one head of one element
+_UNIT = 64  # slice bytes in the smallest layout: K and V for 16 tokens, one head with one element
 _PLAIN, _COUNTED = "float16", "bfloat16"  # `dtype`
 _LENGTH = struct.Struct("<Q")
 _SLICE_BYTES = 128 << 10  # at most, so that frames are full
@@ -43,7 +44,7 @@ def value_namespace(name: str) -> bytes:
 
 @functools.lru_cache(1024)
 def tenant_tag(tenant: str) -> bytes:
-    """What the keys of all values of a tenant end with."""
+    """The common end of all keys for a tenant's values."""
     return _hash(_TAG_CONTEXT, tenant.encode())[:_TAG_BYTES]
 
 
@@ -65,7 +66,7 @@ def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:
 
     Args:
         namespace: `value_namespace`.
-        tenant: whose it is.
+        tenant: the value's tenant.
         key: the caller's; 1 to `MAX_KEY_BYTES` bytes.
 
     Raises:
@@ -78,16 +79,16 @@ def value_key(namespace: bytes, tenant: str, key: bytes) -> BlockKey:
 
 
 def content_key(data: Buffer) -> bytes:
-    """Key of content that is named by its bytes: 32 bytes, the blake3 hash."""
+    """Key for content named by its bytes: 32 bytes, the blake3 hash."""
     return blake3(data).digest()
 
 
 @functools.lru_cache(1024)
 def layout_of(nbytes: int) -> KVLayout:
-    """The layout of the blocks of values of `nbytes`.
+    """The layout for the blocks with values of `nbytes`.
 
     Raises:
-        InvalidRequest: a value has at most `MAX_VALUE_BYTES`, or a few less where it is not as long as its class.
+        InvalidRequest: a value has at most `MAX_VALUE_BYTES`, or a few less if shorter than the class.
     """
     room = _class_of(nbytes)
     counted = room != nbytes
@@ -119,10 +120,10 @@ def _hash(context: bytes, data: bytes) -> bytes:
 
 
 class ValueSource:
-    """A value as its block's slices.
+    """A value as the block's slices.
 
     Attributes:
-        layout: of the block.
+        layout: the block's layout.
     """
 
     def __init__(self, data: memoryview) -> None:
@@ -131,7 +132,7 @@ class ValueSource:
         self._data = data
 
     def slice(self, layer: int) -> memoryview:
-        """The bytes of one layer; where they are the value's own they are not copied."""
+        """One layer's bytes; where they are the value's own they are not copied."""
         size = self.layout.slice_bytes(layer)
         own = self._data[self.layout.place(layer)]
         if own.nbytes == size:

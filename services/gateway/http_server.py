@@ -1,9 +1,9 @@
 """The HTTP server: uvicorn within a service process, limits on connections, timeouts, and reload of certificates.
 
-llhttp, a native parser, reads the requests. What one connection sends is read in bounded pieces, and nothing is parsed
-after a response that came before the end of its request.
+llhttp, a native parser, reads the requests. A connection's data is read in bounded pieces, and no data is parsed after
+a response that came before the request's end.
 
-The process has its own signal handlers and logs. If the files of certificate and key change, new connections use the
+The process has separate signal handlers and logs. If the files of certificate and key change, new connections use the
 new certificate.
 """
 
@@ -34,7 +34,7 @@ log = get_logger(__name__)
 
 
 class ReloadedCertificate:
-    """A certificate that is read again when its files change.
+    """A certificate that is read again after its files change.
 
     Attributes:
         context: TLS context for the server; each new connection uses the files as they are then.
@@ -95,12 +95,13 @@ class HttpConfig(uvicorn.Config):
 
 
 MAX_BODY_PIECES = 1 << 14
-"""Chunks of one body: a body of 8 MiB in chunks of 512 bytes. Reading a chunk takes as long as reading some KiB."""
+"""Chunks per body: a body with 8 MiB in chunks of 512 bytes. Reading a chunk takes as long as reading some KiB."""
 MAX_PIPELINED = 64
-"""Requests that a connection may send while one of its requests is answered."""
+"""Requests that a connection may send while a request is answered."""
 LINGER_S = 2.0
-"""Seconds for which a connection that is to close takes what its client still sends, unread, so that the client sees
-the response before the connection ends."""
+"""Seconds for which a closing connection takes what the client still sends, unread, so that the client sees the
+response before the connection ends.
+"""
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -135,7 +136,7 @@ class HttpConnection(HttpToolsProtocol):
             self._least_useful().transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. A connection that is to close drops it."""
+        """Parse what has come. A closing connection drops the data."""
         if self._lingers:
             return
         self._unset_keepalive_if_required()
@@ -147,7 +148,7 @@ class HttpConnection(HttpToolsProtocol):
         except HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
         if self._in_head and not self._more_than_head:
-            self._unparsed_bytes += len(data)  # the parser keeps a value until its end
+            self._unparsed_bytes += len(data)  # the parser keeps a value until the value's end
             if self._unparsed_bytes > MAX_HEAD_BYTES:
                 self.send_400_response("The head of the request is too large.")
         if not self._between_requests():
@@ -210,7 +211,7 @@ class HttpConnection(HttpToolsProtocol):
             self._waits_since = self.loop.time()
 
     def close_after_response(self) -> None:
-        """Close the connection. A client that still sends first gets a while to see the response; nothing is parsed."""
+        """Close the connection. A client that still sends first gets a while to see the response; no data is parsed."""
         if not self._in_message:
             self.transport.close()
             return
@@ -222,9 +223,9 @@ class HttpConnection(HttpToolsProtocol):
     def eof_received(self) -> bool | None:  # type: ignore[override]
         """Go on answering a client that has only finished sending. True keeps the connection open for the response.
 
-        A client that has closed its connection looks the same. If the request has no response yet, an interim response
-        tells both apart: the closed connection answers with a reset. A client that asked for the end of the connection
-        or sent a GET gets none, because some clients of this kind cannot read interim responses.
+        A client that has closed the connection looks the same. If the request has no response yet, an interim response
+        tells both apart: the closed connection answers with a reset. A client that asked for the connection's end or
+            sent a GET gets none, because some clients of this kind cannot read interim responses.
         """
         if self._lingers or self._between_requests() or self._in_message or self.scheme == "https":
             return None
@@ -239,7 +240,7 @@ class HttpConnection(HttpToolsProtocol):
         return True
 
     def _end_if_gone(self) -> None:
-        """Abort a half-closed connection whose client has reset the connection."""
+        """Abort a half-closed connection that the client has reset."""
         found: socket.socket | None = self.transport.get_extra_info("socket")
         if found is None or self.transport.is_closing():
             return
@@ -261,7 +262,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing() or self.pipeline or (answering and self.cycle.response_started):
             self.transport.close()
         elif self.cycle is not None and not answering and self._in_message and not self._in_head:
-            self.transport.close()  # the rest of a request that has its response
+            self.transport.close()  # the rest of a request that has a response
         else:
             super().send_400_response(msg)
 
@@ -293,7 +294,9 @@ BACKLOG = 2048
 KEEP_ALIVE_S = 15
 """Maximum time between two requests of a connection, in seconds."""
 PROBE_S = (0.02, 0.1, 0.4)
-"""When a connection that sends no more is looked at, in seconds after its end; later, each sweep looks at it."""
+"""Times at which a connection that sends no more is checked, in seconds after the end; later, each sweep checks the
+connection.
+"""
 SWEEP_S = 1.0
 """Seconds between two sweeps over the connections; less if a timeout is shorter."""
 DRAIN_MARGIN = 0.8
@@ -301,7 +304,7 @@ DRAIN_MARGIN = 0.8
 
 
 class ResponseTransport:
-    """The transport of a connection, as a response uses it."""
+    """A connection's transport, for a response."""
 
     def __init__(self, connection: HttpConnection) -> None:
         self._connection = connection
@@ -342,7 +345,7 @@ class HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def http_serving(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[tuple[HttpServer, int]]:
-    """Serve `app` at `config.listen` while the body of the `async with` runs. Yields the server and its port.
+    """Serve `app` at `config.listen` while the body of the `async with` runs. Yields the server and the port.
 
     At the end, the server accepts no new connections, and responses in progress get a share of `drain_s` to finish.
 

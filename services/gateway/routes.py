@@ -99,7 +99,7 @@ EXPOSED_HEADERS = ("x-request-id", "warning", "retry-after", "retry-after-ms")
 def make_app(gateway: GatewayContext, hosts: AllowedHosts, allowed_origins: Sequence[str] = ()) -> Starlette:
     """The ASGI application with every route, for requests to `hosts`.
 
-    Web pages of `allowed_origins` may use it; "*" stands for all.
+    Web pages from `allowed_origins` may use the application; "*" stands for all.
     """
     errors = ErrorHandlers(gateway.metrics.refused, {row.path: row.error_body for row in ROUTES})
     middleware = [Middleware(RequestEnvelope, hosts)]
@@ -148,7 +148,7 @@ class ErrorHandlers:
         return self._respond(request, error_response(HttpError(status, "unknown_url", message)), error.headers)
 
     async def client_gone(self, request: Request, error: Exception) -> Response:
-        """The client disconnected before the response; nothing reads this one."""
+        """The client disconnected before the response; no client reads the response."""
         return Response(status_code=HTTPStatus.BAD_REQUEST)
 
     async def internal_error(self, request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""Builds a gateway from its settings, runs the gateway, and drains it at the end."""
+"""Builds a gateway from settings, runs the gateway, and finally drains the gateway."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def application(
 ) -> AsyncIterator[tuple[Starlette, MetricSet]]:
     """Run a gateway without an HTTP server while the body of the `async with` runs.
 
-    Yields the ASGI application, and the metrics of the stored responses and of the process.
+    Yields the ASGI application, and the metrics for the stored responses and the process.
 
     Raises:
         ConfigError: a setting is wrong.
@@ -105,7 +105,7 @@ async def gateway(config: GatewayConfig, checkpoint_tokenizer: Tokenizer) -> Asy
 
 @contextmanager
 def response_store(config: GatewayConfig) -> Iterator[ResponseStore]:
-    """The store of responses of a gateway with these settings, open while the body of the `with` runs.
+    """The response store for a gateway with these settings, open while the body of the `with` runs.
 
     Raises:
         ConfigError: the file of the store is wrong.

@@ -1,1 +1,1 @@
-"""HTTP endpoints: one module for each API, with its bodies, its response format and its handlers."""
+"""HTTP endpoints: one module for each API, with bodies, response format and handlers."""

@@ -46,7 +46,7 @@ from services.gateway.serving.tool_calls import (
 
 
 class MessagesContentBlock(ContentPart):
-    """A block of a message: text, a tool call or thinking (assistant), or the result of a tool call (user)."""
+    """A message block: text, a tool call or thinking (assistant), or a tool call's result (user)."""
 
     ignored = (*BLOCK_IGNORED, "signature")
     kinds = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
@@ -132,7 +132,7 @@ class MessagesOutputConfig(Body):
 
 
 class MessagesThinking(Body):
-    """Whether the model may think before it answers. The budget is not kept."""
+    """Whether the model may think before answering. The budget is not kept."""
 
     ignored = ("block_binding", "budget_tokens", "display")
 
@@ -247,7 +247,7 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
 
 
 async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
-    """Number of tokens of a conversation."""
+    """Number of tokens in a conversation."""
     checked = await gateway.auth.read_body(request, CountTokensBody)
     max_tokens, tools = await gateway.max_model_len(), checked.body.tool_set()
     tokens = await gateway.tokenizer.encode_chat(
@@ -331,7 +331,7 @@ class MessagesFormatter(ResponseFormatter):
         return anthropic_error_body(error)
 
     def _block(self, part: AnswerPart) -> bytes:
-        """Events of a part of the answer. Consecutive texts share a block, and so do the parts of a tool call."""
+        """Events for a part of the answer. Consecutive texts share a block, and so do the parts of a tool call."""
         match part:
             case str():
                 before = b"" if self._open == "text" else self._open_block("text", {"type": "text", "text": ""})
@@ -371,7 +371,7 @@ class MessagesFormatter(ResponseFormatter):
         return {"stop_reason": "max_tokens" if result.finish_reason == "length" else ended, "stop_sequence": stop}
 
     def _stopped_by(self, result: GenerateResult) -> str | None:
-        """The stop text that ended the answer: where the text of the answer ends and its tokens go on."""
+        """The stop text that ended the answer: the tokens continue beyond the answer's text."""
         if result.finish_reason != "stop" or not self._stops:
             return None
         # Without the prompt before them, some tokenizers drop the first token's leading space.

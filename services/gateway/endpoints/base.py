@@ -34,7 +34,7 @@ class GatewayContext:
         tokenizer: tokenizer and chat template of the served model.
         builder: builds generation jobs from bodies.
         responses: stored responses and conversations.
-        pins: pins of the KV of conversations that clients continue by an id.
+        pins: KV pins for conversations that clients continue by an id.
         background: responses that are computed while no client waits.
         metrics: counters and timers of requests.
         registry: the metrics that `/metrics` shows.
@@ -60,11 +60,11 @@ class GatewayContext:
     served_names: Sequence[str] = ()
 
     def shown_name(self, state: ClusterState) -> str:
-        """The name of the model in responses: the first of `served_names`, else the checkpoint's."""
+        """The model's name in responses: the first in `served_names`, else the checkpoint's."""
         return self.served_names[0] if self.served_names else state.model
 
     async def max_model_len(self) -> int:
-        """Maximum number of tokens of a sequence of the served model.
+        """Most tokens in a sequence for the served model.
 
         Raises:
             Mismatch: the cluster serves another model than the gateway's tokenizer is for.

@@ -1,4 +1,4 @@
-"""`/moonpool/state` and `/moonpool/requests`: the cluster and its requests as JSON, for the page and for scripts."""
+"""`/moonpool/state` and `/moonpool/requests`: the cluster and requests as JSON, for the page and for scripts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_STORE = {"cache-control": "no-store"}
 
 
 async def state(gateway: GatewayContext, request: Request) -> Response:
-    """The cluster, as `moonpool state --json` prints it.
+    """The cluster, as printed by `moonpool state --json`.
 
     Raises:
         PermissionDenied: the caller is not an operator.
@@ -33,7 +33,7 @@ async def list_requests(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def get_request(gateway: GatewayContext, request: Request) -> Response:
-    """One request, as `moonpool explain --json` prints it, with its phases.
+    """One request, as printed by `moonpool explain --json`, with phases.
 
     Raises:
         NotFound: the request is unknown, or belongs to another tenant.

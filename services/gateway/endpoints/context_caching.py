@@ -1,6 +1,6 @@
 """Kimi's context caching, `/v1/caching`: bodies, handlers, objects, and how a chat uses a cache.
 
-A chat names a cache in its first message, whose role is "cache", or in headers. Moonpool's additions to Kimi's objects
+A chat names a cache in the first message, whose role is "cache", or in headers. Moonpool's additions to Kimi's objects
 are in the field `moonpool`.
 """
 
@@ -143,7 +143,7 @@ def tag_object(tag: str, context: Context) -> dict[str, Any]:
 def select_page(
     found: Sequence[dict[str, Any]], query: Mapping[str, str], name: str = "id"
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The page of a list that a query asks for, and the names of unknown query parameters. `found` is newest first.
+    """The list page that a query asks for, and the unknown query parameters' names. `found` is newest first.
 
     Raises:
         InvalidRequest: a query parameter is wrong; names the parameter.
@@ -168,7 +168,7 @@ def select_page(
 
 
 def cache_tags(context: Context) -> Iterator[dict[str, Any]]:
-    """The tags of a cache, as objects of the API."""
+    """A cache's tags, as the API's objects."""
     return (tag_object(tag, context) for tag in context.tags)
 
 
@@ -185,7 +185,7 @@ class CacheReference:
 
     Attributes:
         name: id or tag of the cache.
-        reset_ttl_s: new time to live in seconds; 0 leaves the time as it is.
+        reset_ttl_s: new time to live in seconds; 0 leaves the time unchanged.
     """
 
     name: str
@@ -196,7 +196,7 @@ _REFERENCE_FIELD = "messages.0.content"
 
 
 def parse_cache_reference(content: object) -> CacheReference:
-    """The content of a message of the role "cache", such as `cache_id=ID;reset_ttl=3600` or `tag=NAME`.
+    """The content of a message with the role "cache", such as `cache_id=ID;reset_ttl=3600` or `tag=NAME`.
 
     Raises:
         InvalidRequest: the content has another form.
@@ -227,7 +227,7 @@ def _parse_ttl(value: str, field: str) -> float:
 
 
 async def create_cache(gateway: GatewayContext, request: Request) -> Response:
-    """Create a cache. Its KV is computed afterwards."""
+    """Create a cache. The cache's KV is computed afterwards."""
     checked = await gateway.auth.read_body(request, CacheCreateBody)
     body = checked.body
     tools = body.tool_set()
@@ -267,14 +267,14 @@ async def update_cache(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def delete_cache(gateway: GatewayContext, request: Request) -> Response:
-    """Delete a cache and its KV on every instance."""
+    """Delete a cache and the cache's KV on every instance."""
     tenant = gateway.auth.tenant(request)
     name, _ = await gateway.client.contexts.delete(_path_name(request), tenant=tenant)
     return json_response({"deleted": True, "id": name, "object": "context_cache_object.deleted"})
 
 
 async def create_tag(gateway: GatewayContext, request: Request) -> Response:
-    """Give a tag to a cache. Another cache that has the tag loses it."""
+    """Give a tag to a cache. Another cache with the tag loses the tag."""
     checked = await gateway.auth.read_body(request, CacheTagBody)
     body = checked.body
     context = await gateway.client.contexts.update(body.cache_id, add_tags=[body.tag], tenant=checked.caller.tenant)
@@ -299,7 +299,7 @@ async def get_tagged_cache(gateway: GatewayContext, request: Request) -> Respons
 
 
 async def delete_tag(gateway: GatewayContext, request: Request) -> Response:
-    """Remove a tag from its cache. A tag that no cache has counts as removed."""
+    """Remove a tag from the tag's cache. A tag that no cache has counts as removed."""
     tenant, tag = gateway.auth.tenant(request), _path_name(request)
     check_tag(tag)
     with contextlib.suppress(NotFound):
@@ -314,7 +314,7 @@ async def apply_cache(
 
     Args:
         gateway: the gateway.
-        job: the chat; its prompt, headers and result headers change.
+        job: the chat; the job's prompt, headers and result headers change.
         reference: the cache.
         tools: the tools of the chat's body.
         repeated: the chat repeats the messages and tools of the cache. If they differ, the cache is not used.

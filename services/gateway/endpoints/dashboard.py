@@ -1,4 +1,4 @@
-"""The dashboard page: static files of the package, read once, and the Markdown of the answers that the page shows."""
+"""The dashboard page: the package's static files, read once, and the Markdown in the answers that the page shows."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ HEADERS = {
 """The page loads nothing from other sites, sends nothing to them, and is not shown within them."""
 
 MAX_MARKDOWN_CHARS = 1 << 15
-"""Maximum length of a text that is rendered. The page shows a longer one as it is."""
+"""Maximum length of a text that is rendered. The page shows a longer text unrendered."""
 MAX_PARAGRAPH_CHARS = 1 << 12
-"""Maximum length of a paragraph with emphasis and links, whose parsing takes quadratic time ("[[[[")."""
+"""Maximum length for a paragraph with emphasis and links, whose parsing takes quadratic time ("[[[[")."""
 _LANGUAGE = re.compile(r"language-[\w+#.-]{1,32}")
 
 
@@ -113,7 +113,7 @@ def _sanitizer() -> nh3.Cleaner:
 
 
 def _safe_attribute(tag: str, name: str, value: str) -> str | None:
-    """The value of an attribute; None to leave the attribute out. The one class is the language of a block of code."""
+    """The value of an attribute; None to leave the attribute out. The one class is a code block's language."""
     return value if name != "class" or _LANGUAGE.fullmatch(value) else None
 
 

@@ -19,7 +19,7 @@ from services.gateway.serving.generation import GenerationResponse, ResponseForm
 from services.gateway.serving.json_body import FailFastList, GenerateBody
 
 MAX_INPUTS = 2048
-"""Inputs of one request, as OpenAI's limit."""
+"""Inputs per request, as OpenAI's limit."""
 
 
 _IGNORED = ("keep_alive", "metadata", "request_id", "rid", "user")

@@ -17,7 +17,7 @@ ANTHROPIC_HEADER = "anthropic-version"
 
 
 async def list_models(gateway: GatewayContext, request: Request) -> Response:
-    """A list with the model that is served, under each of its names; in Anthropic's form for Anthropic's clients."""
+    """A list with the served model, under each name; in Anthropic's form for Anthropic's clients."""
     gateway.auth.tenant(request)
     state = await gateway.cluster.state()
     names = gateway.served_names or [state.model]

@@ -175,7 +175,7 @@ class ChatFormatter(OpenAIFormatter):
         return super()._event(self._with_role(fields, index), index, finish_reason, with_tokens=with_tokens)
 
     def _with_role(self, fields: dict[str, Any], index: int) -> dict[str, Any]:
-        """The fields of an event of a choice. The choice's first event has the role."""
+        """The fields in a choice's event. The choice's first event has the role."""
         if index in self._begun:
             return fields
         self._begun.add(index)

@@ -27,9 +27,9 @@ from services.gateway.serving.json_body import FailFastList, Integer
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of `max_tokens` for completions. A chat completion may fill the model's length."""
 MAX_PROMPTS = 2048
-"""Prompts of one completion."""
+"""Prompts per completion."""
 MAX_CHOICES = 2048
-"""Choices of all prompts of one completion."""
+"""Choices over all a completion's prompts."""
 
 
 class CompletionBody(OpenAISamplingBody):
@@ -99,7 +99,7 @@ async def completions(gateway: GatewayContext, request: Request) -> GenerationRe
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """A prompt that is repeated before each of its answers."""
+    """A prompt that is repeated before each answer."""
 
     text: str
     token_ids: Sequence[int]
@@ -157,7 +157,7 @@ class CompletionFormatter(OpenAIFormatter):
         return response
 
     def _repeat_prompt(self, choice: dict[str, Any], result: GenerateResult) -> None:
-        """Put the prompt before the answer of a choice, and its log probabilities before the answer's."""
+        """Put the prompt before a choice's answer, and the prompt's log probabilities before the answer's."""
         assert self._echo is not None
         index = choice["index"] // self._options.choices
         prompt, scores = self._echo[index], results_of(result)[index].prompt_logprobs
@@ -186,7 +186,7 @@ class CompletionFormatter(OpenAIFormatter):
         return self._echo_event(choice) + super().last_text_event(text, choice, finish_reason)
 
     def _echo_event(self, choice: int) -> bytes:
-        """The event with the prompt and its log probabilities, before the first event of a choice."""
+        """The event with the prompt and the prompt's log probabilities, before a choice's first event."""
         if choice not in self._echoed:
             return b""
         assert self._echo is not None
@@ -194,7 +194,7 @@ class CompletionFormatter(OpenAIFormatter):
         return self._prompt_event({"index": choice, "text": text, "logprobs": self._echoed.pop(choice)})
 
     def _prompt_event(self, fields: dict[str, Any]) -> bytes:
-        """An event with the prompt of a choice: its text, its tokens, or both."""
+        """An event with a choice's prompt: text, tokens, or both."""
         prompts = self._options.prompt_token_ids
         choice = {"logprobs": None, "finish_reason": None, **fields}
         if prompts is None:
@@ -226,7 +226,7 @@ class CompletionFormatter(OpenAIFormatter):
     def first_events(self) -> Iterator[bytes]:
         """Events with the prompts: their text if the choices repeat it, their tokens if the response has token ids.
 
-        A prompt that is repeated with its log probabilities comes later: with the first event of its choices.
+        A prompt repeated with log probabilities comes later: with the choices' first event.
         """
         echo, each = self._echo, self._options.choices
         given: Sequence[object] = echo or self._options.prompt_token_ids or ()
@@ -243,11 +243,11 @@ class CompletionFormatter(OpenAIFormatter):
 
 
 def _without_answers(result: GenerateResult) -> GenerateResult:
-    """The result of a request for no tokens, for which one was computed."""
+    """The result for a request for no tokens, for which one token was computed."""
     choices = tuple(replace(it, token_ids=[], text="", finish_reason="length", logprobs=()) for it in result.choices)
     return replace(result, choices=choices, usage=replace(result.usage, completion_tokens=0))
 
 
 def _num_chars(logprobs: Mapping[str, Any]) -> int:
-    """Number of characters of the tokens of `logprobs`."""
+    """Number of characters in the tokens of `logprobs`."""
     return sum(map(len, logprobs["tokens"]))

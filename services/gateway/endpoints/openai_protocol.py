@@ -47,9 +47,11 @@ from services.gateway.serving.structured_outputs import (
 from services.gateway.serving.tool_calls import ToolSet, checked_tools, tool_definition
 
 TEXT_PARTS = ("text", "refusal")
-"""Types of parts that are text of a message."""
+"""Types of parts that are message text."""
 DROPPED_PARTS = ("thinking", "reasoning", "redacted_thinking")
-"""Types of parts of an assistant's message that are left out of the prompt, because they are no part of the answer."""
+"""Types of parts in an assistant's message that are left out of the prompt, because they do not belong to the
+answer.
+"""
 
 
 class ContentPart(Body):
@@ -93,7 +95,7 @@ class ToolCallBody(Body):
 
 
 class ChatMessageBody(Body):
-    """One message of a conversation."""
+    """One message in a conversation."""
 
     ignored = MESSAGE_IGNORED
     refused = MESSAGE_REFUSED
@@ -142,7 +144,10 @@ class ChatMessageBody(Body):
 
 
 def sdk_tool_call(id: str, name: str, arguments: Any) -> ToolCall:  # noqa: A002
-    """A past tool call for the SDK. A conversation must go on whatever its arguments are; the conductor reads them."""
+    """A past tool call for the SDK.
+
+    A conversation must continue whatever the call's arguments are; the conductor reads them.
+    """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
 
@@ -166,7 +171,7 @@ def joined_text(
 
 
 def part_text(part: ContentPart, field: str, types: Collection[str] = TEXT_PARTS) -> str:
-    """Text of a part whose type is one of `types`.
+    """A part's text if the part's type is in `types`.
 
     Raises:
         InvalidRequest: the part has another type; names `field`.
@@ -459,7 +464,7 @@ def drawn_seed(seed: int | None) -> int | None:
 
 
 def token_biases(given: Mapping[str, float] | None) -> dict[int, float]:
-    """`logit_bias` for the SDK, whose names are token ids.
+    """`logit_bias` for the SDK, with token ids as names.
 
     Raises:
         InvalidRequest: a name is no number.
@@ -498,7 +503,7 @@ class LogprobsFormatter:
         return cls(lambda token: gateway.tokenizer.decode_now([token], skip_special=False))
 
     def chat(self, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """`logprobs` of a choice of a chat completion."""
+        """`logprobs` for a chat completion's choice."""
         content = [
             {**self._token(it.token_id, it.logprob), "top_logprobs": [self._token(*pair) for pair in it.top]}
             for it in logprobs
@@ -506,7 +511,7 @@ class LogprobsFormatter:
         return {"content": content, "refusal": None}
 
     def plain(self, logprobs: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """`logprobs` of a choice of a completion. `offset` is the number of characters before the first token."""
+        """`logprobs` for a completion's choice. `offset` is the number of characters before the first token."""
         texts, offsets = [self._text(it.token_id) for it in logprobs], []
         for text in texts:
             offsets.append(offset)
@@ -531,7 +536,7 @@ class LogprobsFormatter:
         }
 
     def chars(self, logprobs: Sequence[TokenLogprobs]) -> int:
-        """Number of characters of tokens."""
+        """Number of characters in tokens."""
         return sum(len(self._text(it.token_id)) for it in logprobs)
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
@@ -584,7 +589,7 @@ def _counts(usage: Usage) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class CompletionOptions:
-    """Options of a request that change the form of the response.
+    """Request options that change the response's form.
 
     Attributes:
         stream: send the answer as server-sent events.
@@ -618,12 +623,12 @@ class CompletionOptions:
 
 
 class OpenAIFormatter(ResponseFormatter):
-    """Base of the formatters of chat completions and completions."""
+    """Base class for chat completion and completion formatters."""
 
     id_prefix: ClassVar[str]
     """What the response's id begins with."""
     object_names: ClassVar[tuple[str, str]]
-    """Value of `object` in a full response, and in the events of a stream."""
+    """Value of `object` in a full response, and in a stream's events."""
     empty_choice: ClassVar[dict[str, Any]]
     """A choice without text, in an event."""
 
@@ -636,9 +641,9 @@ class OpenAIFormatter(ResponseFormatter):
         self._logprobs: defaultdict[int, list[TokenLogprobs]] = defaultdict(list)  # not sent yet, by choice
         self._object_name = self.object_names[options.stream]
         self._head: dict[str, Any] = {}
-        self._around = b"", b""  # what every event has before and after its choice
+        self._around = b"", b""  # text before and after every event's choice
         self._usage = Usage()  # so far
-        self._ended: set[int] = set()  # choices whose reason of the end was sent
+        self._ended: set[int] = set()  # choices whose finish reason was sent
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         self._head = {
@@ -687,7 +692,7 @@ class OpenAIFormatter(ResponseFormatter):
         return response
 
     def usage(self, result: GenerateResult) -> dict[str, Any]:
-        """`usage` of a response whose choices were all written."""
+        """`usage` for a response after all choices were written."""
         return {**_counts(result.usage), "prompt_tokens_details": {"cached_tokens": result.usage.cached_tokens}}
 
     def count_tokens(self, prompt_tokens: int, new_tokens: int) -> None:
@@ -711,7 +716,7 @@ class OpenAIFormatter(ResponseFormatter):
         return {**self._head, "choices": [choice], **({"usage": None} if self._options.include_usage else {})}
 
     def logprobs(self, logprobs: Sequence[TokenLogprobs], choice: int) -> dict[str, Any]:
-        """`logprobs` of the next tokens of a choice."""
+        """`logprobs` for a choice's next tokens."""
         raise NotImplementedError
 
     def with_prompt_logprobs(self, response: dict[str, Any], result: GenerateResult) -> dict[str, Any]:
@@ -730,12 +735,12 @@ class OpenAIFormatter(ResponseFormatter):
         fields = [*(self.text_fields(text, choice) if text else ()), *self.held_back_fields(choice)]
         *others, last = fields or [self.empty_choice]
         reason = self.finish_reason(finish_reason, choice)
-        # The last event has the log probabilities and tokens of all: vLLM's clients take one event for one token.
+        # The last event has all log probabilities and tokens: vLLM's clients take one event for one token.
         before = b"".join(self._event(each, choice, with_tokens=False) for each in others)
         return before + self._event(last, choice, reason)
 
     def text_fields(self, text: str, choice: int) -> list[dict[str, Any]]:
-        """The fields of a choice in the events that have the next text, one for each event."""
+        """A choice's fields in the events with the next text, one for each event."""
         raise NotImplementedError
 
     def held_back_fields(self, choice: int) -> list[dict[str, Any]]:
@@ -749,7 +754,7 @@ class OpenAIFormatter(ResponseFormatter):
     def _event(
         self, fields: dict[str, Any], index: int, finish_reason: str | None = None, *, with_tokens: bool = True
     ) -> bytes:
-        """The event of one choice; `with_tokens`: with the log probabilities and tokens that were not sent yet."""
+        """One choice's event; `with_tokens`: with the log probabilities and tokens that were not sent yet."""
         found = self._logprobs.pop(index, None) if with_tokens else None
         logprobs = self.logprobs(found, index) if found else None
         choice = {"index": index, **fields, "logprobs": logprobs, "finish_reason": finish_reason}

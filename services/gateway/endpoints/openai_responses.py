@@ -68,7 +68,7 @@ from services.gateway.tool_parsers.base import parse_json
 log = get_logger(__name__)
 _CUSTOM_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
-"""The one value of `include` that is honoured."""
+"""The one honoured value of `include`."""
 _INCLUDE_IGNORED = (
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -78,7 +78,7 @@ _INCLUDE_IGNORED = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""Values of `include` that ask for parts of an answer that no answer has here."""
+"""Values of `include` that ask for parts that no answer has here."""
 _ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -100,7 +100,7 @@ class ResponsesContentPart(ContentPart):
 
 
 class ResponsesItem(Body):
-    """A message, a call, the result of a call, the thinking before an answer, or the id of a stored item."""
+    """A message, a call, a call's result, the thinking before an answer, or a stored item's id."""
 
     ignored = ITEM_IGNORED
 
@@ -129,7 +129,7 @@ class ResponsesItem(Body):
         return iter(() if self.content else (place.removesuffix("."),))
 
     def add_to(self, messages: list[Message], field: str) -> None:
-        """Add the item to the messages for the SDK. A tool call joins the assistant's message before it.
+        """Add the item to the messages for the SDK. A tool call joins the assistant's message before the call.
 
         Raises:
             InvalidRequest: a field is missing or is not text; names the field.
@@ -159,7 +159,7 @@ class ResponsesItem(Body):
             calls.append(sdk_tool_call(call_id, function, given))
 
     def stored(self, default_id: str) -> Item:
-        """The item as it is stored and listed: with an id, and a message's text as a part."""
+        """The item as stored and listed: with an id, and a message's text as a part."""
         item = {"status": "completed", **self.model_dump(by_alias=True, exclude_unset=True), "type": self.type}
         if self.type == "message" and isinstance(self.content, str):
             part = {"type": "input_text", "text": self.content}
@@ -180,12 +180,12 @@ class ResponsesItem(Body):
 
 
 def _thought(message: Message) -> Message:
-    """The message, if it had nothing but its thinking."""
+    """The message, if there was only thinking."""
     return {"role": "assistant", "content": "", "reasoning_content": message.get("reasoning_content", "")}
 
 
 class ResponsesTool(Body):
-    """A function, a custom tool whose argument is a text, several functions in a namespace, or a tool of OpenAI's.
+    """A function, a custom tool with a text as argument, several functions in a namespace, or an OpenAI tool.
 
     The model does not see OpenAI's own tools, which clients offer unasked.
     """
@@ -230,7 +230,7 @@ class ResponsesTool(Body):
         return super().ignored_fields(place) if self.is_shown else iter((place.removesuffix("."),))
 
     def definitions(self, field: str) -> Iterator[dict[str, Any]]:
-        """The functions as chat templates take functions. A custom tool is a function of one text.
+        """The functions as chat templates take functions. A custom tool is a function with one text.
 
         Raises:
             InvalidRequest: a name is missing or wrong; names the field.
@@ -265,7 +265,7 @@ class CallKind:
     """How a call comes back.
 
     Attributes:
-        custom: as a call of a custom tool, with a text in place of arguments.
+        custom: as a custom tool's call, with a text in place of arguments.
         namespace: the namespace of the function; "" for none.
     """
 
@@ -282,7 +282,7 @@ class ResponsesText(Body):
 
 
 class ResponsesStreamOptions(Body):
-    """Options of a streamed response, none of which changes anything: the last event has the usage anyway."""
+    """Options for a streamed response, all without effect: the last event has the usage anyway."""
 
     ignored = ("include_obfuscation", "include_usage")
 
@@ -416,17 +416,17 @@ class ResponsesBody(GenerateBody):
 
 
 def _dumped(value: Body | str | None) -> Any:
-    """The value as the client sent it, for the response to repeat."""
+    """The value as sent by the client, for the response to repeat."""
     return value.model_dump(by_alias=True, exclude_unset=True) if isinstance(value, Body) else value
 
 
 @dataclass(frozen=True, slots=True)
 class ResponsesTurn:
-    """A request in its conversation: the items before the request, and its own.
+    """A request in a conversation: the earlier items, and the request's own.
 
     Attributes:
         store: where responses and conversations are.
-        pins: pins of the KV of conversations.
+        pins: KV pins for conversations.
         tenant: the caller's.
         request_id: id of the request.
         body: the request.
@@ -487,7 +487,7 @@ class ResponsesTurn:
         return self.body.to_messages(self.past, self.given)
 
     async def keep(self, response: Mapping[str, Any]) -> None:
-        """Store the response, and add its items to the conversation.
+        """Store the response, and add the response's items to the conversation.
 
         Raises:
             Unavailable: there is no room for them.
@@ -501,7 +501,7 @@ class ResponsesTurn:
         self._pin(response)
 
     def _pin(self, response: Mapping[str, Any]) -> None:
-        """Pin the KV of a conversation that has shown that it goes on."""
+        """Pin a conversation's KV once the conversation has shown that it continues."""
         before = self.body.previous_response_id or self.body.conversation_id
         kept = self.is_stored or self.body.conversation_id
         if not before or not kept:
@@ -514,10 +514,10 @@ class ResponsesTurn:
         self.pins.keep(PinnedTurn(self.tenant, name, before, messages, shown, salt))
 
     async def put(self, response: Mapping[str, Any]) -> None:
-        """Store the response in place of one with its id.
+        """Store the response, replacing a response with the same id.
 
         Raises:
-            Unavailable: there is no room for it.
+            Unavailable: no room for the response.
         """
         record = StoredRecord(response["id"], _without_output(response), self.body.previous_response_id or "")
         await self.store.put(self.tenant, record, self._items(), response["output"])
@@ -527,7 +527,7 @@ class ResponsesTurn:
 
 
 def _without_output(response: Mapping[str, Any]) -> dict[str, Any]:
-    """A response without its output, whose items are stored one by one."""
+    """A response without the output, whose items are stored one by one."""
     return {name: value for name, value in response.items() if name != "output"}
 
 
@@ -569,13 +569,13 @@ async def responses(gateway: GatewayContext, request: Request) -> Response | Gen
 
 @dataclass(frozen=True, slots=True)
 class BackgroundTurn:
-    """A request whose client does not wait: the response is stored before it is computed, and changes its status.
+    """A request whose client does not wait: the response is stored before being computed, and changes status.
 
     Attributes:
         gateway: where the response is computed and stored.
-        turn: the request in its conversation.
-        head: what the response has whatever its status.
-        events: the events of a response that was asked for as a stream; None = it was not.
+        turn: the request in the conversation.
+        head: the response's fields independent of the status.
+        events: the events of a response that was asked for as a stream; None = not streamed.
     """
 
     gateway: GatewayContext
@@ -593,10 +593,10 @@ class BackgroundTurn:
         return {**self.head, **_UNANSWERED, "status": status, "error": error, "output": []}
 
     async def start(self, generation: GenerationResponse) -> None:
-        """Store the response and begin to compute it.
+        """Store the response and begin to compute the answer.
 
         Raises:
-            HttpError: the tenant has too many responses under way, or nothing is stored here.
+            HttpError: the tenant has too many responses under way, or this gateway stores none.
             Unavailable: there is no room for the response.
         """
         if not self.turn.is_stored:
@@ -627,7 +627,7 @@ class BackgroundTurn:
             ended = self.response("failed", _failure(error))
         except asyncio.CancelledError:
             pass  # the gateway stops, or the client has cancelled the response
-        except Exception as error:  # nobody waits for the task
+        except Exception as error:  # no caller waits for the task
             log.exception("background_response_failed", response=self.name)
             ended = self.response("failed", _failure(error_response(error)))
         with suppress(NotFound, Unavailable):  # the response was deleted meanwhile
@@ -637,7 +637,7 @@ class BackgroundTurn:
 
 
 async def count_input_tokens(gateway: GatewayContext, request: Request) -> Response:
-    """Number of tokens of the prompt that a request would have."""
+    """Number of tokens in the prompt that a request would have."""
     checked = await gateway.auth.read_body(request, ResponsesBody)
     turn, tools = await ResponsesTurn.of(gateway, checked), checked.body.tool_set()
     definitions = tools.definitions if tools else ()
@@ -654,7 +654,7 @@ _UNANSWERED = {"error": None, "incomplete_details": None, "usage": None}
 
 
 def _head(model: str, echoed_fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response has whatever its status, but its id."""
+    """A response's fields independent of the status, except the id."""
     return {"object": "response", "created_at": int(world.unix_time()), "model": model, **echoed_fields}
 
 
@@ -664,7 +664,7 @@ def _failure(error: ErrorResponse) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class ResponsesOptions:
-    """What a response has of its request.
+    """The request's options that the response repeats.
 
     Attributes:
         echoed_fields: fields of the request that the response repeats.
@@ -678,7 +678,7 @@ class ResponsesOptions:
 
 
 class ResponsesFormatter(ResponseFormatter):
-    """Writes a response, or its events. The output is a list of items: one for each text and one for each tool call."""
+    """Writes a response, or the response's events. The output is a list of items, one per text or tool call."""
 
     def __init__(
         self, model: str, parser: AnswerParser, logprobs: LogprobsFormatter, options: ResponsesOptions
@@ -689,7 +689,7 @@ class ResponsesFormatter(ResponseFormatter):
             model: name of the model in the response.
             parser: finds the tool calls in the answer.
             logprobs: writes log probabilities.
-            options: what the response has of its request.
+            options: the request's options that the response repeats.
         """
         self._model = model
         self._parser = parser
@@ -703,7 +703,7 @@ class ResponsesFormatter(ResponseFormatter):
         # The open item is thinking, a text or a call, or there is none.
         self._reasoning: list[str] | None = None
         self._text: list[str] | None = None
-        self._call: AnswerToolCall | None = None  # with its arguments so far
+        self._call: AnswerToolCall | None = None  # with the arguments so far
         self._new_logprobs: list[TokenLogprobs] = []  # not sent yet
         self._text_logprobs: list[dict[str, Any]] = []  # of the open text
 
@@ -789,7 +789,7 @@ class ResponsesFormatter(ResponseFormatter):
         return f"{'ctc' if self._kind(call).custom else 'fc'}_{self._request_id}_{index}"
 
     def _part_events(self, part: AnswerPart) -> bytes:
-        """Events of a part: more text or thinking, a new tool call, or more arguments of the open call."""
+        """Events for a part: more text or thinking, a new tool call, or more arguments for the open call."""
         match part:
             case ReasoningText():
                 return self._add_reasoning(part)
@@ -838,7 +838,7 @@ class ResponsesFormatter(ResponseFormatter):
         if self._call is None or not arguments:
             return b""
         self._call = replace(self._call, arguments=self._call.arguments + arguments)
-        if self._kind(self._call).custom:  # its text is known when the arguments are whole
+        if self._kind(self._call).custom:  # the text is known once the arguments are whole
             return b""
         return self._event("response.function_call_arguments.delta", **self._call_position(), delta=arguments)
 
@@ -897,7 +897,7 @@ class ResponsesFormatter(ResponseFormatter):
 
 
 class BackgroundFormatter(ResponsesFormatter):
-    """As `ResponsesFormatter`, behind the three events that a background response has before its answer."""
+    """As `ResponsesFormatter`, after the three events that a background response has before the answer."""
 
     def __init__(
         self,
@@ -907,7 +907,7 @@ class BackgroundFormatter(ResponsesFormatter):
         logprobs: LogprobsFormatter,
         options: ResponsesOptions,
     ) -> None:
-        """As `ResponsesFormatter`; `head` is what the response has whatever its status."""
+        """As `ResponsesFormatter`; `head`: the response's fields independent of the status."""
         super().__init__(model, parser, logprobs, options)
         self._stored_head = head
         self._num_events = 3
@@ -938,7 +938,7 @@ def responses_usage(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
 
 
 def _custom_input(arguments: str) -> str:
-    """The text of a call of a custom tool, whose arguments have the text as `input`."""
+    """The text in a custom tool's call, whose arguments have the text as `input`."""
     value = parse_json(arguments)
     text = value.get("input") if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments

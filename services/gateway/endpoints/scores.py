@@ -1,6 +1,6 @@
 """VLLM's `/score` and Jina's and Cohere's `/rerank`: how near texts are, by the cosine of their embeddings.
 
-VLLM scores so with models that have no head for scores, and every model that is served here is such a model.
+vLLM scores this way with models without a score head, and every model served here is such a model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TextsBody(EmbeddingBody):
 
 
 class ScoreBody(TextsBody):
-    """Body of `/score`: two texts or lists of texts, under one of vLLM's pairs of names."""
+    """Body for `/score`: two texts or lists of texts, under one of vLLM's name pairs."""
 
     text_1: Texts | None = None
     text_2: Texts | None = None

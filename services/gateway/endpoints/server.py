@@ -1,4 +1,4 @@
-"""Endpoints of the server itself: `/health`, `/ping`, `/version`, `/load` and `/metrics`."""
+"""Endpoints about the server: `/health`, `/ping`, `/version`, `/load` and `/metrics`."""
 
 from __future__ import annotations
 

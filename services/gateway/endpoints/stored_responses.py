@@ -46,7 +46,7 @@ class NewItemsBody(Body):
 
 
 async def get_response(gateway: GatewayContext, request: Request) -> Response | EventLogResponse:
-    """A stored response; with `stream`, its events behind the number `starting_after`."""
+    """A stored response; with `stream`, the response's events after the number `starting_after`."""
     tenant, name = _asked(gateway, request, "resp_")
     streamed, after = request.query_params.get("stream", "false"), request.query_params.get("starting_after")
     if streamed not in ("true", "false"):
@@ -64,7 +64,7 @@ async def get_response(gateway: GatewayContext, request: Request) -> Response | 
 
 
 async def cancel_response(gateway: GatewayContext, request: Request) -> Response:
-    """End a background response that has no answer yet. A response that has ended stays as it is."""
+    """End a background response that has no answer yet. An ended response stays unchanged."""
     tenant, name = _asked(gateway, request, "resp_")
     if not (await gateway.responses.get(tenant, name)).body["background"]:
         raise InvalidRequest("", f"{name} is no background response, and only these can be cancelled")
@@ -76,7 +76,7 @@ async def cancel_response(gateway: GatewayContext, request: Request) -> Response
 
 
 async def delete_response(gateway: GatewayContext, request: Request) -> Response:
-    """Delete a stored response. Responses that continue it can no longer be continued."""
+    """Delete a stored response. Responses after the deleted response can no longer be continued."""
     tenant, name = _asked(gateway, request, "resp_")
     await gateway.background.delete(tenant, name)
     await gateway.responses.delete(tenant, name)
@@ -90,7 +90,7 @@ async def list_input_items(gateway: GatewayContext, request: Request) -> Respons
 
 
 async def _response(gateway: GatewayContext, tenant: str, name: str) -> dict[str, Any]:
-    """A stored response, with its status of now.
+    """A stored response, with the current status.
 
     Raises:
         NotFound: the response is not stored.
@@ -127,7 +127,7 @@ async def create_conversation(gateway: GatewayContext, request: Request) -> Resp
 
 
 async def get_conversation(gateway: GatewayContext, request: Request) -> Response:
-    """A conversation, without its items."""
+    """A conversation, without items."""
     record = await gateway.responses.get(*_asked(gateway, request, "conv_"))
     return json_response(dict(record.body))
 
@@ -142,7 +142,7 @@ async def update_conversation(gateway: GatewayContext, request: Request) -> Resp
 
 
 async def delete_conversation(gateway: GatewayContext, request: Request) -> Response:
-    """Delete a conversation and its items."""
+    """Delete a conversation and the conversation's items."""
     tenant, name = _asked(gateway, request, "conv_")
     await gateway.responses.delete(tenant, name)
     gateway.pins.release(tenant, name)
@@ -163,7 +163,7 @@ async def add_items(gateway: GatewayContext, request: Request) -> Response:
 
 
 async def get_item(gateway: GatewayContext, request: Request) -> Response:
-    """One item of a conversation."""
+    """One item in a conversation."""
     (tenant, name), wanted = _asked(gateway, request, "conv_"), request.path_params["item"]
     for item in await gateway.responses.items(tenant, name):
         if item["id"] == wanted:
@@ -183,7 +183,7 @@ def _asked(gateway: GatewayContext, request: Request, prefix: str) -> tuple[str,
     """The caller's tenant, and the id in the path.
 
     Raises:
-        NotFound: nothing of this kind has such an id.
+        NotFound: no object of this kind has such an id.
     """
     return gateway.auth.tenant(request), _name(request, prefix)
 
@@ -192,7 +192,7 @@ def _name(request: Request, prefix: str) -> str:
     """The id in the path.
 
     Raises:
-        NotFound: nothing of this kind has such an id.
+        NotFound: no object of this kind has such an id.
     """
     name: str = request.path_params["name"]
     if not name.startswith(prefix):
@@ -212,7 +212,7 @@ def _new_items(given: Sequence[ResponsesItem], request_id: str) -> list[Item]:
 
 
 def _listed(request: Request, items: list[Item]) -> Response:
-    """A page of items, as `order`, `after` and `limit` of the query ask for.
+    """An item page, by the query's `order`, `after` and `limit`.
 
     Raises:
         InvalidRequest: the query is wrong; names the parameter.

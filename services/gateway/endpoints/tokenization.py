@@ -43,7 +43,7 @@ class DetokenizeBody(Body):
 
 
 async def tokenize(gateway: GatewayContext, request: Request) -> Response:
-    """Tokens of a prompt or of messages."""
+    """Tokens for a prompt or for messages."""
     checked = await gateway.auth.read_body(request, TokenizeBody)
     body, max_tokens = checked.body, await gateway.max_model_len()
     if body.prompt is not None:

@@ -10,7 +10,7 @@ REASONING_PARSERS: Mapping[str, ReasoningFormat] = {
     "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
     "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>"),
 }
-"""By name. A chat template takes the first one whose marks it has."""
+"""By name. A chat template takes the first parser whose marks the template has."""
 
 
 def reasoning_parser_of(chat_template: str) -> str:

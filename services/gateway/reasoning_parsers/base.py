@@ -1,4 +1,4 @@
-"""The contract of reasoning parsers: where a model's thinking ends and its answer begins.
+"""The contract for reasoning parsers: where a model's thinking ends and the answer begins.
 
 A model's family is a `ReasoningFormat`, an entry of `REASONING_PARSERS`; docs/extend/reasoning_parser.md lists the
 steps.
@@ -18,7 +18,7 @@ class ReasoningText:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks its thinking.
+    """How a model family marks thinking.
 
     Attributes:
         begin: text before the thinking.
@@ -78,7 +78,7 @@ class ReasoningParser:
             self._state = "text"
 
     def _think(self, output: list[ReasoningText | str]) -> None:
-        """Move thinking to `output`; white space at its end, and what may begin the mark, is held."""
+        """Move thinking to `output`; white space at the end, and a possible beginning of the mark, is held."""
         if not self.thought:
             self._held = self._held.lstrip()
         before, mark, behind = self._held.partition(self._format.end)

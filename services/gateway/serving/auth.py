@@ -1,8 +1,8 @@
-"""Authentication and budgets: the tenant of an API key, and its requests and tokens per minute.
+"""Authentication and budgets: an API key's tenant, requests per minute and tokens per minute.
 
-A budget is a token bucket that fills evenly and holds the units of one minute. Requests are charged on arrival.
-Tokens are charged when they are generated, so running requests may overdraw a token budget. New requests are refused
-until the budget has recovered.
+A budget is a token bucket that fills evenly and holds one minute's units. Requests are charged on arrival. Tokens are
+charged when they are generated, so running requests may overdraw a token budget. New requests are refused until the
+budget has recovered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TokenBucket:
         self._level -= amount
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the bucket holds one unit; 0 if it does now."""
+        """Seconds until the bucket holds one unit; 0 if the bucket does now."""
         self._fill(now)
         return max(0.0, (1.0 - self._level) * MINUTE_S / self.per_minute)
 
@@ -101,7 +101,7 @@ class Budgets:
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
 
     def admit(self, owners: Sequence[BudgetOwner]) -> BudgetCharge:
-        """Count a request against the budgets of its owners.
+        """Count a request against the owners' budgets.
 
         Raises:
             BudgetSpentError: a budget is used up; says when to retry.
@@ -151,7 +151,7 @@ CheckedBodyT = TypeVar("CheckedBodyT", bound=Body, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class CheckedRequest(Generic[CheckedBodyT]):
-    """A request whose API key and body were checked.
+    """A request with a checked API key and body.
 
     Attributes:
         caller: tenant and budgets.
@@ -237,7 +237,7 @@ class Authenticator:
 
         Raises:
             Unauthenticated: the API key is missing or unknown.
-            BudgetSpentError: the key or its tenant has used up a budget.
+            BudgetSpentError: the key or the tenant has used up a budget.
             HttpError: the body is too large, too slow or not JSON.
             Unavailable: the bodies of all requests in progress take too much memory.
             InvalidRequest: a field is wrong; names the field.
@@ -263,7 +263,7 @@ class Authenticator:
             del self._request_ids[next(iter(self._request_ids))]
 
     def full_request_id(self, request: Request, name: str) -> str:
-        """The id of the caller's last request with its own `x-request-id` `name`; `name` if there is none.
+        """The id of the caller's last request with the caller's own `x-request-id` `name`; `name` if there is none.
 
         Raises:
             Unauthenticated: the API key is missing or unknown.

@@ -1,6 +1,6 @@
-"""Responses that are computed while no client waits: how many there are, how far they are, and how they end early.
+"""Responses that are computed without a waiting client: number, progress, and early end.
 
-A response that was asked for as a stream has a log of its events, which clients read from any event on.
+A response requested as a stream has an event log, which clients read from any event on.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from services.gateway.serving.generation import AsgiReply, ClientGoneError, whil
 
 Phase = Literal["queued", "in_progress"]
 MAX_LOG_BYTES = 16 << 20
-"""Events of one tenant's responses that have ended; the oldest responses' events are forgotten first."""
+"""Bytes for events in one tenant's ended responses; the oldest responses' events are forgotten first."""
 _END = b"\n\n"
 
 
 class EventLog:
-    """The server-sent events of one response, by number."""
+    """One response's server-sent events, by number."""
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
@@ -48,7 +48,7 @@ class EventLog:
         self._wake()
 
     async def send(self, message: Message) -> None:
-        """Take a part of a response over ASGI: its events are added."""
+        """Take a response's part over ASGI: the part's events are added."""
         if content := message.get("body"):
             self.add(content)
 
@@ -70,9 +70,9 @@ class EventLog:
 
 
 class EventLogResponse:
-    """Sends the events of a log from a number on. Starlette calls the object as it calls a `Response`.
+    """Sends the events of a log from a number on. Starlette calls the object like a `Response`.
 
-    A client that disconnects changes nothing for the response itself.
+    A disconnecting client does not change the response.
     """
 
     def __init__(self, events: EventLog, number: int, headers: Mapping[str, str]) -> None:
@@ -101,7 +101,7 @@ class BackgroundResponses:
         """Start with none.
 
         Args:
-            max_per_tenant: responses of one tenant that may be under way at the same time.
+            max_per_tenant: one tenant's responses that may be under way at the same time.
             timeout_s: time limit of a response.
         """
         self._max_per_tenant = max_per_tenant
@@ -109,7 +109,10 @@ class BackgroundResponses:
         self._placed: set[tuple[str, str]] = set()
         self._logs: dict[tuple[str, str], EventLog] = {}  # the oldest first
         self.timeout_s = timeout_s
-        """Time limit of a response. After it, a response that is not under way here has ended without an answer."""
+        """Time limit of a response.
+
+        A response that is not under way here after this time has ended without an answer.
+        """
 
     def check_room(self, tenant: str) -> None:
         """Check that a tenant may start a response.
@@ -127,9 +130,9 @@ class BackgroundResponses:
     def start(
         self, tenant: str, response_id: str, work: Coroutine[Any, Any, None], events: EventLog | None = None
     ) -> None:
-        """Run the work of a response, which raises nothing and tells `placed` when an instance has taken it.
+        """Run a response's work, which raises nothing and calls `placed` after an instance has taken the request.
 
-        `events`: where the work puts its events; None = it has none.
+        `events`: where the work puts events; None = no events.
         """
         key = (tenant, response_id)
         if events is not None:
@@ -148,18 +151,18 @@ class BackgroundResponses:
         return self._logs.get((tenant, response_id))
 
     def phase(self, tenant: str, response_id: str) -> Phase | None:
-        """How far a response is; None if it is not under way here."""
+        """How far a response is; None if not under way here."""
         if (tenant, response_id) not in self._tasks:
             return None
         return "in_progress" if (tenant, response_id) in self._placed else "queued"
 
     async def cancel(self, tenant: str, response_id: str) -> None:
-        """End a response, if it is under way here."""
+        """End a response, if under way here."""
         if (task := self._tasks.get((tenant, response_id))) is not None:
             await _cancelled([task])
 
     async def delete(self, tenant: str, response_id: str) -> None:
-        """End a response, if it is under way here, and forget its events."""
+        """End a response, if under way here, and forget the response's events."""
         await self.cancel(tenant, response_id)
         self._logs.pop((tenant, response_id), None)
 

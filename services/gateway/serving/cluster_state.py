@@ -1,4 +1,4 @@
-"""A cached view of the cluster: at most one query of the conductor a second."""
+"""A cached view of the cluster: at most one conductor query a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ QUERY_TIMEOUT_S = 5.0
 
 
 class ClusterStateCache:
-    """The cluster as the conductor last described it. Requests that wait at the same time share one query."""
+    """The conductor's last description of the cluster. Requests that wait at the same time share one query."""
 
     def __init__(self, client: AsyncClient, clock: Callable[[], float]) -> None:
         """`clock` returns seconds."""
@@ -42,7 +42,7 @@ class ClusterStateCache:
         return answer
 
     def _is_fresh(self, arrived: float) -> bool:
-        """Whether the last answer serves a request. An error serves only the requests that waited for it."""
+        """Whether the last answer serves a request. An error serves only the requests that waited for the query."""
         if isinstance(self._last_answer, ClusterState):
             return arrived - self._answered_at <= MAX_AGE_S
         return self._last_answer is not None and arrived <= self._answered_at

@@ -17,7 +17,7 @@ from services.gateway.serving.json_body import CLEANUP, JSON_TYPE, to_json_bytes
 
 REQUEST_ID_HEADER = "x-request-id"
 MAX_HEAD_BYTES = 16 << 10
-"""Maximum size of a request's head: the path, and names and values of the headers."""
+"""Maximum size for a request's head: the path, and the headers' names and values."""
 _CLIENT_ID = re.compile(rb"[A-Za-z0-9._:-]{1,96}")
 
 

@@ -27,7 +27,7 @@ _PARAMETERS = {"token_ids": "prompt_token_ids"}
 
 
 class HttpError(MoonpoolError):
-    """A request that is refused for its HTTP form, before its content is looked at.
+    """A request refused for its HTTP form, before the content is read.
 
     Attributes:
         status: status code of the response.
@@ -47,7 +47,7 @@ class HttpError(MoonpoolError):
 
 
 class BudgetSpentError(MoonpoolError):
-    """An API key or a tenant has used up its budget.
+    """An API key or a tenant has used up the budget.
 
     Attributes:
         what: "requests" or "tokens".
@@ -55,7 +55,7 @@ class BudgetSpentError(MoonpoolError):
     """
 
     def __init__(self, what: str, owner: str, per_minute: int, retry_after_s: float) -> None:
-        """`owner` names the key or tenant, `per_minute` is the size of its budget."""
+        """`owner` names the key or tenant, `per_minute` is the budget's size."""
         super().__init__(
             f"rate limit reached: {owner} may use {per_minute} {what} per minute; try again in {retry_after_s:.1f} s"
         )
@@ -82,7 +82,7 @@ class ErrorResponse:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """The response to an exception. An exception that is not Moonpool's becomes 500 without its text."""
+    """The response to an exception. A foreign exception becomes 500 without text."""
     match error:
         case HttpError():
             return _http_error(error)
@@ -126,7 +126,7 @@ def _http_error(error: HttpError) -> ErrorResponse:
 
 
 def _budget_error(error: BudgetSpentError) -> ErrorResponse:
-    """429 whose type says which budget is used up, as OpenAI's does."""
+    """429 with a type that names the used-up budget, as OpenAI's does."""
     return ErrorResponse(
         HTTPStatus.TOO_MANY_REQUESTS,
         error.what,

@@ -1,8 +1,8 @@
 """Generation: from the body of a request to the SDK, and from the SDK's events to a response over ASGI.
 
-An endpoint that generates reads a body, prepares a `GenerationJob` with `RequestBuilder`, and answers with a
-`GenerationResponse`, whose `ResponseFormatter` writes the API's own objects and events. A client that disconnects
-cancels its requests.
+A generating endpoint reads a body, prepares a `GenerationJob` with `RequestBuilder`, and answers with a
+`GenerationResponse`, whose `ResponseFormatter` writes the API's own objects and events. A disconnecting client cancels
+all the client's requests.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from services.gateway.serving.tool_calls import AnswerParser, AnswerReading, Too
 MAX_QUEUED_EVENTS = 64
 """Events that wait for the response. If the queue is full, the requests wait."""
 GRAMMAR_CHARS = 4
-"""Characters of a schema or grammar that count as one token."""
+"""Characters in a schema or grammar that count as one token."""
 MAX_RUNNING_PROMPTS = 64
-"""Prompts of one HTTP request that run at the same time; further prompts wait."""
+"""Prompts in one HTTP request that run at the same time; further prompts wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult(GenerateResult):
-    """The answers to several prompts as one result: choices and usage of all, and the result of each prompt."""
+    """Several prompts' answers as one result: all choices and usage, and each prompt's result."""
 
     results: tuple[GenerateResult, ...] = ()
 
@@ -60,7 +60,7 @@ def results_of(result: GenerateResult) -> Sequence[GenerateResult]:
 
 
 class MergedStream:
-    """Several token streams as one. The choices of the second stream are numbered after those of the first.
+    """Several token streams as one. The second stream's choices are numbered after the first's.
 
     The first error ends every stream.
     """
@@ -72,7 +72,7 @@ class MergedStream:
         self._tasks: list[asyncio.Task[None]] = []
         self._places = asyncio.Semaphore(MAX_RUNNING_PROMPTS)
         self.result: GenerateResult | None = None
-        """The result with the choices of all streams, after the iteration. Its timing is the first stream's."""
+        """The result with the choices of all streams, after the iteration. The timing is the first stream's."""
 
     @property
     def request_id(self) -> str:
@@ -103,7 +103,7 @@ class MergedStream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """Iterate over the events of all streams, in the order of arrival.
+        """Iterate over all streams' events, in arrival order.
 
         Raises:
             MoonpoolError: a request failed.
@@ -131,7 +131,7 @@ class MergedStream:
 
 
 def _merged_result(results: Sequence[GenerateResult]) -> BatchResult:
-    """One result with the choices and the usage of all."""
+    """One result with all choices and usage."""
     usages = [result.usage for result in results]
     total = Usage(
         sum(usage.prompt_tokens for usage in usages),
@@ -151,12 +151,12 @@ SSE_MEDIA_TYPE = "text/event-stream; charset=utf-8"
 
 
 class ClientGoneError(Exception):
-    """The client has closed its connection."""
+    """The client has closed the connection."""
 
 
 @dataclass(slots=True)
 class GenerationJob:
-    """One HTTP request that generates: the arguments of the SDK, and what the response needs beside the answer.
+    """One generating HTTP request: the SDK's arguments, and what the response needs beside the answer.
 
     Attributes:
         state: the cluster when the request arrived.
@@ -196,7 +196,7 @@ class GenerationJob:
         return self.arguments.get("sampling") or SamplingParams()
 
     def charge_request(self) -> None:
-        """Charge what a request costs beside its tokens: further answers, a format, log probabilities of prompts."""
+        """Charge a request's costs beside tokens: further answers, a format, prompts' log probabilities."""
         sampling, budget = self.sampling, self.budget
         budget.charge_answers(len(self.prompts) * sampling.width)
         budget.charge_work(len(sampling.grammar) // GRAMMAR_CHARS)
@@ -204,7 +204,7 @@ class GenerationJob:
             budget.prompt_weight = SCORED_TOKEN_COST
 
     def request_id_of(self, index: int) -> str:
-        """Id of the request of a prompt."""
+        """Request id for a prompt."""
         return f"{self.request_id}-{index}" if index and self.request_id else self.request_id
 
     def named_error(self, error: MoonpoolError) -> MoonpoolError:
@@ -354,7 +354,7 @@ class RequestBuilder:
 
 
 class ResponseFormatter(Protocol):
-    """Writes the responses of one API. `start` is called before the other methods."""
+    """Writes one API's responses. `start` is called before the other methods."""
 
     def start(self, request_id: str, *, emulated: bool) -> None:
         """Take the request's id. The first tokens have arrived. `emulated`: the cluster emulates compute."""
@@ -373,7 +373,7 @@ class ResponseFormatter(Protocol):
         ...
 
     def count_tokens(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Take the number of prompt tokens so far, and of the tokens of the next event."""
+        """Take the number of prompt tokens so far, and of the next event's tokens."""
         return
 
     def text_event(self, text: str, choice: int) -> bytes:
@@ -389,7 +389,7 @@ class ResponseFormatter(Protocol):
         ...
 
     async def keep(self) -> None:
-        """Store the answer, if later requests may refer to it. Comes before the client gets the answer's end.
+        """Store the answer, if later requests may refer to the answer. Comes before the client gets the answer's end.
 
         Raises:
             Unavailable: the answer cannot be stored.
@@ -401,7 +401,7 @@ class ResponseFormatter(Protocol):
         ...
 
     def error_body(self, error: ErrorResponse) -> dict[str, Any]:
-        """Body of a response that failed before it started."""
+        """Body for a response that failed before starting."""
         ...
 
 
@@ -467,7 +467,7 @@ async def to_nobody(message: Message) -> None:
 
 
 class GenerationResponse:
-    """Runs a job and sends its answer. Starlette calls the object as it calls a `Response`."""
+    """Runs a job and sends the answer. Starlette calls the object like a `Response`."""
 
     def __init__(
         self, client: AsyncClient, metrics: GatewayMetrics, job: GenerationJob, formatter: ResponseFormatter
@@ -484,7 +484,7 @@ class GenerationResponse:
             return
 
     async def complete(self, send: Send = to_nobody) -> ErrorResponse | None:
-        """Run the job without a client, whose answer the formatter keeps. Returns why there is no answer, or None.
+        """Run the job without a client; the formatter keeps the answer. Returns why there is no answer, or None.
 
         `send` takes the response.
         """
@@ -563,7 +563,7 @@ class GenerationResponse:
 
     def _token_stream(self) -> AsyncTokenStream | MergedStream:
         def placed() -> None:
-            """Charge the prompt as soon as it is placed, whether it succeeds or not."""
+            """Charge the prompt as soon as placed, whether the request succeeds or not."""
             self._job.budget.charge(tokens.prompt_tokens, 0)
             self._job.on_placed()
 

@@ -43,7 +43,7 @@ UNCHECKED_BYTES = 64 << 10
 
 
 class JsonPartCounts(NamedTuple):
-    """Number of parts of a JSON value, including the value itself.
+    """Number of parts in a JSON value, the value included.
 
     Attributes:
         objects: JSON objects, for example messages.
@@ -61,7 +61,7 @@ class JsonPartCounts(NamedTuple):
 
 
 MAX_JSON_PARTS = JsonPartCounts(objects=1 << 13, arrays=1 << 13, members=1 << 15, strings=1 << 16, items=1 << 18)
-"""Parsing holds the interpreter lock, so the parts of one body bound how long other requests may wait for it."""
+"""Parsing holds the interpreter lock, so one body's parts bound how long other requests may wait for the lock."""
 
 
 def count_json_parts(raw: bytes) -> JsonPartCounts:
@@ -100,7 +100,7 @@ class _FailFast:
 
 
 FailFastList = Annotated[list[T], _FailFast()]
-"""A list whose first error is reported, because a list may have a million wrong items."""
+"""A list with only the first error reported, because a list may have a million wrong items."""
 
 
 def _check_small(value: Any) -> Any:
@@ -129,13 +129,13 @@ TextOr = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class FieldContract:
-    """What happens to the fields of an object of a body.
+    """What happens to the fields in a body's object.
 
     Attributes:
         honoured: fields that count.
         ignored: known fields that do not change the answer; the response warns of them.
-        refused: known fields that are not built, each with the values that are accepted because they ask for what
-            happens anyway. Null is always accepted.
+        refused: known fields that are not built, each with the values that are accepted because they ask for the
+            default behaviour. Null is always accepted.
         unknown_ignored: unknown fields are ignored with the warning; else they are refused.
     """
 
@@ -145,10 +145,10 @@ class FieldContract:
     unknown_ignored: bool
 
     def check(self, place: str, name: str, value: object) -> None:
-        """Check a field that is not honoured. `place` is the name of the object with a dot at its end.
+        """Check a field that is not honoured. `place` is the object's name with a dot at the end.
 
         Raises:
-            InvalidRequest: the field is refused; names the field with its place.
+            InvalidRequest: the field is refused; names the field with the field's place.
         """
         if name in self.refused:
             accepted = any(_same(value, each) for each in self.refused[name])
@@ -164,7 +164,7 @@ def _same(value: object, other: object) -> bool:
 
 
 class Body(BaseModel):
-    """A JSON body, or an object within a body. Its attributes are the honoured fields."""
+    """A JSON body, or an object within a body. The attributes are the honoured fields."""
 
     ignored: ClassVar[Collection[str]] = ()
     """Known fields that do not change the answer. Those of the base classes count, too."""
@@ -189,10 +189,10 @@ class Body(BaseModel):
         """Places of the fields that are ignored, here and in the objects within. A null field counts as absent.
 
         Args:
-            place: name of this object with a dot at its end; "" for the body.
+            place: this object's name with a dot at the end; "" for the body.
 
         Raises:
-            InvalidRequest: a field is refused; names the field with its place.
+            InvalidRequest: a field is refused; names the field with the field's place.
         """
         contract = self.contract()
         for name, value in (self.model_extra or {}).items():
@@ -267,7 +267,7 @@ class GenerateBody(Body):
         return None
 
     def wants_logprobs(self) -> bool:
-        """Whether the response has log probabilities, of the answer or of the prompt."""
+        """Whether the response has log probabilities, for the answer or for the prompt."""
         return self.num_logprobs() is not None
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
@@ -314,7 +314,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 BODY_COPIES = 4
-"""Memory of a request in progress, as a multiple of its body's size: the text, and what is made of it."""
+"""Memory for a request in progress, as a multiple of the body's size: the text, and the derived objects."""
 CLEANUP = "moonpool.cleanup"
 """Key of a request's scope: an `ExitStack` that is closed after the response."""
 
@@ -322,8 +322,8 @@ CLEANUP = "moonpool.cleanup"
 class BodyMemory:
     """The memory that the bodies of all requests in progress may take.
 
-    A tenant may take as much as is still free, so that one tenant gets half of the memory at most, and a tenant that
-    comes later finds some.
+    A tenant may take as much as is still free, so that one tenant gets at most half of the memory, and a later tenant
+    finds some.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -337,7 +337,7 @@ class BodyMemory:
 
     @contextmanager
     def hold(self, tenant: str) -> Iterator[Callable[[int], None]]:
-        """Hold memory for one body while the body of the `with` runs. Yields a function that takes more bytes of it.
+        """Hold memory for one body while the body of the `with` runs. Yields a function that takes more bytes.
 
         That function raises Unavailable if the memory is used up.
         """
@@ -378,7 +378,7 @@ class BodyReader:
     threads: Executor
 
     async def read(self, request: Request, cls: type[BodyT], tenant: str) -> BodyT:
-        """Read, parse and check the body of a tenant's request. Its memory is held until the response has ended.
+        """Read, parse and check the body of a tenant's request. The body's memory is held until the response has ended.
 
         Raises:
             HttpError: the body has another content type than JSON, is too large, or does not arrive in time.
@@ -437,7 +437,7 @@ def _check_content_type(request: Request) -> None:
 
 
 def _check_content_encoding(request: Request) -> None:
-    """Refuse compressed bodies, whose size is not known before they are unpacked."""
+    """Refuse compressed bodies, whose size is unknown before they are unpacked."""
     given = request.headers.get("content-encoding", "identity").strip().lower()
     if given not in ("", "identity"):
         raise HttpError(
@@ -470,4 +470,4 @@ def json_response(content: dict[str, object], headers: dict[str, str] | None = N
 
 def to_json_bytes(content: Mapping[str, Any]) -> bytes:
     """JSON without spaces. NaN and infinity become null."""
-    return to_json(content, inf_nan_mode="null")  # a third of the time of `json`, once per token
+    return to_json(content, inf_nan_mode="null")  # a third of `json`'s time, once per token

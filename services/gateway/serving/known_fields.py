@@ -1,7 +1,7 @@
 """Fields of other servers' request bodies that Moonpool knows and does not honour, with what happens to each.
 
 A field that Moonpool honours is an attribute of a body (`services/gateway/endpoints`). docs/fields.md lists all fields;
-`python -m tools.gen_fields` writes the page. A test finds every field of OpenAI's and Anthropic's SDKs in one of them.
+`python -m tools.gen_fields` writes the page. A test finds every field in OpenAI's and Anthropic's SDKs in one of them.
 
 An *ignored* field does not change the answer, and the response names the field in a warning. A *refused* field would
 change the answer; the values beside the name are accepted, because they ask for what happens anyway.

@@ -16,7 +16,7 @@ from moonpool.telemetry.prometheus import SECONDS, PrometheusMetrics
 TOKEN_BUCKETS = tuple(float(1 << power) for power in range(0, 18, 2))
 E2E_BUCKETS = (*SECONDS, 60.0, 120.0, 300.0, 600.0)
 ENGINE = "0"
-"""vLLM numbers the engines behind a server. A gateway shows its cluster as one engine."""
+"""vLLM numbers the engines behind a server. A gateway shows the cluster as one engine."""
 
 
 class GatewayMetrics:
@@ -92,7 +92,7 @@ class GatewayMetrics:
 
 
 class RequestMetrics:
-    """Times and counts of one request."""
+    """One request's times and counts."""
 
     def __init__(self, metrics: GatewayMetrics, model: str) -> None:
         self._metrics = metrics
@@ -148,7 +148,7 @@ class RequestMetrics:
 
 
 class EngineCollector(Collector):
-    """The metrics of an engine that routers and dashboards read, of all decode instances together."""
+    """An engine's metrics for routers and dashboards, over all decode instances together."""
 
     def __init__(self, state: Callable[[], ClusterState | None], shown_name: Callable[[ClusterState], str]) -> None:
         """`state` returns the cluster now, or None if the cluster cannot be asked; `shown_name` the model's name."""
@@ -156,7 +156,7 @@ class EngineCollector(Collector):
         self._shown_name = shown_name
 
     def describe(self) -> Iterable[MetricFamily]:
-        """Nothing, so that registering asks nobody."""
+        """Nothing, so that registering makes no query."""
         return []
 
     def collect(self) -> Iterable[MetricFamily]:

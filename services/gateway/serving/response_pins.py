@@ -18,7 +18,7 @@ MAX_PINS = 4096
 MAX_WAITING = 64
 """Pins that wait for the conductor at the same time; further conversations are not pinned."""
 RELEASE_S = 1.0
-"""Seconds after which the KV of an earlier turn is pinned no longer; the KV of the later turn has it, too."""
+"""Seconds after which the KV of an earlier turn is pinned no longer; the later turn's KV includes that KV."""
 
 log = get_logger(__name__)
 
@@ -29,8 +29,8 @@ class PinnedTurn:
 
     Attributes:
         tenant: owner of the conversation.
-        name: id by which a later request continues it.
-        before: id by which this turn continued it; may be `name`.
+        name: id by which a later request continues the conversation.
+        before: id by which this turn continued the conversation; may be `name`.
         messages: all turns, with the answer.
         tools: functions that the model was shown.
         cache_salt: salt of the KV; "" for none.
@@ -45,10 +45,10 @@ class PinnedTurn:
 
 
 class ResponsePins:
-    """The pins of this gateway. A pin that cannot be had is no error: the KV is computed again, if it was evicted."""
+    """The pins of this gateway. A failed pin is no error: evicted KV is computed again."""
 
     def __init__(self, client: AsyncClient, pin_s: float) -> None:
-        """`pin_s`: seconds for which a turn stays pinned; 0 = nothing is pinned."""
+        """`pin_s`: seconds for which a turn stays pinned; 0 = no pins."""
         self._client = client
         self._pin_s = pin_s
         self._names: OrderedDict[tuple[str, str], str] = OrderedDict()  # of contexts, by tenant and id
@@ -71,7 +71,7 @@ class ResponsePins:
         task.add_done_callback(self._tasks.pop)
 
     async def close(self) -> None:
-        """Pin nothing any more; what is pinned stays so for its time."""
+        """Stop pinning; present pins stay for their time."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

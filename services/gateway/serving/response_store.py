@@ -1,6 +1,6 @@
-"""Stored responses and conversations: what a later request may refer to by its id.
+"""Stored responses and conversations: objects that a later request may refer to by id.
 
-A record is a response or a conversation, and belongs to a tenant. Its items are the messages, calls and results that a
+A record is a response or a conversation, and belongs to a tenant. The items are the messages, calls and results that a
 request had or got. SQLite holds both, in memory or in a file that outlives the gateway.
 """
 
@@ -34,7 +34,7 @@ CREATE INDEX items_by_id ON items (tenant, id);
 PRAGMA user_version = {_VERSION};
 """
 _ROW_BYTES = 256
-"""Charged for each record and item beside its text."""
+"""Charged for each record and item beside the text."""
 _MAX_TURNS = 4096
 """Responses that one response may continue, one after the other."""
 T = TypeVar("T")
@@ -45,8 +45,8 @@ class StoreLimits:
     """What a store keeps.
 
     Attributes:
-        max_bytes: size of all records and items; 0 = nothing is stored.
-        ttl_s: seconds after its last use for which a record is kept.
+        max_bytes: size of all records and items; 0 = no storing.
+        ttl_s: seconds after the last use for which a record is kept.
     """
 
     max_bytes: int
@@ -55,7 +55,7 @@ class StoreLimits:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A response or a conversation, without its items.
+    """A response or a conversation, without items.
 
     Attributes:
         id: the id that clients know.
@@ -71,8 +71,8 @@ class StoredRecord:
 class ResponseStore:
     """Responses and conversations of all tenants, within limits.
 
-    If the limit of bytes is reached, the tenant that has most loses the record that it has not used for longest.
-    Methods raise `Unavailable` if the database fails.
+    If the byte limit is reached, the tenant with most bytes loses the least recently used record. Methods raise
+    `Unavailable` if the database fails.
     """
 
     def __init__(self, limits: StoreLimits, file: Path | None, threads: Executor, clock: Callable[[], float]) -> None:
@@ -103,7 +103,7 @@ class ResponseStore:
         return self._limits.max_bytes > 0
 
     async def put(self, tenant: str, record: StoredRecord, given: Sequence[Item], output: Sequence[Item] = ()) -> None:
-        """Store a record in place of one with its id, with the items of the request and of the answer.
+        """Store a record, replacing a record with the same id, with the request's and the answer's items.
 
         Raises:
             Unavailable: the record is larger than the store.
@@ -119,7 +119,7 @@ class ResponseStore:
         await self._change(lambda: self._append(tenant, owner, items))
 
     async def replace_body(self, tenant: str, record: StoredRecord) -> None:
-        """Change the object of a record, whose items stay.
+        """Change a record's object; the items stay.
 
         Raises:
             NotFound: the record is not stored.
@@ -127,7 +127,7 @@ class ResponseStore:
         await self._change(lambda: self._replace_body(tenant, record))
 
     async def delete(self, tenant: str, record_id: str) -> None:
-        """Remove a record and its items.
+        """Remove a record and the record's items.
 
         Raises:
             NotFound: the record is not stored.
@@ -135,7 +135,7 @@ class ResponseStore:
         await self._change(lambda: self._delete(tenant, record_id))
 
     async def delete_item(self, tenant: str, owner: str, item_id: str) -> None:
-        """Remove one item of a record.
+        """Remove one of a record's items.
 
         Raises:
             NotFound: the record has no such item.
@@ -151,7 +151,7 @@ class ResponseStore:
         return await self._change(lambda: self._get(tenant, record_id))
 
     async def items(self, tenant: str, owner: str, *, output: bool = False) -> list[Item]:
-        """Items of a record in their order: those of the request, or those of the answer.
+        """A record's items in order: the request's, or the answer's.
 
         Raises:
             NotFound: the record is not stored.
@@ -159,15 +159,15 @@ class ResponseStore:
         return await self._change(lambda: self._items(tenant, owner, output))
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
-        """Items of a response and of all responses that it continues, the oldest first.
+        """Items from a response and from all responses before in the chain, oldest first.
 
         Raises:
-            NotFound: one of the responses is not stored; names it.
+            NotFound: a response is not stored; names the response.
         """
         return await self._change(lambda: self._history(tenant, response_id))
 
     async def find_item(self, tenant: str, item_id: str) -> Item:
-        """An item, by its id.
+        """An item, by id.
 
         Raises:
             NotFound: no record of the tenant has the item.
@@ -248,7 +248,7 @@ class ResponseStore:
         self._get(tenant, owner)
         size = sum(_size(_json(item)) for item in items)
         self._make_room(size)
-        self._get(tenant, owner)  # room for an item may have cost its own conversation
+        self._get(tenant, owner)  # making room for an item may have removed the conversation
         last = self._db.execute(
             "SELECT COALESCE(MAX(number), -1) FROM items WHERE tenant = ? AND owner = ?", (tenant, owner)
         )
@@ -321,7 +321,7 @@ class ResponseStore:
 
 
 def _opened(file: Path | None) -> sqlite3.Connection:
-    """The database, with its tables. Others may not read the file, which has what users said."""
+    """The database, with all tables. Others may not read the file, which has what users said."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch(mode=0o600)

@@ -1,6 +1,6 @@
 """Structured outputs: translates the response formats of other servers to the SDK's two fields.
 
-OpenAI and Anthropic have a response format, vLLM `structured_outputs` and its older `guided_*` fields, SGLang and
+OpenAI and Anthropic have a response format, vLLM `structured_outputs` and the older `guided_*` fields, SGLang and
 llama.cpp a field for each kind of format.
 """
 
@@ -22,7 +22,7 @@ UNCONSTRAINED: FormatAndGrammar = ("", "")
 
 
 class SchemaBody(Body):
-    """An object that has a JSON schema. Words of the schema that constrain nothing are ignored with a warning."""
+    """An object that has a JSON schema. Schema words without effect are ignored with a warning."""
 
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
@@ -97,7 +97,7 @@ class OutputFormatBody(SchemaBody):
 
 
 class StructuredOutputsBody(Body):
-    """VLLM's `structured_outputs`: one kind of format, and options of the JSON kinds."""
+    """VLLM's `structured_outputs`: one kind of format, and options for the JSON kinds."""
 
     ignored = ("disable_fallback",)
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"structural_tag": ()}
@@ -149,7 +149,7 @@ class StructuredOutputsBody(Body):
 
 
 def only_format(found: Iterable[tuple[str, FormatAndGrammar]]) -> tuple[str, str, str]:
-    """The one format of a request, from its fields with their names: the name of the field, and the SDK's fields.
+    """A request's one format, from the fields with their names: the field's name, and the SDK's fields.
 
     Raises:
         InvalidRequest: there are two formats; names the second.

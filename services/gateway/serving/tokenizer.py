@@ -103,16 +103,16 @@ class GatewayTokenizer:
         return self._tokenizer.decode(tokens, skip_special)
 
     def tokens_through(self, text: str, tokens: Sequence[int]) -> int:
-        """Number of tokens up to the end of the first `text` in their text; all of the tokens if it is not there."""
+        """Number of tokens up to the end of the first `text` in their text; all tokens if absent."""
         ends = range(1, len(tokens))
         return 1 + bisect.bisect_left(ends, True, key=lambda end: text in self.decode_now(tokens[:end], False))
 
     async def token_strings(self, tokens: Sequence[int]) -> list[str]:
-        """Text of each token by itself."""
+        """Each token's text, separately."""
         return await self._run(lambda: [self._tokenizer.decode([token], skip_special=False) for token in tokens])
 
     def info(self) -> dict[str, Any]:
-        """VLLM's description of the tokenizer: special tokens by name, size of the vocabulary, chat template."""
+        """VLLM's tokenizer description: special tokens by name, vocabulary size, chat template."""
         return {
             "tokenizer_class": type(self._tokenizer).__name__,
             **self._tokenizer.special_tokens,
@@ -136,11 +136,11 @@ class GatewayTokenizer:
         return self._tool_parser
 
     def reasoning(self, served: str) -> ReasoningFormat | None:
-        """How the model marks its thinking; None if it does not think, or the cluster serves another model."""
+        """How the model marks thinking; None if the model does not think, or the cluster serves another model."""
         return self._reasoning if served == self._name else None
 
     def thinks_at_once(self, template_kwargs: Mapping[str, Any]) -> bool:
-        """Whether the chat template begins the thinking, so that answers begin within it."""
+        """Whether the chat template begins the thinking, so that answers begin within the thinking."""
         key = json.dumps(template_kwargs, sort_keys=True)
         if key not in self._thinks_at_once:
             try:
@@ -154,7 +154,7 @@ class GatewayTokenizer:
         return self._thinks_at_once[key]
 
     def special_id(self, text: str) -> int | None:
-        """Id of a special token, which answers lack unless they are asked for it; None if the text is none."""
+        """Id of a special token, which answers lack unless requested; None if the text is none."""
         return self._tokenizer.special_id(text)
 
     def check_model(self, served: str) -> None:

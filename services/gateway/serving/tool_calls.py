@@ -56,11 +56,11 @@ class ToolSet:
 
     @property
     def strict(self) -> frozenset[str]:
-        """Names of the functions whose calls must follow their schemas, also where no call is forced."""
+        """Names of functions whose calls must follow their schemas, also if no call is forced."""
         return frozenset(it["function"]["name"] for it in self.definitions if it["function"].get("strict"))
 
     def grammar(self, family: ToolParserFamily, answer: AnswerGrammar) -> str:
-        """Lark grammar of answers whose calls of strict functions follow their schemas; "" if no function is strict.
+        """Lark grammar for answers in which strict functions' calls follow their schemas; "" if no function is strict.
 
         Raises:
             InvalidRequest: the parameters of a strict function cannot be followed; names `tools`.
@@ -76,10 +76,10 @@ class ToolSet:
         return answer.lark()
 
     def schema(self) -> dict[str, Any]:
-        """JSON schema of an answer that must call: the arguments of a function, or a list of calls.
+        """JSON schema for an answer that must call: a function's arguments, or a list of calls.
 
-        Objects have only the members that are named, unless `additionalProperties` says something else: small models
-        would go on with further members until the answer is cut.
+        Objects have only the named members, unless `additionalProperties` says otherwise: small models would continue
+        with further members until the answer is cut.
         """
         parameters = {name: close_objects(schema) for name, schema in self.parameters.items()}
         if self.tool_choice:
@@ -148,14 +148,14 @@ class AnswerToolCall:
 
 @dataclass(frozen=True, slots=True)
 class AnswerArgumentsDelta:
-    """The next characters of the arguments of the call with this number."""
+    """The next characters in the arguments for the call with this number."""
 
     number: int
     arguments: str
 
 
 AnswerPart = str | ReasoningText | AnswerToolCall | AnswerArgumentsDelta
-"""A part of an answer: text, thinking, a call, or more arguments of a call."""
+"""A part of an answer: text, thinking, a call, or more call arguments."""
 WholePart = str | ReasoningText | AnswerToolCall
 """A part of a whole answer."""
 
@@ -167,9 +167,9 @@ class AnswerReading:
     Attributes:
         tools: functions that may be called; None = none.
         family: how the model writes calls; unused without tools and for forced calls.
-        reasoning: how the model marks its thinking; None = the answers are text only.
-        thinks_at_once: the answers begin within the thinking, because the prompt has begun it.
-        count_reasoning: returns how many of an answer's tokens are thinking and its marks.
+        reasoning: how the model marks thinking; None = the answers are text only.
+        thinks_at_once: the answers begin within the thinking, because the prompt has begun the thinking.
+        count_reasoning: returns how many of an answer's tokens are thinking and marks.
     """
 
     tools: ToolSet | None = None
@@ -182,8 +182,8 @@ class AnswerReading:
 class AnswerParser:
     """Splits the answers of a request into thinking, text and tool calls, and gives numbers and ids to the calls.
 
-    In a stream (`push`, `end`), a call comes as its start, with all arguments or none, then as deltas of arguments. A
-    whole answer is read in the same way, and its parts are joined.
+    In a stream (`push`, `end`), a call comes as a start, with all arguments or none, then as argument deltas. A whole
+    answer is read in the same way, and the parts are joined.
     """
 
     def __init__(self, reading: AnswerReading = AnswerReading()) -> None:  # frozen
@@ -204,7 +204,7 @@ class AnswerParser:
         return bool(self._num_calls.get(choice))
 
     def reasoning_tokens(self, answers: Sequence[Choice]) -> int:
-        """How many tokens of the answers, all of which were parsed, are thinking."""
+        """Number of thinking tokens in the answers, all of which were parsed."""
         thought = [it for index, it in enumerate(answers) if index in self._thinking and self._thinking[index].thought]
         return sum(self._reading.count_reasoning(it.token_ids) for it in thought)
 
@@ -280,7 +280,7 @@ class AnswerParser:
                         yield AnswerArgumentsDelta(self._num_calls[choice] - 1, text)
 
     def _start_call(self, choice: int, name: str, arguments: str) -> Iterator[AnswerToolCall]:
-        """The next call, unless the answer may have one call only and has one."""
+        """The next call, unless the answer may have only one call and has that call."""
         number = self._num_calls.get(choice, 0)
         tools = self._reading.tools
         self._dropping[choice] = bool(number) and tools is not None and not tools.parallel

@@ -16,9 +16,9 @@ TOOL_PARSERS: Mapping[str, ToolParserFamily] = {
     "pythonic": PYTHONIC,
     "llama3": LLAMA3,
 }
-"""By name. A chat template takes the first one that it uses."""
+"""By name. A chat template takes the first parser that the template uses."""
 
 
 def tool_parser_of(chat_template: str) -> str:
-    """Name of the parser for a model whose chat template takes tools; "" if its format is not known."""
+    """Parser name for a model whose chat template takes tools; "" for an unknown format."""
     return next((name for name, family in TOOL_PARSERS.items() if family.is_used_by(chat_template)), "")

@@ -1,6 +1,6 @@
-"""The contract of tool call parsers: what a parser finds in an answer, and what the gateway knows of a parser.
+"""The contract for tool call parsers: what a parser finds in an answer, and what the gateway knows about a parser.
 
-A parser is a module beside this one with a `ToolParserFamily`, and an entry of `TOOL_PARSERS`;
+A parser is a module beside this one with a `ToolParserFamily`, and an entry in `TOOL_PARSERS`;
 docs/extend/tool_call_parser.md lists the steps.
 """
 
@@ -27,14 +27,14 @@ class ParsedToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """The start of a call, whose arguments follow."""
+    """A call's start; the arguments follow."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """The next characters of the arguments of the call that started last."""
+    """The next characters in the arguments for the call that started last."""
 
     text: str
 
@@ -52,7 +52,7 @@ def parse_json(text: str) -> Any:
 
 
 def tool_call_from_json(item: Any, names: Collection[str]) -> ParsedToolCall | None:
-    """The call that a JSON value describes; None if it describes no call of a function in `names`.
+    """The call that a JSON value describes; None if the value describes no call to a function in `names`.
 
     The arguments may be an object, an object as text, or missing.
     """
@@ -73,14 +73,14 @@ def tool_call_from_json(item: Any, names: Collection[str]) -> ParsedToolCall | N
 
 
 DEFAULT_CALL_ID = "call_{:.24}"
-"""Format of the id of a call; the argument is hexadecimal digits."""
+"""Format for a call's id; the argument is hexadecimal digits."""
 
 
 class ToolParser(Protocol):
     """Finds the tool calls in one answer. The outputs of `push` and `end` are the answer, in order.
 
-    Joined, the outputs must not depend on the pieces in which the text comes: whole answers are read by the same
-    parser as streamed answers.
+    Joined, the outputs must not depend on the pieces in which the text comes: whole answers and streamed answers are
+    read by the same parser.
     """
 
     def push(self, text: str) -> list[ParserOutput]:
@@ -93,7 +93,7 @@ class ToolParser(Protocol):
 
 
 ToolParameters = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of the parameters by function: the functions that may be called. A call of another one is text."""
+"""JSON schemas of the parameters by function: the functions that may be called. A call to another function is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +101,10 @@ class ToolParserFamily:
     """A format of tool calls.
 
     Attributes:
-        make: returns the parser of one answer.
+        make: returns the parser for one answer.
         is_used_by: tells from the source of a chat template whether the model writes this format.
-        hold: adds the calls of functions to the grammar of an answer, so that their arguments follow the schemas.
-        id_format: format of the id of a call.
+        hold: adds function calls to an answer's grammar, so that their arguments follow the schemas.
+        id_format: format for a call's id.
     """
 
     make: Callable[[ToolParameters], ToolParser]

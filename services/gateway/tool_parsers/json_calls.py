@@ -4,9 +4,9 @@ Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
 "parameters": {...}}` as the whole answer, also after `<|python_tag|>`, with `;` between calls. Mistral writes
 `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` or, later, `[TOOL_CALLS]NAME[ARGS]{...}`.
 
-Text is passed on at once. A call is passed on as soon as its function is known and its arguments have begun. From
-there on the call is a call, whatever its arguments turn out to be: an answer that is read whole has to say the same as
-an answer that was streamed.
+Text is passed on at once. A call is passed on as soon as the function is known and the arguments have begun. From there
+on the call is a call, whatever the arguments turn out to be: an answer read whole has to say the same as a streamed
+answer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class PartialToolCall:
 
 
 class ToolCallJson:
-    """An incremental parser of the JSON after a marker: a call, a list of calls, or the arguments of one call.
+    """An incremental parser for the JSON after a marker: a call, a list of calls, or one call's arguments.
 
     The caller passes the whole text so far each time. Every character is looked at once.
     """
@@ -80,7 +80,7 @@ class ToolCallJson:
         Args:
             names: functions that may be called.
             marker_chars: characters before the JSON: white space and the marker.
-            name_before_json: the JSON may be a list, or may have the name of a function before it.
+            name_before_json: the JSON may be a list, or may have a function's name before it.
         """
         self._names = names
         self._marker_chars = marker_chars
@@ -119,8 +119,8 @@ class ToolCallJson:
     def stream(self, text: str) -> Iterator[ParserOutput]:
         """The parts of calls that are new in the text so far.
 
-        A call starts as soon as its name is known and its arguments have started. The arguments are not checked: a
-        call that is cut off, or whose JSON is broken further on, counts as a call.
+        A call starts as soon as the name is known and the arguments have started. The arguments are not checked: a call
+        that is cut off, or with broken JSON further on, counts as a call.
         """
         while self._num_sent < len(self._calls):
             call = self._calls[self._num_sent]
@@ -181,7 +181,7 @@ class ToolCallJson:
         return None
 
     def _open_bracket(self, text: str, at: int) -> None:
-        """Note the start of a call, or of the arguments of a call."""
+        """Note the start of a call, or of a call's arguments."""
         if self._name:
             if self._depth == 1:
                 self._calls.append(PartialToolCall(at, name=self._name, arguments=at))
@@ -194,7 +194,7 @@ class ToolCallJson:
                 call.name, call.arguments = head["name"], at
 
     def _close_bracket(self, end: int) -> None:
-        """Note the end of the arguments of a call, or of a call."""
+        """Note the end of a call's arguments, or of a call."""
         if not self._calls:
             return
         call, inner = self._calls[-1], self._outer_depth + (not self._name)
@@ -205,7 +205,7 @@ class ToolCallJson:
 
 
 class MarkedToolParser(ToolParser):
-    """Finds calls that the model marks, in the format of its family."""
+    """Finds calls that the model marks, in the family's format."""
 
     def __init__(self, call_format: ToolCallFormat, names: Collection[str]) -> None:
         """Start an answer.
@@ -217,7 +217,7 @@ class MarkedToolParser(ToolParser):
         self._format = call_format
         self._names = names
         self._held = ""  # text that may be part of a call or precede a call
-        self._json: ToolCallJson | None = None  # of the call at the start of `_held`
+        self._json: ToolCallJson | None = None  # for the call at the start of `_held`
         self._had_text = False
         self._last_was_call = False
 
@@ -272,7 +272,7 @@ class MarkedToolParser(ToolParser):
             self._had_text, self._last_was_call = True, False
 
     def _parse_call(self, output: list[ParserOutput]) -> bool:
-        """Move a complete call, or its new parts, to `output`. Returns whether there may be more to parse."""
+        """Move a complete call, or the call's new parts, to `output`. Returns whether there may be more to parse."""
         assert self._json is not None
         calls_json, end = self._json, self._json.find_end(self._held)
         output += calls_json.stream(self._held if end is None else self._held[:end])
@@ -290,7 +290,7 @@ class MarkedToolParser(ToolParser):
 
 
 class ForcedToolParser(ToolParser):
-    """Reads an answer that a grammar forces to be the arguments of one function, or a list of calls."""
+    """Reads an answer that a grammar forces to be one function's arguments, or a list of calls."""
 
     def __init__(self, function: str, names: Collection[str]) -> None:
         """Start an answer.

@@ -26,7 +26,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 class PythonicToolParser(ToolParser):
-    """Reads an answer that begins with a bracket at its end, and passes on all other answers as they come."""
+    """Reads an answer that begins with a bracket at the answer's end, and passes on all other answers as they come."""
 
     def __init__(self, tools: ToolParameters) -> None:
         """Start an answer; `tools` are the functions that may be called."""
@@ -53,7 +53,7 @@ class PythonicToolParser(ToolParser):
 
 
 def read_calls(text: str, names: Collection[str]) -> list[ParsedToolCall]:
-    """Return the calls of a Python list; empty if it is none, or calls a function that is not in `names`."""
+    """Return the calls of a Python list; empty if not a list, or if a function is not in `names`."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         items = tree.elts if isinstance(tree, ast.List) else []
@@ -95,7 +95,7 @@ def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
 
 
 def _arguments(answer: AnswerGrammar, parameters: Mapping[str, Any]) -> str:
-    """The form of the arguments of a call, in the order of the schema; values as JSON."""
+    """The form of a call's arguments, in the schema's order; values as JSON."""
     named = named_parameters(parameters)
     if named is None:
         argument = rf"/[A-Za-z_]\w*/ {answer.text('=')} {answer.json({})}"

@@ -61,7 +61,7 @@ def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
 
 
 def _function(answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -> str:
-    """The form of a function and its arguments; all in the order of the schema."""
+    """The form of a function and the function's arguments; all in the order of the schema."""
     begin, named = answer.text(f"\n<function={name}>\n"), named_parameters(parameters)
     if named is None:
         return f"{begin} {answer.text_until(_FUNCTION_END)}"
@@ -74,7 +74,7 @@ def _function(answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -
 
 
 def _argument(answer: AnswerGrammar, schema: Mapping[str, Any]) -> str:
-    """The form of an argument: text as it is, anything else as JSON."""
+    """The form of an argument: text unchanged, anything else as JSON."""
     if schema.get("type") != "string":
         return f"{answer.json(schema)} {answer.text(_PARAMETER_END)}"
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
