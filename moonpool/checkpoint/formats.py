@@ -78,7 +78,8 @@ class CheckpointReport:
     """One model's sizes in one element type.
 
     `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk. `kv_token_bytes`
-    is one token's KV over all layers, `kv_block_bytes` one block's. `kv_groups` divides them by kind of layer.
+    is one token's KV over all layers, `kv_block_bytes` one block's, `state_bytes` the part of a block that is
+    recurrent states. `kv_groups` divides them by kind of layer.
     `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory; None when none was
     given. `context_tokens` is the longest sequence, `kv_context_bytes` that sequence's KV.
     `computed`: how layers compute on a CPU.
@@ -92,6 +93,7 @@ class CheckpointReport:
     block_tokens: int
     kv_token_bytes: int
     kv_block_bytes: int
+    state_bytes: int
     kv_groups: str
     context_tokens: int
     kv_context_bytes: int
@@ -137,6 +139,7 @@ def inspect_checkpoint(
         block_tokens=block_tokens,
         kv_token_bytes=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
+        state_bytes=layout.state_bytes,
         kv_groups="; ".join(_described(group, layout) for group in layout.groups),
         context_tokens=context,
         kv_context_bytes=layout.blocks_for(context) * layout.block_bytes,
@@ -158,6 +161,9 @@ def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> in
 
 
 def _described(group: KVGroup, layout: KVLayout) -> str:
+    if group.kind == "recurrent":
+        size = layout.slice_bytes(group.layers[0])
+        return f"{len(group.layers)} layers with a recurrent state, {size:,} bytes a block each"
     what = {"full": "", "window": f" with a window of {group.window:,} tokens", "latent": " of latent vectors"}[
         group.kind
     ]

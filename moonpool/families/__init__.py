@@ -16,10 +16,11 @@ from moonpool.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
 from moonpool.families.gpt2 import GPT2
 from moonpool.families.gpt_neox import GPT_NEOX
 from moonpool.families.gpt_oss import GPT_OSS
-from moonpool.families.granite import GRANITE, GRANITE_MOE
+from moonpool.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
 from moonpool.families.helium import HELIUM
 from moonpool.families.hunyuan import HUNYUAN, HUNYUAN_MOE
-from moonpool.families.lfm2 import LFM2
+from moonpool.families.kimi_linear import KIMI_LINEAR
+from moonpool.families.lfm2 import LFM2, LFM2_MOE
 from moonpool.families.llama import LLAMA
 from moonpool.families.minimax_m2 import MINIMAX_M2
 from moonpool.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
@@ -30,6 +31,7 @@ from moonpool.families.other import other_family
 from moonpool.families.phi import PHI, PHI3
 from moonpool.families.qwen2 import QWEN2, QWEN2_MOE
 from moonpool.families.qwen3 import QWEN3, QWEN3_MOE
+from moonpool.families.qwen3_next import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from moonpool.families.seed_oss import SEED_OSS
 from moonpool.families.smollm3 import SMOLLM3
 from moonpool.families.stablelm import STABLELM
@@ -57,11 +59,14 @@ _ALL = (
     GPT_NEOX,
     GPT_OSS,
     GRANITE,
+    GRANITE_HYBRID,
     GRANITE_MOE,
     HELIUM,
     HUNYUAN,
     HUNYUAN_MOE,
+    KIMI_LINEAR,
     LFM2,
+    LFM2_MOE,
     LLAMA,
     MINIMAX_M2,
     MISTRAL,
@@ -78,6 +83,9 @@ _ALL = (
     QWEN2,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     QWEN3_MOE,
     SEED_OSS,
     SMOLLM3,

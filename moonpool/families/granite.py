@@ -1,10 +1,11 @@
-"""Granite, dense and with experts: factors of embeddings, residual sums, attention and logits."""
+"""Granite, dense, with experts, and with Mamba-2 layers: factors of embeddings, residual sums, attention and logits."""
 
 from dataclasses import replace
 
-from moonpool.families.base import GgufNames, ModelFamily, TensorNames, llama_decoder
+from moonpool.errors import UnsupportedModel
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder
 from moonpool.families.fields import JsonFields
-from moonpool.families.spec import DecoderSpec, ExpertsSpec
+from moonpool.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
 
 def _decoder(fields: JsonFields) -> DecoderSpec:
@@ -25,6 +26,43 @@ def _moe_decoder(fields: JsonFields) -> DecoderSpec:
         "softmax_chosen",
     )
     return _decoder(fields).each(lambda _, layer: layer.with_feed_forward(experts=experts))
+
+
+def _hybrid_decoder(fields: JsonFields) -> DecoderSpec:
+    if fields.get("time_step_limit") not in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        raise UnsupportedModel("time_step_limit", "bounds of Mamba's steps are not supported")
+    decoder, shared = _decoder(fields), fields.positive("shared_intermediate_size")
+    experts = None
+    if fields.get("num_local_experts"):
+        experts = ExpertsSpec(
+            fields.positive("num_local_experts"),
+            fields.positive("num_experts_per_tok"),
+            fields.positive("intermediate_size"),
+            "softmax_chosen",
+            shared_inner=shared,
+        )
+    heads, hidden = fields.positive("mamba_n_heads"), fields.positive("hidden_size")
+    mamba = RecurrentSpec(
+        "mamba2",
+        fields.positive("mamba_d_conv"),
+        heads=heads,
+        key_heads=fields.positive("mamba_n_groups"),
+        key_dim=fields.positive("mamba_d_state"),
+        value_dim=fields.positive("mamba_expand") * hidden // heads,
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        bias=fields.flag("mamba_proj_bias", False),
+        norm_eps=decoder.final_norm.eps,
+        gate_first=True,
+    )
+    layers, rope = len(decoder.layers), 0 if fields.get("position_embedding_type") == "rope" else None
+    recurrent = ("mamba", "linear_attention")
+    kinds = layer_kinds(fields, layers, recurrent[:1] * layers, ("attention", "full_attention", *recurrent))
+
+    def kind(index: int, layer: LayerSpec) -> LayerSpec:
+        layer = layer.with_attention(rope=rope).with_feed_forward(inner=shared, experts=experts)
+        return replace(layer, recurrent=mamba) if kinds[index] in recurrent else layer
+
+    return decoder.each(kind)
 
 
 _KEYS = {
@@ -54,5 +92,38 @@ GRANITE_MOE = ModelFamily(
         architecture="granitemoe",
         paired_rows=True,
         keys={**_KEYS, "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
+    ),
+)
+GRANITE_HYBRID = ModelFamily(
+    architecture="GraniteMoeHybridForCausalLM",
+    model_type="granitemoehybrid",
+    decoder=_hybrid_decoder,
+    defaults={
+        "max_position_embeddings": 2048,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    other_keys={"layer_types": "layers_block_type"},
+    names=replace(
+        GRANITE_MOE.names,
+        gate_up="shared_mlp.input_linear",
+        down="shared_mlp.output_linear",
+        shared_gate_up="shared_mlp.input_linear",
+        shared_down="shared_mlp.output_linear",
+        recurrent={
+            "inputs": ("mamba.in_proj",),
+            "conv": ("mamba.conv1d",),
+            "decay": ("mamba.A_log",),
+            "step_bias": ("mamba.dt_bias",),
+            "skip": ("mamba.D",),
+            "norm": ("mamba.norm",),
+            "output": ("mamba.out_proj",),
+        },
     ),
 )

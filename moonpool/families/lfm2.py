@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder
 from moonpool.families.fields import JsonFields
-from moonpool.families.spec import DecoderSpec, LayerSpec, RecurrentSpec
+from moonpool.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
 
 def _decoder(fields: JsonFields) -> DecoderSpec:
@@ -28,10 +28,27 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     return decoder.each(kind)
 
 
+def _moe_decoder(fields: JsonFields) -> DecoderSpec:
+    experts = ExpertsSpec(
+        fields.positive("num_experts"),
+        fields.positive("num_experts_per_tok"),
+        fields.positive("moe_intermediate_size"),
+        "sigmoid",
+        normalised=fields.flag("norm_topk_prob", True),
+        least_sum=1e-6,
+        factor=fields.number("routed_scaling_factor", 1.0),
+        correction=fields.flag("use_expert_bias", True),
+    )
+    dense = int(fields.number("num_dense_layers"))
+    return _decoder(fields).each(
+        lambda index, layer: layer.with_feed_forward(experts=experts if index >= dense else None)
+    )
+
+
 def _with_width(fields: JsonFields) -> JsonFields:
     """Return config.json with the inner width that its rules make."""
     width = fields.positive("block_ff_dim", fields.positive("intermediate_size"))
-    if fields.flag("block_auto_adjust_ff_dim", True):
+    if fields.get("block_multiple_of") is not None and fields.flag("block_auto_adjust_ff_dim", True):
         multiple, factor = fields.positive("block_multiple_of"), fields.get("block_ffn_dim_multiplier", 1.0)
         width = int(2 * width / 3)
         if factor is not None:
@@ -66,4 +83,32 @@ LFM2 = ModelFamily(
         recurrent={"inputs": ("conv.in_proj",), "conv": ("conv.conv",), "output": ("conv.out_proj",)},
     ),
     other_keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+)
+LFM2_MOE = ModelFamily(
+    architecture="Lfm2MoeForCausalLM",
+    model_type="lfm2_moe",
+    decoder=_moe_decoder,
+    defaults={
+        "num_key_value_heads": 8,
+        "intermediate_size": 7168,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1e6,
+        "norm_eps": 1e-5,
+        "conv_L_cache": 3,
+        "tie_word_embeddings": True,
+        "num_dense_layers": 2,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1792,
+    },
+    names=replace(
+        LFM2.names,
+        router="feed_forward.gate",
+        correction="feed_forward.expert_bias",
+        expert="feed_forward.experts.{expert}.",
+        expert_gate="w1",
+        expert_up="w3",
+        expert_down="w2",
+    ),
+    other_keys=LFM2.other_keys,
 )

@@ -76,7 +76,7 @@ SHAPES: Mapping[str, ModelShape] = {
     "tiny-mistral": _shape("MistralForCausalLM", 64, 128, 4, 4, 1, 512),
     "tiny-qwen2": _shape("Qwen2ForCausalLM", 64, 128, 4, 4, 2, 512, tie_word_embeddings=True),
     "tiny-qwen3": _shape("Qwen3ForCausalLM", 64, 128, 4, 4, 2, 512, head_dim=32, tie_word_embeddings=True),
-    # One model for each kind: windows, experts, latent attention with experts.
+    # One model for each kind: windows, experts, latent attention with experts, recurrent states.
     "tiny-gemma3": _shape(
         "Gemma3ForCausalLM",
         64,
@@ -120,6 +120,26 @@ SHAPES: Mapping[str, ModelShape] = {
         n_group=4,
         topk_group=2,
         first_k_dense_replace=1,
+    ),
+    "tiny-qwen3-next": _shape(
+        "Qwen3NextForCausalLM",
+        64,
+        96,
+        4,
+        4,
+        2,
+        512,
+        model_type="qwen3_next",
+        head_dim=16,
+        linear_key_head_dim=12,
+        linear_value_head_dim=20,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
     ),
     # For measurements on a laptop.
     "small": _shape("LlamaForCausalLM", 512, 1408, 8, 8, 4, 32000, max_position_embeddings=8192),

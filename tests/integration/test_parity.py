@@ -187,7 +187,9 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_the_selection_covers_every_pair_of_values() -> None:
     assert missing(SELECTED) == set()
     assert {topology.transport for topology in SELECTED} == {"local", "tcp", "grpc"}
-    assert {"tiny-llama", "tiny-gemma3", "tiny-deepseek-v3"} <= {topology.shape for topology in SELECTED}
+    assert {"tiny-llama", "tiny-gemma3", "tiny-deepseek-v3", "tiny-qwen3-next"} <= {
+        topology.shape for topology in SELECTED
+    }
     for topology in SELECTED:
         assert missing([other for other in SELECTED if other != topology]), f"{topology} adds nothing"
 
@@ -200,12 +202,12 @@ def test_prompt_lengths(served: Served, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", [5 * BLOCK - 1, 5 * BLOCK, 5 * BLOCK + 1])
 def test_same_prompt_twice(served: Served, tokens: int) -> None:
-    """The second time all full blocks are cached; of a prompt of full blocks one token is computed."""
+    """The second time all full blocks are cached; of a prompt of full blocks one token, or block, is computed."""
     prompt = served.prompt(tokens, seed=100 + tokens)
     first = served.check(prompt)
     assert first.usage.cached_tokens == 0
     second = served.check(prompt)
-    cached = min(tokens // BLOCK * BLOCK, tokens - 1)
+    cached = served.topology.reused(tokens, BLOCK)
     assert second.usage.cached_tokens == cached or not served.same_prefill(first, second)
     assert second.token_ids == first.token_ids or not served.topology.exact
 
@@ -222,7 +224,7 @@ def test_prefix_from_the_store(served: Served) -> None:
     served.stack.check_at_rest()
     served.stack.restart("prefill-0")
     second = served.check(prompt)
-    assert second.usage.cached_tokens == min(6 * BLOCK, len(prompt) - 1)
+    assert second.usage.cached_tokens == served.topology.reused(len(prompt), BLOCK)
     assert second.placement.kvstore == "kvstore-0"
     assert second.token_ids == first.token_ids or not served.topology.exact
 

@@ -36,6 +36,15 @@ class Topology:
         """Whether an answer is the same whatever is cached and whatever else runs."""
         return self.dtype == "float32" or self.deterministic
 
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers have a recurrent state, so that a prompt's last block is computed even if it is cached."""
+        return self.shape == "tiny-qwen3-next"
+
+    def reused(self, tokens: int, block: int) -> int:
+        """Tokens of a prompt that are reused if all of its full blocks are there."""
+        return (tokens - 1) // block * block if self.recurrent else min(tokens // block * block, tokens - 1)
+
     def __str__(self) -> str:
         store, exact = "store" if self.store else "no-store", "-deterministic" if self.deterministic else ""
         device = "" if self.device == "cpu" else f"-{self.device}"
@@ -49,11 +58,12 @@ SELECTED = [
     Topology("tiny-qwen3", 2, 2, False, BF16, deterministic=True),
     Topology("tiny-deepseek-v3", 2, 1, True, F32),
     Topology("tiny-gemma3", 1, 2, True, F32, transport="tcp"),
+    Topology("tiny-qwen3-next", 1, 2, True, F32),
     Topology("tiny-llama", 1, 1, False, F32, transport="grpc"),
     Topology("tiny-qwen2", 1, 1, True, BF16, transport="tcp", device="staged:5"),
 ]
-"""Every kind of layer (Llama's, windows, latent attention with experts), every transport, and every pair of values of
-two of the other axes, is in one of them at least. `tests/unit/models` compares every family."""
+"""Every kind of layer (Llama's, windows, latent attention with experts, recurrent states), every transport, and every
+pair of values of two of the other axes, is in one of them at least. `tests/unit/models` compares every family."""
 ALL = [Topology(*values) for values in itertools.product(SHAPES, (1, 2), (1, 2), (True, False), (F32, BF16))]
 ON_GPU = [
     Topology("tiny-qwen3", 1, 1, True, F32, device="cuda"),
@@ -64,6 +74,8 @@ REST = [
     *(topology for topology in ALL if topology not in SELECTED),
     Topology("tiny-deepseek-v3", 1, 2, True, F32),
     Topology("tiny-mixtral", 2, 1, False, F32),
+    Topology("tiny-qwen3-next", 2, 1, False, BF16),
+    Topology("tiny-qwen3-next", 1, 1, True, F32, device="staged:7"),
     Topology("tiny-llama", 2, 2, True, BF16, device="staged:11"),
     Topology(BUNDLED, 1, 1, True, BF16, device="staged:12"),
 ]

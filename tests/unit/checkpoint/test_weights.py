@@ -116,6 +116,25 @@ def test_inspect(tmp_path: Path) -> None:
     assert inspect_checkpoint(tmp_path).computed == "operation by operation: layers have a sliding window"
 
 
+def test_inspect_tells_recurrent_states(tmp_path: Path) -> None:
+    """LFM2: two inputs of 64 channels, float32, in one of two layers."""
+    write_config(
+        tmp_path,
+        architectures=["Lfm2ForCausalLM"],
+        model_type="lfm2",
+        layer_types=["conv", "full_attention"],
+        conv_L_cache=3,
+    )
+    write_weights(tmp_path / "model.safetensors", {"a": HALF})
+    report = inspect_checkpoint(tmp_path, block_tokens=16)
+    assert report.state_bytes == 2 * 64 * 4
+    assert report.kv_groups == (
+        "1 layers with a recurrent state, 512 bytes a block each; 1 layers, 128 bytes a token each"
+    )
+    assert report.kv_block_bytes == 512 + 16 * 128
+    assert report.computed == "operation by operation: layers have a recurrent state"
+
+
 def test_the_package_needs_no_torch() -> None:
     code = "import sys, moonpool.checkpoint; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -48,6 +48,13 @@ FACTORS = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
+CONV = ["conv", "full_attention", "conv", "conv"]
+LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+MAMBA = {"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 12, "shared_intermediate_size": 48}
+DELTA = {
+    "linear_key_head_dim": 12, "linear_value_head_dim": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+}  # fmt: skip
+SHARED = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 32}
 HYBRID = {"tie_word_embeddings": False}
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "arcee": ("arcee", HEAD),
@@ -79,6 +86,17 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "falcon, new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon, all heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "gemma": ("gemma", HEAD),
+    "granite, hybrid": ("granitemoehybrid", {**FACTORS, **LOCAL, **MAMBA, "layer_types": LINEAR}),
+    "granite, hybrid, dense": (
+        "granitemoehybrid",
+        {
+            **MAMBA,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "layer_types": LINEAR,
+            "mamba_n_groups": 1,
+        },
+    ),
     "gemma2": (
         "gemma2",
         {
@@ -111,8 +129,23 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {**HEAD, "rope_scaling": {"rope_type": "dynamic", "alpha": 100.0, "factor": 1.0}},
     ),
     "hunyuan, experts": ("hunyuan_v1_moe", {**HEAD, "num_experts": 4, "moe_topk": 2}),
-    "lfm2": ("lfm2", {**HYBRID, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "kimi_linear": (
+        "kimi_linear",
+        {
+            **LATENT,
+            **DELTA,
+            "linear_head_dim": 12,
+            "linear_num_heads": 3,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "layer_types": LINEAR,
+            "q_lora_rank": None,
+        },
+    ),
+    "lfm2": ("lfm2", {**HYBRID, "layer_types": CONV}),
     "lfm2, biases": ("lfm2", {"full_attn_idxs": [0, 3], "conv_bias": True, "conv_L_cache": 4, "block_multiple_of": 16}),
+    "lfm2_moe": ("lfm2_moe", {**HYBRID, **ROUTED, "num_experts": 8, "num_dense_layers": 1, "layer_types": CONV}),
     "llama": ("llama", {}),
     "llama, yarn": ("llama", {"rope_scaling": YARN}),
     "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
@@ -166,6 +199,23 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_moe": (
         "qwen3_moe",
         {**HEAD, "moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "qwen3_5": ("qwen3_5_text", {**HEAD, **DELTA, "layer_types": LINEAR}),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**HEAD, **DELTA, **SHARED, "num_experts": 8, "num_experts_per_tok": 2, "layer_types": LINEAR},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **HEAD,
+            **DELTA,
+            **SHARED,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+        },
     ),
     "seed_oss": ("seed_oss", HEAD),
     "smollm3": ("smollm3", {}),
