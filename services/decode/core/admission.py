@@ -8,8 +8,10 @@ from moonpool.scheduling.latency import decode_step_seconds
 from moonpool.scheduling.state_machine import thin_out
 from services.decode.core.batch_planner import MEDIAN_PERCENTILE, BatchPlanner, OutputLengths
 from services.decode.core.events import ReserveBlocks
+from services.decode.core.preemption import block_use
 from services.decode.core.request import DecodeRequest, RequestStatus
 from services.decode.core.state import DecodeState
+from services.decode.core.tenant_shares import by_tenant, several_tenants, tenant_use
 
 
 class RequestForecast(NamedTuple):
@@ -112,7 +114,7 @@ class DecodeAdmission:
     ) -> tuple[str, str] | None:
         """Promises blocks for the prompt and returns None; or returns why not, as a reason and in words."""
         breaks = self._breaks_tbt(event, tbt_s, others) if event.tbt_slo_s else None
-        return breaks or self._admit(request, alone=not others)
+        return breaks or self._admit(request, others)
 
     def _breaks_tbt(
         self, event: ReserveBlocks, tbt_s: float, others: Collection[DecodeRequest]
@@ -152,7 +154,7 @@ class DecodeAdmission:
         made = max(0, made)
         return max(0, min(most, self._lengths.expected(made) - made) - 1)
 
-    def _admit(self, request: DecodeRequest, *, alone: bool) -> tuple[str, str] | None:
+    def _admit(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> tuple[str, str] | None:
         """Promises blocks for the prompt if the blocks expected to be needed later fit as well; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
         held = budget.blocks.match_behind(sequence.keys, sequence.tokens // self._state.settings.block_tokens)
@@ -160,7 +162,7 @@ class DecodeAdmission:
         cost = budget.cost(held, new)
         sequence.table, request.promised = held, new
         self._planner.update_expected(request)
-        reserve = 0 if alone else budget.watermark + budget.expected
+        reserve = budget.watermark + self._expected_beside(request, others) if others else 0
         if budget.available < cost + reserve:
             needed = cost + request.expected_growth
             budget.expect(request, 0)
@@ -170,3 +172,23 @@ class DecodeAdmission:
             )
         budget.promise(request, held, new)
         return None
+
+    def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
+        """Blocks expected to be needed later that an admission leaves free.
+
+        If the request's tenant stays within its share of the pool, those that another tenant expects beyond the share
+        of that tenant do not count.
+        """
+        budget, requests = self._state.budget, [*others, request]
+        if not several_tenants(requests):
+            return budget.expected
+        use = block_use(requests, self._state.settings.num_blocks)
+        growth = tenant_use(requests, lambda it: it.expected_growth)
+        if use.of(request) + growth.of(request) > use.level:
+            return budget.expected
+        counted = 0.0
+        for tenant, queue in by_tenant(requests).items():
+            wanted = sum(it.expected_growth for it in queue)
+            left = max(0.0, use.level - use.taken[tenant]) * queue[-1].spec.weight
+            counted += wanted if tenant == request.spec.tenant else min(wanted, left)
+        return math.ceil(counted)

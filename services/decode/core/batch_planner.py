@@ -19,6 +19,14 @@ from services.decode.core.events import RunDone, RunProgress
 from services.decode.core.preemption import PreemptedRequests, choose_victim
 from services.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from services.decode.core.state import DecodeState
+from services.decode.core.tenant_shares import (
+    TenantUse,
+    by_tenant,
+    leave_for_share,
+    leave_for_turn,
+    several_tenants,
+    tenant_use,
+)
 
 LENGTH_WINDOW = 512
 """Answers with remembered lengths."""
@@ -112,7 +120,8 @@ class TbtLimiter:
     def next_to_leave(self) -> DecodeRequest | None:
         """The request that leaves the batch because the step is too long; None if none need leave.
 
-        Requests without promise leave first, then those with one; each time the last in order.
+        Requests without promise leave first, then those with one; each time the last of the tenant whose requests take
+        most of the step for its weight.
         """
         strictest = self._batch.tbt_slo_s
         if not strictest or self._now_s <= strictest:
@@ -121,7 +130,12 @@ class TbtLimiter:
         free = [request for request in requests if not request.tbt_slo_s]
         limit = self._strictest(requests)
         leaving = free or (requests if limit and self._now_s > limit else [])
-        return max(leaving, key=_queue_order, default=None)
+        use = tenant_use(requests, self._own_s) if several_tenants(leaving) else TenantUse({})
+        return max(leaving, key=use.order, default=None)
+
+    def _own_s(self, request: DecodeRequest) -> float:
+        """Seconds that a request adds to a step."""
+        return self.step_s(len(request.sequences), self._batch.context_of(request)) - self.step_s(0, 0)
 
     def may_join(self, request: DecodeRequest, recomputing: list[DecodeRequest]) -> bool:
         """Whether one more request fits into the batch within the promised times.
@@ -285,6 +299,7 @@ class BatchPlanner:
         self.recomputed_tokens = 0
         self.prompts = 0
         self._batch_changed = False  # by this plan: waiting requests may fit into the next step
+        self._turns: dict[str, float] = {}  # while a tenant waits without a place: steps of each, over its weight
 
     # --- the lists -------------------------------------------------------------------------------------------------
 
@@ -353,6 +368,7 @@ class BatchPlanner:
         gave_way = self._batch_changed and not len(self.batch) and not self._blocks_awaited
         if self._restore() or gave_way:
             self._fill_slots()
+        self._note_turns()
         chunks = self._chunks()
         if not len(self.batch) and not chunks:
             return
@@ -375,7 +391,8 @@ class BatchPlanner:
 
     @property
     def _must_ask_after_step(self) -> bool:
-        return bool(self._batch_changed or self.copies or self.recomputing or self._settings.preempt_every)
+        waiting = self.copies or self.recomputing or self._turns
+        return bool(self._batch_changed or waiting or self._settings.preempt_every)
 
     def advance(self, steps: int, *, over: bool) -> None:
         """Counts steps of the run in flight; `over`: the run has ended."""
@@ -383,6 +400,9 @@ class BatchPlanner:
         assert flight is not None
         assert steps <= flight.left, "the engine continued without asking"
         self.batch.advance(steps)
+        if self._turns:
+            weights = {request.spec.tenant: request.spec.weight for request in self.batch.requests}
+            self._turns |= {tenant: self._turns.get(tenant, 0.0) + steps / weights[tenant] for tenant in weights}
         self.run_in_flight = None if over else flight.advanced(self._state.now, steps, self.batch.context)
 
     def stop_run(self, *, leaving: bool) -> None:
@@ -407,10 +427,11 @@ class BatchPlanner:
 
     def _restore(self) -> int:
         """Restores preempted requests, but not before requests that wait for a block; returns how many."""
-        count, queue = 0, self._preempted.queue
-        while queue and self._has_slots(queue[0]) and not self._blocks_awaited:
-            request = self._preempted.restore_first([*self.batch.requests, *self.waiting, *self.recomputing])
-            if request is None:
+        count = 0
+        while self._preempted.queue and not self._blocks_awaited:
+            active = self._active
+            request = self._preempted.next_in_turn(active)
+            if request is None or not self._has_slots(request) or not self._preempted.restore(request, active):
                 break
             self.restored(request)
             count += 1
@@ -432,17 +453,80 @@ class BatchPlanner:
             self.slots_kept[request.id] = request.slots
 
     def _fill_slots(self) -> None:
-        """Lets waiting requests join, in order. A request that does not fit, preempted or not, blocks later ones."""
-        queue = self._preempted.queue[:1]
-        first = queue[0].order_key if queue and not self._has_slots(queue[0]) else None
-        for request in list(self.waiting):
-            if not self._has_slots(request) or (first is not None and first < request.order_key):
+        """Lets waiting requests join: in turn the first of the tenant with fewest places for its weight.
+
+        A request that does not fit, preempted or not, blocks later ones. If its tenant has no place, others take the
+        free places, and `_make_way` gives the tenant its turn.
+        """
+        queues = by_tenant(self.waiting)
+        while queues:
+            use = self._place_use()
+            heads = [queue[0] for queue in queues.values()]
+            request = min(heads, key=lambda it: (use.of(it), self._turn_of(it), it.order_key))
+            first = self._preempted.next_in_turn(self._active)
+            if first is not None and not self._has_slots(first) and use.order(first) < use.order(request):
                 break
+            if not self._has_slots(request) and not self._make_way(request, use):
+                if use.of(request) or not use.taken:
+                    break
+                del queues[request.spec.tenant]
+                continue
+            queue = queues[request.spec.tenant]
+            del queue[0]
+            if not queue:
+                del queues[request.spec.tenant]
             if request.status is RequestStatus.WAITING and self._may_join(request) and self._give_blocks(request):
                 self.waiting.remove(request)
                 self.join(request)
                 self._batch_changed |= bool(self._preempted.queue)
         self._keep_tbt()  # a request with a promise joins first; others then leave for that request
+
+    @property
+    def _active(self) -> list[DecodeRequest]:
+        """Requests that run or could run."""
+        return [*self.batch.requests, *self.waiting, *self.recomputing]
+
+    def _place_use(self) -> TenantUse:
+        """Places that tenants take; nothing if all requests are of one tenant."""
+        taking = [*self.batch.requests, *self.recomputing]
+        others = [*self.waiting, *self._preempted.queue]
+        if not several_tenants([*taking, *others]):
+            return TenantUse({})
+        return tenant_use(taking, lambda it: len(it.sequences), total=self._settings.max_batch, others=others)
+
+    def _make_way(self, request: DecodeRequest, use: TenantUse) -> bool:
+        """Lets requests of other tenants wait, so that a request has the places that are due to its tenant.
+
+        A tenant without a place takes turns with the others, even if its request needs more than its share: the tenants
+        that had as many steps for their weights, or more, leave.
+
+        Returns: Whether the request has its places now.
+        """
+        if not use.taken or not self.tbt.may_join(request, self.recomputing):
+            return False
+        kept = 0 if request.tbt_slo_s else sum(self.slots_kept.values())
+        lacking = self.slots_taken + kept + len(request.sequences) - self._settings.max_batch
+        running = self.batch.requests
+        leaving = leave_for_share(running, request, lacking, use)
+        if not leaving and not use.of(request) and request.spec.tenant in self._turns:
+            leaving = leave_for_turn(running, request, lacking, self._turns)
+        for victim in leaving:
+            self._back_to_waiting(victim)
+        return bool(leaving)
+
+    def _turn_of(self, request: DecodeRequest) -> float:
+        return self._turns.get(request.spec.tenant, 0.0)
+
+    def _note_turns(self) -> None:
+        """Begins to count steps when a tenant waits without a place, and ends when none does."""
+        if not self.waiting:
+            self._turns = {}
+            return
+        placed = [request.spec.tenant for request in (*self.batch.requests, *self.recomputing)]
+        waiting = [request.spec.tenant for request in self.waiting]
+        least = min(self._turns.values(), default=0.0)
+        contend = dict.fromkeys([*placed, *waiting]) if not set(waiting) <= set(placed) else {}
+        self._turns = {tenant: self._turns.get(tenant, least) for tenant in contend}
 
     def _may_join(self, request: DecodeRequest) -> bool:
         """Whether a request leaves the others their promised times and slots."""
@@ -523,7 +607,7 @@ class BatchPlanner:
             if self._preempted.blocks_being_freed > self._blocks_awaited:
                 self._blocks_awaited += lacking
                 return False
-            victim = choose_victim([*self.batch.requests, *self.waiting, *self.recomputing], request)
+            victim = choose_victim(self._active, request)
             if victim is None:
                 return False
             self._preempt(victim)
@@ -607,8 +691,9 @@ class BatchPlanner:
         """Hash of the lists and counters; requests have their own."""
         lists = [[request.id for request in it] for it in (self.waiting, self.recomputing)]
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
+        turns = list(self._turns.items())
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        return digest_of(counts, run, lists, list(self.slots_kept))
+        return digest_of(counts, run, lists, list(self.slots_kept), turns)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Asserts that every request is where the status says, with blocks for all tokens."""

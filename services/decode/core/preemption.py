@@ -1,5 +1,7 @@
 """Preemption: which request gives up blocks, how (swap, store, recompute), and how the request is restored."""
 
+from collections.abc import Iterable
+
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.latency import load_seconds, prefill_seconds
@@ -11,6 +13,7 @@ from services.decode.core.events import LoadEnd, StoreEnd, SwapEnd
 from services.decode.core.request import PREEMPTIBLE, DecodeRequest, RequestSequence, RequestStatus
 from services.decode.core.settings import Preemption
 from services.decode.core.state import DecodeState
+from services.decode.core.tenant_shares import TenantUse, several_tenants, tenant_use
 
 LOAD_SLACK = 4.0
 """A load may take this many times the predicted seconds for all loads in flight, plus the configured seconds."""
@@ -209,27 +212,33 @@ SWAP_WEIGHT = 0.2
 
 
 def choose_victim(active: list[DecodeRequest], wanting: DecodeRequest) -> DecodeRequest | None:
-    """Chooses the request to preempt so that `wanting` gets a block: the last in order.
+    """Chooses the request to preempt so that `wanting` gets a block.
 
-    The first in order is never chosen, so the first can always finish. Requests preempted twice are spared if possible.
+    The tenant with most blocks for its weight gives up its last request in order. The first request of the tenant with
+    fewest is never chosen, so this request can always finish. Requests preempted twice are spared if possible.
 
     Returns: A request, maybe `wanting`; None if no request may be preempted.
     """
-    first = min((*active, wanting), key=_victim_order)
+    everyone = [*active, *(() if wanting in active else (wanting,))]
+    use = block_use(everyone) if several_tenants(everyone) else TenantUse({})
+    first = min(everyone, key=use.order)
     free = [request for request in active if request is not first]
-    spared = [request for request in free if request.preemption.count < PROTECTED_AFTER_PREEMPTIONS]
-    return max(spared or free, key=_victim_order, default=None)
+    most = max(map(use.of, free), default=0.0)
+    giving = [request for request in free if use.of(request) == most]
+    spared = [request for request in giving if request.preemption.count < PROTECTED_AFTER_PREEMPTIONS]
+    return max(spared or giving, key=use.order, default=None)
 
 
-def _victim_order(request: DecodeRequest) -> tuple[float, int]:
-    return request.order_key
+def block_use(requests: Iterable[DecodeRequest], total: int = 0) -> TenantUse:
+    """Blocks that tenants have, or were promised, of `total`."""
+    return tenant_use(requests, lambda request: len(request.blocks) + request.promised, total=total)
 
 
 class PreemptedRequests:
     """The preempted requests.
 
     Attributes:
-        queue: requests without blocks, in the order in which they are restored: longest waiting first.
+        queue: requests without blocks, in the order in which one tenant's are restored: longest waiting first.
         blocks_being_freed: blocks that become free when the copies out of the pool end.
         swapped_blocks: blocks swapped out, or being copied.
         swap_bytes_per_s: measured rate of copies.
@@ -319,37 +328,39 @@ class PreemptedRequests:
 
     # --- restoring -------------------------------------------------------------------------------------------------
 
-    def restore_first(self, active: list[DecodeRequest]) -> DecodeRequest | None:
-        """Restores the queue's first request if the blocks fit now, and all requests' blocks as they grow and end.
+    def next_in_turn(self, active: list[DecodeRequest]) -> DecodeRequest | None:
+        """The request that is restored next: the first of the tenant with fewest blocks for its weight."""
+        if not several_tenants(self.queue):
+            return self.queue[0] if self.queue else None
+        return min(self.queue, key=block_use(active).of)
+
+    def restore(self, request: DecodeRequest, active: list[DecodeRequest]) -> bool:
+        """Restores a request of the queue if its blocks fit now, and all blocks as the requests grow and end.
 
         Args:
+            request: `next_in_turn`; WAITING, RECOMPUTING, SWAPPING_IN or LOADING afterwards.
             active: requests that run or could run. If there is none, the growth of others does not matter.
 
-        Returns:
-            The request, WAITING, RECOMPUTING, SWAPPING_IN or LOADING; None if the request does not fit or the queue is
-            empty.
+        Returns: Whether the request fits.
         """
-        if not self.queue:
-            return None
-        request = self.queue[0]
         # A request that grows as expected takes as much from available as from expected blocks: the balance is
         # unchanged.
         asked = request.id, self._budget.available - self._budget.expected, len(self.queue), len(active)
         if active and asked == self._refused:
-            return None
+            return False
         held = self._stored_blocks.cached_blocks(request)
         new = batch.blocks_to_resume(request, self._settings) - len(held)
         left = self._budget.available - self._budget.cost(list(held.values()), new)
         growth = request.expected_growth - len(held) - new
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked
-            return None
-        del self.queue[0]
+            return False
+        self.queue.remove(request)
         blocks = batch.rebuild_tables(request, held, self._settings, self._state.blocks)
         self._budget.expect(request, growth)
         self._state.out += [SetBlockTable(sequence.id, tuple(sequence.table)) for sequence in request.sequences]
         self._fill(request, held, blocks)
-        return request
+        return True
 
     def _needed(self, active: list[DecodeRequest], growth: int, new: int) -> int:
         """Blocks that all requests will need beyond theirs, if one more comes with these new blocks and growth."""

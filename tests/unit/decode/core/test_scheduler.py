@@ -17,6 +17,10 @@ COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.
 STARTED = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING, RequestStatus.PREEMPTED, *COPYING)
 
 
+TENANTS = (("", 1.0), ("", 1.0), ("calm", 1.0), ("heavy", 3.0))
+"""Tenants and their weights; most requests are of the common one."""
+
+
 class DecodeMachine(RuleBasedStateMachine):
     """A small pool that many sequences fight for."""
 
@@ -72,10 +76,22 @@ class DecodeMachine(RuleBasedStateMachine):
         slo=st.sampled_from([0.0, 0.0, 0.0022, 0.0035, 1.0]),
         stores=st.sampled_from([0, 0, 2]),
         resumable=st.sampled_from([True, True, False]),
+        tenant=st.sampled_from(TENANTS),
     )
-    def reserve(self, length: int, seed: int, answer: int, slo: float, stores: int, resumable: bool) -> None:
-        what, who = prompt(length, seed), self.conductor
-        self.world.reserve(what, answer, slo=slo, conductor=who, stores=stores, total=9 * BT, resumable=resumable)
+    def reserve(
+        self, length: int, seed: int, answer: int, slo: float, stores: int, resumable: bool, tenant: tuple[str, float]
+    ) -> None:
+        self.world.reserve(
+            prompt(length, seed),
+            answer,
+            slo=slo,
+            conductor=self.conductor,
+            stores=stores,
+            total=9 * BT,
+            resumable=resumable,
+            tenant=tenant[0],
+            weight=tenant[1],
+        )
 
     @rule(
         length=st.integers(1, 3 * BT),
@@ -84,11 +100,23 @@ class DecodeMachine(RuleBasedStateMachine):
         slo=st.sampled_from([0.0, 0.0, 0.0022, 0.0035]),
         stores=st.integers(0, 1),
         known=st.sampled_from([0, 0, 1, BT, 2 * BT + 1]),
+        tenant=st.sampled_from(TENANTS),
     )
-    def go(self, length: int, seed: int, answer: int, slo: float, stores: int, known: int) -> None:
+    def go(
+        self, length: int, seed: int, answer: int, slo: float, stores: int, known: int, tenant: tuple[str, float]
+    ) -> None:
         """A request up to its start, at once: by single rules few get so far. Of some more than one token is known."""
-        what, who = prompt(length, seed), self.conductor
-        number = self.world.reserve(what, answer, slo=slo, conductor=who, stores=stores, total=9 * BT, resumable=True)
+        number = self.world.reserve(
+            prompt(length, seed),
+            answer,
+            slo=slo,
+            conductor=self.conductor,
+            stores=stores,
+            total=9 * BT,
+            resumable=True,
+            tenant=tenant[0],
+            weight=tenant[1],
+        )
         if number is not None:
             self.world.arrive(number)
             self.world.start(number, self.streams, known)

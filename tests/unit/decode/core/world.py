@@ -70,9 +70,12 @@ def config(blocks: int, **settings: object) -> DecodeSettings:
     return DecodeSettings(num_blocks=blocks, **{**usual, "speeds": SPEEDS, **settings})  # type: ignore[arg-type]
 
 
-def preemptible(number: int, rank: float = 0.0, preemptions: int = 0) -> DecodeRequest:
+def preemptible(
+    number: int, rank: float = 0.0, preemptions: int = 0, *, tenant: str = "", weight: float = 1.0
+) -> DecodeRequest:
     """A request for `choose_victim`."""
-    request = DecodeRequest.of(ReserveBlocks(number, EngineRequest((), 10, 10), 20), rank, rank)
+    spec = EngineRequest((), 10, 10, tenant=tenant, weight=weight)
+    request = DecodeRequest.of(ReserveBlocks(number, spec, 20), rank, rank)
     request.preemption.count = preemptions
     return request
 
@@ -140,6 +143,7 @@ class World:
         resumable: bool = False,
         priority: int = 0,
         tenant: str = "",
+        weight: float = 1.0,
         logprob_bytes: int = 0,
     ) -> int | None:
         """Asks for room for one answer or several; the request's id, None when it was refused."""
@@ -157,6 +161,7 @@ class World:
             logprob_bytes,
             tenant,
             priority,
+            weight,
         )
         asked = spec, total_tokens, slo, conductor, stores, starts_in_s, search, resumable
         self.asked[number] = ReserveBlocks(number, *asked)
