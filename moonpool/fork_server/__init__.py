@@ -4,7 +4,7 @@ To import torch and gRPC costs seconds of processor in each process. A fork serv
 some tens of milliseconds and shares the server's memory. Whoever asks gets a child process of its own, with its true
 number, which it may wait for and kill: the server forks twice, and the asker adopts what the process between left.
 
-A fork server has one thread, no event loop, no channel and no CUDA context, so nothing is copied that a fork breaks.
+A fork server has one thread, no event loop, no channel and no device, so nothing is copied that a fork breaks.
 The server ends when its owner does, however that ends. Where no fork is possible, programs are started by `execute`:
 on other systems than Linux, if variables differ that a process reads once, or if the server is lost.
 docs/adr/0064-fork-server.md says what differs between a forked process and one that was executed.
@@ -33,8 +33,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol
-
-import setproctitle
 
 _MODULE = "moonpool.fork_server"
 _TITLE = "moonpool: fork server"
@@ -207,6 +205,7 @@ class ForkServer:
         self._socket: socket.socket | None = None
         self._process: ChildProcess | None = None
         self._owner, self._folder, self._environment = os.getpid(), os.getcwd(), _DEFAULTS | os.environ
+        self._answered = self._given_up = False
         self.single = False
         """The server is there to start one engine."""
 
@@ -220,15 +219,21 @@ class ForkServer:
     def prepare(self) -> None:
         """Starts the server, if need be, without waiting for its imports."""
         with self._asking:
-            self._connected()
+            if not self._given_up:
+                self._connected()
 
     def start(self, program: Program) -> ChildProcess:
         """Starts a program: a fork where that is the same, else `execute`."""
-        if os.getpid() != self._owner or _read_once(program.environment) != _read_once(self._environment):
+        if (
+            self._given_up
+            or os.getpid() != self._owner
+            or _read_once(program.environment) != _read_once(self._environment)
+        ):
             return execute(program)
         try:
             return self._fork(program)
         except (OSError, EOFError):  # the server has ended, or the system has no room for a process
+            self._given_up = not self._answered  # it could not begin; one that began and was killed is started again
             self.close()
             return execute(program)
         except BaseException:  # its answer would be taken for the next one's
@@ -277,6 +282,7 @@ class ForkServer:
             raise EOFError("the fork server has ended")
         if not (pid := int(answer)):
             raise OSError("no room for a process")
+        self._answered = True
         return _ForkedChild(pid)
 
 
@@ -410,6 +416,10 @@ def _import(modules: Sequence[str]) -> None:
             importlib.import_module(module)
     gc.freeze()
     gc.enable()
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # of the listing itself
+            if int(file) > 2 and os.readlink(f"/proc/self/fd/{file}").startswith("/dev/"):
+                sys.exit("no forks: a module opened a device when it was imported, and CUDA does not bear a fork")
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     _preloaded_bytes = pages * os.sysconf("SC_PAGE_SIZE")
 
@@ -504,6 +514,10 @@ def _tune_malloc(environment: Mapping[str, str]) -> None:
 
 def _set_title(title: str) -> None:
     """What `ps` shows; the name of the process's thread stays."""
+    try:
+        import setproctitle
+    except ImportError:  # a machine that runs the tree with the packages at hand
+        return
     setproctitle.setproctitle(title)
     setproctitle.setthreadtitle("python")
 

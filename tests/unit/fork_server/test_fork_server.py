@@ -164,16 +164,33 @@ def test_what_a_process_reads_once_is_read(server: ForkServer, name: str) -> Non
 def test_a_server_that_was_killed_costs_a_fork() -> None:
     server = ForkServer(PRELOADED)
     before = set(children())
-    server.prepare()
-    (pid,) = set(children()) - before
     try:
+        ran = [run(server.start, "tell")]
+        (pid,) = set(children()) - before - {ran[0].child.pid}
         os.kill(pid, signal.SIGKILL)
-        ran = [run(server.start, "tell") for _ in range(2)]
-        assert [it.forked for it in ran] == [False, True], "executed, then by a new server"
-        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0]
+        ran += [run(server.start, "tell") for _ in range(2)]
+        assert [it.forked for it in ran] == [True, False, True], "executed, then by a new server"
+        assert [it.child.wait(WAIT_S) for it in ran] == [0, 0, 0]
     finally:
         server.close()
     assert set(children()) <= before
+
+
+def test_a_module_that_opens_a_device_is_not_forked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its programs are executed, the second without another try."""
+    (tmp_path / "a_driver.py").write_text("file = open('/dev/zero', 'rb')")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
+    server = ForkServer([*PRELOADED, "a_driver"])
+    try:
+        before = set(children())
+        for what in ("tell", "wait"):
+            ran = run(server.start, what)
+            assert not ran.forked
+            assert set(children()) - before <= {ran.child.pid}
+            ran.child.kill()
+            ran.child.wait(WAIT_S)
+    finally:
+        server.close()
 
 
 def test_threads_ask_at_once(server: ForkServer) -> None:
