@@ -14,7 +14,7 @@ from moonpool.scheduling.state_machine import Timers
 from moonpool.v1 import kv_pb2
 
 MAX_BYTES = 256 << 20
-"""Total for a book's records."""
+"""Total for one collection's records."""
 MAX_RECORD_BYTES = 4 << 20
 MESSAGE_BYTES = 2 << 20
 """Bytes of records in one message: records after the one that reaches this come with the next message."""
@@ -88,7 +88,7 @@ class ReplicatedRecords:
     def after(self, number: int) -> tuple[list[kv_pb2.Record], int, bool]:
         """Records that came after a number, as many as a message holds; the last one's number; whether there are more.
 
-        A number from another book is fine if 0.
+        A number from another collection is valid only if 0.
         """
         found = []
         for came, record in reversed(self._records.values()):

@@ -270,7 +270,7 @@ class KVLayout:
         return max(int(self.recurrent), -(-max(group.window for group in self.groups) // self.block_tokens))
 
     def first_windowed_block(self, tokens: int) -> int:
-        """First block whose windowed slices are needed behind a sequence with `tokens` tokens: earlier ones stay.
+        """First block whose windowed slices a sequence with `tokens` tokens needs: earlier slices are not sent.
 
         With these slices, the sequence can be continued behind the last full block.
         """

@@ -54,7 +54,7 @@ class PlacedAnswer:
         stratum: stratum whose forecasts for answer lengths apply.
         reported_at: time of `generated`; time at which the answer is expected to begin while that is 0.
         generated: tokens so far.
-        number: the instance's own number of the reservation; 0 = no token there, None = not known yet.
+        number: the instance's own number of the reservation; 0 = the instance gives no number, None = not known yet.
         covered: the last report includes the answer, so the answer's blocks are not counted any more.
     """
 

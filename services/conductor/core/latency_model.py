@@ -552,9 +552,8 @@ TPOT_SPREAD = 1.0
 class TpotModel:
     """Learns by how much answers take longer at a decode instance than their reserved steps.
 
-    The time between tokens at the reservation follows the load of the moment. Later steps take some of the instance's
-    start-up step time more, for each load bucket. Buckets begin with the steps of the nearest bucket, the first with
-    none.
+    The time between tokens at the reservation follows the load of the moment. Later load adds a multiple of `step_s`,
+    learnt for each load bucket. A bucket begins with the nearest bucket's multiple, the first bucket with 0.
 
     Args:
         step_s: seconds for a step over one sequence, as reported at the start.

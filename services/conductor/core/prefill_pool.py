@@ -252,7 +252,7 @@ class PlacedPrompt:
         tokens: to compute.
         overtaken: a prompt was placed before this prompt later.
         left_s: remaining part of `busy_s` in seconds, as of the instance's `advanced_at`.
-        number: the instance's own number of the prompt; 0 = no token there, None = not known yet.
+        number: the instance's own number of the prompt; 0 = the instance gives no number, None = not known yet.
         covered: the last report includes the prompt, so the prompt is not counted any more.
         queue_key: the prompt's position among other prompts there; None = not known.
     """
