@@ -179,7 +179,7 @@ def _check(q: Tensor, kv: Tensor, scales: Tensor | None, out: Tensor, plan: Atte
     if q.dim() != 3 or q.shape[0] != plan.num_rows or q.shape[2] != kv.shape[4]:
         raise ValueError(f"q: must be [{plan.num_rows}, heads, {kv.shape[4]}], not {list(q.shape)}")
     if q.shape[1] % kv.shape[1]:
-        raise ValueError(f"q: its {q.shape[1]} heads are no multiple of kv's {kv.shape[1]}")
+        raise ValueError(f"q: {q.shape[1]} heads are no multiple of kv's {kv.shape[1]}")
     if (scales is None and q.dtype != kv.dtype) or q.device != kv.device or not q.dtype.is_floating_point:
         raise ValueError(f"q: is {q.dtype} on {q.device}, kv is {kv.dtype} on {kv.device}")
     if not dense(q, 1):

@@ -207,7 +207,7 @@ class ServiceConfig(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
     log_json: bool = Field(False, description="log one JSON object per line, not text for people")
     spans_dir: Path | None = Field(
-        None, description="folder for recorded spans, one file <id>.jsonl per process; default: nothing is recorded"
+        None, description="folder for recorded spans, one file <id>.jsonl per process; default: no recording"
     )
     metrics_listen: OptionalAddress = Field(
         "", description="HOST:PORT of Prometheus metrics over HTTP (/metrics); default: none are served"
@@ -223,7 +223,7 @@ class ServiceConfig(BaseSettings):
         None, description="file of certificates that are not accepted any more, a line `sha256:HEX` each"
     )
     drain_s: float = Field(
-        30.0, gt=0, le=86400, description="seconds to finish what runs after SIGTERM; then it is cancelled"
+        30.0, gt=0, le=86400, description="seconds for running work to finish after SIGTERM; then the work is cancelled"
     )
 
     flag_groups: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -116,7 +116,7 @@ class GgufFile:
         if (count or 1) != 1 + len(others):
             raise CheckpointError(f"{path}: is one of {count} parts, which its name does not say")
         if others and wanted is not None and wanted != len(tensors):
-            raise CheckpointError(f"{path}: its parts have {len(tensors)} tensors, {wanted} are expected")
+            raise CheckpointError(f"{path}: the parts have {len(tensors)} tensors, {wanted} are expected")
         return cls(path, first.metadata, tensors)
 
     def floats(self, name: str) -> tuple[float, ...]:
@@ -156,7 +156,7 @@ def gguf_parts(path: Path) -> list[Path]:
         raise CheckpointError(f"{path}: is part {int(match['number'])} of a model; name the first, {parts[0].name}")
     for part in parts:
         if not part.exists():
-            raise CheckpointError(f"{path}: its part {part.name} is missing")
+            raise CheckpointError(f"{path}: part {part.name} is missing")
     return parts
 
 

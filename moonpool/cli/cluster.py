@@ -257,7 +257,7 @@ def render_cluster(state: ClusterState) -> RenderableType:
 def recent_line(recent: RecentInfo) -> str:
     """What was answered in the last minute."""
     if not recent.requests:
-        return "nothing was answered in the last minute"
+        return "no request was answered in the last minute"
     usage = recent.usage
     return (
         f"last {recent.window_s:.0f} s: {recent.requests} answered, TTFT {_quantiles_text(recent.ttft_s)}, "

@@ -23,7 +23,7 @@ delete_app = typer.Typer(
 
 Tenant = Annotated[str, typer.Option(help="Tenant that the context belongs to.")]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object.")]
-Name = Annotated[str, typer.Argument(help="The context's id, or one of its tags.")]
+Name = Annotated[str, typer.Argument(help="The context's id or tag.")]
 LOCAL = "127.0.0.1:50051"
 
 
@@ -36,7 +36,7 @@ def create(
     tenant: Tenant = "",
     name: Annotated[str, typer.Option(help="A name for people.")] = "",
     tag: Annotated[list[str] | None, typer.Option(help="A further name for requests; may be given again.")] = None,
-    ttl_s: Annotated[float, typer.Option(min=0.0, help="Seconds it lives; 0 = an hour.")] = 0.0,
+    ttl_s: Annotated[float, typer.Option(min=0.0, help="Time to live, seconds; 0 = an hour.")] = 0.0,
     messages: Annotated[bool, typer.Option(help="The file is a JSON list of turns with role and content.")] = False,
     tools: Annotated[str, typer.Option(help="File with a JSON list of functions, as requests have them.")] = "",
     as_json: Json = False,
@@ -84,7 +84,7 @@ def show(name: Name, address: Address = LOCAL, tenant: Tenant = "", as_json: Jso
 @app.command()
 def renew(
     name: Name,
-    ttl_s: Annotated[float, typer.Option(min=1.0, help="Seconds it lives from now on.")] = 3600.0,
+    ttl_s: Annotated[float, typer.Option(min=1.0, help="Time to live from now on, seconds.")] = 3600.0,
     address: Address = LOCAL,
     tenant: Tenant = "",
     as_json: Json = False,
@@ -132,7 +132,7 @@ def _print_deleted(deleted: DeletedKV, *, as_json: bool, **more: str) -> None:
         for one in deleted.instances:
             what = f"not done yet: {one.error}" if one.error else f"{one.blocks:,} blocks, {one.bytes / 1e6:.1f} MB"
             typer.echo(f"{one.instance}: {what}")
-        typer.echo(f"{deleted.recorded} kvstores repeat it to instances that join later")
+        typer.echo(f"{deleted.recorded} kvstores repeat the deletion to instances that join later")
     raise typer.Exit(0 if deleted.complete else EXIT_INCOMPLETE)
 
 

@@ -220,7 +220,7 @@ def warm(
     max_bytes: Annotated[
         int, typer.Option(parser=size_option, metavar="SIZE", help="Bytes at most; 0 = as many as fit.")
     ] = 0,
-    timeout_s: Annotated[float, typer.Option(min=1.0, help="Seconds it may take.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=1.0, help="Time limit, seconds.")] = 600.0,
     as_json: Json = False,
 ) -> None:
     """Fill a kvstore's free DRAM from the SSD tier, the most recently written blocks first."""

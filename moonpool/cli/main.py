@@ -94,7 +94,7 @@ class BenchServeOptions:
         float, typer.Option(min=0.0, help="Requests per second, on average (Poisson); without --trace.")
     ] = 0.0
     trace: Annotated[Path | None, typer.Option(help="Times and lengths of a trace, Mooncake's form.")] = None
-    requests: Annotated[int, typer.Option(min=0, help="Requests to send; of a trace its first ones, 0 = all.")] = 100
+    requests: Annotated[int, typer.Option(min=0, help="Requests to send; of a trace the first ones, 0 = all.")] = 100
     time_scale: Annotated[float, typer.Option(help="Seconds of the trace in one second.")] = 1.0
     prompt_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each prompt; of a trace's at most, 0 = all.")] = (
         512
@@ -102,17 +102,17 @@ class BenchServeOptions:
     shared_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens with which all prompts of a conversation begin.")
     ] = 0
-    conversations: Annotated[int, typer.Option(min=1, help="Conversations, whose prompts alternate.")] = 8
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations with alternating prompts.")] = 8
     output_tokens: Annotated[int, typer.Option(min=0, help="Tokens of each answer; of a trace's at most, 0 = all.")] = (
         64
     )
     warmup: Annotated[int, typer.Option(min=0, help="First requests that do not count.")] = 0
-    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit of goodput, s; the stack is told it, too.")] = (
+    ttft_slo_s: Annotated[float, typer.Option(min=0.0, help="TTFT limit for goodput, s; also sent to the stack.")] = (
         math.inf
     )
     tpot_slo_s: Annotated[float, typer.Option(min=0.0, help="TPOT limit of goodput, seconds.")] = math.inf
     seed: Annotated[int, typer.Option(help="Seed of arrival times and prompts.")] = 0
-    model: Annotated[str, typer.Option(help="As of `serve`; prompts are drawn from its vocabulary.")] = ""
+    model: Annotated[str, typer.Option(help="As for `serve`; prompts are drawn from the model's vocabulary.")] = ""
     api_key: Annotated[
         str, typer.Option(help="API key, for a gateway that asks for one.", envvar="MOONPOOL_API_KEY")
     ] = ""
@@ -355,7 +355,7 @@ class ServeOptions:
     ] = None
     config: Annotated[Path | None, typer.Option(help="YAML file of such settings: {SERVICE: {NAME: VALUE}}.")] = None
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
-    restart: Annotated[bool, typer.Option(help="Restart a service that ends by itself; else the stack stops.")] = True
+    restart: Annotated[bool, typer.Option(help="Restart a service that ends unasked; else the stack stops.")] = True
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False
 
 
@@ -425,7 +425,7 @@ def chat(
     top_p: TopP = 0.9,
     seed: Seed = None,
     context: UsedContext = "",
-    tenant: Annotated[str, typer.Option(help="Tenant that the chat and its context belong to.")] = "",
+    tenant: Annotated[str, typer.Option(help="Tenant of the chat and the context.")] = "",
 ) -> None:
     """Chat with a stack that runs; after each answer: what the cache saved, and the speeds.
 
@@ -495,10 +495,10 @@ class GenerateOptions:
     response_format: Annotated[str, typer.Option(help="json_object, json_schema, regex or lark.")] = ""
     grammar: Annotated[str, typer.Option(help="The schema, expression or grammar of --response-format; or @FILE.")] = ""
     ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Refuse it if its first token is predicted later than this, seconds.")
+        float | None, typer.Option(help="Refuse the request if the first token is predicted later than this, seconds.")
     ] = None
     queue_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds it may wait before it is refused; default: the conductor's.")
+        float | None, typer.Option(min=0.0, help="Longest wait before a refusal, seconds; default: the conductor's.")
     ] = None
     tenant: Annotated[str, typer.Option(help="Tenant that the request belongs to.")] = ""
     context: UsedContext = ""
@@ -612,7 +612,7 @@ def delete_(context: typer.Context) -> None:
 
 @app.command(rich_help_panel=OPERATE)
 def role(
-    instance: Annotated[str, typer.Argument(help="Id of a prefill or decode instance, as `moonpool state` shows it.")],
+    instance: Annotated[str, typer.Argument(help="Id of a prefill or decode instance, as in `moonpool state`.")],
     kind: Annotated[str, typer.Argument(help="prefill or decode.")],
     address: Address = LOCAL_CONDUCTOR,
 ) -> None:
@@ -627,9 +627,11 @@ def role(
 @app.command("rerun", rich_help_panel=PREDICT)
 def rerun_(
     journal: Annotated[Path, typer.Argument(help="A journal's file, or the folder that journal_dir names.")],
-    events: Annotated[bool, typer.Option(help="Print each event and its actions.")] = False,
+    events: Annotated[bool, typer.Option(help="Print each event with its actions.")] = False,
     check: Annotated[bool, typer.Option(help="Look at the core's invariants after each event (slow).")] = False,
-    policy: Annotated[str, typer.Option(metavar="MODULE", help="A conductor's own policy; its code is run.")] = "",
+    policy: Annotated[
+        str, typer.Option(metavar="MODULE", help="A conductor's own policy, MODULE:OBJECT; its code runs.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per file.")] = False,
 ) -> None:
     """Run a service's recorded decisions again and stop at the first that differs.
@@ -651,7 +653,7 @@ def health(
         typer.Option(help="A service, HOST:PORT; a gateway, http(s)://HOST:PORT.", envvar="MOONPOOL_ADDRESS"),
     ] = "127.0.0.1:50051",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 5.0,
-    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until it serves.")] = 0.0,
+    wait_s: Annotated[float, typer.Option(min=0.0, help="Seconds to retry until the service serves.")] = 0.0,
     joined: Annotated[int, typer.Option(min=0, help="Instances that must have joined (conductor only).")] = 0,
 ) -> None:
     """Ask a service whether it serves (grpc.health.v1, or /health). Exit status: 0 if the service serves, else 1."""
@@ -682,7 +684,7 @@ def calibrate(
 @app.command(rich_help_panel=START)
 def demo(
     model: Annotated[
-        str, typer.Argument(help="As of `serve`, but empty = smollm2 where it can be had, else the bundled one.")
+        str, typer.Argument(help="As for `serve`, but empty = smollm2 if available, else the bundled model.")
     ] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate per request at most.")] = 48,
 ) -> None:

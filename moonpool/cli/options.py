@@ -30,9 +30,7 @@ Seed = Annotated[int | None, typer.Option(help="Seed of the sampling.")]
 UsedContext = Annotated[str, typer.Option("--context", help="Id or tag of a context that goes before the prompt.")]
 UsedContextTtl = Annotated[
     float,
-    typer.Option(
-        "--context-ttl-s", min=0.0, help="Renew the context for this many seconds; 0 = leave its time as it is."
-    ),
+    typer.Option("--context-ttl-s", min=0.0, help="Renew the context for this many seconds; 0 = no change."),
 ]
 KVDtype = Annotated[str, typer.Option(help="Element type of KV: int8, fp8, or auto, that of the weights.")]
 HELP = {"help_option_names": ["-h", "--help"]}

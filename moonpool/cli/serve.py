@@ -167,7 +167,7 @@ def _supervise(stack: LocalStack, stopping: threading.Event, say: ReportStatus) 
 
     def on_end(name: str, status: int, pause_s: float) -> None:
         event: dict[str, object] = {"service": name, "ended": status, "restart_in_s": pause_s}
-        why = "has drained to change its role" if status == EXIT_ROLE else f"ended with status {status}"
+        why = "has drained for a change of role" if status == EXIT_ROLE else f"ended with status {status}"
         say(event, f"{name} {why}; restarting it in {pause_s:g} s")
 
     def on_ready(name: str) -> None:

@@ -220,7 +220,7 @@ class RaceOptions(Traced, Machines):
     """Options of `race`."""
 
     policy: Annotated[
-        str, typer.Option(help="Policies, comma-separated, each as the conductor's flag names it; empty = all bundled.")
+        str, typer.Option(help="Policies, comma-separated, named as in the conductor's flag; empty = all bundled.")
     ] = ""
     decode_policy: Annotated[
         str, typer.Option(help="Policies for decode, likewise: each races with each of --policy; empty = the default.")
@@ -252,9 +252,11 @@ class ReplayOptions(Printed):
 
     journal: Annotated[Path, typer.Option(help="A journal's file, or the folder that journal_dir names.")]
     policy: Annotated[
-        str, typer.Option(help="Policies, comma-separated, each as the conductor's flag names it; empty = all bundled.")
+        str, typer.Option(help="Policies, comma-separated, named as in the conductor's flag; empty = all bundled.")
     ] = ""
-    module: Annotated[str, typer.Option(help="Module of a recorded policy that is not built in; its code runs.")] = ""
+    module: Annotated[
+        str, typer.Option(help="Module of a recorded policy that is not built in; the module's code runs.")
+    ] = ""
 
 
 @app.command()
@@ -427,7 +429,7 @@ def hot(options: HotOptions) -> None:
 class FaultsOptions(Traced):
     """Options of `faults`."""
 
-    seeds: Annotated[int, typer.Option(min=1, help="Runs, each with faults of its own.")] = 300
+    seeds: Annotated[int, typer.Option(min=1, help="Runs, each with different faults.")] = 300
     profile: Profile = DEFAULT_PROFILE
     prefill: Prefill = 3
     decode: Decode = 3

@@ -36,7 +36,7 @@ PHASE_NAMES = {
     "load": "KV is loaded from a kvstore or another instance",
     "chunk": "a step computes a part of the prompt",
     "stream": "KV streams to decode",
-    "prompt": "decode computes what it lacks of the prompt",
+    "prompt": "decode computes the missing part of the prompt",
     "steps": "decode generates the answer",
 }
 """Descriptions by name, in the order in which phases of a placement begin."""

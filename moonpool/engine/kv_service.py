@@ -168,7 +168,7 @@ READ_METRICS: tuple[Metric[PoolReads], ...] = (
     Metric("peer_reads", "Open reads of other instances.", lambda reads: reads.sessions, 0),
     Metric(
         "read_credits_out_bytes",
-        "Bytes that were sent to reading instances and whose credits did not come back yet.",
+        "Bytes sent to reading instances with credits not yet returned.",
         lambda reads: reads.traffic.credits_out,
         0,
     ),

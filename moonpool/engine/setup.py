@@ -70,8 +70,10 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         0.0,
         ge=0.0,
         lt=1.0,
-        description="largest share by which this emulated instance is slower or quicker than its profile, drawn once; "
-        "the conductor does not know",
+        description=(
+            "largest share by which this emulated instance is slower or quicker than the profile, drawn once; the "
+            "conductor does not know"
+        ),
     )
     emulated_slowdown: float = Field(
         0.0,
@@ -82,10 +84,12 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     emulated_seed: int = Field(0, ge=0, description="seed of these draws; instances with other ids draw differently")
     profile: str = Field(
         "",
-        description="profile that `moonpool calibrate` wrote for this machine and model; its speeds are reported at "
-        "join instead of those of a few steps timed at start, and then follow what is measured",
+        description=(
+            "profile that `moonpool calibrate` wrote for this machine and model; at join, the profile's speeds are "
+            "reported instead of those of a few steps timed at start, and then follow measurements"
+        ),
     )
-    model: str = Field(description="folder or GGUF file of the checkpoint, or its id on the Hugging Face hub")
+    model: str = Field(description="the checkpoint's folder, GGUF file, or Hugging Face hub id")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="element type of weights, and of KV unless --kv-cache-dtype says otherwise; "
@@ -108,15 +112,20 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     kv_cache_memory_bytes: ByteSize = Field(
         0,
         ge=0,
-        description="bytes of the KV pool; 0 = on a GPU what gpu_memory_utilization leaves beside weights and steps, "
-        "on a CPU 256 MiB, emulated what the profile's hardware holds beside its weights",
+        description=(
+            "bytes of the KV pool; 0 = on a GPU the memory that gpu_memory_utilization leaves beside weights and "
+            "steps, on a CPU 256 MiB, emulated the memory that the profile's hardware holds beside the weights"
+        ),
     )
     gpu_memory_utilization: float = Field(
         MEMORY_SHARE,
         gt=0,
         le=1,
-        description="share of a GPU's memory that this engine takes, and of the host's free memory for its KV, where "
-        "kv_cache_memory_bytes and blocks are 0; engines that share a GPU need shares that add up to less than 1",
+        description=(
+            "share of a GPU's memory that this engine takes, and of the host's free memory for KV, if "
+            "kv_cache_memory_bytes and blocks are 0; engines that share a GPU need shares that add up to less than "
+            "1"
+        ),
     )
     blocks: int = Field(0, ge=0, description="blocks of the KV pool; 0 = as many as --kv-cache-memory-bytes hold")
     threads: int = Field(
@@ -151,8 +160,10 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     int8_head: Literal["auto", "off"] = Field(
         "auto",
-        description="auto = a decode engine on a CPU also holds the output head as bytes, by which the same greedy "
-        "tokens of up to three sequences are found while less memory is read; off = it holds the head once",
+        description=(
+            "auto = a decode engine on a CPU also holds the output head as bytes, which finds the same greedy "
+            "tokens for up to three sequences with fewer memory reads; off = the head is held once"
+        ),
     )
     max_model_len: int = Field(0, ge=0, description="tokens of the longest sequence served; 0 = the model's own limit")
     link_bytes_per_s: ByteRate = Field(
@@ -163,8 +174,10 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     either_role: bool = Field(
         False,
-        description="a conductor may order this instance to change between prefill and decode: it drains and exits "
-        "with status 10, and its supervisor starts it as the other service under the same id",
+        description=(
+            "a conductor may order this instance to change between prefill and decode: the instance drains and "
+            "exits with status 10, and the supervisor starts the other service under the same id"
+        ),
     )
     start_timeout_s: float = Field(
         180.0,
@@ -295,8 +308,8 @@ def check_engine_installed() -> None:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(
                 "engine",
-                f"computing needs {package}, which is not installed: pip install 'moonpool[engine]'; "
-                f"without it, --engine {SCHEME}PROFILE emulates the compute",
+                f"computing needs {package}, which is not installed: pip install 'moonpool[engine]'; or emulate the "
+                f"compute with --engine {SCHEME}PROFILE",
             )
 
 

@@ -167,7 +167,9 @@ class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
             self.carry_out(message)
         except Exception:
             order: Order = getattr(message, kind)
-            log.exception("an order cannot be carried out: its request ends", order=kind, request=order.request_id)
+            log.exception(
+                "an order cannot be carried out: the order's request ends", order=kind, request=order.request_id
+            )
             self.give_up(order, f"a defect: its {kind} cannot be carried out")
 
     async def room(self) -> None:
@@ -179,7 +181,7 @@ class SubscribedStream(ServerStream[decode_pb2.StepsRequest]):
         try:
             await write_each(write, self._subscriber.next, STALL_S)
         except TimeoutError:
-            raise Unavailable(f"{self._subscriber.conductor.id} read nothing for {STALL_S:g} s") from None
+            raise Unavailable(f"{self._subscriber.conductor.id} read no message for {STALL_S:g} s") from None
 
     def on_closing(self) -> None:
         """What waits still goes out."""

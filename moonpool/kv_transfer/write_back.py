@@ -292,7 +292,7 @@ WRITE_BACK_METRICS: tuple[Metric[WriteBack], ...] = (
     Metric("write_back_puts", "Open writing sessions at kvstores.", lambda it: it.sessions, 0),
     Metric(
         "write_back_credits_out_bytes",
-        "Bytes that were sent to kvstores and whose credits did not come back yet.",
+        "Bytes sent to kvstores with credits not yet returned.",
         lambda it: it.traffic.credits_out,
         0,
     ),

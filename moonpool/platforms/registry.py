@@ -46,7 +46,7 @@ PLATFORMS: Mapping[str, Platform] = {
         Platform("cpu", "cpu", numbered=False),
         Platform(
             "staged",
-            "staged or staged:SEED (a CPU that orders its work as a GPU might, for tests)",
+            "staged or staged:SEED (a CPU that orders work as a GPU might, for tests)",
             "moonpool.platforms.staged:StagedDevice",
         ),
         Platform(

@@ -35,9 +35,11 @@ class TransportConfig(ServiceConfig):
     flag_groups: ClassVar = {"KV cache": ("kv_transports",)}
     kv_transports: Annotated[str, AfterValidator(_check_names)] = Field(
         "local",
-        description="ways to move KV, best first, separated by commas: local (shared memory, between processes of one "
-        "user on one machine), tcp (plain TCP at a port of its own); grpc is always the last resort, and alone when "
-        "only it is named",
+        description=(
+            "ways to move KV, best first, separated by commas: local (shared memory, between processes of one user "
+            "on one machine), tcp (plain TCP at a separate port); grpc is always the last resort, and alone if "
+            "only grpc is named"
+        ),
     )
     kv_transports_dir: Path | None = Field(
         None,

@@ -261,7 +261,7 @@ class TransportDialer:
         self._failed[incarnation] = asyncio.get_running_loop().time()
         if len(self._failed) > MAX_FAILURES:
             del self._failed[min(self._failed, key=self._failed.__getitem__)]
-        log.warning("transport failed; gRPC takes its place", stream=name, transport=transport, error=str(error))
+        log.warning("transport failed; using gRPC", stream=name, transport=transport, error=str(error))
 
     async def dial(
         self,

@@ -19,7 +19,7 @@ class AdapterConfig(ServiceConfig):
     )
     kind: Literal["vllm"] = Field("vllm", description="make of the engine")
     engine: str = Field(description="URL of the engine's HTTP server, http://HOST:PORT")
-    role: Literal["both"] = Field("both", description="what the engine does; both = it computes prompts and answers")
+    role: Literal["both"] = Field("both", description="role; both = the engine computes prompts and answers")
     model: str = Field(
         description="checkpoint that the engine serves, the same as the conductor's: a folder, or an id on the Hugging "
         "Face hub"
@@ -29,7 +29,9 @@ class AdapterConfig(ServiceConfig):
     )
     engine_api_key: str = Field("", description="API key that the engine's HTTP server wants; default: none")
     max_running: int = Field(
-        0, ge=0, description="answers at the engine at once at most; more are refused; 0 = as its memory allows"
+        0,
+        ge=0,
+        description="answers at the engine at once at most; more are refused; 0 = as the engine's memory allows",
     )
     lease_s: float = Field(
         10.0, gt=0, description="seconds for which memory is promised to a conductor that is not connected"

@@ -93,7 +93,7 @@ class EventStream:
                 for event in batch.events:
                     self._cache.apply(event)
                 if self._cache.opaque and not opaque:
-                    log.warning("the engine caches in a way that is not understood: its blocks are not told")
+                    log.warning("the engine caches in an unknown way: the engine's blocks are not reported")
                 self._changed.set()
             case ForgetBlocks(restarted):
                 (self._cache.restart if restarted else self._cache.clear)()

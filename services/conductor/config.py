@@ -41,17 +41,21 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description="HOST:PORT to listen at; port 0 takes any free port, which `ready: HOST:PORT` tells",
     )
     model: str = Field(
-        description="checkpoint folder, GGUF file or Hugging Face hub id whose tokenizer and configuration are used; "
-        "the name of folder or file is the model's name"
+        description=(
+            "checkpoint folder, GGUF file or Hugging Face hub id for tokenizer and configuration; the folder's or "
+            "file's name is the model's name"
+        )
     )
     chat_template: Path | None = Field(
         None,
-        description="file with a chat template (Jinja) in place of the checkpoint's; give it to the gateway, too",
+        description="file with a chat template (Jinja) in place of the checkpoint's; give the file to the gateway, too",
     )
     generation_config: Literal["auto", "none"] = Field(
         "auto",
-        description="sampling of requests that do not set it: auto = as the checkpoint's generation_config.json "
-        "suggests, where it has one; none = neutral (temperature 1); docs/sampling.md",
+        description=(
+            "sampling for requests that do not set sampling: auto = as suggested in the checkpoint's "
+            "generation_config.json, if present; none = neutral (temperature 1); docs/sampling.md"
+        ),
     )
     policy: str = Field(
         DEFAULT_POLICY,
@@ -77,16 +81,20 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     decode_prompt_tokens: int = Field(
         0,
         ge=0,
-        description="a decode instance that holds all of a prompt but at most this many tokens computes the rest "
-        "itself when that is predicted to be quicker, counting what it costs other requests; 0 = never; "
-        "docs/placement.md",
+        description=(
+            "a decode instance that holds all of a prompt except at most this many tokens computes the remainder "
+            "if that is predicted to be quicker, counting the cost for other requests; 0 = never; "
+            "docs/placement.md"
+        ),
     )
     balancing_threshold: float = Field(
         1.0,
         ge=0,
-        description="a prefix elsewhere is considered when it is this many times longer than the prefill instance's "
-        "own (the paper's kvcache_balancing_threshold); it is used when loading it is predicted to be cheaper than "
-        "computing it",
+        description=(
+            "a prefix elsewhere is considered if this many times longer than the prefill instance's own (the "
+            "paper's kvcache_balancing_threshold); the prefix is used if loading is predicted to be cheaper than "
+            "computing"
+        ),
     )
     peers: bool = Field(
         True,
@@ -110,16 +118,20 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     max_queue: int = Field(
         1024,
         ge=1,
-        description="requests served at once; further ones are refused as overloaded. A tenant below its share is "
-        "still served, up to twice this number in all",
+        description=(
+            "requests served at once; further ones are refused as overloaded. A tenant below the fair share is "
+            "still served, up to twice this number in all"
+        ),
     )
     heartbeat_s: float = Field(
         1.0,
         gt=0,
         le=60,
-        description="an instance that is silent for three times this many seconds is lost; one that is silent for 0.4 "
-        "times this is asked, and is lost if it does not answer within as long again. Instances report their load "
-        "four times in it",
+        description=(
+            "instances are probed after 0.4 times this many seconds of silence and lost after as long again "
+            "without an answer; an instance silent for three times this is lost. Instances report their load four "
+            "times in this time"
+        ),
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="seconds a request may take when the client sets no deadline"
@@ -128,8 +140,10 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     slow_factor: float = Field(
         6.0,
         ge=0,
-        description="an engine that measures itself this many times slower than usual gets no new requests and hands "
-        "its running ones over, while another engine is well; 0 = slow engines are used as they are",
+        description=(
+            "an engine that measures itself this many times slower than usual gets no new requests and hands "
+            "running ones over, while another engine is well; 0 = slow engines are used like others"
+        ),
     )
     retries: int = Field(
         3,
@@ -138,7 +152,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         "damaged, any number of times within `recovery_s` of the first",
     )
     recovery_s: float = Field(
-        15.0, ge=0, description="seconds a request whose instance failed waits for another one to appear"
+        15.0, ge=0, description="seconds a request waits for another instance after the request's instance failed"
     )
     admission: AdmissionMode = Field(
         AdmissionMode.PREDICTIVE,
@@ -149,17 +163,20 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     room_wait_s: float = Field(
         30.0,
         ge=0,
-        description="seconds a request may wait for room at decode, within its TTFT limit, before it is refused",
+        description="seconds a request may wait for memory at decode, within the TTFT limit, before a refusal",
     )
     queue_deadline_s: float = Field(
         0.0,
         ge=0,
         le=86400,
-        description="seconds a request may wait for a placement that keeps its limits; they do not count in its TTFT "
-        "limit, and bound its wait for room too. 0 = it is refused at once; a request may set its own (slo.queue_s)",
+        description=(
+            "seconds a request may wait for a placement that keeps the request's limits; not counted in the TTFT "
+            "limit, and also the bound for waiting for memory. 0 = refused at once; a request may set slo.queue_s "
+            "instead"
+        ),
     )
     max_queued: int = Field(
-        1024, ge=1, description="requests that may wait like this at once; beyond it some are refused"
+        1024, ge=1, description="requests that may wait for their limits at once; beyond this number some are refused"
     )
     max_queued_bytes: ByteSize = Field(
         64 << 20, ge=1 << 10, description="bytes that the tokens of waiting prompts may take, 4 for each token"
@@ -172,13 +189,16 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
     adopt_wait_s: float = Field(
         5.0,
         ge=0,
-        description="seconds a resumed request waits for the decode instance where it ran to join this conductor, "
-        "before it is placed anew",
+        description=(
+            "seconds a resumed request waits for the former decode instance to join this conductor, before a new "
+            "placement"
+        ),
     )
     swap_roles: bool = Field(
         False,
-        description="instances with `either_role` change between prefill and decode, as the load on the two "
-        "asks for it; docs/roles.md",
+        description=(
+            "instances with `either_role` change between prefill and decode by the load on both; docs/roles.md"
+        ),
     )
     role_ttft_s: float = Field(
         10.0,
@@ -190,12 +210,10 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         0.1, gt=0, description="seconds of a decode step at which a decode instance counts as fully loaded"
     )
     role_ratio: float = Field(
-        1.5, gt=1, description="an instance changes its role when the load of the other pool is this many times as high"
+        1.5, gt=1, description="an instance changes roles when the other pool's load is this many times as high"
     )
     role_hold_s: float = Field(60.0, gt=0, description="seconds for which the load must have been that much higher")
-    role_dwell_s: float = Field(
-        300.0, ge=0, description="seconds for which an instance keeps a role that it has changed to"
-    )
+    role_dwell_s: float = Field(300.0, ge=0, description="seconds for which an instance keeps a new role")
     tenant_ttl_s: Annotated[dict[str, float], BeforeValidator(read_mapping), AfterValidator(_positive)] = Field(
         default_factory=dict,
         description="seconds that a tenant's KV may stay in any one place, as YAML or JSON: {NAME: SECONDS}; NAME '*' "
@@ -211,7 +229,7 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         ge=1,
         description="KV blocks of all instances together that the conductor remembers; about 250 bytes of memory each",
     )
-    explain_history: int = Field(4096, ge=1, description="requests whose placement `Explain` remembers")
+    explain_history: int = Field(4096, ge=1, description="requests with placements that `Explain` remembers")
     tokenizer_threads: int = Field(2, ge=1, description="threads that tokenise prompts")
 
     @model_validator(mode="after")

@@ -163,7 +163,7 @@ class KVDeletions:
             try:
                 await self.sweep()
             except Exception as error:
-                log.exception("a round of deletions failed; it is repeated", error=str(error))
+                log.exception("a round of deletions failed; will retry", error=str(error))
 
     async def sweep(self) -> None:
         """Repeat deletions to members that owe them, and let members delete KV older than the member's TTL."""

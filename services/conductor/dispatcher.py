@@ -213,7 +213,9 @@ class Dispatcher:
             if session is None:
                 raise
             name = type(action).__name__
-            log.exception("an action cannot be carried out: its request ends", action=name, request=session.spec.id)
+            log.exception(
+                "an action cannot be carried out: the action's request ends", action=name, request=session.spec.id
+            )
             self._end_after_defect(action, session)
 
     def _perform(self, action: Action) -> None:

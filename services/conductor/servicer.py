@@ -412,7 +412,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     ),
     counter(
         "placements_measured_total",
-        "Prompts whose measured time to first token was compared with their alternatives.",
+        "Prompts with a measured time to first token compared with the alternatives.",
         lambda it: it.core.cluster.hindsight.totals.placements,
     ),
     counter(

@@ -17,14 +17,17 @@ class DecodeConfig(EngineConfig):
     promise_s: float = Field(
         600.0,
         gt=0,
-        description="seconds for which a promise of room is renewed at most, while its conductor is connected but no "
-        "KV comes",
+        description=(
+            "longest time in seconds that a reservation is renewed, while the conductor is connected but no KV comes"
+        ),
     )
     preemption: Literal["auto", "cache", "recompute", "swap", "store"] = Field(
         "auto",
-        description="what happens to a preempted sequence's KV: cache = it stays in the pool until its blocks are "
-        "needed; recompute = it is computed again; swap = it is copied to DRAM and back; store = it is read back from "
-        "a kvstore; auto = whichever is predicted to be quickest",
+        description=(
+            "how a preempted sequence's KV is kept: cache = in the pool until the blocks are needed; recompute = "
+            "computed again; swap = copied to DRAM and back; store = read back from a kvstore; auto = the way "
+            "predicted to be quickest"
+        ),
     )
     swap_bytes: ByteSize = Field(256 << 20, ge=0, description="bytes of DRAM for KV that is copied out of the pool")
     load_timeout_s: float = Field(
@@ -44,8 +47,10 @@ class DecodeConfig(EngineConfig):
     grace_s: float = Field(
         5.0,
         ge=0,
-        description="seconds that a sequence runs on after its conductor was lost; then its KV is given up. Room "
-        "promised to that conductor is kept as long",
+        description=(
+            "seconds that a sequence runs on after the conductor was lost; then the sequence's KV is given up. "
+            "Reservations of that conductor are kept as long"
+        ),
     )
     log_ttl_s: float = Field(
         60.0,

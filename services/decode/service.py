@@ -191,13 +191,13 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     Metric("sequences_parked", "Preempted requests.", lambda it: it.core.count(*PREEMPTED), 0),
     Metric(
         "sequences_catching_up",
-        "Sequences whose KV is computed again after preemption.",
+        "Sequences whose KV is recomputed after preemption.",
         lambda it: len(it.core.planner.recomputing),
         0,
     ),
     Metric("requests", "Requests that are promised, waiting, running or preempted.", lambda it: len(it.executor), 0),
-    Metric("sequences_orphaned", "Sequences whose conductor is lost.", lambda it: len(it.core.orphans), 0),
-    Metric("logs", "Ended requests whose output is kept for a conductor.", lambda it: len(it.core.orphans.retained)),
+    Metric("sequences_orphaned", "Sequences without a conductor.", lambda it: len(it.core.orphans), 0),
+    Metric("logs", "Ended requests with output kept for a conductor.", lambda it: len(it.core.orphans.retained)),
     Metric("log_bytes", "Bytes of output of ended requests.", lambda it: it.core.orphans.retained.bytes),
     Metric(
         "steps_in_flight",
@@ -207,13 +207,13 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     ),
     Metric(
         "transfers_promised",
-        "Requests with reserved blocks whose transfer has not begun.",
+        "Requests with reserved blocks and no transfer begun.",
         lambda it: it.executor.count(TransferState.PROMISED),
         0,
     ),
     Metric(
         "transfers_receiving",
-        "Requests whose KV is arriving.",
+        "Requests with arriving KV.",
         lambda it: it.executor.count(TransferState.RECEIVING),
         0,
     ),
@@ -238,7 +238,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     Metric("loads", "Open reads at kvstores.", lambda it: it.executor.io.loads.sessions, 0),
     Metric(
         "load_credits_kept_bytes",
-        "Bytes that were read and whose credits were not handed back yet.",
+        "Bytes read with credits not yet handed back.",
         lambda it: it.executor.io.loads.traffic.credits_kept,
         0,
     ),
@@ -259,7 +259,7 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     ),
     Metric(
         "credits_kept_bytes",
-        "Bytes from prefill instances whose credits were not handed back yet.",
+        "Bytes from prefill instances with credits not yet handed back.",
         lambda it: sum(receiver.credits_kept for receiver in it.receivers),
         0,
     ),
@@ -282,7 +282,9 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
         "Tokens computed again after preemption.",
         lambda it: it.core.planner.recomputed_tokens,
     ),
-    counter("prompts_computed_total", "Prompts whose rest was computed here.", lambda it: it.core.planner.prompts),
+    counter(
+        "prompts_computed_total", "Prompts with their remainder computed here.", lambda it: it.core.planner.prompts
+    ),
     counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda it: it.received_bytes),
     counter("stray_frames_total", "Frames that belonged to no transfer.", lambda it: it.stray_frames),
     counter("steps_total", "Steps computed.", lambda it: it.executor.running.steps),

@@ -40,8 +40,10 @@ class GatewayConfig(ServiceConfig):
         description="HOST:PORT of the conductor; with several, the gateway uses another conductor when one is lost",
     )
     model: str = Field(
-        description="checkpoint folder, GGUF file or Hugging Face hub id, the same as the conductor's; its tokenizer "
-        "answers /tokenize and /detokenize"
+        description=(
+            "the same checkpoint folder, GGUF file or Hugging Face hub id as the conductor's; the tokenizer "
+            "answers /tokenize and /detokenize"
+        )
     )
     served_model_name: Names = Field(
         (),
@@ -65,8 +67,10 @@ class GatewayConfig(ServiceConfig):
     )
     operator_tenants: Names = Field(
         (),
-        description="tenants whose API keys see the whole cluster and all requests on the page; default: none. "
-        "Without --api-keys, every caller does",
+        description=(
+            "tenants whose API keys see the whole cluster and all requests on the page; default: none. Without "
+            "--api-keys, every caller does"
+        ),
     )
     ssl_certfile: Path | None = Field(
         None,
@@ -94,18 +98,22 @@ class GatewayConfig(ServiceConfig):
     response_store_bytes: ByteSize = Field(
         256 << 20,
         ge=0,
-        description="maximum size of the stored responses and conversations, in bytes; if there is no room, the tenant "
-        "that has most loses its least recently used ones; 0 stores none",
+        description=(
+            "maximum size of the stored responses and conversations, in bytes; if there is no room, the tenant "
+            "with most bytes loses the least recently used ones; 0 = no storing"
+        ),
     )
     response_ttl_s: float = Field(
-        86400.0, gt=0, description="seconds after its last use for which a response or conversation stays stored"
+        86400.0, gt=0, description="seconds after the last use for which a response or conversation stays stored"
     )
     response_pin_s: float = Field(
         600.0,
         ge=0,
         le=7 * 86400,
-        description="seconds for which the KV of a conversation stays pinned after a turn that continued it by an id; "
-        "0 pins nothing",
+        description=(
+            "seconds for which a conversation's KV stays pinned after a turn that continued the conversation by an "
+            "id; 0 = no pins"
+        ),
     )
     response_store_file: Path | None = Field(
         None,
@@ -118,7 +126,9 @@ class GatewayConfig(ServiceConfig):
     request_timeout_s: float = Field(600.0, gt=0, description="time limit of a request, in seconds")
     chat_template: Path | None = Field(
         None,
-        description="file with a chat template (Jinja) in place of the checkpoint's; give it to the conductor, too",
+        description=(
+            "file with a chat template (Jinja) in place of the checkpoint's; give the file to the conductor, too"
+        ),
     )
     tool_call_parser: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder", "deepseek", "pythonic"] = Field(
         "auto", description="format of the model's tool calls; auto: derived from the chat template"

@@ -66,7 +66,7 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
     ),
     Metric(
         "durability_awaited_blocks",
-        "Blocks whose writers wait until the blocks are durable.",
+        "Blocks with writers that wait until the blocks are durable.",
         lambda it: len(it.store.writes.awaiting),
         0,
     ),
@@ -74,13 +74,13 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
     Metric("messages_unsent", "Messages that wait to be written to clients.", lambda it: it.streams.traffic.unsent, 0),
     Metric(
         "put_credits_kept_bytes",
-        "Bytes that writers sent and whose credits were not handed back yet.",
+        "Bytes from writers with credits not yet handed back.",
         lambda it: it.streams.traffic.credits_kept,
         0,
     ),
     Metric(
         "get_credits_out_bytes",
-        "Bytes that were sent to readers and whose credits did not come back yet.",
+        "Bytes sent to readers with credits not yet returned.",
         lambda it: it.streams.traffic.credits_out,
         0,
     ),
@@ -233,12 +233,12 @@ class StoreObserver:
     ) -> None:
         self._clock = clock
         reads = metrics.histogram(
-            "read_seconds", "Seconds of a reading session, by its coldest tier.", SECONDS, ["tier"]
+            "read_seconds", "Seconds of a reading session, by the coldest tier.", SECONDS, ["tier"]
         )
         self._warm_reads, self._cold_reads = reads.labels(tier="dram"), reads.labels(tier="ssd")
         self.committed = metrics.histogram("commit_seconds", "Seconds until a batch was on SSD.", SECONDS).observe
         self._lifetimes = metrics.histogram(
-            "block_lifetime_seconds", "Seconds from storing a block to losing it, of a sample of blocks.", AGES
+            "block_lifetime_seconds", "Seconds from storing a block to losing the block, in a sample of blocks.", AGES
         )
         self._gaps = metrics.histogram(
             "block_reuse_gap_seconds", "Seconds between two uses of a block, of a sample of blocks.", AGES

@@ -193,13 +193,13 @@ PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (
     Metric("loads", "Open reads at kvstores and peers.", lambda it: it.loading.sessions, 0),
     Metric(
         "transfer_credits_out_bytes",
-        "Bytes that were sent to decode instances and whose credits did not come back yet.",
+        "Bytes sent to decode instances with credits not yet returned.",
         lambda it: it.sending.traffic.credits_out,
         0,
     ),
     Metric(
         "load_credits_kept_bytes",
-        "Bytes that were read and whose credits were not handed back yet.",
+        "Bytes read with credits not yet handed back.",
         lambda it: it.loading.traffic.credits_kept,
         0,
     ),

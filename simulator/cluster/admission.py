@@ -77,12 +77,14 @@ class PoolLoad:
 
 ADMISSIONS = {
     "all": "nobody is refused",
-    "baseline": "each stage refuses for itself when its work begins: prefill by its queue, decode when the KV comes",
-    "early": "refused before prefill by the load of both stages as it is now, and by decode when the KV comes",
+    "baseline": (
+        "each stage refuses by itself when the stage's work begins: prefill by the queue, decode when the KV comes"
+    ),
+    "early": "refused before prefill by both stages' present load, and by decode when the KV comes",
     "predictive": "the same by the load that decode is expected to have when the prompt is computed",
-    "promised_none": "as the services do with --admission none: decode alone looks, when it is asked for room",
+    "promised_none": "as the services do with --admission none: only decode checks, when asked for memory",
     "promised_early": "as the services do with --admission early: both stages as they are now, and decode likewise",
-    "promised": "as the services do by default: predictive, and decode looks when it is asked for room",
+    "promised": "as the services do by default: predictive, and decode checks when asked for memory",
 }
 """Which requests are admitted; `baseline`, `early` and `predictive` as the Mooncake paper has them."""
 SERVICES = {

@@ -13,7 +13,7 @@ from simulator.experiments.report import Chart, digits
 
 UNKNOWN = (
     "Each decision meets the queues and caches that the recorded policy has left, not those that the other would have.",
-    "Differences are predicted, each by its own policy's prediction; nobody has measured the other's choices.",
+    "Differences are predicted, each by its own policy's prediction; the other choices were not measured.",
     "Requests that were never asked, or came later because answers were slow, are those of the recording.",
 )
 """What a replay cannot know."""

@@ -139,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--requests", type=int, default=1200)
-    parser.add_argument("--tenants", type=int, default=0, help="whose requests these are; 0 = nobody's")
+    parser.add_argument("--tenants", type=int, default=0, help="tenant of these requests; 0 = no tenant")
     parser.add_argument("--several", type=float, default=0.0, help="share of requests of 2 to 4 answers")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

@@ -760,7 +760,7 @@ class Router:
         if choices[0].excluded:
             if demand.prompt_blocks <= pool.largest_blocks:
                 raise Unavailable(f"no prefill instance takes the prompt now ({choices[0].excluded})")
-            raise InvalidRequest("prompt", f"no prefill instance can take it ({choices[0].excluded})")
+            raise InvalidRequest("prompt", f"no prefill instance can take the request ({choices[0].excluded})")
         return choices
 
     def _suspected(self, suspects: Collection[str]) -> int:

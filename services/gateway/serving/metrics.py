@@ -29,11 +29,11 @@ class GatewayMetrics:
         self.open_requests = 0
         """Requests that are being answered."""
         self.waiting = self._gauge("num_requests_waiting", "Requests that have no first token yet.")
-        self.running = self._gauge("num_requests_running", "Requests whose answer has begun and not ended.")
+        self.running = self._gauge("num_requests_running", "Requests with an answer under way.")
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of the prompts of complete requests.")
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated for complete requests.")
         self.cache_queries = self._counter("prefix_cache_queries", "Prompt tokens looked up in caches.")
-        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens whose KV was found instead of computed.")
+        self.cache_hits = self._counter("prefix_cache_hits", "Prompt tokens with cached KV.")
         self.ended = self._counter("request_success", "Requests that have ended, by reason.", "finished_reason")
         self.ttft = self._histogram("time_to_first_token_seconds", "Seconds from arrival to the first token.", SECONDS)
         self.gaps = self._histogram(
@@ -46,7 +46,7 @@ class GatewayMetrics:
             "e2e_request_latency_seconds", "Seconds from arrival to the end of the request.", E2E_BUCKETS
         )
         self.queue = self._histogram(
-            "request_queue_time_seconds", "Seconds that a request waited before its prompt was computed.", SECONDS
+            "request_queue_time_seconds", "Seconds that a request waited before prefill.", SECONDS
         )
         self.prefill = self._histogram(
             "request_prefill_time_seconds", "Seconds that computing the prompt took.", SECONDS

@@ -540,7 +540,7 @@ class DiskIndex:
 
     def _report(self, error: Exception) -> None:
         log.error(
-            "the index is damaged; it is written anew while the store serves",
+            "the index is damaged; rebuilding the index while serving",
             error=str(error),
             command=f"moonpool kvstore verify --repair {self.folder}",
         )

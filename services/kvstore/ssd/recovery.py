@@ -190,7 +190,7 @@ class Recovery:
             return IndexImage()
         if image.damage:
             log.warning(
-                "writing the index anew; segments whose values are damaged are read",
+                "rebuilding the index; reading segments with damaged values",
                 reason=image.damage,
                 command=f"moonpool kvstore verify --repair {self.folder.path}",
             )
