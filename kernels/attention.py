@@ -57,7 +57,7 @@ def paged_attention(
     Every element of the result is written; token slots past a sequence's context never reach the result, whatever they
     hold. `plan`, from `make_plan` with the same tensors, saves repeating checks and index computations for each layer.
     `deterministic` (with a plan: the plan's): a sequence's rows have the same bits whatever else is in the batch, for
-        the same chunk borders.
+    the same chunk borders.
 
     Raises:
         ValueError: an argument has a wrong shape, stride, type, device or value; the message begins with the argument's

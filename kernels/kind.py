@@ -37,7 +37,7 @@ class AttentionKind:
         """Return the weights of scores [..., rows, n] over the last dimension.
 
         `heads`: the KV heads in the first dimension, whose query heads lie `repeats` times in the rows; None: the first
-            dimension has all KV heads for some sequences, and the rows have each one's query heads.
+        dimension has all KV heads for some sequences, and the rows have each one's query heads.
         """
         if self.sinks is None:
             return torch.softmax(scores, dim=-1)

@@ -1,7 +1,7 @@
 """What an answer may look like: JSON, a JSON schema, a regular expression or a grammar, by the library llguidance.
 
 Free of torch: a conductor checks with this module before any work is done, an engine computes with it which tokens may
-    follow.
+follow.
 """
 
 from __future__ import annotations

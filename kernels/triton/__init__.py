@@ -3,7 +3,7 @@
 `kernels.triton.ops` has the operations under the same names.
 
 Importing this package costs nothing: Triton is imported with `kernels.triton.ops`, which only a process that found
-    `available` may do.
+`available` may do.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def _environment() -> SandboxedEnvironment:
     """A sandbox with the filters and functions that transformers gives to templates.
 
     Source: `transformers/utils/chat_template_utils.py`. The sandbox refuses access to Python's internals and changes to
-        arguments; a template can only compute text.
+    arguments; a template can only compute text.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]

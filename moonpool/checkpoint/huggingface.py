@@ -1,8 +1,8 @@
 """A Hugging Face folder: configuration, and the safetensors files' headers.
 
 Both spellings of `config.json` are read: `rope_theta`/`rope_scaling`/`torch_dtype`, and transformers 5's
-    `rope_parameters`/`dtype`. If a key is absent, the default of transformers' configuration class holds. No tensor
-    data is read.
+`rope_parameters`/`dtype`. If a key is absent, the default of transformers' configuration class holds. No tensor data is
+read.
 """
 
 from __future__ import annotations

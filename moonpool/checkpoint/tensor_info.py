@@ -57,7 +57,7 @@ class TensorInfo:
     """One tensor: file, type there (for example "BF16" or "Q4_0"), shape, first byte.
 
     GGUF files also have `paired_rows`: rows in a head, if rows that RoPE turns together lie beside one another instead
-        of half a head apart; 0 = they do not.
+    of half a head apart; 0 = they do not.
     """
 
     file: Path

@@ -31,7 +31,8 @@ def run_health(address: str, *, timeout_s: float, wait_s: float, joined: int) ->
         wait_s: seconds to retry until the service serves.
         joined: instances that must have joined; 0 = any service will do.
 
-    Returns: 0 if the service serves, else 1.
+    Returns:
+        0 if the service serves, else 1.
     """
     deadline = time.monotonic() + wait_s
     pause = threading.Event()

@@ -428,7 +428,8 @@ class StageRunner:
     def run(self, step: Step) -> bool:
         """Run one step to the end, done or aborted; emit the step's events, `StageDone` last.
 
-        Returns: Whether the step's run continues. Then `go_on` runs the run's next step.
+        Returns:
+            Whether the step's run continues. Then `go_on` runs the run's next step.
         """
         masks = self._begin_masks(step)
         times = self._begin(step)

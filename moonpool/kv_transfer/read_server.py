@@ -145,7 +145,8 @@ class FrameWriter:
     ) -> bool:
         """Sends a frame if no wait is needed, the header wrapped by `wrap`.
 
-        Returns: Whether the frame was sent; no credits are used if not, or if the call raises.
+        Returns:
+            Whether the frame was sent; no credits are used if not, or if the call raises.
 
         Raises:
             StreamBroken: Too many messages wait to be written.

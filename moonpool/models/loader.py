@@ -1,7 +1,7 @@
 """Loads one stage's weights from a checkpoint, and fuses projections.
 
 Only safetensors and GGUF files are read: no data is unpickled or executed. Files are mapped; quantised rows are
-    dequantised piece by piece, so that no second whole tensor exists in float32.
+dequantised piece by piece, so that no second whole tensor exists in float32.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def load_stage(
     Weights stored in another supported type are converted to `dtype`. `quantization`: "int8" or "int4" packs the
     projections of the layers so, and the head in 8 bits; "file" keeps the codes of projections that are quantised.
     `deterministic`: see `StageModel`. `int8_head`: also hold an unpacked head as bytes (`kernels.int8_head`), if native
-        code takes the head. `on_layer` is called after each layer, with the numbers of loaded layers and all layers.
+    code takes the head. `on_layer` is called after each layer, with the numbers of loaded layers and all layers.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names the tensor; checked for

@@ -177,7 +177,8 @@ class StageModel:
         Another thread may follow the layers by `progress`, made by `self.progress`; several calls may belong to one
         step.
 
-        Returns: The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
+        Returns:
+            The layer reached, `last` unless `signals` stopped the run before, and the hidden states there.
         """
         if self._native is not None:
             assert isinstance(kv, Tensor), "native layers are alike"

@@ -126,8 +126,9 @@ class JournalWriter:
 def read_journal(path: Path, modules: re.Pattern[str] = CORE_MODULES) -> tuple[Any, Iterator[JournalEntry]]:
     """Reads a journal's file, which may name only these modules' classes.
 
-    Returns: The core at the file's begin, and the events since. An event that was being written when the process ended
-        is left out.
+    Returns:
+        The core at the file's begin, and the events since. An event that was being written when the process ended is
+        left out.
 
     Raises:
         JournalError: not a journal, damaged, or holding something else than cores and events; the iterator too.

@@ -1,7 +1,7 @@
 """Chooses tokens from logits: a pure function of logits, parameters, history, seed and position.
 
 The sampler has no state: an instance that computes the same logits chooses the same token, also after a crash and on
-    another instance. A row's result never depends on the other rows.
+another instance. A row's result never depends on the other rows.
 
 Order: processors of logits and masks (`moonpool.sampling.processors`). Then, if the temperature is 0, the highest
 logit, the lowest token among equals; else temperature, filters (`moonpool.sampling.filters`) and one draw

@@ -1,7 +1,7 @@
 """A step: one forward pass over a packed batch, as schedulers plan a step and engines run a step, and the results.
 
 A *run* is several steps: the engine feeds each sequence's new token back without asking the scheduler. Also here: one
-    sequence's sampling step by step, and how layers are divided among pipeline stages.
+sequence's sampling step by step, and how layers are divided among pipeline stages.
 
 Steps and results are frozen and picklable.
 """

@@ -4,8 +4,7 @@ Everything passes through the standard library's logging, so that a program that
 and only a service process (`configure`) gets ours.
 
 The style of all logs: a module's logger is `log = get_logger(__name__)`. An event is a short phrase in lower case, in
-    the present or past tense, and always the same phrase ("index does not match the segments; rebuilding it"). What
-    varies
+the present or past tense, and always the same phrase ("index does not match the segments; rebuilding it"). What varies
 goes into fields: `log.warning("write-back failed", store=store.id, blocks=3, reason=str(error))`. `error` and `reason`
 are texts, `exc_info` is for defects only. `error` ends a service or a request, `warning` reports a loss or asks for a
 look, `info` happens a few times in a process' life, `debug` is the rest.

@@ -59,7 +59,8 @@ class PrometheusMetrics:
     async def served(self, listen: str) -> AsyncIterator[str]:
         """Serves `GET /metrics` at "host:port" (port 0 = any free port), from separate threads; "" serves nothing.
 
-        Yields: The served address, "" for none.
+        Yields:
+            The served address, "" for none.
 
         Raises:
             ConfigError: naming `metrics_listen`: the address cannot be used.

@@ -25,7 +25,7 @@ class Recorder:
     """Records one process's spans to a file; usable from any thread.
 
     Memory is bounded: at most a batch of 256 events waits to be written, and a batch older than 0.2 s is written with
-        the next event. When the file cannot be written, recording ends with one warning; serving goes on.
+    the next event. When the file cannot be written, recording ends with one warning; serving goes on.
     """
 
     def __init__(self, process_name: str, path: Path | None) -> None:

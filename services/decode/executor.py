@@ -346,7 +346,8 @@ class DecodeExecutor:
     def reserve(self, incoming: IncomingRequest, asked: decode_pb2.ReserveRequest) -> tuple[LiveRequest, float]:
         """Reserves blocks for a request, as the checked message `asked` wants them.
 
-        Returns: The request, and the predicted seconds between tokens.
+        Returns:
+            The request, and the predicted seconds between tokens.
 
         Raises:
             Overloaded: too few blocks are available now, or the time between tokens cannot be kept.

@@ -339,7 +339,8 @@ class LiveRequest:
     def begin(self, message: decode_pb2.StartSequence, max_tokens: int) -> tuple[tuple[int, ...], Candidates]:
         """Takes the first tokens, and those that are known behind them.
 
-        Returns: Why each answer ends with them, 0 if the answer continues; for a search, what may follow the prompt.
+        Returns:
+            Why each answer ends with them, 0 if the answer continues; for a search, what may follow the prompt.
         """
         tokens = [message.first_token_id, *message.further_token_ids]
         if self.search is not None:

@@ -225,7 +225,7 @@ class HttpConnection(HttpToolsProtocol):
 
         A client that has closed the connection looks the same. If the request has no response yet, an interim response
         tells both apart: the closed connection answers with a reset. A client that asked for the connection's end or
-            sent a GET gets none, because some clients of this kind cannot read interim responses.
+        sent a GET gets none, because some clients of this kind cannot read interim responses.
         """
         if self._lingers or self._between_requests() or self._in_message or self.scheme == "https":
             return None

@@ -1,7 +1,7 @@
 """One kvstore process: recover, serve, join the conductor, drain; and the contract's servicer.
 
 The process ends in this order: no new work, running sessions finish, streams end, visible blocks become durable, files
-    close.
+close.
 """
 
 import asyncio

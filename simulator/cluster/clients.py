@@ -112,7 +112,8 @@ class Clients:
 
         A request without a placement counts as lost: only a placed request is resumed.
 
-        Returns: The request's record at the conductor; None if the request has not come there or has ended.
+        Returns:
+            The request's record at the conductor; None if the request has not come there or has ended.
         """
         serving = self._open.get(request)
         if serving is not None and not serving.away:

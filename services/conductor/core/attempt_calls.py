@@ -335,7 +335,8 @@ class AttemptCalls:
     ) -> bool:
         """Takes the result of a `CallReserve`; a reservation that no attempt waits for is cancelled.
 
-        Returns: Whether this call gave the request's attempt a reservation.
+        Returns:
+            Whether this call gave the request's attempt a reservation.
         """
         attempt = request.attempt if request is not None else None
         waits = False

@@ -283,8 +283,9 @@ class BlockTrie:
         Args:
             keys: a chain's keys, from the first block on. A key follows the same keys in every call.
 
-        Returns: (blocks, mask) with blocks ascending and each mask within the mask before: the slots that hold that
-            many leading blocks. A slot's prefix is the largest entry with the slot.
+        Returns:
+            (blocks, mask) with blocks ascending and each mask within the mask before: the slots that hold that many
+            leading blocks. A slot's prefix is the largest entry with the slot.
         """
         linked = self._link(keys)
         if not linked:

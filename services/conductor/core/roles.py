@@ -7,9 +7,9 @@ pressure after a change can be predicted.
 
 An instance goes to the other pool if that pool's pressure has been `ratio` times as high for `hold_s`, and both pools
 gain: the giving pool stays below the limit, and below the other pool's pressure before. Then nothing changes until the
-    change has ended and the pressures are known anew. A draining instance that can switch roles counts as a
-change under way: another conductor may have ordered the change. A pool that needs a further instance gets one after
-`SETTLE_S`; a change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
+change has ended and the pressures are known anew. A draining instance that can switch roles counts as a change under
+way: another conductor may have ordered the change. A pool that needs a further instance gets one after `SETTLE_S`; a
+change back takes `hold_s` again. An instance that has changed stays for `dwell_s`.
 """
 
 from collections.abc import Iterable

@@ -369,7 +369,7 @@ class RequestScheduler:
         """Decode instances to ask for memory, best first.
 
         A report may be stale: at first instances without free memory are asked, too. A tenant above the fair share must
-            find memory, and leaves some to others.
+        find memory, and leaves some to others.
         """
         key = request.spec.queue_key
         leaves = not request.recovering and self.tenants.above_share(key, now)

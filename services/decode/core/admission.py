@@ -68,7 +68,7 @@ class DecodeAdmission:
         """Seconds per step with this request and all others, running or promised, in the batch.
 
         If the request says when it starts: with the requests expected to be here then. Or, if longer, with promised
-            requests that start later and are expected to overlap.
+        requests that start later and are expected to overlap.
         """
         batch, now = self._planner.batch, self._state.now
         running = RequestStatus.RUNNING  # a local name: most of many requests are in the batch

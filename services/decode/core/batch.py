@@ -356,7 +356,8 @@ def rebuild_tables(
         settings: the instance's.
         manager: the pool's.
 
-    Returns: The `BlockSharing`'s blocks, in order.
+    Returns:
+        The `BlockSharing`'s blocks, in order.
     """
     sharing = request.preemption.blocks
     for table in sharing.tables:

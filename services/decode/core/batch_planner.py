@@ -500,7 +500,8 @@ class BatchPlanner:
         A tenant without a place takes turns with the others, even if its request needs more than its share: the tenants
         that had as many steps for their weights, or more, leave.
 
-        Returns: Whether the request has its places now.
+        Returns:
+            Whether the request has its places now.
         """
         if not use.taken or not self.tbt.may_join(request, self.recomputing):
             return False
@@ -573,7 +574,7 @@ class BatchPlanner:
         """Predicted seconds for one recomputed token beside a batch; 0 if no request is to recompute.
 
         New promises leave time for this token: beside batches as slow as allowed, no preempted request would be
-            restored.
+        restored.
         """
         return self.tbt.chunk_s(self.recomputing or self._preempted.queue)
 

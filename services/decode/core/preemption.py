@@ -217,7 +217,8 @@ def choose_victim(active: list[DecodeRequest], wanting: DecodeRequest) -> Decode
     The tenant with most blocks for its weight gives up its last request in order. The first request of the tenant with
     fewest is never chosen, so this request can always finish. Requests preempted twice are spared if possible.
 
-    Returns: A request, maybe `wanting`; None if no request may be preempted.
+    Returns:
+        A request, maybe `wanting`; None if no request may be preempted.
     """
     everyone = [*active, *(() if wanting in active else (wanting,))]
     use = block_use(everyone) if several_tenants(everyone) else TenantUse({})
@@ -341,7 +342,8 @@ class PreemptedRequests:
             request: `next_in_turn`; WAITING, RECOMPUTING, SWAPPING_IN or LOADING afterwards.
             active: requests that run or could run. If there is none, the growth of others does not matter.
 
-        Returns: Whether the request fits.
+        Returns:
+            Whether the request fits.
         """
         # A request that grows as expected takes as much from available as from expected blocks: the balance is
         # unchanged.

@@ -6,7 +6,7 @@ here.
 
 A lease keeps the leased blocks from being evicted or reclaimed until closed. Deletions run in steps between which
 others may run: with the first step, writing sessions that bring such blocks end; a block that moves between the tiers
-    stays in the same part of all keys, so no block is missed.
+stays in the same part of all keys, so no block is missed.
 """
 
 import dataclasses

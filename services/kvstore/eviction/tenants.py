@@ -1,7 +1,7 @@
 """A store's tenants: guarantees and quotas per tier, and pins, which keep named sets of blocks for a time.
 
 Pins are not stored: they end with the process. A key may be in several pins; a pinned block stays until the last pin
-    has ended, and costs the tenant once.
+has ended, and costs the tenant once.
 """
 
 import collections
@@ -216,7 +216,8 @@ class Pins:
 
         Call `expire` first: an expired pin still counts.
 
-        Returns: The outcome, and the keys with a possibly changed state.
+        Returns:
+            The outcome, and the keys with a possibly changed state.
 
         Raises:
             Overloaded: there are too many pins, or too many keys in pins.

@@ -3,7 +3,7 @@
 A failing source is skipped for a while: the failure delays one request by one deadline, not every request.
 
 Replication takes spare capacity only: one order at a time, none while prompts wait for blocks, and at most half of the
-    free or cached blocks. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
+free or cached blocks. Until a request uses them, replicated blocks are evicted first (`BlockManager`).
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The fewest sequences.
 
 Source: the load balancer for vLLM's data-parallel engines, which sends a request to the engine with the fewest, and the
-    default in SGLang's router for decode workers, between two drawn workers; here all are looked at.
+default in SGLang's router for decode workers, between two drawn workers; here all are looked at.
 """
 
 from collections.abc import Sequence

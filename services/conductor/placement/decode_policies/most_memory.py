@@ -1,7 +1,7 @@
 """The most free memory.
 
 Source: the cost in NVIDIA Dynamo's KV router for decode workers: blocks in use there, including the request's. Blocks
-    of the prompt that the instance holds need not be sent.
+of the prompt that the instance holds need not be sent.
 """
 
 from collections.abc import Sequence

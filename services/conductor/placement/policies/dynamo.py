@@ -1,7 +1,7 @@
 """The least tokens to compute, those that wait there among them.
 
 Source: the cost in NVIDIA Dynamo's KV router for prefill workers: prompt tokens under way on the worker, and the new
-    prompt's tokens not found there. Blocks found in host memory or on disk count in part, as loading takes time.
+prompt's tokens not found there. Blocks found in host memory or on disk count in part, as loading takes time.
 """
 
 from collections.abc import Sequence

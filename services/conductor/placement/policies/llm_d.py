@@ -1,7 +1,7 @@
 """Weighted scores, and "sticky until saturated".
 
 Source: the scorers in llm-d's inference scheduler (prefix cache 3, KV memory 2, queue 2, each from 0 to 1), and the
-    2026 rule that keeps a prompt at the instance with most of the prefix until that instance is saturated.
+2026 rule that keeps a prompt at the instance with most of the prefix until that instance is saturated.
 """
 
 from collections.abc import Sequence

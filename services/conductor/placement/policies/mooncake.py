@@ -1,7 +1,7 @@
 """The least predicted time to first token.
 
 Source: Algorithm 1 in "Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving" (arXiv 2407.00079), with
-    the open points decided in docs/adr/0016-policies.md.
+the open points decided in docs/adr/0016-policies.md.
 """
 
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Source: E2 of "Preble: Efficient Distributed Prompt Scheduling for LLM Serving" (ICLR'25, arXiv 2407.00023). Two terms
 come from this code: an instance's load is the predicted queue instead of the last three minutes' work, as the better
-    predictor, and eviction has no cost, as instances report no hit rates for blocks.
+predictor, and eviction has no cost, as instances report no hit rates for blocks.
 """
 
 from collections.abc import Sequence
