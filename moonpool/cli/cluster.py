@@ -98,6 +98,8 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     if found.refused:
         console.print(_candidate_table(found.candidates, ""))
         typer.echo(f"refused: {found.refused}")
+    if found.failed:
+        typer.echo(f"failed: {found.failed}")
     typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")
     if found.better:
         typer.echo(f"in hindsight {found.better} would have been {_seconds_text(found.regret_s)} sooner")
@@ -299,6 +301,6 @@ def _request_table(last: tuple[EndedRequest, ...]) -> RecordTable:
         usage, timing = each.usage, each.timing
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
-        refused = f"refused: {each.refused}" if each.refused else ""
-        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times, refused)
+        refused, failed = each.refused and f"refused: {each.refused}", each.failed and f"failed: {each.failed}"
+        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times, refused or failed)
     return table

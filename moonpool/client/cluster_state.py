@@ -82,7 +82,8 @@ class EndedRequest:
         tenant: owner of the request.
         usage: tokens counted.
         timing: times measured.
-        refused: why the request was refused; "" if answered.
+        refused: why the request was refused; "" if not refused.
+        failed: why the request ended without a whole answer, though not refused; "" if it did not.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class EndedRequest:
     usage: Usage
     timing: Timing
     refused: str = ""
+    failed: str = ""
 
 
 @dataclass(frozen=True, slots=True)

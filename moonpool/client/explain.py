@@ -224,6 +224,7 @@ class Explanation:
         regret_s: seconds to first token that the last placement lost against the best alternative, by later
             measurements; 0 until the request has ended.
         better: instance that would have been sooner; "" if none would.
+        failed: why the request ended without a whole answer, though it was not refused; "" if it did not.
     """
 
     placement: Placement | None
@@ -238,3 +239,4 @@ class Explanation:
     attempts: tuple[Attempt, ...] = ()
     regret_s: float = 0.0
     better: str = ""
+    failed: str = ""

@@ -1659,6 +1659,7 @@ class ExplainResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     REGRET_S_FIELD_NUMBER: _builtins.int
     BETTER_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1677,6 +1678,10 @@ class ExplainResponse(_message.Message):
     """
     better: _builtins.str
     """The instance that would have been sooner; empty when none would."""
+    failed: _builtins.str
+    """Why the request ended without a whole answer, though it was not refused: the client left, the time ran out, or an
+    error; empty when it did not.
+    """
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1710,10 +1715,11 @@ class ExplainResponse(_message.Message):
         attempts: _abc.Iterable[Global___Attempt] | None = ...,
         regret_s: _builtins.float = ...,
         better: _builtins.str = ...,
+        failed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "candidates", b"candidates", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "candidates", b"candidates", "failed", b"failed", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1881,12 +1887,15 @@ class EndedRequest(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
     """Whose it was."""
     refused: _builtins.str
-    """Why it was refused; empty when it was answered."""
+    """Why it was refused; empty when it was not."""
+    failed: _builtins.str
+    """As `ExplainResponse.failed`."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -1903,10 +1912,11 @@ class EndedRequest(_message.Message):
         usage: Global___Usage | None = ...,
         timing: Global___Timing | None = ...,
         refused: _builtins.str = ...,
+        failed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -78,6 +78,8 @@ T = TypeVar("T")
 FindInstance = Callable[[str], kv_pb2.Instance | None]
 
 SECRET_BYTES = 16
+DEADLINE_MARGIN_S = 0.1
+"""A client whose request has this much time left, or less, leaves because the time has run out."""
 """Bytes of the secrets that are drawn for new requests."""
 
 _CANCELLED = Failure(FailureKind.UNAVAILABLE, "cancelled")
@@ -277,8 +279,12 @@ class Dispatcher:
             case FailRequest(_, failure, refused, candidates):
                 if refused:
                     self._reports.refused(request_id, session.spec.tenant, str(failure), candidates)
+                else:
+                    self._reports.failed(session, str(failure))
                 session.outgoing.end(error_of(failure))
             case DropRequest():
+                late = self._clock() > session.spec.deadline - DEADLINE_MARGIN_S
+                self._reports.failed(session, "the request took longer than it may" if late else "the client has left")
                 session.outgoing.end()
         self._reports.ended(session)
         del self._sessions[action.request]

@@ -80,6 +80,12 @@ class DecisionLog:
         if record is not None:
             record.measured_tpot_s = tpot_s
 
+    def failed(self, request_id: str, reason: str) -> None:
+        """Note why a request that was not refused has no whole answer. The request may never have been placed."""
+        if request_id not in self._records:
+            self._keep(request_id, conductor_pb2.ExplainResponse())
+        self._records[request_id].failed = reason
+
     def ended(
         self, request_id: str, timeline: conductor_pb2.Timeline, attempts: Iterable[conductor_pb2.Attempt]
     ) -> None:
@@ -158,7 +164,7 @@ _Figures = tuple[float, int, int, int, float, float]
 
 
 class RecentRequests:
-    """Figures about the last answered requests, and a list of the last ended and refused requests.
+    """Figures about the last answered requests, and a list of the last answered, refused and failed requests.
 
     `clock` gives seconds.
     The figures are plain numbers because the event loop waits while they are added up.
@@ -182,6 +188,18 @@ class RecentRequests:
     def add_refused(self, request_id: str, tenant: str, reason: str) -> None:
         """List a refused request; the request's figures count nowhere."""
         self._last.append(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, refused=reason))
+
+    def add_failed(self, request_id: str, timeline: conductor_pb2.Timeline, reason: str) -> None:
+        """List a request without a whole answer; the request's figures count nowhere."""
+        self._last.append(
+            conductor_pb2.EndedRequest(
+                request_id=request_id,
+                tenant=timeline.tenant,
+                usage=timeline.usage,
+                timing=timeline.timing,
+                failed=reason,
+            )
+        )
 
     def state(self) -> conductor_pb2.RecentState:
         """Sums and quantiles of the last `RECENT_WINDOW_S` seconds."""
@@ -470,6 +488,11 @@ class RequestReports:
         self.decisions.complete(session.spec.id, session.tpot_s)
         self.predictions.complete(session)
         self.recent.add(session.spec.id, session.timeline(over=True))
+
+    def failed(self, session: Session, reason: str) -> None:
+        """The request has no whole answer, and was not refused; `ended` follows."""
+        self.decisions.failed(session.spec.id, reason)
+        self.recent.add_failed(session.spec.id, session.timeline(over=True), reason)
 
     def ended(self, session: Session) -> None:
         """The core has ended the request."""

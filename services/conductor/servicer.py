@@ -258,15 +258,14 @@ class ConductorServicer:
 
     async def Explain(self, request: conductor_pb2.ExplainRequest, context: object) -> conductor_pb2.ExplainResponse:
         """How a request was placed, and the request's course so far."""
-        decision = self._reports.decisions.get(request.request_id)
-        call = self._calls.get(request.request_id)
-        if call is not None and call.session is not None and not decision.HasField("timeline"):
-            response = conductor_pb2.ExplainResponse(
-                timeline=call.session.timeline(over=False), attempts=call.session.attempts
-            )
-            response.MergeFrom(decision)
-            return response
-        return decision
+        decisions, call = self._reports.decisions, self._calls.get(request.request_id)
+        if call is None or call.session is None or decisions.has_ended(request.request_id):
+            return decisions.get(request.request_id)
+        session = call.session
+        response = conductor_pb2.ExplainResponse(timeline=session.timeline(over=False), attempts=session.attempts)
+        if session.attempts:
+            response.MergeFrom(decisions.get(request.request_id))
+        return response
 
     async def ChangeRole(
         self, request: conductor_pb2.ChangeRoleRequest, context: object

@@ -37,19 +37,28 @@ function problem(said) {
 function list() {
   const sought = byId("name").value.trim().toLowerCase();
   const kind = byId("kind").value;
-  const found = ended.filter(({ request_id: id, tenant, refused }) =>
-    (!kind || (kind === "refused") === Boolean(refused)) && `${id}\n${tenant}\n${refused}`.toLowerCase().includes(sought));
+  const found = ended.filter((one) =>
+    (!kind || kind === outcome(one)) && [one.request_id, one.tenant, reason(one)].join("\n").toLowerCase().includes(sought));
   byId("lately").replaceChildren(lately(found));
+}
+
+function outcome({ refused, failed }) {
+  return refused ? "refused" : failed ? "failed" : "answered";
+}
+
+/** Why a request has no whole answer. */
+function reason({ refused, failed }) {
+  return refused || failed;
 }
 
 function lately(requests) {
   if (!requests.length) return el("p", { class: "hint" }, ended.length ? "None of the last ones. An older one is shown by its whole id." : "None yet.");
-  const rows = requests.map(({ request_id: id, tenant, usage, timing, refused }) => [
+  const rows = requests.map(({ request_id: id, tenant, usage, timing, ...why }) => [
     el("a", { href: `#requests/${encodeURIComponent(id)}` }, id), tenant || "–",
     usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds(timing.ttft_s), seconds(timing.e2e_s),
-    refused,
+    reason(why),
   ]);
-  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end", "refused"], rows);
+  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end", "refused or failed"], rows);
 }
 
 /** Error responses of this gateway by status and code, of all its clients. */
@@ -64,9 +73,11 @@ function failures(metrics) {
 }
 
 function story(found) {
-  const { timeline, phases, placement, refused, attempts } = found;
+  const { timeline, phases, placement, refused, failed, attempts } = found;
   const { usage, timing } = timeline;
-  if (!placement) return [el("p", {}, `Refused: ${refused}`), candidates(found)];
+  if (!placement) {
+    return [el("p", {}, refused ? `Refused: ${refused}` : `Failed before it was placed: ${failed}`), candidates(found)];
+  }
   const where = placement.prefill === placement.decode
     ? `on ${placement.decode} alone` : `on ${placement.prefill}, then ${placement.decode || "nowhere: one token was all"}`;
   const source = placement.kvstore ? `, prefix from ${placement.kvstore}` : "";
@@ -83,6 +94,7 @@ function story(found) {
     ...attempts.slice(1).map((attempt) => el("p", {}, `Placed again at ${seconds(attempt.placed_s)}, because ` +
       `${attempt.cause}: ${count(attempt.prompt_tokens)} tokens to compute or find, ` +
       `${count(attempt.local_tokens + attempt.loaded_tokens)} of them found, ${count(attempt.tokens)} new tokens.`)),
+    failed ? el("p", {}, `Failed: ${failed}.`) : null,
     timing.e2e_s ? null : el("p", { class: "hint" }, "It still runs."),
     phases.length ? chart(found) : null,
     candidates(found),

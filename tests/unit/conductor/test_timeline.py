@@ -1,11 +1,13 @@
 """What a request has gone through, as `Explain` tells it; and what the cluster's state tells of those that ended."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from moonpool.client import NotFound, Overloaded, Slo
+from moonpool.client import MoonpoolError, NotFound, Overloaded, Slo, Unavailable
 from moonpool.client.explain import request_phases
+from moonpool.errors import DeadlineExceeded
 from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from moonpool.v1 import prefill_pb2
@@ -73,6 +75,59 @@ async def test_a_refused_request_is_told_by_its_id() -> None:
         assert {it.request_id: bool(it.refused) for it in last} == {"core": True, "full": True}
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_request_whose_client_leaves_is_told() -> None:
+    """While it waits for its limit, before its first token, and within its answer."""
+    p, d = prefill(after=[asyncio.Event()]), decode(hold_at=2)
+    async with stack(p, d) as s, asyncio.timeout(WAIT_S):
+
+        async def leave(name: str, **request: Any) -> None:
+            running = asyncio.create_task(s.client.generate(token_ids=PROMPT, request_id=name, tenant="ann", **request))
+            if "slo" in request:
+                while (await s.gauges())["waiting_for_limits"] == 0:
+                    pass  # each question lets the conductor go on
+                assert (await s.client.explain(name)).timeline.timing.e2e_s == 0.0
+            else:
+                await p.until(lambda: bool(p.requests))
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await s.rest()
+
+        await leave("placed", sampling=GREEDY)
+        p.after.clear()
+        await leave("waiting", slo=Slo(ttft_s=1e-9, queue_s=WAIT_S))
+        stream = s.client.stream(token_ids=PROMPT, sampling=GREEDY, request_id="begun", tenant="ann")
+        async for _ in stream:
+            break
+        await s.rest()
+        found = {name: await s.client.explain(name) for name in ("placed", "waiting", "begun")}
+        assert {it.failed for it in found.values()} == {"the client has left"}
+        assert {it.timeline.tenant for it in found.values()} == {"ann"}
+        assert all(it.timeline.timing.e2e_s > 0 for it in found.values())
+        assert [len(it.attempts) for it in found.values()] == [1, 0, 1]
+        recent = (await s.client.cluster_state()).recent
+        assert [it.request_id for it in recent.last if it.failed] == ["begun", "waiting", "placed"]
+        assert recent.requests == 0
+
+
+async def test_a_request_whose_time_runs_out_is_told() -> None:
+    async with stack(prefill(before=[asyncio.Event()]), decode()) as s, asyncio.timeout(WAIT_S):
+        with pytest.raises(DeadlineExceeded):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=0.5)
+        await s.rest()
+        found = await s.client.explain("r")
+        assert (found.failed, len(found.attempts)) == ("the request took longer than it may", 1)
+
+
+async def test_a_request_that_fails_for_good_is_told_with_every_placement() -> None:
+    broken = prefill(before=[Unavailable("broken"), Unavailable("broken again")])
+    async with stack(broken, decode(), retries=1) as s, asyncio.timeout(WAIT_S):
+        with pytest.raises(MoonpoolError):
+            await s.client.generate(token_ids=PROMPT, sampling=GREEDY, request_id="r", timeout_s=WAIT_S)
+        found = await s.client.explain("r")
+        assert "broken again" in found.failed
+        assert [it.cause for it in found.attempts] == ["", "broken"]
 
 
 async def test_timeline_while_it_runs() -> None:

@@ -136,6 +136,8 @@ async def test_conversation() -> None:
 async def test_cluster_and_requests() -> None:
     fake = ready(cluster())
     fake.state.recent.last.add(request_id="of-eve", refused="queue_full")
+    fake.state.recent.last.add(request_id="of-sue", failed="the client has left")
+    fake.explanations["of-sue"] = pb.ExplainResponse(failed="the client has left")
     async with serving(fake.async_client()) as (_, port), opened(port) as page:
         await page.locator("#model", has_text="tiny").wait_for()
         await page.goto(f"http://127.0.0.1:{port}/nothing")
@@ -146,9 +148,12 @@ async def test_cluster_and_requests() -> None:
         assert "decode generates the answer" in await page.locator("#story").text_content()
         assert (await page.locator("#failures tbody").text_content()).startswith("404unknown_url")
         found = page.locator("#lately tbody a")
-        await found.nth(3).wait_for()
+        await found.nth(4).wait_for()
         await page.fill("#name", "queue")
         assert await found.all_text_contents() == ["of-eve"]
         await page.fill("#name", "")
         await page.select_option("#kind", "answered")
         assert await found.all_text_contents() == ["of-ann", "of-bob", "of-"]
+        await page.select_option("#kind", "failed")
+        await found.first.click()
+        await page.locator("#story", has_text="before it was placed: the client has left").wait_for()
