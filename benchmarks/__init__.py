@@ -1,1 +1,1 @@
-"""Measurements: each prints its figures beside a limit or peer measured in the same run."""
+"""Measurements: each prints figures beside a limit or peer measured in the same run."""

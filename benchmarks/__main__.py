@@ -1,4 +1,4 @@
-"""`make bench`: runs benchmarks, keeps a JSON object of each in `benchmarks/results/`, and writes the page of them."""
+"""`make bench`: runs benchmarks, keeps their JSON objects in `benchmarks/results/`, and writes the page."""
 
 import argparse
 import importlib

@@ -1,8 +1,8 @@
 """Which blocks are worth writing to the SSD tier: hit shares and bytes written under each rule, on traces.
 
 `python -m benchmarks.admission` replays traces through the store's own two tiers, with blocks of a few bytes: each
-request reads the leading blocks that are there, and puts the others. A replay is deterministic. The hit share is that
-of all block references, a request's hits stop at its first miss; written are records, those carried over included.
+request reads the leading blocks that are there, and puts the others. A replay is deterministic. The hit share covers
+all block references, a request's hits stop at the first miss; written are records, those carried over included.
 """
 
 import argparse

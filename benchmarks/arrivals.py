@@ -8,7 +8,7 @@ from simulator.traces.mooncake import TraceRequest
 
 
 def at_rate(requests: Sequence[TraceRequest], rate: float) -> list[TraceRequest]:
-    """Requests of a trace from time 0 on, two at least, so many per second on the average, as uneven as they are.
+    """A trace's requests from time 0 on, at least two, at a mean rate per second, as uneven as in the trace.
 
     Those of one instant come one after the other until the next one: a trace with times of three seconds says no more
     than that, and which of them a conductor hears first would be chance.

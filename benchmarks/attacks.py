@@ -1,8 +1,8 @@
-"""What a calm tenant notices of a hostile one: `python -m benchmarks.attacks`.
+"""What a calm tenant notices when another is hostile: `python -m benchmarks.attacks`.
 
-A calm tenant reads one streamed answer after the other from a local stack with the bundled model. It does so alone,
-then while a hostile tenant runs one of the attacks, in turns. Compared are the p99 and the longest of the times between
-the events of its answers. The hostile client runs in a process of its own, `benchmarks.attacks_hostile`. Beside
+A calm tenant reads one streamed answer after the other from a local stack with the bundled model. The calm tenant runs
+alone, then while a hostile tenant runs one attack, in turns. Compared are the p99 and the longest time between events
+in the calm tenant's answers. The hostile client runs in a separate process, `benchmarks.attacks_hostile`. Beside
 `bodies` stands the gateway's memory.
 """
 

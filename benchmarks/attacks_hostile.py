@@ -33,7 +33,7 @@ class Gateway:
         return await self.send(head.encode() + raw)
 
     async def send(self, *pieces: bytes) -> bytes:
-        """Send on a connection of its own, and read until it ends."""
+        """Send on a separate connection, and read to the end."""
         reader, writer = await asyncio.open_connection(self.host, self.port)
         try:
             for piece in pieces:
@@ -48,7 +48,7 @@ Attack = Callable[[Gateway], Awaitable[object]]
 
 
 def grammar(lexemes: int) -> str:
-    """A Lark grammar whose lexemes overlap."""
+    """A Lark grammar with overlapping lexemes."""
     names = [f"L{number}" for number in range(lexemes)]
     rules = [
         f"L{at}: /[a-z ]*{chr(97 + at % 26)}{chr(97 + at // 26 % 26)}[a-z ]{{{at % 7 + 1},{at % 7 + 5}}}/"
@@ -63,7 +63,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 async def chunks(gateway: Gateway) -> None:
-    """Bodies in chunks of one byte, without a key."""
+    """Bodies in one-byte chunks, without a key."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
     piece = b"1\r\n \r\n" * 10_000
     await gateway.send(head + b"transfer-encoding: chunked\r\n\r\n", *[piece] * 20)
@@ -127,11 +127,11 @@ ATTACKS: dict[str, tuple[Attack, int]] = {
     "answers": (answers, 1),
     "bodies": (bodies, 300),
 }
-"""By name: the attack, and on how many connections it runs at once."""
+"""By name: the attack, and the number of concurrent connections."""
 
 
 async def attack(name: str, gateway: Gateway, seconds: float) -> None:
-    """Run an attack for so long, whatever becomes of it."""
+    """Run an attack for this long, whatever the outcome."""
     what, connections = ATTACKS[name]
 
     async def again() -> None:

@@ -30,7 +30,7 @@ SIDES = (512, 1024, 2048, 4096)
 
 
 def cache_bytes(folder: Path = CACHES) -> int:
-    """Size of the largest cache of a core, as the kernel reports it; a guess where it does not."""
+    """Size of a core's largest cache, as reported by the kernel; a guess without a report."""
     texts = [path.read_text().strip() for path in folder.glob("index*/size")]
     return max((int(text[:-1]) * UNITS[text[-1]] for text in texts if text[-1:] in UNITS), default=UNKNOWN_CACHE_BYTES)
 
@@ -41,12 +41,12 @@ def working_set_bytes() -> int:
 
 
 def beyond_caches(nbytes: int) -> bool:
-    """Whether a working set is larger than the caches, so that its rate is the memory's."""
+    """Whether a working set is larger than the caches, so that the rate is the memory's."""
     return nbytes >= BEYOND * cache_bytes()
 
 
 def seconds(call: Callable[[], object], at_least: float = 0.02) -> float:
-    """Seconds of one call, the mean of as many as take `at_least`."""
+    """Seconds for one call, the mean over as many as take `at_least`."""
     # One thread's own time does not count what other processes take on a busy machine.
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     begin, times = clock(), 0
@@ -65,7 +65,7 @@ def weights_memory() -> Tensor:
 
 
 def read_bytes_per_s(memory: Tensor) -> float:
-    """Bytes per second read once from memory by all threads: the best pass of our read and of torch's sum."""
+    """Bytes per second read once from memory by all threads: the best pass among our read and torch's sum."""
     native = library.get()
     reads: list[Callable[[], object]] = [memory.sum]
     if native is not None:
@@ -78,7 +78,7 @@ Shape = tuple[int, int, int]
 
 
 def torch_flops(shape: Shape, dtype: torch.dtype) -> float:
-    """Floating point operations per second of one matrix product of torch."""
+    """Floating point operations per second in one torch matrix product."""
     rows, inner, columns = shape
     a, b = torch.randn(rows, inner).to(dtype), torch.randn(inner, columns).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
@@ -93,7 +93,7 @@ def multiplied_as(dtype: torch.dtype, flops: Callable[[Shape, torch.dtype], floa
 
 
 def product_flops(shape: Shape, dtype: torch.dtype) -> float:
-    """Floating point operations per second of one matrix product, in the quicker of `dtype` and float32."""
+    """Floating point operations per second in one matrix product, in the quicker of `dtype` and float32."""
     return torch_flops(shape, multiplied_as(dtype))
 
 

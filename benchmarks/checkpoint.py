@@ -1,7 +1,7 @@
-"""Loading SmolLM2 from its GGUF file, beside transformers and the `gguf` package: `python -m benchmarks.checkpoint`.
+"""Loading SmolLM2 from the GGUF file, beside transformers and the `gguf` package: `python -m benchmarks.checkpoint`.
 
-Each load runs in a process of its own, so that its peak is its own. Imports are in the peak, and not in the time but
-where transformers makes them late.
+Each load runs in a separate process, so that the peak is the load's own. Imports are in the peak, and not in the time
+but where transformers makes them late.
 """
 
 import argparse
@@ -43,7 +43,7 @@ Code = tuple[str, str]
 
 
 def timed(code: Code, path: Path) -> tuple[float, float]:
-    """Seconds that a process needs for the statements, and the most memory it holds, MiB."""
+    """Seconds that a process needs for the statements, and the most memory held, MiB."""
     program = _FRAME.format(imports=code[0], work=code[1])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

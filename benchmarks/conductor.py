@@ -4,7 +4,8 @@ A picture of 1,000 prefill and 1,000 decode instances (three kinds of machines, 
 kvstores is told of a million KV blocks in chains of 2,000, each chain held by a kvstore, by parts at three prefill
 instances, and by a part at a decode instance. Then requests for those chains are placed, 2,000 of them in flight, with
 reports and releases in between. A decision is the plan and both claims; hashing the prompt comes before and is the
-reference beside it. Each run is a process of its own; times are its processor's, so that other processes do not count.
+reference beside it. Each run is a separate process; times are the process's processor times, so that other processes do
+not count.
 
 Then requests go through a whole conductor (conductor_proxy.py), unless `--requests 0`.
 """
@@ -31,7 +32,7 @@ KEY_BYTES = 32.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: telling, seconds of decisions on chains asked for the first time and again, seconds of hashing."""
+    """One run: reporting, seconds for decisions on chains asked for the first time and again, seconds for hashing."""
 
     told: Told
     first: list[float]
@@ -40,7 +41,7 @@ class Run:
 
 
 def one_run(size: Size, decisions: int, policy: str) -> Run:
-    """Builds a world and places so many requests in it."""
+    """Builds a world and places that many requests."""
     tune_gc()
     world = ConductorWorld(size, policy)
     told = world.tell()

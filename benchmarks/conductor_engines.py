@@ -91,7 +91,7 @@ class FreeDecode:
 
 
 async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: str, number: int) -> JoinAgent:
-    """Serves an engine and lets it join until the stack closes."""
+    """Serves an engine and lets the engine join until the stack closes."""
     served = Checkpoint.load(str(model_dir())).served()
     instance = kv_pb2.Instance(id=f"{kind}-{number}", incarnation=1)
     service: Service
@@ -120,7 +120,7 @@ async def join(stack: AsyncExitStack, channels: Channels, conductor: str, kind: 
 
 
 async def main() -> None:
-    """Joins, says so, and serves until it is killed."""
+    """Joins, says so, and serves until killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--conductor", required=True)
     parser.add_argument("--each", type=int, default=4, help="instances of each kind")

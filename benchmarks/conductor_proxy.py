@@ -1,6 +1,6 @@
 """Requests and tokens through a whole conductor process, between a client and engines that compute nothing.
 
-Rates are per second of the conductor's own processor time: client and engines share the machine with it.
+Rates are per second of the conductor's own processor time: client and engines share the machine with the conductor.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ WARM_UP = 20
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of one load: requests per second of the conductor's processor time, and per second."""
+    """One load: requests per second of the conductor's processor time, and per second."""
 
     per_cpu_s: float
     per_s: float
@@ -32,7 +32,7 @@ async def load(address: str, conductor: Child, requests: int, at_once: int, outp
     """Sends so many requests, `at_once` at a time.
 
     Raises:
-        RuntimeError: an answer is not as long as it should be.
+        RuntimeError: an answer has the wrong length.
     """
     waiting = iter(range(requests))
     sampling = SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True)
@@ -52,7 +52,7 @@ async def load(address: str, conductor: Child, requests: int, at_once: int, outp
 
 
 def measure_proxy(runs: int, requests: int, progress: Progress) -> list[Row]:
-    """Rows of requests and of tokens, beside the same one request at a time."""
+    """Rows for requests and for tokens, beside the same with one request at a time."""
     short: list[tuple[float, float]] = []
     long: list[tuple[float, float]] = []
     arguments = ("--model", str(model_dir()), "--listen", "127.0.0.1:0", "--log-level", "warning")

@@ -32,10 +32,10 @@ PROFILES = (
 """Three kinds of machines, about as an 8B model runs on accelerators; instances differ by some percent."""
 NOISE = 0.04
 COPIES = 3
-"""Prefill instances that hold a part of each chain; a kvstore holds it all."""
+"""Prefill instances that hold a part of each chain; a kvstore holds all."""
 STORES = 8
 IN_FLIGHT = 2000
-"""Requests whose claims are open at a time."""
+"""Requests with open claims at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Told:
 
 
 def chain_keys(number: int) -> list[BlockKey]:
-    """Keys of one of the chains; the same in every process."""
+    """One chain's keys; the same in every process."""
     generator = random.Random(f"{SEED}/{number}")
     return unpack_keys(generator.randbytes(32 * CHAIN_BLOCKS))
 
 
 def hashing_seconds() -> float:
-    """Seconds of hashing one prompt of `CHAIN_BLOCKS` blocks."""
+    """Seconds for hashing one prompt with `CHAIN_BLOCKS` blocks."""
     tokens = [token % 50_000 for token in range(CHAIN_BLOCKS * BLOCK_TOKENS)]
     begin = time.thread_time()
     block_keys(b"r" * 32, tokens, BLOCK_TOKENS)
@@ -77,7 +77,7 @@ def hashing_seconds() -> float:
 
 
 class ConductorWorld:
-    """The view of a cluster of this size, and requests that are placed from it by a policy."""
+    """The view of a cluster with this size, and requests that a policy places there."""
 
     def __init__(self, size: Size, policy: str = DEFAULT_POLICY) -> None:
         self._size = size
@@ -100,7 +100,7 @@ class ConductorWorld:
                 self._join(kind, name)
 
     def tell(self) -> Told:
-        """Tells all blocks of all instances, in the messages of their events."""
+        """Reports all instances' blocks, as event messages."""
         before, seconds, events = own_resident_bytes(), 0.0, 0
         for number in range(self._size.chains):
             keys = b"".join(chain_keys(number))
@@ -167,7 +167,7 @@ class ConductorWorld:
             self._report(name, running=running, context_tokens=8000 * running, free_blocks=1 << 19)
 
     def _holders(self, number: int) -> Iterator[tuple[str, int]]:
-        """Who holds how many leading blocks of a chain."""
+        """Which instance holds how many leading blocks of a chain."""
         yield self._stores[number % STORES], CHAIN_BLOCKS
         for name in self._random.sample(self._prefills, min(COPIES, len(self._prefills))):
             yield name, self._random.randrange(1, CHAIN_BLOCKS + 1)

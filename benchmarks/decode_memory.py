@@ -51,9 +51,9 @@ MAX_TOKENS = 4_096
 PROMPT = 100
 ANSWER = 200
 SWAP_BYTES_PER_S = 16e9
-"""Assumed: one PCIe 4.0 x16 link at about two thirds of its rate."""
+"""Assumed: one PCIe 4.0 x16 link at about two thirds of the link's rate."""
 STORE_BYTES_PER_S = 8e9
-"""Assumed: one link of 100 Gbit/s at about two thirds of its rate."""
+"""Assumed: one 100 Gbit/s link at about two thirds of the link's rate."""
 SEED = 20_26
 OVERCOMMIT = 3
 SAMPLES = 8
@@ -64,7 +64,7 @@ WANTED_AT_ONCE, WANTED_OF_UNCROWDED = 8.0, 0.7
 
 @dataclass
 class Answering:
-    """A sequence: its request, prompt, the length of its answer, and where it is."""
+    """A sequence: request, prompt, answer length, and place."""
 
     request: int
     prompt: int
@@ -108,7 +108,7 @@ class Virtual:
         self.post(StreamOpened(1, "c"))
 
     def post(self, event: Event) -> None:
-        """Hands an event to the core and does what it says."""
+        """Hands an event to the core and carries the actions out."""
         out: list[Action] = []
         self.core.handle(self.now, event, out)
         for action in out:
@@ -136,7 +136,7 @@ class Virtual:
         return True
 
     def step(self) -> bool:
-        """The next thing that happens: a step or a copy ends. False when nothing goes on."""
+        """The next thing that happens: a step or a copy ends. False if no work is left."""
         if not self._events:
             return False
         self.now, _, event = heapq.heappop(self._events)
@@ -144,7 +144,7 @@ class Virtual:
         return True
 
     def _done(self) -> RunDone | RunProgress:
-        """A step is over, and the run with it if it was the last one or somebody has ended."""
+        """A step is over, and so is the run after the last step or after a sequence has ended."""
         run = self._run
         assert run is not None
         ended, filled = [], []
@@ -170,7 +170,7 @@ class Virtual:
         return RunDone(run.step, False, 0.0, tuple(ended), tuple(filled))
 
     def _slots(self, number: int) -> int:
-        """Of the blocks in a sequence's table, whoever else has them in his."""
+        """Other sequences that share blocks in a sequence's table."""
         member = self.core.requests[self.live[number].request].find(number)
         assert member is not None, "a sequence that was computed is in the batch"
         return len(member.table) * BLOCK_TOKENS
@@ -198,7 +198,7 @@ class Virtual:
                 self.live = {member: it for member, it in self.live.items() if it.request != number}
 
     def _after_others(self, kind: type[Action], seconds: float) -> float:
-        """Seconds until a copy has ended: each direction of a link makes one after the other."""
+        """Seconds until a copy has ended: each link direction makes one copy after the other."""
         self._link_free[kind] = max(self.now, self._link_free.get(kind, 0.0)) + seconds
         return self._link_free[kind] - self.now
 
@@ -256,10 +256,10 @@ class Filled:
     """A pool that is always offered more.
 
     Attributes:
-        sequences: in it, mean.
+        sequences: mean per step.
         unused: slots of their blocks without a token, over tokens.
-        tokens: of a sequence in a step, mean.
-        run_steps: of a run, mean.
+        tokens: mean per sequence in a step.
+        run_steps: mean per run.
     """
 
     sequences: float
@@ -269,7 +269,7 @@ class Filled:
 
 
 def at_once(prompt: int, answer: int, ended: int, *, longest_life: bool = False) -> Filled:
-    """Fills a pool until so many have ended; or takes only as many as fit when each has its longest life."""
+    """Fills a pool until so many have ended; or takes only as many as fit if each has the longest life."""
     it, rng = virtual(POOL_BLOCKS), random.Random(SEED)
     teach(it, answer)
     counts: list[int] = []
@@ -322,7 +322,7 @@ def crowd(blocks: int, count: int, answer: int, preemption: Preemption) -> Crowd
 
 
 def most_blocks(prompt: int, answer: int, width: int) -> int:
-    """Blocks that answers of a length to one prompt need at most; none are given ahead, as none are to a group."""
+    """Most blocks for answers with one length to one prompt; none are given ahead, as none are to a group."""
     it, most = virtual(POOL_BLOCKS, run_steps=1), 0
     assert it.admit(prompt, answer, width), "the pool is large enough"
     while it.step():
@@ -377,7 +377,7 @@ def _overcommitted(progress: Progress) -> Iterator[Row]:
     assert not alone.preemptions + roomy.preemptions, "these are to be uncrowded"
     progress("uncrowded")
     rates = {}
-    # The target is that of the way that is taken by itself; the others stand beside it.
+    # The target is that of the way that is taken by itself; the others stand beside.
     for way in (Preemption.AUTO, Preemption.SWAP, Preemption.STORE, Preemption.CACHE, Preemption.RECOMPUTE):
         found, name = crowd(POOL_BLOCKS, count, answer, way), f"overcommitted {OVERCOMMIT} times, {way.value}"
         assert found.ended == count, f"{count - found.ended} sequences were lost"

@@ -1,4 +1,4 @@
-"""Seconds of calls on a GPU, by its events, and the limits of its products and memory."""
+"""Seconds for calls on a GPU, by events, and the limits for products and memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +10,12 @@ MATRIX = 8192
 _WARM, _TIMES = 3, 10
 _HEAD_START = 20_000_000
 """Cycles for which the device waits before it is timed, some 10 ms: the host launches calls meanwhile, so that short
-kernels are timed and not their launches. Calls that read from the device wait for it each time."""
+kernels are timed and not their launches. Calls that read from the device wait each time.
+"""
 
 
 def device_seconds(call: Callable[[], object]) -> float:
-    """Seconds of one call on the device, after warming up."""
+    """Seconds for one call on the device, after warming up."""
     for _ in range(_WARM):
         call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -32,11 +33,11 @@ class On:
     """Where kernels are measured, and how.
 
     Attributes:
-        device: of all tensors.
+        device: device for all tensors.
         runs: measured pairs of each figure.
-        seconds: of one call on the device.
-        copy_bytes: that a copy reads, for its limit.
-        matrix: rows and columns of a product, for its limit.
+        seconds: per call on the device.
+        copy_bytes: bytes that a copy reads, for the copy limit.
+        matrix: rows and columns in a product, for the product limit.
     """
 
     device: torch.device
@@ -61,7 +62,7 @@ class On:
         return 2 * self.matrix**3 / self.seconds(lambda: a @ b)
 
     def pairs(self, work: float, call: Callable[[], object], limit: Callable[[], float]) -> list[tuple[float, float]]:
-        """Of each run `work` per second of a call, and the limit; the call was made once before."""
+        """For each run `work` per second of a call, and the limit; the call was made once before."""
         call()
         return [(work * self.per_second(call), limit()) for _ in range(self.runs)]
 

@@ -35,9 +35,9 @@ def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int
     """Seconds until `nbytes` have been appended to a new file and are on the device.
 
     Args:
-        path: of the file, which is removed afterwards.
+        path: the file, removed afterwards.
         source: the data, used in a circle; a multiple of `piece_bytes`.
-        piece_bytes: of each write.
+        piece_bytes: bytes per write.
         nbytes: in all.
         sync_bytes: `fdatasync` each time this many were written.
     """
@@ -59,7 +59,7 @@ def append_seconds(path: Path, source: memoryview, piece_bytes: int, nbytes: int
 
 
 def make_file(path: Path, nbytes: int) -> None:
-    """Writes a file of `nbytes` without holes and syncs it."""
+    """Writes a file with `nbytes` without holes and syncs the file."""
     data = os.urandom(1 << 16) * (_FILL_BYTES >> 16)
     with path.open("wb") as file:
         while (left := nbytes - file.tell()) > 0:
@@ -69,7 +69,7 @@ def make_file(path: Path, nbytes: int) -> None:
 
 
 def layer_major(blocks: int, layers: int, slice_bytes: int, pitch: int, chain: int) -> list[Piece]:
-    """Pieces of a file of blocks, `pitch` apart, in the order in which chains are read layer by layer."""
+    """Pieces in a block file, `pitch` apart, in the order in which chains are read layer by layer."""
     pieces = []
     for first in range(0, blocks, chain):
         group = range(first, min(first + chain, blocks))

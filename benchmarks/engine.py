@@ -4,13 +4,12 @@
 trained one that `moonpool model fetch` has fetched. What quantised weights stand for is computed by all without
 quantising. `--dtype` takes one or more; figures are wanted of bfloat16. All have all cores. Every figure is from the
 first request's start, to servers and clients that are connected, to the last one's end: a prompt of 2,048 tokens and
-its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so nothing is
-cached. In each run ours and the peers' are measured one after the other. Peers are installed once, each into an
-environment of its own (`--peers`).
-Beside them stand this machine's limits: its best matrix product, and for one sequence reading all weights once a token,
-by the memory's speed just before each run. Greedy steps of few sequences read the head as bytes (`kernels.int8_head`):
-so there is a second limit, of what they read. Beside these limits count the tokens behind the first ones, in the time
-that whole answers take longer than answers of one token.
+its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so no KV is cached.
+In each run ours and the peers' are measured one after the other. Peers are installed once, each into a separate
+environment (`--peers`). Beside them stand this machine's limits: its best matrix product, and for one sequence reading
+all weights once a token, by the memory's speed just before each run. Greedy steps of few sequences read the head as
+bytes (`kernels.int8_head`): so there is a second limit, of what they read. Beside these limits count the tokens behind
+the first ones, in the time that whole answers take longer than answers of one token.
 
 `--device cuda` puts prefill and decode on a GPU, beside transformers there and the GPU's own limits. Never run there.
 
@@ -52,7 +51,7 @@ GGUF = ("openvino", "llama_cpp")
 FILE_TYPES = {"F32": 0, "F16": 1}
 """As the format numbers them."""
 AS_FLOAT32 = (("llama_cpp", "float32"),)
-"""Who gets float32, and for which type; OpenVINO reads none, but computes in it what it reads."""
+"""Peers that get float32, and for which type; OpenVINO reads none, but computes in the type read."""
 DTYPES = ("bfloat16", "float32")
 TRAINED = "smollm2"
 
@@ -69,7 +68,7 @@ class Task:
 
     @property
     def counted(self) -> int:
-        """Tokens that its rate counts: the prompt's where one is answered by one token, else the answers'."""
+        """Tokens that the rate counts: the prompt's if the answer has one token, else the answers'."""
         return self.prompt if self.output == 1 else self.batch * self.output
 
     def prompts(self, generator: random.Random) -> list[list[int]]:
@@ -105,7 +104,7 @@ async def through_services(address: str, prompts: Sequence[Sequence[int]], token
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     clock = asyncio.get_running_loop().time
     async with AsyncClient(address) as client:
-        await client.stats()  # it is connected
+        await client.stats()  # connected
 
         async def one(prompt: Sequence[int]) -> tuple[Span, list[int]]:
             begin = clock()
@@ -130,7 +129,7 @@ class Subject:
     """A model that is computed in an element type.
 
     Attributes:
-        model: its name.
+        model: the model's name.
         checkpoint: a folder, or a GGUF file.
         dtype: bfloat16 or float32.
     """
@@ -141,7 +140,7 @@ class Subject:
 
     @property
     def name(self) -> str:
-        """Of its rows."""
+        """The rows' names."""
         return self.model if self.wanted else f"{self.model}, {self.dtype}"
 
     @property
@@ -157,7 +156,7 @@ class Round:
     Attributes:
         ours: through the services.
         steps: of ours, those behind the first ones: in the time that whole answers take longer than one token each.
-        theirs: of each peer that has not ended.
+        theirs: for each peer that has not ended.
         limit: what the machine can do at most, by the memory's speed just before.
         int8_head: the same of one sequence by the bytes that are read, where those are not all weights; else 0.
     """
@@ -195,7 +194,7 @@ class Beside:
         return [*rows, *(self._equality(peer) for peer in self._peers if self._same[peer])]
 
     def _measured(self, task: Task, number: int, runs: int) -> Round:
-        """One round, of ours and of each peer that has not ended."""
+        """One round, for ours and each peer that has not ended."""
         limits = self._limits()
         limit, int8_head = task.limit(limits), limits.int8_head_tokens_per_s if task.batch == 1 < task.output else 0.0
         prompts = task.prompts(self._random)
@@ -217,7 +216,7 @@ class Beside:
         return Round(ours, steps, theirs, limit, int8_head)
 
     def _steps(self, task: Task, seconds: float) -> float:
-        """Tokens per second behind the first ones; of a prompt, its own."""
+        """Tokens per second behind the first ones; each prompt's own."""
         if task.output == 1:
             return task.counted / seconds
         first, _ = self._ours(task.prompts(self._random), 1)
@@ -265,7 +264,7 @@ def gguf_of(model: Path, folder: Path, kind: str) -> Path:
 def measured(
     subject: Subject, folder: Path, environment: Environment, options: argparse.Namespace, progress: Progress
 ) -> list[Row | Absent]:
-    """The rows of one model in one type."""
+    """One model's rows in one type."""
     model, dtype = subject.checkpoint, subject.dtype
     limits = measured_limits(model, dtype, options.device)
     progress(f"{subject.name}: {limits}")

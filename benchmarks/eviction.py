@@ -1,8 +1,8 @@
-"""Eviction policies on traces: hit shares, beside those of LRU and of Belady's optimum.
+"""Eviction policies on traces: hit shares, beside LRU's and Belady's optimum.
 
 `python -m benchmarks.eviction` compares all policies on every trace there is: the public conversation trace where
-`--trace FILE` or the environment names it, the shipped trace, and three generated ones. The hit share is that of all
-block references in one pool; a request's hits stop at its first miss. Only full blocks are counted, as a store holds no
+`--trace FILE` or the environment names it, the shipped trace, and three generated ones. The hit share covers all block
+references in one pool; a request's hits stop at the first miss. Only full blocks are counted, as a store holds no
 others; with `--blocks all` the part-filled last block of each request is counted too. A replay is deterministic.
 """
 
@@ -46,7 +46,7 @@ def read_chains(path: Path, blocks: str = "full") -> Chains:
     """A trace's requests as chains of block keys.
 
     Raises:
-        Skipped: it cannot be read.
+        Skipped: the trace cannot be read.
     """
     try:
         return chains_in(read_trace(path), blocks)
@@ -57,7 +57,7 @@ def read_chains(path: Path, blocks: str = "full") -> Chains:
 def rows_of(
     trace: str, chains: Chains, policies: Sequence[str], capacities: Sequence[int], progress: Progress
 ) -> Iterator[Row]:
-    """The hit share of every policy and of the optimum at every capacity that binds, beside LRU's."""
+    """Every policy's and the optimum's hit share at every capacity that binds, beside LRU's."""
     different = len({key for chain in chains for key in chain})
     for capacity in (size for size in capacities if size < different):
         lru = replay(chains, LRU(), capacity)
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
 def of_traces(
     options: argparse.Namespace, of: str, limit: str, rows_of: Callable[[str, Chains], Iterable[Row]]
 ) -> list[Row | Absent]:
-    """The rows of each trace that was chosen, by its name and chains; one that is absent, of all `of`, if it is."""
+    """The rows for each chosen trace, by name and chains; one that is absent, of all `of`, if it is."""
     rows: list[Row | Absent] = []
     for trace in options.traces:
         try:
@@ -95,7 +95,7 @@ def of_traces(
 
 
 def _chains_of(trace: str, options: argparse.Namespace) -> Chains:
-    """The chains of one of `TRACES`, with the flags of `trace_flags`; raises Skipped when it cannot be read."""
+    """The chains in one of `TRACES`, with the flags from `trace_flags`; raises Skipped if the trace cannot be read."""
     if trace == PUBLIC:
         return read_chains(trace_file(options.trace), options.blocks)
     if trace == "shipped":

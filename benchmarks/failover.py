@@ -1,11 +1,11 @@
 """How long streams wait when an instance or a conductor is killed or stopped: `python -m benchmarks.failover`.
 
 Two conductors, two prefill and two decode instances, a kvstore. In each round streams with contexts of all lengths
-decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of
-the streams that a decode instance or a conductor had, and of all streams where it was a kvstore, a prefill instance or
-one stage of its pipeline (real engines, in a stack of their own), which none of them needs any more. Tokens are
-compared with an undisturbed run's (real engines compute in float32 with `deterministic=true`) or with the emulated
-engine's rule; a wrong one ends the benchmark.
+decode; then one process gets SIGKILL or SIGSTOP. The figure is the longest wait for a token from that moment on: of the
+streams that a decode instance or a conductor had, and of all streams where it was a kvstore, a prefill instance or one
+stage of its pipeline (real engines, in a stack of their own), which none of them needs any more. Tokens are compared
+with an undisturbed run's (real engines compute in float32 with `deterministic=true`) or with the emulated engine's
+rule; a wrong one ends the benchmark.
 """
 
 import argparse
@@ -37,14 +37,14 @@ UNTOUCHED_S = 0.1
 """Wanted where one is hit that streams do not need, or where nothing happens: they need not wait at all. Where streams
 wait for longer when nothing happens, no longer than that is wanted, of the median and of the p99 each."""
 GROWTH = 1.5
-"""Wanted at most of the median wait of the longer contexts over that of the shorter ones."""
+"""Longest wanted ratio of the longer contexts' median wait over the shorter ones'."""
 ORDINARY_TOKENS = (300, 4000)
 START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """An engine, and how many tokens its answers have: they outlast every fault."""
+    """An engine, and how many tokens the answers have: they outlast every fault."""
 
     engine: str
     answer_tokens: int
@@ -63,19 +63,19 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """One stream's longest wait, seconds, and the tokens of its context."""
+    """One stream's longest wait, seconds, and the context's tokens."""
 
     context: int
     seconds: float
 
 
 class World:
-    """A running stack, and what happens to it.
+    """A running stack, and the fault.
 
     Args:
         stack: runs.
-        kind: of its engines.
-        options: of the benchmark.
+        kind: the engines' kind.
+        options: the benchmark's.
     """
 
     def __init__(self, stack: LocalStack, kind: Kind, options: argparse.Namespace) -> None:
@@ -104,7 +104,7 @@ class World:
         return [Wait(len(it.prompt), it.wait_s) for it in concerned]
 
     def undisturbed(self) -> list[Wait]:
-        """The waits of streams to which nothing happens."""
+        """The waits of undisturbed streams."""
         streams = asyncio.run(
             follow(self._stack.addresses, self._prompts(), self._kind.answer_tokens, lambda streams: None)
         )
@@ -120,7 +120,7 @@ class World:
     def _heal(self, name: str, pid: int, fault: str) -> None:
         if fault == "stopped":
             os.kill(pid, signal.SIGCONT)
-        else:  # a stage takes its instance with it
+        else:  # a lost stage ends the instance
             self._stack.services[name].wait(START_S)
             self._stack.spawn_again(name).wait_ready(START_S)
         self._stack.wait_joined(START_S)
@@ -150,7 +150,7 @@ def _busiest(streams: Sequence[Stream], victim: str) -> str:
 
 
 def a_stage(instance: int) -> int:
-    """The process of a stage of a prefill instance's pipeline."""
+    """The process for a stage in a prefill instance's pipeline."""
     found = [path.read_text().split() for path in Path(f"/proc/{instance}/task").glob("*/children")]
     return min(int(child) for part in found for child in part)
 
@@ -162,7 +162,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def rows_of(name: str, waits: Sequence[Wait], wanted_s: float, calm: Sequence[Wait] = ()) -> Iterator[Row]:
-    """Median and p99 of all waits of a case; wanted is also what `calm` ones have of each."""
+    """Median and p99 over all waits in a case; wanted is also what `calm` ones have of each."""
     for label, share in (("p50", 0.5), ("p99", 0.99)):
         found_s = quantile([wait.seconds for wait in waits], share)
         most_s = max(wanted_s, quantile([wait.seconds for wait in calm], share)) if calm else wanted_s
@@ -170,9 +170,9 @@ def rows_of(name: str, waits: Sequence[Wait], wanted_s: float, calm: Sequence[Wa
 
 
 def growth(name: str, rounds: Sequence[Sequence[Wait]]) -> Row:
-    """How the wait grows with the context, in each round: median of the longer half over that of the shorter half.
+    """How the wait grows with the context, in each round: the longer half's median over the shorter half's.
 
-    Rounds are not compared: the machine, and how many streams were hit, differ. One of a single stream has no halves.
+    Rounds are not compared: the machine, and how many streams were hit, differ. A single stream has no halves.
     """
     ratios = []
     for waits in rounds:
@@ -204,7 +204,7 @@ def plan_of(kind: Kind, folder: Path) -> StackPlan:
 
 
 def cases(kind: Kind, options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """The rows of one engine. Cases take turns, so that what else the machine does falls on all of them."""
+    """One engine's rows. Cases take turns, so that what else the machine does falls on all of them."""
     chosen = [(victim, fault) for victim in kind.victims(options.only.split(",")) for fault in FAULTS]
     if not chosen:
         return []

@@ -20,7 +20,7 @@ class Stream:
     Attributes:
         prompt: token ids.
         tokens: that came; `times` when each message with some of them came.
-        decode: the instance where it ran when the fault happened; `prefill` where its prompt was computed.
+        decode: the instance of the stream when the fault happened; `prefill` where its prompt was computed.
         faulted_at: when the fault happened.
     """
 
@@ -49,7 +49,7 @@ async def follow(
     answer_tokens: int,
     fault: Callable[[Sequence[Stream]], None],
 ) -> list[Stream]:
-    """Streams all answers at once; calls `fault` in a thread when each has had its first tokens."""
+    """Streams all answers at once; calls `fault` in a thread once each has had first tokens."""
     streams = [Stream(prompt) for prompt in prompts]
     under_way = asyncio.Barrier(len(streams) + 1)
     async with AsyncClient(addresses) as client, asyncio.TaskGroup() as group:

@@ -1,10 +1,11 @@
 """What a tenant notices when another one floods the cluster: `python -m benchmarks.fairness`.
 
-A calm tenant sends requests in an open loop at a quarter of what the prefill instances can compute. It does so alone,
-then while a second tenant sends three times as much as they can, and then while the same flood comes from the calm
-tenant itself: so it would be without shares. Compared is the calm requests' TTFT. They have equal lengths and come at
-equal times in all three rounds. The flood is cut off when the last calm request has ended. Beside it the same arrivals
-go through prefill's core alone, in virtual time: what shares can give, without the noise of the machine.
+A calm tenant sends requests in an open loop at a quarter of what the prefill instances can compute. The calm tenant
+runs alone, then while a second tenant sends three times as much as they can, and then while the same flood comes from
+the calm
+tenant too: the result without shares. Compared is the calm requests' TTFT. They have equal lengths and come at equal
+times in all three rounds. The flood is cut off when the last calm request has ended. Beside it the same arrivals go
+through prefill's core alone, in virtual time: what shares can give, without the noise of the machine.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def requests(seed: str, words: str, rate: float, vocabulary: int) -> Iterator[As
 
 
 async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> float:
-    """Sends a request when it is due; returns its time to first token, seconds."""
+    """Sends a request when due; returns the time to first token, seconds."""
     await asyncio.sleep(began + asked.at - asyncio.get_running_loop().time())
     sampling = SamplingParams(max_tokens=asked.answer, temperature=0.0, ignore_eos=True)
     result = await client.generate(token_ids=asked.prompt, sampling=sampling, tenant=tenant)
@@ -78,7 +79,7 @@ async def ask(client: AsyncClient, asked: Asked, tenant: str, began: float) -> f
 
 @asynccontextmanager
 async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) -> AsyncIterator[None]:
-    """Requests of a tenant come one after the other, whatever becomes of them, until the body ends."""
+    """One tenant's requests come one after the other, whatever the outcome, until the body ends."""
 
     async def one(asked: Asked, began: float) -> None:
         with suppress(Overloaded):  # as many are there as a tenant may have
@@ -101,13 +102,13 @@ async def flooding(client: AsyncClient, tenant: str, coming: Iterator[Asked]) ->
 
 
 async def calm(client: AsyncClient, asked: Sequence[Asked]) -> list[float]:
-    """TTFT of each of the calm tenant's requests."""
+    """TTFT for each of the calm tenant's requests."""
     began = asyncio.get_running_loop().time()
     return await asyncio.gather(*(ask(client, it, CALM, began) for it in asked))
 
 
 async def measured(address: str, asked: Sequence[Asked], tenant: str, flood: Iterator[Asked]) -> list[float]:
-    """The same while a tenant floods; "" = nobody does."""
+    """The same while a tenant floods; "" = no flood."""
     async with AsyncClient(address) as client:
         if not tenant:
             return await calm(client, asked)
@@ -121,7 +122,10 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def rounds(runner: asyncio.Runner, address: str, options: argparse.Namespace, number: int) -> dict[str, list[float]]:
-    """TTFT of the calm requests by who floods. The loop outlives calls that are cut off: gRPC tells their ends."""
+    """TTFT for the calm requests by the flooding tenant.
+
+    The loop outlives calls that are cut off: gRPC tells their ends.
+    """
     profile = load_profile(options.engine.removeprefix("emulated:"))
     scale = options.time_scale or profile.time_scale
     capacity = options.prefill * scale / prefill_seconds(profile.speeds, PROMPT_TOKENS, 0)
@@ -140,7 +144,7 @@ def rounds(runner: asyncio.Runner, address: str, options: argparse.Namespace, nu
 def virtual(number: int, options: argparse.Namespace) -> float:
     """TTFT p90 while another tenant floods over that alone, of prefill's core in virtual time.
 
-    One core has both rounds, one right after the other, as the stack has: it remembers who was served.
+    One core has both rounds, one right after the other, as the stack has: the core remembers which tenants were served.
     """
     speeds = load_profile(options.engine.removeprefix("emulated:")).speeds
     capacity, seed = 1.0 / prefill_seconds(speeds, PROMPT_TOKENS, 0), f"{options.seed} {number}"
@@ -181,7 +185,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 
 
 def rows(found: Sequence[dict[str, list[float]]]) -> Iterator[Row]:
-    """The ratio that is wanted, and what it would be without shares."""
+    """The wanted ratio, and the ratio without shares."""
     for name, share in (("p50", 0.5), ("p90", 0.9)):
         alone = [quantile(it[""], share) for it in found]
         flooded = [quantile(it[FLOOD], share) for it in found]

@@ -21,7 +21,7 @@ SETTINGS = PrefillSettings(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Coming:
-    """A prompt: when it comes, seconds, its tokens and whose it is."""
+    """A prompt: arrival in seconds, tokens and tenant."""
 
     at: float
     tokens: int
@@ -29,7 +29,7 @@ class Coming:
 
 
 def first_tokens(coming: Sequence[Coming], tenant: str, speeds: Speeds) -> list[float]:
-    """TTFT of a tenant's prompts, seconds, in the order of their coming; they come sorted, and begin all unlike."""
+    """TTFT for a tenant's prompts, seconds, in arrival order; they come sorted, and begin all unlike."""
     core = PrefillScheduler(SETTINGS, speeds)
     heap: list[tuple[float, int, SubmitJob | IoEnded[IoResult]]] = [
         (it.at, number, _arrival(number, it)) for number, it in enumerate(coming, 1)

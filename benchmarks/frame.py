@@ -30,7 +30,7 @@ PACKAGES = (
 Progress = Callable[[str], None]
 """Called with a few words after each step."""
 Measure = Callable[[argparse.Namespace, Progress], "Sequence[Row | Absent]"]
-"""A benchmark: takes its flags (`runs` among them) and gives its rows; raises Skipped when it cannot run here."""
+"""A benchmark: takes flags (`runs` among them) and gives rows; raises Skipped if not runnable here."""
 
 
 class Skipped(Exception):  # noqa: N818  # not an error: something optional is missing
@@ -41,7 +41,7 @@ def optional(module: str) -> Any:
     """Imports a peer that is an optional installation.
 
     Raises:
-        Skipped: it is not installed.
+        Skipped: not installed.
     """
     try:
         return importlib.import_module(module)
@@ -59,7 +59,7 @@ class Row:
     Attributes:
         name: what was measured.
         value: median over the runs.
-        unit: its unit.
+        unit: the figure's unit.
         spread: (max - min) / median over the runs; None for a single run.
         limit_name, limit_value: name and median of the reference, measured in the same run or set in advance.
         ratio: median of the ratios, run by run; oriented so that more is better for us.
@@ -114,7 +114,7 @@ def paired(
 
 
 def bounded(name: str, unit: str, values: Sequence[float], limit_name: str, limit: float) -> Row:
-    """A row that must stay below a limit set in advance; the target is met when its median is within the limit."""
+    """A row that must stay below a limit set in advance; the target is met if the median is within the limit."""
     median = statistics.median(values)
     ratio = min(limit / median, _RATIO_AT_MOST) if median > 0 else _RATIO_AT_MOST
     return Row(name, median, unit, spread_of(values), limit_name, limit, ratio, 1.0)
@@ -158,14 +158,14 @@ def versions() -> Iterator[tuple[str, str]]:
 def report(
     name: str, rows: Sequence[Row | Absent], *, date: str, skipped: str = "", took_s: float = 0.0
 ) -> dict[str, object]:
-    """The JSON object of one benchmark.
+    """One benchmark's JSON object.
 
     Args:
-        name: of the benchmark.
-        rows: its figures.
-        date: when it was measured, ISO format.
+        name: the benchmark's name.
+        rows: figures.
+        date: date of the measurement, ISO format.
         skipped: why there are no figures.
-        took_s: seconds that it took.
+        took_s: duration, seconds.
     """
     return {
         "benchmark": name,
@@ -180,7 +180,7 @@ def report(
 
 
 def target_text(row: Row) -> str:
-    """The target and whether it is met; "" without one."""
+    """The target, and whether met; "" without one."""
     if row.target is None:
         return ""
     return f"target {row.target:g} {'met' if row.met else f'missed: {row.ratio:.3g}'}"
@@ -216,7 +216,7 @@ def _file(text: str) -> Path:
     """The path of a result, checked before anything is measured.
 
     Raises:
-        argparse.ArgumentTypeError: it is a folder.
+        argparse.ArgumentTypeError: the path is a folder.
     """
     path = Path(text)
     if path.is_dir():
@@ -234,7 +234,7 @@ def run(
     """Entry point of a benchmark module: `--json`, `--runs`, `--out`; progress goes to standard error.
 
     Args:
-        name: of the benchmark.
+        name: the benchmark's name.
         measure: the benchmark.
         argv: flags; None = the process's.
         flags: adds the benchmark's own flags.

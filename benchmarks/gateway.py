@@ -76,7 +76,7 @@ def cpu_s(pid: int) -> float:
 
 
 def load(kind: str, address: str, options: argparse.Namespace, streams: int, cores: Sequence[int], seed: int) -> Found:
-    """One run of clients in a process of their own."""
+    """One run with clients in a separate process."""
     requests = options.requests if streams > 1 else max(8, options.requests // 8)
     flags = {"streams": streams, "requests": requests, "seed": seed}
     flags |= {"prompt-tokens": options.prompt_tokens, "answer-tokens": options.answer_tokens}
@@ -128,7 +128,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def added_ttft(found: Sequence[Pair], streams: int) -> list[Row]:
-    """How much later the first token comes, beside when it comes without a gateway."""
+    """How much later the first token comes than without a gateway."""
     rows = []
     for name, share in (("p50", 0.5), ("p99", 0.99)):
         pairs = [(1e3 * percentile(it.gateway.ttft_s, share), 1e3 * percentile(it.sdk.ttft_s, share)) for it in found]
@@ -142,7 +142,7 @@ def added_ttft(found: Sequence[Pair], streams: int) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a chat."""
+    """One turn in a chat."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -180,7 +180,7 @@ def chat(client: httpx2.Client, name: str, words: int, answer_tokens: int) -> li
 
 
 def cold(client: httpx2.Client, name: str, tokens: int) -> Turn:
-    """A prompt of about so many tokens that nothing is known of."""
+    """An unknown prompt with about that many tokens."""
     told = client.post("/tokenize", json={"prompt": " ".join(WORDS), "add_special_tokens": False}).json()["count"]
     content = f"{name} {' '.join(WORDS * max(1, round(tokens / told)))}"
     return ask(client, [{"role": "user", "content": content}], 1)[1]
@@ -191,7 +191,7 @@ def _client(running: LocalStack) -> httpx2.Client:
 
 
 def chat_rows(options: argparse.Namespace, progress: Progress) -> list[Row]:
-    """The cached share from the second turn on, and TTFT of the last turn beside that of as long a new prompt."""
+    """The cached share from the second turn on, and TTFT for the last turn beside an equally long new prompt's."""
     shares: list[float] = []
     pairs: list[tuple[float, float]] = []
     model = chosen_model(options.model)

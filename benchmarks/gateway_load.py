@@ -1,4 +1,4 @@
-"""Streams of `benchmarks.gateway`, from a process of their own: `python -m benchmarks.gateway_load KIND ADDRESS`.
+"""Streams for `benchmarks.gateway`, from a separate process: `python -m benchmarks.gateway_load KIND ADDRESS`.
 
 So many clients each send their next request when the last has ended. Both kinds ask for the same: a prompt of tokens,
 so many tokens of answer, streamed. HTTP is spoken by hand, so that little of what is measured is this program's own.
@@ -23,12 +23,12 @@ END = b"\r\n0\r\n\r\n"
 """Of a body in chunks."""
 
 Send = Callable[[list[int]], Awaitable[float]]
-"""Sends a prompt and reads its answer to the end; returns seconds until the first token."""
+"""Sends a prompt and reads the answer to the end; returns seconds until the first token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one run found: requests and tokens in so many seconds, processor seconds of this process, TTFTs."""
+    """One run's result: requests, tokens, seconds, this process's processor seconds, TTFTs."""
 
     requests: int
     tokens: int
@@ -38,7 +38,7 @@ class Found:
 
 
 def prompts(count: int, tokens: int, seed: int) -> Iterator[list[int]]:
-    """Prompts that have nothing in common."""
+    """Prompts without a common prefix."""
     generator = random.Random(seed)
     for _ in range(count):
         yield generator.choices(range(*ORDINARY_TOKENS), k=tokens)

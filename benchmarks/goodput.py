@@ -41,7 +41,7 @@ WANTED = 15.0
 """Per cent that the simulator's goodput may be off."""
 STEP_TOKENS, MOST_TOKENS = 4096, 32_000
 STORE_BYTES = 1 << 30
-"""DRAM of a stack's kvstore: all emulated KV of a mode."""
+"""DRAM for a stack's kvstore: all a mode's emulated KV."""
 POLICY_SEED = 0
 """Of the draws, in stack and simulation."""
 WAIT_S = 120.0
@@ -69,7 +69,7 @@ class Mode:
         return ["--policy", self.policy, "--admission", self.admission.value, "--set", f"policy_seed={POLICY_SEED}"]
 
     def simulated(self, config: ClusterConfig) -> ClusterConfig:
-        """The cluster whose conductor has these flags."""
+        """The cluster for a conductor with these flags."""
         return replace(
             config, policy=self.policy, seed=POLICY_SEED, admission=SERVICES[self.admission] if self.limited else "all"
         )
@@ -89,10 +89,10 @@ class Measured:
     """What a mode's requests went through on a stack, and what is to be simulated.
 
     Attributes:
-        mode: of which.
-        config: the cluster as it is served.
+        mode: the admission mode.
+        config: the served cluster.
         requests: that came.
-        summary: of them.
+        summary: the requests' summary.
         late: per cent of the steps' time by which the machine was late.
     """
 
@@ -105,7 +105,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run of a mode: per cent of the requests that kept both limits."""
+    """One run in a mode: per cent of the requests that kept both limits."""
 
     stack: float
     simulated: float
@@ -164,7 +164,7 @@ def simulated(config: ClusterConfig, wanted: Sequence[TraceRequest]) -> Summary:
 
 
 def described(summary: Summary) -> str:
-    """A line on a run, by which one sees what its goodput comes from."""
+    """A line about a run that shows where goodput comes from."""
     outcomes = ", ".join(f"{count} {name}" for name, count in summary.outcomes.items())
     ttft_s, tbt_s = summary.ttft_s.get("p90", 0.0), summary.tbt_s.get("p90", 0.0)
     return f"{summary.goodput_share:.1%} ({outcomes}, p90 of TTFT {ttft_s:.3g} s, of TBT {tbt_s:.3g} s)"

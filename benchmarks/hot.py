@@ -36,7 +36,7 @@ REST_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A prompt, when it comes, seconds of the profile, and whether it begins with a hot prefix."""
+    """A prompt, arrival in profile seconds, and whether the prompt begins with a hot prefix."""
 
     at_s: float
     prompt: list[int]
@@ -45,7 +45,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one run: seconds of the profile, and the share of the prompts' tokens that was not computed.
+    """One run: profile seconds, and the share of prompt tokens not computed.
 
     `hot_p90_s` is of the prompts that begin with a hot prefix. `loaded` and `copied` count blocks that prefill
     instances have read from others, for prompts and by order; `late` is the per cent of the steps' time by which the
@@ -86,7 +86,7 @@ def arrivals(options: argparse.Namespace, number: int) -> list[Asked]:
 
 
 async def serve(address: str, asked: Sequence[Asked], scale: float) -> list[GenerateResult]:
-    """Sends all prompts at their times, of which `scale` seconds pass in one."""
+    """Sends all prompts when due; `scale` profile seconds pass in one."""
     sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     loop = asyncio.get_running_loop()
     async with AsyncClient(address) as client:

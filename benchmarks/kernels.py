@@ -3,8 +3,8 @@
 `python -m benchmarks.kernels [--json]`. Ceilings (`benchmarks.ceilings`) are measured right before and after a figure,
 and the higher one counts. Decode's calls go from one part of a large pool to the next, so that its KV comes from memory
 and not from a cache; where memory is too small for that, the figure is left out. Inputs are random, outputs NaN before
-each run. On a machine with a CUDA device the figures of `benchmarks.kernels_gpu` follow; without one nothing here says
-anything of a GPU.
+each run. On a machine with a CUDA device the figures of `benchmarks.kernels_gpu` follow; without a GPU, the figures say
+nothing about GPUs.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def decode_row(shape: Heads, batch: int, context: int, dtype: torch.dtype, runs:
 
 
 def kv_bytes(shape: Heads, batch: int, context: int, dtype: torch.dtype) -> int:
-    """Bytes of KV that one call of decode attention reads."""
+    """Bytes of KV that one decode attention call reads."""
     return batch * context * shape.kv_heads * shape.head_dim * 2 * dtype.itemsize
 
 
@@ -110,7 +110,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCase:
-    """One sequence's chunk after its cached prefix, with the ceilings to be measured beside it."""
+    """One sequence's chunk after the cached prefix, with the ceilings to be measured beside."""
 
     shape: Heads
     rows: int

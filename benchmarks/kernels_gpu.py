@@ -1,8 +1,8 @@
-"""The GPU's figures: its kernels, sampling and whole decode steps, each beside a limit measured in the same run.
+"""The GPU's figures: kernels, sampling and whole decode steps, each beside a limit measured in the same run.
 
 `python -m benchmarks.kernels_gpu [--json] [--quick]`; `benchmarks.kernels` has these rows, too, where there is a GPU.
-Without one it says so, and nothing is measured. Calls are timed by the device's events, after warming up. Limits are
-what a large copy reads and writes per second, a large matrix product, and what torch has of its own.
+Without a GPU the page says so, and nothing is measured. Calls are timed by the device's events, after warming up.
+Limits are what a large copy reads and writes per second, a large matrix product, and what torch has of its own.
 """
 
 import argparse
@@ -38,7 +38,7 @@ class Sizes:
     prefill: tuple[tuple[int, int], ...] = ((8192, 8192), (16384, 16384), (4096, 32768))
     """(rows, context)"""
     written: int = 8192
-    """Tokens whose KV is written."""
+    """Tokens with KV to be written."""
     copied: int = 256
     """Blocks that are copied."""
     normed: tuple[int, int] = (8192, 4096)
@@ -51,14 +51,14 @@ QUICK = replace(SIZES, decode=SIZES.decode[:1], prefill=SIZES.prefill[:1])
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A layer's attention and its pool."""
+    """A layer's attention and pool."""
 
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
     block_tokens: int = 16
     layers: int = 8
-    """Of the pool whose blocks are copied."""
+    """The pool with the copied blocks."""
     dtype: torch.dtype = torch.bfloat16
 
     def __str__(self) -> str:
@@ -73,7 +73,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Attention over a paged pool: the call, and what it is made of."""
+    """Attention over a paged pool: the call, and the call's parts."""
 
     call: Callable[[], object]
     kv: Tensor
@@ -176,7 +176,7 @@ def _beside_flashinfer(on: On, shape: Shape, flashinfer: Any, case: _Case, name:
 
 
 def write_row(on: On, shape: Shape, tokens: int) -> Row:
-    """KV of tokens, each in a block of its own or its neighbours', into the pool."""
+    """Tokens' KV, each in a separate block or a neighbour's, into the pool."""
     kv = shape.pool(-(-tokens // shape.block_tokens), on.device)
     k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, device=on.device, dtype=shape.dtype)
     slots = torch.arange(tokens, device=on.device)
@@ -186,7 +186,7 @@ def write_row(on: On, shape: Shape, tokens: int) -> Row:
 
 
 def copy_row(on: On, shape: Shape, blocks: int) -> Row:
-    """Blocks of every layer of a pool to others."""
+    """Copies blocks in every layer of a pool."""
     pool = torch.stack([shape.pool(2 * blocks, on.device) for _ in range(shape.layers)])
     source, target = torch.randperm(2 * blocks, device=on.device).view(2, blocks)
     name = f"GPU block copy, {shape}, {blocks} blocks of {shape.layers} layers"

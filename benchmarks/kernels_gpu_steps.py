@@ -72,7 +72,7 @@ def _in_ms(name: str, rates: list[tuple[float, float]], limit_name: str) -> Row:
 
 
 def _sampling(logits: Tensor, params: SamplingParams) -> Callable[[], object]:
-    """A further step of a run; its logits are written anew each time, as a step's are."""
+    """A further step of a run; the logits are written anew each time, as a step's are."""
     history = array("i", range(0, 1000, 2)).tobytes() if params.penalised else None
     specs = [SampleSpec(params, seed, history=history, prompt_tokens=100) for seed in range(len(logits))]
     sampler, room = Sampler(specs, logits.shape[1], logits.device, 1 << 16), torch.empty_like(logits)

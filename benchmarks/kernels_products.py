@@ -1,6 +1,6 @@
 """Products with arranged weights beside memory and the best matrix product, and a whole decode step beside memory.
 
-Calls go from one copy of a weight to the next, so that few rows read it from memory and not from a cache.
+Calls go from one weight copy to the next, so that few rows read from memory and not from a cache.
 """
 
 import itertools

@@ -1,8 +1,7 @@
-"""A decode instance without an engine: the real contract, requests, receiver and pool, in a process of its own.
+"""A decode instance without an engine: the real contract, requests, receiver and pool, in a separate process.
 
-`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --set blocks=N`, as
-`services.decode` with its flags; SHAPE is one of kv_shape.py.
-Joins no conductor and computes nothing; for measuring what receiving KV costs.
+`python -m benchmarks.kv_decode --conductor 127.0.0.1:1 --model SHAPE --set blocks=N`, as `services.decode` with its
+flags; SHAPE is a name in kv_shape.py. Joins no conductor and does not compute; for measuring what receiving KV costs.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ from services.decode.service import DecodeInstance, contract
 
 
 class NoEngine:
-    """A pool, and nobody who computes on it."""
+    """A pool without computation."""
 
     stages = run_steps = step_tokens = 1
     speeds = Speeds()
@@ -69,11 +68,11 @@ class NoEngine:
 
 
 def quiet(*, soon: bool = False) -> None:
-    """Nobody is told of anything: there is no conductor."""
+    """Reports are dropped: there is no conductor."""
 
 
 async def serve(context: ProcessContext, config: DecodeConfig) -> None:
-    """Receives until it is told to stop."""
+    """Receives until told to stop."""
     shape = SHAPES[config.model]
     layout, engine = shape.layout, NoEngine(shape, config.blocks)
     setup = EngineSetup(

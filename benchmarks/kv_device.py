@@ -33,14 +33,14 @@ JOIN_TOKENS = 8192
 
 
 class UnpaidStream(CpuStream):
-    """A stream of copies that cost the host nothing."""
+    """A copy stream that costs the host nothing."""
 
     def run(self, work: Callable[[], None]) -> None:
         """Leaves the work out."""
 
 
 class UnpaidDevice:
-    """See `Device`. Its memory is the host's, and what is given to its streams is not done."""
+    """See `Device`. The memory is the host's, and the streams' work is not done."""
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -109,7 +109,7 @@ class Stage:
     layers: range
 
     def step(self, written: list[int], full: list[int]) -> None:
-        """Gives one step of a run to the device, as the runner does."""
+        """Gives one step in a run to the device, as the runner does."""
         self.memory.advance(written, full)
         self.launch()
 

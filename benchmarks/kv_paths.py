@@ -1,7 +1,7 @@
 """KV over the real paths to another process: `ReceiveKV` into a decode's pool, `Put` into a kvstore, `Get` out of it.
 
-Each path moves what it is told to and returns when the receiver has all of it, several sessions at once as the services
-have them.
+Each path moves the ordered KV and returns after the receiver has everything, several sessions at once as in the
+services.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class Path(Protocol):
 
 
 def filled_pool(shape: Shape = SMALL) -> KVPool:
-    """A pool with the KV of one transfer, no two slices alike."""
+    """A pool with one transfer's KV, no two slices alike."""
     layout, blocks = shape.layout, shape.blocks
     pool = KVPool.create(layout, blocks, [(0, layout.layers)])
     for layer in range(layout.layers):
@@ -150,9 +150,9 @@ class DecodePath(_Sessions):
             yield Slice(layer, block, data, tokens, value)
 
     async def computed(self, layer_s: float) -> float:
-        """One transfer whose layers are ready one after the other, each after so many seconds.
+        """One transfer with layers ready one after the other, each after some seconds.
 
-        Returns the seconds from the last one's until decode says that it has all: its sequence joins at that moment.
+        Returns the seconds from the last layer until decode reports completion: then the sequence joins.
         """
         target, request_id = await self.reserve()
         transfer = await self._sender.open(target)

@@ -1,4 +1,4 @@
-"""The KV that the streaming benchmarks move: its shape, its names, and sequences of it."""
+"""The KV that the streaming benchmarks move: shape, names, and sequences."""
 
 import dataclasses
 import random
@@ -15,7 +15,7 @@ VOCAB_SIZE = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """KV of one model, and how many blocks of it one transfer or put has."""
+    """One model's KV, and the blocks per transfer or put."""
 
     layout: KVLayout
     blocks: int
@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def transfer_bytes(self) -> int:
-        """Of one transfer or put."""
+        """Bytes per transfer or put."""
         return self.blocks * self.layout.block_bytes
 
     def tokens(self, seed: int) -> "array[int]":
@@ -45,7 +45,7 @@ class Shape:
         return block_keys(self.root, token_ids, self.layout.block_tokens)
 
     def sequence(self, request_id: str, token_ids: "array[int]") -> kv_pb2.SequenceSpec:
-        """A sequence of these tokens, one more to be generated."""
+        """A sequence with these tokens, one more to be generated."""
         return kv_pb2.SequenceSpec(
             request_id=request_id,
             token_ids=tokens_to_bytes(token_ids),
@@ -56,13 +56,13 @@ class Shape:
         )
 
     def hello(self, sender: str) -> kv_pb2.StreamHello:
-        """First message of a stream of this KV."""
+        """First message on a stream with this KV."""
         instance = kv_pb2.Instance(id=sender, incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
         return kv_pb2.StreamHello(sender=instance, namespace=self.namespace, layout=self.layout.to_proto())
 
 
 SMALL = Shape(KVLayout.uniform(layers=8, kv_heads=4, head_dim=64, block_tokens=64, dtype="bfloat16"), 128)
-"""64 KiB per layer slice: a small model's. Frames near one MiB hold sixteen of them. 64 MiB."""
+"""64 KiB per layer slice: a small model's. Frames near one MiB hold sixteen slices. 64 MiB."""
 HALF_B = Shape(KVLayout.uniform(layers=24, kv_heads=2, head_dim=64, block_tokens=64, dtype="bfloat16"), 32)
 """A prompt of 2,048 tokens of Qwen2.5-0.5B: 24 MiB, 1 MiB of each layer."""
 SHAPES = {"small": SMALL, "0.5b": HALF_B}

@@ -1,11 +1,11 @@
 """KV frames between two processes over the real `ReceiveKV`, `Put` and `Get`, by transport, beside raw TCP and copies.
 
 `python -m benchmarks.kv_stream [--json]`. The near ends are the real clients (`TransferSender`, `StoreWriter`,
-`BlockReader`), the far ends the real services' halves: decode's receiver with its pool and requests but no engine,
-and a kvstore. Each measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other.
-"The same KV" is sent from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again
-and again, from cache to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender
-gets ahead of a reader that has stopped.
+`BlockReader`), the far ends the real services' halves: decode's receiver with its pool and requests but no engine, and
+a kvstore. Each measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other. "The
+same KV" is sent from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again and
+again, from cache to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender
+gets ahead of a stopped reader.
 """
 
 import argparse
@@ -48,7 +48,7 @@ TRANSPORTS = ("--kv-transports", "local,tcp")
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One stretch of bytes on one way."""
+    """One stretch of bytes on one path."""
 
     bytes_per_s: float
     cpu_s_per_byte: float
@@ -56,7 +56,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Bench:
-    """The processes of one benchmark, and how long a stretch is."""
+    """One benchmark's processes, and a stretch's length."""
 
     pool: KVPool
     channels: Channels
@@ -77,7 +77,7 @@ class Bench:
         return PutPath(channels, self.store.address, self.pool, frame_bytes, dialer), self.store
 
     async def ours(self, path: Path, far: Child) -> Sample:
-        """One stretch over one of our ways."""
+        """One stretch over one of our paths."""
         nbytes = -(-self.nbytes // SMALL.transfer_bytes) * SMALL.transfer_bytes
         cpu, begin = own_cpu_s() + far.cpu_s(), time.perf_counter()
         await path.send(nbytes)
@@ -189,7 +189,7 @@ async def growth_rows(it: Bench, kind: str, transport: str, total_bytes: int, pr
 
 
 async def slow_reader_row(it: Bench, progress: Progress) -> Row:
-    """How far a sender gets ahead of a reader that stops in the middle of a transfer, and goes on later."""
+    """How far a sender gets ahead of a reader that stops in the middle of a transfer, and continues later."""
     path = DecodePath(it.channels, it.decode.address, it.pool, TARGET_FRAME, it.dialers["grpc"])
     await path.session()
     path.layer_sent.clear()

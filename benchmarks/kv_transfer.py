@@ -39,7 +39,7 @@ def raw_ms(address: str, pool: KVPool, nbytes: int) -> float:
 async def transport_rows(
     path: DecodePath, transport: str, raw_address: str, pool: KVPool, options: argparse.Namespace, progress: Progress
 ) -> list[Row]:
-    """Both figures of one transport."""
+    """Both figures for one transport."""
     layout = HALF_B.layout
     layer_bytes = HALF_B.blocks * layout.slice_bytes(0)
     rows = []

@@ -1,4 +1,4 @@
-"""Quantised KV beside bfloat16: how fast decode is over it, and what it changes of a trained model's predictions.
+"""Quantised KV beside bfloat16: decode speed, and the change in a trained model's predictions.
 
 `python -m benchmarks.kv_types [--json]`. Decode at batch 32 with contexts of 2,048 tokens, of one layer's attention
 (from one part of a large pool to the next, so that KV comes from memory) and of whole steps, in the shapes small and
@@ -51,7 +51,7 @@ AGREE = {"int8": 0.05, "fp8": 0.10}
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Random KV of some layers, in one type.
+    """Random KV for some layers, in one type.
 
     Attributes:
         kv, scales: see `moonpool.platforms.kv_memory`; scales only where quantised.
@@ -84,7 +84,7 @@ class Pool:
 
 
 def attention_call(config: ModelConfig, kind: str) -> Callable[[], None]:
-    """One layer's decode attention, each time over other blocks, until the caches hold nothing of the first."""
+    """One layer's decode attention, each time over other blocks, until the caches hold none of the first."""
     blocks = CONTEXT // BLOCK
     layout = kv_layout(config, "bfloat16", BLOCK, kind)
     parts = max(1, -(-working_set_bytes() // (BATCH * blocks * layout.slice_bytes(0))))
@@ -149,7 +149,7 @@ def step_rows(shape: str, stage: StageModel, runs: int) -> Iterator[Row]:
 
 
 def shape_rows(shape: str, runs: int) -> Iterator[Row]:
-    """Attention and steps of one shape."""
+    """One shape's attention and steps."""
     with tempfile.TemporaryDirectory(prefix="moonpool-kv-types-") as folder:
         path = create(shape, Path(folder) / "model")
         config = load_config(path)
@@ -164,10 +164,10 @@ def shape_rows(shape: str, runs: int) -> Iterator[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Of one window of text.
+    """One text window.
 
     Attributes:
-        losses: of each next token, nats.
+        losses: per next token, nats.
         best: the most likely next tokens.
     """
 

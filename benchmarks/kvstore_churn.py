@@ -1,4 +1,4 @@
-"""Resident memory of a kvstore while more passes through it than it may hold, as a figure and as a picture.
+"""A kvstore's resident memory while more passes through than fits, as a figure and as a picture.
 
 Chains from a set of twice the DRAM budget are put when the store does not hold them and read when it does, in blocks of
 several sizes whose shares change over time, which is what makes allocators grow. All anonymous memory of the process
@@ -36,13 +36,13 @@ SEED = 1
 
 @dataclasses.dataclass(slots=True)
 class Churn:
-    """The churn of one store.
+    """One store's churn.
 
     Attributes:
-        clients: one for each size of blocks.
-        chains: number of different chains of each size.
-        until: when it ends.
-        began: when it began.
+        clients: one for each block size.
+        chains: number of different chains per size.
+        until: end.
+        began: begin.
         clock: seconds.
         got, put: bytes read and stored so far.
         requests: chains asked for.
@@ -60,7 +60,7 @@ class Churn:
     clock: Callable[[], float] = time.perf_counter
 
     def next(self, generator: random.Random, now: float) -> tuple[StoreClient, list[bytes]]:
-        """A client of some size and a chain of it."""
+        """A client with a block size, and a chain of that size."""
         favourite = int((now - self.began) / PHASE_S) % len(self.clients)
         number = favourite if generator.random() < 0.8 else generator.randrange(len(self.clients))
         client = self.clients[number]

@@ -1,4 +1,4 @@
-"""A client of one kvstore as an engine has it: the real put and get streams, and memory of its own."""
+"""A client for one kvstore as an engine has: the real put and get streams, and separate memory."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ class IncompleteError(RuntimeError):
 
 @dataclasses.dataclass(slots=True)
 class StoreClient:
-    """Puts and gets chains of one layout. Block number `i` of a chain lies at place `first + i` of the memory."""
+    """Puts and gets chains with one layout. Block number `i` of a chain lies at place `first + i` of the memory."""
 
     writer: StoreWriter
     reader: BlockReader
@@ -44,10 +44,10 @@ class StoreClient:
     memory: Memory
 
     async def put(self, keys: Sequence[bytes], first: int = 0) -> None:
-        """Stores a chain; returns once all of it is VISIBLE.
+        """Stores a chain; returns once all blocks are VISIBLE.
 
         Raises:
-            IncompleteError: the store held some of it already, or refused it.
+            IncompleteError: the store held some blocks already, or refused the put.
         """
         size, source, slice_bytes = self.layout.block_bytes, self.memory.source, self.layout.slice_bytes(0)
         places = [self.memory.at(first + index, size, source) for index in range(len(keys))]
@@ -67,7 +67,7 @@ class StoreClient:
         """Reads a chain into the memory.
 
         Raises:
-            IncompleteError: the store does not hold all of it.
+            IncompleteError: the store does not hold all blocks.
         """
         size, target, slice_bytes = self.layout.block_bytes, self.memory.target, self.layout.slice_bytes(0)
         places = [self.memory.at(first + index, size, target) for index in range(len(keys))]
@@ -77,7 +77,7 @@ class StoreClient:
             return target[at : at + slice_bytes]
 
         def take(layer: int, index: int, data: memoryview, value: int) -> None:
-            """It lies where it was to land."""
+            """The slice lies where it was to land."""
 
         layers = range(self.layout.layers)
         blocks = await self.reader.read(
@@ -101,7 +101,7 @@ class StoreClient:
         """Returns once everything that was put is durable.
 
         Raises:
-            TimeoutError: it took longer than `TIMEOUT_S`.
+            TimeoutError: longer than `TIMEOUT_S`.
             RuntimeError: a batch failed.
             KeyError: the store has no such gauge.
         """

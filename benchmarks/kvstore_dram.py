@@ -1,7 +1,7 @@
-"""The kvstore's DRAM tier over gRPC beside raw TCP: Put and Get of blocks of several sizes, in frames of 1 MiB.
+"""The kvstore's DRAM tier over gRPC beside raw TCP: Put and Get with several block sizes, in frames of 1 MiB.
 
 Each measured pair is ours, then raw TCP in blocking writes of a frame's size, out of as much memory and into as much;
-beside it the processor seconds of both sides, which depend less on what else the machine does.
+beside it both sides' processor seconds, which depend less on the machine's other work.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def raw(far: Child, memory: Memory, nbytes: int) -> Sample:
 
 
 def sessions(client: StoreClient, seed: object, nbytes: int) -> tuple[Jobs, Jobs, int]:
-    """Puts and gets of new chains, and the bytes of each side of them."""
+    """Puts and gets new chains, and each side's bytes."""
     size = client.layout.block_bytes
     counts = split(max(1, nbytes // size), max(1, SESSION_BYTES // size))
     puts, gets, first = [], [], 0
@@ -58,7 +58,7 @@ def sessions(client: StoreClient, seed: object, nbytes: int) -> tuple[Jobs, Jobs
 
 
 def rows_of(name: str, pairs: Sequence[tuple[Sample, Sample]], target: float | None) -> list[Row]:
-    """Speed and cost of one figure beside raw TCP."""
+    """One figure's speed and cost beside raw TCP."""
     speeds = [(own[0], limit[0]) for own, limit in pairs]
     costs = [(own[1], limit[1]) for own, limit in pairs]
     # The kernel counts processor time in hundredths of a second: a tiny stretch may have cost none.
@@ -72,13 +72,13 @@ def rows_of(name: str, pairs: Sequence[tuple[Sample, Sample]], target: float | N
 async def size_rows(
     client: StoreClient, store: Child, far: Child, options: argparse.Namespace, progress: Progress
 ) -> list[Row]:
-    """The figures of one size of blocks."""
+    """One block size's figures."""
     size = client.layout.block_bytes
     nbytes = int(options.gigabytes * 1e9)
     # The first touch of memory costs more; short stretches skip this.
     warm, _, _ = sessions(client, "warm", STORE_BYTES if nbytes >= STORE_BYTES // 8 else nbytes)
     await some_at_once(warm, AT_ONCE)
-    raw(far, client.memory, nbytes)  # its far end touches its memory after it has begun to listen
+    raw(far, client.memory, nbytes)  # the far end touches its memory after beginning to listen
     puts: list[tuple[Sample, Sample]] = []
     gets: list[tuple[Sample, Sample]] = []
     client.memory.clear_target()

@@ -21,7 +21,7 @@ SEGMENT_ROWS = 16_000
 
 
 def chain_keys(number: int) -> list[bytes]:
-    """Keys of one of the chains."""
+    """One chain's keys."""
     return chain(("index", number), CHAIN_BLOCKS)
 
 

@@ -23,7 +23,7 @@ SEED = 1
 
 
 def start(folder: Path, blocks: int) -> tuple[Child, float]:
-    """A store on a folder, and the seconds until it served."""
+    """A store on a folder, and the seconds until serving."""
     budget = max(1 << 30, 2 * blocks * record_bytes())
     arguments = ("--data-dir", str(folder), "--ssd-bytes", str(budget), "--dram-bytes", str(64 << 20))
     begin = time.perf_counter()
@@ -38,7 +38,7 @@ def percentile(values: Sequence[float], percent: int) -> float:
 
 
 async def latencies(client: StoreClient, chains: Sequence[int], keys: int) -> list[float]:
-    """Milliseconds of a call for the first `keys` of each chain.
+    """Milliseconds per call for the first `keys` of each chain.
 
     Raises:
         RuntimeError: the store does not have them.

@@ -1,7 +1,7 @@
 """Moonpool's kvstore on each transport beside Mooncake Store and Redis: the same blocks, one and sixteen at a time.
 
-Every store and every client runs in a process of its own; an operation begins when the one before has ended. In each
-run all stores do the same, one after the other. A peer that is not installed is named as not measured. gRPC alone is
+Every store and every client runs in a separate process; an operation begins when the one before has ended. In each run
+all stores do the same, one after the other. A peer that is not installed is named as not measured. gRPC alone is
 measured too: the difference to it is the store's own time.
 """
 
@@ -60,15 +60,15 @@ def rows_of(
     own: str = OURS,
     target: float | None = TARGET,
 ) -> list[Row | Absent]:
-    """One row beside each peer, and one beside the better of them, which has the target.
+    """A row beside each peer, and a row beside the better peer, which has the target.
 
     Args:
-        name: of the figure.
-        speeds: of our store and of the peers that are here.
+        name: the figure's name.
+        speeds: our store's and the present peers'.
         missing: peers that are not, and why.
         titles: names of all.
         own: which transport of ours.
-        target: of it.
+        target: the figure's target.
     """
     ours = speeds[own]
     others = {store: values for store, values in speeds.items() if store not in (OURS, *OTHER_TRANSPORTS)}
@@ -108,7 +108,7 @@ def drivers(
 def speeds_of(
     found: Mapping[str, Driver], seed: str, block_bytes: int, batch: int, nbytes: int
 ) -> dict[str, dict[str, float]]:
-    """One run: every store puts, then every store gets what it put. Verb -> store -> GB/s."""
+    """One run: every store puts, then every store gets the same. Verb -> store -> GB/s."""
     count = operations(nbytes, block_bytes, batch)
     arguments: dict[str, object] = {"seed": seed, "block_bytes": block_bytes, "batch": batch, "operations": count}
     moved = count * batch * block_bytes / 1e9
@@ -122,7 +122,7 @@ def speeds_of(
 
 
 def warm_up(found: Mapping[str, Driver], block_bytes: int, batch: int, nbytes: int) -> None:
-    """All the memory of all stores has held blocks of this size; the first touch of memory costs more than a block."""
+    """All the stores' memory has held blocks with this size; the first touch of memory costs more than a block."""
     fill = STORE_BYTES if nbytes >= WARM_FROM_BYTES and batch == 1 else nbytes // 2
     whole = min(BATCHES[-1], MEMORY_BYTES // block_bytes)
     seed, left = f"warm-{block_bytes}-{batch}", fill

@@ -12,7 +12,7 @@ Point = tuple[float, float]
 
 
 def nice(most: float) -> float:
-    """The next of 1, 2, 5 times a power of ten."""
+    """The next number among 1, 2, 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(most))
     return next(step * power for step in (1, 2, 5, 10) if step * power >= most * (1 - 1e-9))
 
@@ -21,8 +21,8 @@ def picture(title: str, unit: str, points: Sequence[Point], lines: Sequence[tupl
     """The drawing.
 
     Args:
-        title: above it.
-        unit: of the values.
+        title: title above the chart.
+        unit: the values' unit.
         points: (seconds, value), ascending in time.
         lines: names of constant values, and the values.
     """

@@ -1,4 +1,4 @@
-"""When the first layer of a prefix of a hundred blocks is whole, beside all of it: from DRAM, and from a cold SSD.
+"""When the first layer of a prefix with a hundred blocks is whole, beside all layers: from DRAM, and from a cold SSD.
 
 The sooner, the earlier a computation can begin that needs layer after layer.
 """

@@ -25,7 +25,7 @@ _KEY_BYTES = 32
 
 
 def layout_of(block_bytes: int) -> KVLayout:
-    """The layout of blocks of `block_bytes`.
+    """The layout for blocks with `block_bytes`.
 
     Raises:
         ValueError: not a multiple of a slice.
@@ -48,13 +48,13 @@ def root_of(layout: KVLayout) -> bytes:
 
 
 def hello(layout: KVLayout) -> kv_pb2.StreamHello:
-    """First message of a stream of this KV."""
+    """First message on a stream with this KV."""
     instance = kv_pb2.Instance(id="bench", incarnation=1, kind=kv_pb2.INSTANCE_KIND_PREFILL)
     return kv_pb2.StreamHello(sender=instance, namespace=namespace_of(layout), layout=layout.to_proto())
 
 
 def chain(seed: object, blocks: int) -> list[bytes]:
-    """Keys that differ from those of other seeds, made quickly: a store does not check what they are a hash of."""
+    """Keys that differ from other seeds' keys, made quickly: a store does not check the hashes."""
     data = random.Random(repr(seed)).randbytes(blocks * _KEY_BYTES)
     return [data[at : at + _KEY_BYTES] for at in range(0, len(data), _KEY_BYTES)]
 
@@ -73,7 +73,7 @@ class Memory:
     """Memory that blocks are sent from and read into, like an engine's pool; used in a circle.
 
     Attributes:
-        source: every slice of it is different.
+        source: every slice is different.
         target: as large or larger, all touched.
     """
 
@@ -97,11 +97,11 @@ class Memory:
         self.target[:] = bytes(self.target.nbytes)
 
     def at(self, place: int, nbytes: int, memory: memoryview) -> int:
-        """Offset of piece number `place` of `nbytes` in `memory`."""
+        """Offset of piece number `place` with `nbytes` in `memory`."""
         return place % (memory.nbytes // nbytes) * nbytes
 
     def differs(self, places: int, nbytes: int) -> int:
-        """How many of the first `places` pieces of `nbytes` differ between `target` and `source`."""
+        """How many of the first `places` pieces with `nbytes` differ between `target` and `source`."""
         wrong = 0
         for place in range(places):
             at = self.at(place, nbytes, self.source)

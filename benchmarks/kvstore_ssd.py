@@ -1,10 +1,10 @@
 """The kvstore's SSD tier: blocks read from a cold disk beside plain reads, and put until durable beside plain appends.
 
 Sustained Put: the tier is full before the clock starts, and several times what it holds is put, so that space is
-reclaimed all the time (`--ssd-put-gigabytes 20 --ssd-tier-gigabytes 2` for a long stretch). What a disk takes depends
-on what it took just before. So a gigabyte is put at a time, in turns with as much of plain appends and of Put to DRAM,
-every second time in reverse order. Each portion counts until it is durable, and is a pair of its own. Plain appends
-sync as often as the store does.
+reclaimed all the time (`--ssd-put-gigabytes 20 --ssd-tier-gigabytes 2` for a long stretch). A disk's speed depends on
+the work just before. So a gigabyte is put at a time, in turns with as much of plain appends and of Put to DRAM, every
+second time in reverse order. Each portion counts until durable, and is a separate pair. Plain appends sync as often as
+the store does.
 
 Cold Get: the store was restarted, so that its DRAM is empty, and its files were dropped from the page cache. Plain
 reads are `preadv` of the same sizes in the same order by as many threads, from a file like a segment, through the page
@@ -35,9 +35,9 @@ LAYOUT = layout_of(1 << 20)
 CHAIN_BLOCKS = 32
 AT_ONCE = 2
 DEPTH = 4
-"""Threads that read, unless it is told otherwise; the store's own number of them."""
+"""Reading threads by default; the store's own number of them."""
 SYNC_BYTES = 32 << 20
-"""Bytes of one of the store's commits."""
+"""Bytes per store commit."""
 HEADER_BYTES = 4096
 """Of a record on disk: as far apart are the blocks in the file of plain reads."""
 DRAM_BYTES = 192 << 20
@@ -45,7 +45,7 @@ DRAM_BYTES = 192 << 20
 SEGMENT_BYTES = 32 << 20
 """Least of a segment, as much as a commit; for small tiers it is more than the default, which is a 64th of the tier."""
 TIMES_PUT = 3
-"""Sustained Put moves this many times what its tier holds, unless it is told otherwise."""
+"""Sustained Put moves this multiple of the tier's capacity by default."""
 PORTION_BYTES = 1 << 30
 """Least that is put, or appended, at a time, unless less is put in all."""
 MEMORY_BYTES = 64 << 20
@@ -64,7 +64,7 @@ def store(folder: Path, ssd_bytes: int, dram_bytes: int = DRAM_BYTES, threads: i
 
 
 def chains(seed: object, blocks: int) -> list[tuple[list[bytes], int]]:
-    """Keys of chains of `blocks` blocks together, and the place of the first block of each."""
+    """Keys for chains with `blocks` blocks together, and each chain's first place."""
     counts = split(blocks, CHAIN_BLOCKS)
     return [(chain((seed, at), count), at * CHAIN_BLOCKS) for at, count in enumerate(counts)]
 
@@ -92,14 +92,14 @@ async def put_seconds(
 
 
 class Cost(NamedTuple):
-    """Of a stretch: seconds, and processor seconds of all who take part."""
+    """One stretch: seconds, and processor seconds over all participants."""
 
     seconds: float
     cpu_s: float
 
 
 async def get_cost(process: Child, memory: Memory, seed: int, blocks: int, progress: Progress) -> Cost:
-    """What it costs to read all chains.
+    """The cost of reading all chains.
 
     Raises:
         RuntimeError: the data read differs from the data put.
@@ -123,7 +123,7 @@ def read_cost(path: Path, pieces: Sequence[Piece], threads: int, *, direct: bool
 
 
 class Figures:
-    """Seconds of each portion or run, or what it cost; the store's and the references'."""
+    """Seconds for each portion or run, or the cost; the store's and the references'."""
 
     def __init__(self) -> None:
         self.put: list[float] = []
@@ -188,7 +188,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
-    """Of the flags; never less than `MIN_BLOCKS`, or for a tier a third of it."""
+    """Of the flags; never less than `MIN_BLOCKS`, or for a tier a third of the tier's blocks."""
 
     def blocks(gigabytes: float | None, default: int, least: int) -> int:
         return default if gigabytes is None else max(least, int(gigabytes * 1e9) // LAYOUT.block_bytes)
@@ -227,7 +227,7 @@ async def put_in_turns(
 
 
 async def get_cold(folder: Path, memory: Memory, seed: int, sizes: Sizes, progress: Progress) -> Cost:
-    """What it costs to read blocks that a store held before it was restarted and its files left the page cache."""
+    """The cost of reading blocks that a store held before being restarted and dropped from the page cache."""
     blocks = sizes.read
     with store(folder, 2 * blocks_bytes(blocks)) as process:
         await put_seconds(process.address, memory, seed, blocks, "Put of what is read", progress, durable=True)

@@ -31,17 +31,17 @@ from moonpool.client import AsyncClient
 PROMPT, SHORT_PROMPT = 2048, 64
 WAYS = ("fixed", "lent")
 LONGEST = 3000
-"""Tokens of a running answer, which is cancelled before it ends."""
+"""Tokens in a running answer, which is cancelled before the end."""
 
 
 @dataclass(slots=True)
 class Figures:
-    """Of one stack.
+    """One stack's figures.
 
     Attributes:
         gaps: when each token of a running sequence came, seconds from the first prompt on, and how long after the one
             before.
-        ttft_s: of the prompts.
+        ttft_s: the prompts' TTFT.
         seconds: in which all of them came.
     """
 

@@ -3,20 +3,20 @@
 `moonpool.rpc.errors` maps them to gRPC status codes and back.
 
     MoonpoolError
-    ├── InvalidRequest      the request is wrong; `field` names what
+    ├── InvalidRequest      the request is wrong; `field` names the wrong field
     ├── Overloaded          no placement keeps the request's SLO; says why, the prediction and when to retry
     ├── Unavailable         no instance can serve this now, or the peer cannot be reached
-    ├── NotFound            what was asked for is not there
+    ├── NotFound            the named object does not exist
     ├── Mismatch            two sides disagree (namespace, layout, generation, incarnation)
     ├── Unsupported         part of the contract, not built yet
-    ├── Unauthenticated     the caller does not show who it is
+    ├── Unauthenticated     the caller has no valid identity
     ├── PermissionDenied    the caller may not do this
-    ├── DeadlineExceeded    a wait took longer than it was allowed to
+    ├── DeadlineExceeded    a wait took longer than allowed
     ├── Internal            a defect of ours
-    ├── ConfigError         a setting is wrong; `field` names it
+    ├── ConfigError         a setting is wrong; `field` names the setting
     ├── CheckpointError     a checkpoint is damaged or incomplete
-    │   └── UnsupportedModel    it is whole, but `field` asks for something that is not built
-    ├── TransferFailed      KV did not arrive whole; nothing of it may be used
+    │   └── UnsupportedModel    the checkpoint is whole, but `field` asks for an unbuilt feature
+    ├── TransferFailed      KV did not arrive whole; no part may be used
     ├── StreamBroken        a multiplexed stream ended under its sessions
     └── FrameError          bytes that are not a proper frame
 """

@@ -28,7 +28,7 @@ def record_place(record: kv_pb2.Record) -> RecordPlace:
 
 
 class ReplicatedRecords:
-    """Records, each with the number of its arrival here; numbers ascend and mean something in this book only."""
+    """Records, each with the number of its arrival here; numbers ascend and mean something in this collection only."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
