@@ -377,7 +377,7 @@ def _config_keys(file: GgufFile, family: ModelFamily) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": fields.positive(f"{name}.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _kv_heads(fields, name, heads),
+        "num_key_value_heads": _kv_heads(fields, name, heads, some=bool(family.gguf.recurrent)),
         "head_dim": head_dim,
         "rope_theta": fields.number(f"{name}.rope.freq_base", 10000.0),
         "partial_rotary_factor": fields.positive(f"{name}.rope.dimension_count", head_dim) / head_dim,
@@ -448,12 +448,14 @@ def _refuse(fields: JsonFields, family: ModelFamily, head_dim: int, positions: i
         )
 
 
-def _kv_heads(fields: JsonFields, name: str, heads: int) -> int:
-    """Return the KV heads; files may list them layer by layer."""
+def _kv_heads(fields: JsonFields, name: str, heads: int, *, some: bool) -> int:
+    """Return the KV heads; files may list them layer by layer. `some`: layers may have none."""
     key = f"{name}.attention.head_count_kv"
     listed = fields.get(key)
     if not isinstance(listed, list):
         return fields.positive(key, heads)
+    if some:
+        listed = [count for count in listed if count]
     if len(set(listed)) != 1:
         raise UnsupportedModel(key, "layers with different numbers of KV heads are not supported")
     return JsonFields({key: listed[0]}, fields.source).positive(key)
@@ -508,7 +510,7 @@ def _end_ids(token: Any, kind: Any) -> bool:
     return kind == _CONTROL_TOKEN and token in END_OF_TURN
 
 
-_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+)\.(?P<kind>weight|bias)")
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<leaf>\w+(?:\.\w+)?)\.(?P<kind>weight|bias)")
 _PAIRED = ("attn_q", "attn_k")
 _WHOLE_NAMES = ("attn_sinks", "exp_probs_b")
 """Tensors with folder names that do not end with .weight or .bias."""
@@ -535,12 +537,17 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
         info = TensorInfo(
             tensor.file,
             tensor.type.name,
-            (1, prod(tensor.shape)) if row else tensor.shape,
+            (1, prod(tensor.shape)) if row else _shape(tensor.shape, family.gguf.recurrent.get(leaf, "")),
             begin=tensor.begin,
             paired_rows=paired if leaf in _PAIRED else 0,
         )
         index |= _by_expert(ours, info, tensor.type) if leaf.endswith("_exps") else {ours: info}
     return index
+
+
+def _shape(shape: tuple[int, ...], role: str) -> tuple[int, ...]:
+    """Return the shape that a folder has: converters leave out a convolution's dimension of 1."""
+    return (shape[0], 1, shape[1]) if role == "conv" and len(shape) == 2 else shape
 
 
 def _layer(name: str) -> int:
@@ -567,6 +574,8 @@ def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str
     match = _TENSOR_NAME.fullmatch(name)
     known = {} if match is None else gguf.outer if match["layer"] is None else {**gguf.layer, **gguf.renamed}
     ours: str = "" if match is None else getattr(names, known.get(match["leaf"], ""), "")
+    if match is not None and match["leaf"] in gguf.recurrent:
+        (ours,) = names.recurrent[gguf.recurrent[match["leaf"]]]
     if match is None or not ours:
         raise UnsupportedModel(name, "this tensor has no place in a model of this architecture")
     leaf = match["leaf"]

@@ -139,6 +139,8 @@ class GgufNames:
     """Field of `TensorNames` by GGUF's name, for a layer's tensors; experts are one tensor there."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """What differs from `layer` in this architecture."""
+    recurrent: Mapping[str, str] = field(default_factory=dict)
+    """Key of `TensorNames.recurrent` by GGUF's name. Layers with no KV heads are the recurrent ones."""
     further_layers: str = ""
     """Key for the number of layers that only drafting uses, which the files count among their layers."""
 

@@ -1,8 +1,10 @@
 """LFM2: short convolutions, and attention in some layers."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from moonpool.families.base import ModelFamily, TensorNames, layer_kinds, llama_decoder
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
@@ -56,6 +58,13 @@ def _with_width(fields: JsonFields) -> JsonFields:
     return JsonFields({**fields.all(), "intermediate_size": width}, fields.source)
 
 
+def _from_gguf(found: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the kinds of layers. Files give the inner width as the model has it."""
+    heads = found.get("listed_kv_heads")
+    kinds = ["full_attention" if count else "conv" for count in heads] if isinstance(heads, list) else None
+    return {"layer_types": kinds, "block_auto_adjust_ff_dim": False}
+
+
 LFM2 = ModelFamily(
     architecture="Lfm2ForCausalLM",
     model_type="lfm2",
@@ -83,6 +92,13 @@ LFM2 = ModelFamily(
         recurrent={"inputs": ("conv.in_proj",), "conv": ("conv.conv",), "output": ("conv.out_proj",)},
     ),
     other_keys={"rms_norm_eps": "norm_eps", "tie_word_embeddings": "tie_embedding"},
+    gguf=GgufNames(
+        architecture="lfm2",
+        keys={"conv_L_cache": "shortconv.l_cache", "listed_kv_heads": "attention.head_count_kv"},
+        complete=_from_gguf,
+        outer={"token_embd": "embedding", "token_embd_norm": "norm", "output": "head"},
+        recurrent={"shortconv.in_proj": "inputs", "shortconv.conv": "conv", "shortconv.out_proj": "output"},
+    ),
 )
 LFM2_MOE = ModelFamily(
     architecture="Lfm2MoeForCausalLM",

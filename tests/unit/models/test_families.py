@@ -3,6 +3,7 @@
 Prompts are computed whole, and in chunks beside decode steps over two stages; windows are shorter than prompts.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from moonpool.families import FAMILIES
 from tests.unit.models.forward import Runner
@@ -263,6 +265,34 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     for prompt, output, other in zip(prompts, whole, chunked, strict=True):
         assert_greedy(model, prompt, output)
         assert_greedy(model, prompt, other)
+
+
+@pytest.mark.parametrize(
+    ("case", "architecture", "body", "head"),
+    [
+        ("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", "lm_head."),
+        ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "language_model.lm_head."),
+    ],
+)
+def test_the_text_part_of_a_model_with_pictures(
+    case: str, architecture: str, body: str, head: str, tmp_path: Path
+) -> None:
+    reference(*CASES[case]).save_pretrained(tmp_path / "text")
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    (tmp_path / "whole").mkdir()
+    whole = {"architectures": [architecture], "model_type": "other", "text_config": config}
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    renamed = {
+        head + name.removeprefix("lm_head.") if name.startswith("lm_head.") else body + name.removeprefix("model."): its
+        for name, its in tensors.items()
+    }
+    save_file(renamed, tmp_path / "whole" / "model.safetensors")
+    prompt = [list(range(3, 50))]
+    text, found = (
+        Runner(tmp_path / part, torch.float32).generate(prompt, 4, chunk=100, budget=100) for part in ("text", "whole")
+    )
+    assert found == text
 
 
 def test_every_family_has_a_case() -> None:

@@ -103,6 +103,10 @@ FILES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "hunyuan, experts",
         {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 96, "expert_shared_count": 1},
     ),
+    "lfm2": (
+        "lfm2",
+        {"attention.head_count_kv": [0, 2, 0, 0], "feed_forward_length": 256, "shortconv.l_cache": 3},
+    ),
     "llama": ("mixtral", {"expert_count": 4, "expert_used_count": 2, "rope.freq_base": 1e6}),
     "minimax-m2": (
         "minimax_m2",
@@ -191,7 +195,11 @@ def write(architecture: str, model: transformers.PreTrainedModel, file: Path, *,
         getattr(config, layer_norm or "rms_norm_eps", 1e-5)
     )
     for key, value in keys.items():
-        if key != leave_out:
+        if key == leave_out:
+            continue
+        if isinstance(value, list):
+            writer.add_array(f"{architecture}.{key}", value)
+        else:
             writer.add_key_value(f"{architecture}.{key}", value, VALUE_TYPES[type(value)])
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
@@ -244,7 +252,7 @@ def stacked(model: transformers.PreTrainedModel) -> list[tuple[str, NDArray[np.f
             found[name.replace("kv_b", "k_b")] = both[:, :width].swapaxes(1, 2)
             found[name.replace("kv_b", "v_b")] = both[:, width:]
         else:
-            found[name] = array
+            found[name] = array[:, 0] if name.endswith("conv.weight") else array
     return list(found.items())
 
 
