@@ -21,7 +21,7 @@ from benchmarks.kv_types import BLOCK, Pool, in_turns, perplexity, predict, trai
 from moonpool.checkpoint import load_config
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
+from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
 
@@ -71,7 +71,7 @@ def speed_rows(shape: str, options: argparse.Namespace, progress: Progress) -> I
         path = create(shape, Path(folder) / "model", dtype="bfloat16")
         config = load_config(path)
         stages = {
-            kind: load_stage(path, config, torch.bfloat16, 0, config.num_layers, quantization=kind) for kind in ALL
+            kind: load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(kind)) for kind in ALL
         }
     progress(
         f"{shape}: weights of {', '.join(f'{its.weight_bytes >> 20} MiB ({kind})' for kind, its in stages.items())}"
@@ -94,7 +94,7 @@ def trained_rows(progress: Progress) -> Iterator[Row]:
     texts = windows(path)
 
     def stage(kind: Quantization) -> StageModel:
-        return load_stage(path, config, torch.bfloat16, 0, config.num_layers, quantization=kind)
+        return load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(kind))
 
     dense = stage("none")
     plain = [predict(dense, tokens, "auto") for tokens in texts]

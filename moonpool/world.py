@@ -86,7 +86,7 @@ def _waited_s(process: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class MachineUse:
     """What the process holds of the machine, known on Linux only and 0 elsewhere.
 
     Attributes:
@@ -161,7 +161,7 @@ class World:
     draws: Draws = field(default_factory=Draws)
     network: Network = field(default_factory=GrpcNetwork)
     thread_pool: Callable[[int, str], Executor] = ThreadPoolExecutor
-    usage: Usage = field(default_factory=Usage)
+    usage: MachineUse = field(default_factory=MachineUse)
     processes: Processes = field(default_factory=Processes)
 
 

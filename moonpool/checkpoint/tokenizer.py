@@ -90,7 +90,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class PromptSegment:
     """A part of a prompt.
 
     Attributes:
@@ -262,7 +262,7 @@ class Tokenizer:
         begins = next(at for at in range(len(around)) if around[at : at + len(plain)] == plain)
         return [*around[:begins], *ids, *around[begins + len(plain) :]]
 
-    def _segments(self, chat: RenderedChat) -> Iterator[Segment]:
+    def _segments(self, chat: RenderedChat) -> Iterator[PromptSegment]:
         """Cut a prompt at the control tokens written by the template."""
         added = self._backend.get_added_tokens_decoder().values()
         tokens = {token.content: token for token in added if token.content}
@@ -280,15 +280,15 @@ class Tokenizer:
                 continue
             token = tokens[match[0]]
             text = chat.text[begin : match.start()]
-            yield Segment(text.rstrip() if token.lstrip else text, tuple(literals), first=begin == 0)
-            yield Segment(match[0], token=self._backend.token_to_id(match[0]))
+            yield PromptSegment(text.rstrip() if token.lstrip else text, tuple(literals), first=begin == 0)
+            yield PromptSegment(match[0], token=self._backend.token_to_id(match[0]))
             begin = at = match.end()
             if token.rstrip:
                 begin += len(chat.text[begin:]) - len(chat.text[begin:].lstrip())
             literals = []
-        yield Segment(chat.text[begin:], tuple(literals), first=begin == 0)
+        yield PromptSegment(chat.text[begin:], tuple(literals), first=begin == 0)
 
-    def _encode_segment(self, segment: Segment) -> list[int]:
+    def _encode_segment(self, segment: PromptSegment) -> list[int]:
         if segment.token is not None:
             return [segment.token]
         ids = self._encode_plain(segment.text, first=segment.first)

@@ -50,9 +50,7 @@ def run_state(client: Client, *, as_json: bool) -> None:
 def queue_line(queue: QueueInfo) -> str:
     """Requests that wait at the conductor."""
     size = f" ({queue.prompt_bytes:,} bytes)" if queue.for_limits else ""
-    return (
-        f"waiting at the conductor: {queue.for_limits} to keep their limits{size}, {queue.for_room} for room at decode"
-    )
+    return f"queued at the conductor: {queue.for_limits} for SLO{size}, {queue.for_room} for decode memory"
 
 
 def _tenants(queue: QueueInfo) -> RecordTable:

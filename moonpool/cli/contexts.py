@@ -89,7 +89,7 @@ def renew(
     tenant: Tenant = "",
     as_json: Json = False,
 ) -> None:
-    """Let a context live on, also one whose time was over less than a day ago."""
+    """Extend a context's time to live; a context that expired within the last day is revived."""
     with Client(addresses(address)) as client:
         _print(client.contexts.update(name, ttl_s=ttl_s, tenant=tenant), as_json=as_json)
 

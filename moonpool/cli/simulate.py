@@ -247,7 +247,7 @@ def race(options: RaceOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(Printed):
+class JournalReplayOptions(Printed):
     """Options of `replay`."""
 
     journal: Annotated[Path, typer.Option(help="A journal's file, or the folder that journal_dir names.")]
@@ -261,7 +261,7 @@ class ReplayOptions(Printed):
 
 @app.command()
 @verb
-def replay(options: ReplayOptions) -> None:
+def replay(options: JournalReplayOptions) -> None:
     """Other placement policies on a conductor's journal: what each would have decided where the recorded one did."""
     named = options.policy.split(",") if options.policy else list(POLICIES)
     options.print(lambda say: replay_experiment.replay(options.journal, named, say, options.module))

@@ -195,7 +195,7 @@ class StageLoader:
         return replace(self.engine, blocks=found.blocks, step_tokens=found.step_tokens)
 
     def _load_weights(self) -> "StageModel":
-        from moonpool.models.loader import load_stage, torch_dtype
+        from moonpool.models.loader import KeptWeights, load_stage, torch_dtype
 
         engine, spec = self.engine, self.spec
         return load_stage(
@@ -206,8 +206,7 @@ class StageLoader:
             spec.layer_end,
             self.torch_device,
             deterministic=engine.deterministic,
-            quantization=engine.quantization,
-            int8_head=engine.int8_head and self.device is None,
+            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None),
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
         )
 

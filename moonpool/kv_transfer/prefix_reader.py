@@ -230,12 +230,12 @@ class PrefixRead:
         return self._received
 
     def _receive_buffer(self, runs: Sequence[tuple[SliceRun, Sequence[int]]]) -> ReceiveBuffer | None:
-        ledger, into = self._expected(), self._into
+        bitmap, into = self._expected(), self._into
         assert into is not None, "nothing lands nowhere"
         targets: list[memoryview] = []
         hashes: list[int] = []
         for run, values in runs:
-            ledger.check(run)
+            bitmap.check(run)
             layer, of_layer = run.layer, layer_binding(run.layer)
             for index, value in enumerate(values, run.first_block):
                 target = into(layer, index)
@@ -251,10 +251,10 @@ class PrefixRead:
                 if intact < run.block_count:
                     self._damaged(run.layer, run.first_block + intact)
                 intact -= run.block_count
-                ledger.accept(run)
+                bitmap.accept(run)
                 for index in range(run.first_block, run.first_block + run.block_count):
                     self._on_slice(run.layer, index, *next(slices))
-            self._advance(ledger)
+            self._advance(bitmap)
 
         return ReceiveBuffer(targets, hashes, lambda: not self._left, on_filled, self._offload, self._on_writing)
 
@@ -263,7 +263,7 @@ class PrefixRead:
         raise DamagedSliceError(layer, block)
 
     def _frame(self, header: kv_pb2.FrameHeader, payload: ReceivedPayload) -> None:
-        ledger = self._expected()
+        bitmap = self._expected()
         if isinstance(payload, FilledBuffer):
             payload.report()
             return
@@ -276,10 +276,10 @@ class PrefixRead:
         for run, data, hashes in opened:
             if run.valid_tokens != self._layout.block_tokens:
                 raise FrameError(f"{run}: stored blocks are full")
-            ledger.accept(run)
+            bitmap.accept(run)
             for (index, _, piece), value in zip(split_run(run, data, self._layout), hashes, strict=True):
                 self._on_slice(run.layer, index, piece, bind(value, self._keys[index], run.layer))
-        self._advance(ledger)
+        self._advance(bitmap)
 
     def _missing(self, block: int) -> None:
         if self._received is None:
@@ -295,11 +295,11 @@ class PrefixRead:
         else:
             self._advance(self._received)
 
-    def _advance(self, ledger: SliceBitmap) -> None:
-        while self._next_layer < self._layers.stop and ledger.layer_complete(self._next_layer):
+    def _advance(self, bitmap: SliceBitmap) -> None:
+        while self._next_layer < self._layers.stop and bitmap.layer_complete(self._next_layer):
             self._on_layer(self._next_layer)
             self._next_layer += 1
-        if ledger.complete:
+        if bitmap.complete:
             self.finished.done()
 
     def _missing_slices(self) -> int:

@@ -30,7 +30,7 @@ class SliceBitmap:
         """
         ranges = all(len(each) > 0 and each.step == 1 and each.start >= 0 for each in (layers, heads))
         if not (ranges and 0 <= held_blocks <= blocks):
-            raise ValueError(f"impossible ledger: {layers}, {blocks} blocks, {held_blocks} held, heads {heads}")
+            raise ValueError(f"impossible bitmap: {layers}, {blocks} blocks, {held_blocks} held, heads {heads}")
         self._layers = layers
         self._blocks = blocks
         self._heads = heads

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -199,6 +199,24 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH_DTYPES[name]
 
 
+@dataclass(frozen=True, slots=True)
+class KeptWeights:
+    """How a stage keeps weights in memory.
+
+    Attributes:
+        quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "file" keeps the codes
+            of quantised projections.
+        int8_head: also hold an unpacked head as bytes (`kernels.int8_head`), if native code takes the head.
+    """
+
+    quantization: Quantization = "auto"
+    int8_head: bool = False
+
+
+DENSE_WEIGHTS = KeptWeights()
+"""The element type of the stage for all weights."""
+
+
 def load_stage(
     path: Path | str,
     config: ModelConfig,
@@ -208,16 +226,13 @@ def load_stage(
     device: torch.device | str = "cpu",
     *,
     deterministic: bool = False,
-    quantization: Quantization = "auto",
-    int8_head: bool = False,
+    kept: KeptWeights = DENSE_WEIGHTS,
     on_layer: Callable[[int, int], None] = lambda done, of: None,
 ) -> StageModel:
     """Load layers `layer_begin` up to `layer_end`, with the embedding on the first stage and norm and head on the last.
 
-    Weights stored in another supported type are converted to `dtype`. `quantization`: "int8" or "int4" packs the
-    projections of the layers so, and the head in 8 bits; "file" keeps the codes of projections that are quantised.
-    `deterministic`: see `StageModel`. `int8_head`: also hold an unpacked head as bytes (`kernels.int8_head`), if native
-    code takes the head. `on_layer` is called after each layer, with the numbers of loaded layers and all layers.
+    Weights stored in another supported type are converted to `dtype`. `deterministic`: see `StageModel`. `on_layer` is
+    called after each layer, with the numbers of loaded layers and all layers.
 
     Raises:
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names the tensor; checked for
@@ -228,7 +243,7 @@ def load_stage(
         refused = {
             "pipeline_parallel_size": layer_end - layer_begin < config.num_layers,
             "deterministic": deterministic,
-            "quantization": quantization in ("file", *PACKERS),
+            "quantization": kept.quantization in ("file", *PACKERS),
         }
         return _load_other(Path(path), config, dtype, torch.device(device), refused)
     with ExitStack() as stack, torch.inference_mode():
@@ -254,7 +269,7 @@ def load_stage(
             return reader.read(outer[slot]) if slot in wanted else None
 
         arena = WeightArena()
-        head_pack = pack_int8 if quantization in PACKERS else None
+        head_pack = pack_int8 if kept.quantization in PACKERS else None
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
         embedding: Tensor | ArrangedWeight | None = read("embedding")
         positions = read("positions")
@@ -270,7 +285,7 @@ def load_stage(
                 embedding = head.dense()
         layers = []
         for index in range(layer_begin, layer_end):
-            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, quantization)
+            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, kept.quantization)
             layers.append(parts.read())
             on_layer(len(layers), layer_end - layer_begin)
         return StageModel(
@@ -283,7 +298,7 @@ def load_stage(
             final_norm=norm,
             head=head if last else None,
             int8_head=make_int8_head(head.panels, arena)
-            if int8_head and head is not None and head.panels is not None
+            if kept.int8_head and head is not None and head.panels is not None
             else None,
         )
 

@@ -83,7 +83,7 @@ STATS: dict[str, Callable[[Any], Awaitable[Any]]] = {
         decode_pb2.DecodeStatsRequest(), timeout=ASK_S
     ),
 }
-USAGE = world.Usage(lambda: 0.0, lambda: 0.0)
+USAGE = world.MachineUse(lambda: 0.0, lambda: 0.0)
 """Nodes share one real process, whose memory and files say nothing of a node."""
 
 

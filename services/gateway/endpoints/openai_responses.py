@@ -245,12 +245,12 @@ class ResponsesTool(Body):
             function = FunctionBody(name=self.name, description=self.description, parameters=given, strict=self.strict)
             yield function.definition(field)
 
-    def call_kinds(self) -> Iterator[tuple[str, CallKind]]:
+    def call_kinds(self) -> Iterator[tuple[str, ToolCallForm]]:
         """How calls of the functions come back, by name."""
         for tool in self.tools or ():
             yield from ((name, replace(kind, namespace=self.name or "")) for name, kind in tool.call_kinds())
         if self.name is not None and self.type != "namespace":
-            yield self.name, CallKind(custom=self.type == "custom")
+            yield self.name, ToolCallForm(custom=self.type == "custom")
 
     def echoed(self) -> dict[str, Any]:
         """The tool in the response."""
@@ -261,7 +261,7 @@ class ResponsesTool(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class CallKind:
+class ToolCallForm:
     """How a call comes back.
 
     Attributes:
@@ -287,7 +287,7 @@ class ResponsesStreamOptions(Body):
     ignored = ("include_obfuscation", "include_usage")
 
 
-class ConversationBody(Body):
+class ConversationReference(Body):
     """The conversation that a request continues."""
 
     id: str
@@ -316,7 +316,7 @@ class ResponsesBody(GenerateBody):
     store: bool | None = None
     background: bool | None = None
     previous_response_id: str | None = None
-    conversation: TextOr[ConversationBody] | None = None
+    conversation: TextOr[ConversationReference] | None = None
     text: ResponsesText | None = None
     include: FailFastList[str] | None = None
     top_logprobs: Integer | None = None
@@ -344,7 +344,7 @@ class ResponsesBody(GenerateBody):
     def conversation_id(self) -> str:
         """Id of the conversation that the request continues; "" for none."""
         named = self.conversation
-        return named.id if isinstance(named, ConversationBody) else named or ""
+        return named.id if isinstance(named, ConversationReference) else named or ""
 
     def items(self) -> list[ResponsesItem]:
         """The input as items."""
@@ -673,7 +673,7 @@ class ResponsesOptions:
     """
 
     echoed_fields: Mapping[str, Any]
-    call_kinds: Mapping[str, CallKind]
+    call_kinds: Mapping[str, ToolCallForm]
     keep: Callable[[Mapping[str, Any]], Awaitable[None]]
 
 
@@ -782,8 +782,8 @@ class ResponsesFormatter(ResponseFormatter):
         call |= {"namespace": kind.namespace} if kind.namespace else {}
         return {"type": "function_call", "id": item_id, "status": status, **call}
 
-    def _kind(self, call: AnswerToolCall) -> CallKind:
-        return self._options.call_kinds.get(call.name, CallKind())
+    def _kind(self, call: AnswerToolCall) -> ToolCallForm:
+        return self._options.call_kinds.get(call.name, ToolCallForm())
 
     def _call_id(self, call: AnswerToolCall, index: int) -> str:
         return f"{'ctc' if self._kind(call).custom else 'fc'}_{self._request_id}_{index}"

@@ -77,16 +77,13 @@ def test_state_shows_who_waits_at_the_conductor(capsys: pytest.CaptureFixture[st
     fake = cluster()
     with fake.client() as client:
         run_state(client, as_json=False)
-        assert (
-            capsys.readouterr().out.splitlines()[1]
-            == "waiting at the conductor: 0 to keep their limits, 0 for room at decode"
-        )
+        assert capsys.readouterr().out.splitlines()[1] == "queued at the conductor: 0 for SLO, 0 for decode memory"
         fake.state.queue.CopyFrom(pb.QueueState(for_limits=7, for_room=1, prompt_bytes=4000))
         fake.state.queue.tenants.add(requests=2)
         fake.state.queue.tenants.add(tenant="ann", weight=2.5, requests=9, waiting=8)
         run_state(client, as_json=False)
         found = capsys.readouterr().out.splitlines()
-        assert found[1] == "waiting at the conductor: 7 to keep their limits (4,000 bytes), 1 for room at decode"
+        assert found[1] == "queued at the conductor: 7 for SLO (4,000 bytes), 1 for decode memory"
         rows = [cells(row) for row in found[-2:]]
         assert rows == [["(none)", "0", "2", "0"], ["ann", "2.5", "9", "8"]]
         run_state(client, as_json=True)

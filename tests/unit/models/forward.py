@@ -12,7 +12,7 @@ from torch import Tensor
 from moonpool.checkpoint import ModelConfig, kv_layout, load_config
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
-from moonpool.models.loader import load_stage
+from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.stage import StageModel
 
 BLOCK = 16
@@ -46,7 +46,8 @@ class Runner:
         self.config: ModelConfig = config or load_config(path)
         ends = [0, *borders, self.config.num_layers]
         self.stages: list[StageModel] = [
-            load_stage(path, self.config, dtype, begin, end, quantization=quantization) for begin, end in pairwise(ends)
+            load_stage(path, self.config, dtype, begin, end, kept=KeptWeights(quantization))
+            for begin, end in pairwise(ends)
         ]
         layout = kv_layout(self.config, "float32", BLOCK)
         groups = [layout.group(layer) for layer in range(layout.layers)]

@@ -16,7 +16,7 @@ from moonpool.engine.kv_gate import KVGates
 from moonpool.errors import InvalidRequest
 from moonpool.models.batch import PackedBatch
 from moonpool.models.layers import TABLE
-from moonpool.models.loader import load_stage
+from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
 from moonpool.sampling.sampler import Sampler
@@ -42,7 +42,9 @@ class Whole:
         int8_head: bool = False,
     ) -> None:
         self.config = config = load_config(path)
-        self.stage: StageModel = load_stage(path, config, torch.bfloat16, 0, config.num_layers, int8_head=int8_head)
+        self.stage: StageModel = load_stage(
+            path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(int8_head=int8_head)
+        )
         blocks = 1 + max(map(max, tables))
         shape = (config.num_layers, blocks, config.num_kv_heads, 2, BLOCK, config.head_dim)
         self.pool = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.peers.gguf_files import write_gguf
 from moonpool.checkpoint import load_config
-from moonpool.models.loader import load_stage
+from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.packed import PackedWeight
 from moonpool.models.packed_files import packed_of_gguf
 from tests.unit.models.forward import Runner, Sequence_
@@ -68,7 +68,7 @@ def test_a_stage_keeps_the_codes_of_its_file(kind: str, tmp_path: Path) -> None:
     """Also rows of q and k that RoPE turns, which files have in another order."""
     file = write_gguf("llama", make_folder("llama", tmp_path / "folder"), tmp_path / "model.gguf", kind)
     kept, dense = (
-        load_stage(file, load_config(file), torch.float32, 0, 2, quantization=how) for how in ("file", "none")
+        load_stage(file, load_config(file), torch.float32, 0, 2, kept=KeptWeights(how)) for how in ("file", "none")
     )
     for mine, theirs in zip(kept.layers, dense.layers, strict=True):
         for part, name in (("attention", "qkv"), ("attention", "output"), ("feed_forward", "down")):

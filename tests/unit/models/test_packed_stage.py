@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from moonpool.checkpoint import load_config
-from moonpool.models.loader import load_stage
+from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.packed_reference import GAP, pack
@@ -76,7 +76,7 @@ def test_weights_take_the_bytes_that_their_bits_say(checkpoint: Callable[[str], 
     config = load_config(path)
 
     def layer_bytes(quantization: Any) -> int:
-        stage = load_stage(path, config, torch.bfloat16, 0, config.num_layers, quantization=quantization)
+        stage = load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(quantization))
         return sum(layer.nbytes for layer in stage.layers)
 
     dense, eight, four = map(layer_bytes, ("none", "int8", "int4"))
@@ -89,7 +89,7 @@ def test_weights_take_the_bytes_that_their_bits_say(checkpoint: Callable[[str], 
 def test_inputs_that_no_chunk_fits_stay_dense(tmp_path: Path) -> None:
     path = create("tiny-llama", tmp_path / "model", 3, "float32", overrides={"intermediate_size": 40})
     config = load_config(path)
-    stage = load_stage(path, config, torch.float32, 0, 1, quantization="int4")
+    stage = load_stage(path, config, torch.float32, 0, 1, kept=KeptWeights("int4"))
     feed_forward: Any = stage.layers[0].feed_forward
     elements = feed_forward.down.shape.numel()
     assert feed_forward.down.nbytes == 4 * elements
