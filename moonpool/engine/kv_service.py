@@ -126,12 +126,12 @@ class PoolReads:
         with self._streams.running(stream):
             await stream.run(requests, bare_write(context))
 
-    def lend(self, keys: Sequence[BlockKey]) -> "PoolReadLease":
-        """Holds the leading blocks of `keys` that are here."""
+    def lend(self, keys: Sequence[BlockKey], windows_from: int) -> "PoolReadLease":
+        """Holds the leading blocks of `keys` that are here; see `LendBlocks`."""
         number = next(self._numbers)
-        blocks = self._calls.lend(LendBlocks(number, tuple(keys)))
+        blocks = self._calls.lend(LendBlocks(number, tuple(keys), windows_from))
         self.sessions += 1
-        return PoolReadLease(number, keys[: len(blocks)], blocks)
+        return PoolReadLease(number, keys[: len(blocks)], blocks, windows_from if len(blocks) == len(keys) else 0)
 
     def take_back(self, lease: "PoolReadLease") -> None:
         """Return a lease."""
@@ -159,7 +159,8 @@ class PoolReads:
         """The slices of a lease, layers in order."""
         full = self.pool.layout.block_tokens
         for layer in layers:
-            for index, (block, key) in enumerate(zip(lease.blocks, lease.keys, strict=True)):
+            first = lease.windows_from if layer in self.pool.layout.windowed_layers else 0
+            for index, (block, key) in enumerate(zip(lease.blocks[first:], lease.keys[first:], strict=True), first):
                 data, value = self.pool.read(layer, block)
                 yield Slice(layer, index, data, full, bind(value, key, layer))
 
@@ -182,8 +183,9 @@ LENDING_METRICS: tuple[Metric[BlockLending], ...] = (
 class PoolReadLease:
     """Blocks that are held for one read."""
 
-    def __init__(self, number: int, keys: Sequence[BlockKey], blocks: tuple[int, ...]) -> None:
+    def __init__(self, number: int, keys: Sequence[BlockKey], blocks: tuple[int, ...], windows_from: int) -> None:
         self.number, self.keys, self.blocks = number, keys, blocks
+        self.windows_from = windows_from
 
 
 class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
@@ -218,7 +220,7 @@ class ReadStream(ReadSessions[kv_pb2.ReadKVRequest]):
     def begin(self, message: kv_pb2.ReadOpen, keys: Sequence[BlockKey]) -> None:
         """Begins a read."""
         reads, layers = self._reads, self._layers(message)
-        lease = reads.lend(keys)
+        lease = reads.lend(keys, message.windows_from)
         try:
             work = self._serve(message.session, lease, layers, message.forgotten)
             self.serve(message.session, work, lambda: reads.take_back(lease))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moonpool.errors import InvalidRequest
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, window_key, with_window_keys
 
 EVERY_TENANT = "*"
 """In a table of times to live: every tenant without an entry."""
@@ -23,7 +23,7 @@ EVERY_TENANT = "*"
 
 @dataclass(frozen=True, slots=True)
 class KVSelection:
-    """All blocks named by any field."""
+    """All blocks named by any field. A key names the block's windowed slices, too (`window_key`)."""
 
     keys: frozenset[BlockKey] = frozenset()
     tenants: frozenset[str] = frozenset()
@@ -45,11 +45,15 @@ class KVSelection:
 
     def matches(self, key: BlockKey, tenant: str, namespace: bytes) -> bool:
         """Whether the selection names a block."""
-        return tenant in self.tenants or key in self.keys or namespace in self.namespaces
+        if tenant in self.tenants or namespace in self.namespaces:
+            return True
+        return bool(self.keys) and (key in self.keys or window_key(key) in self.keys)
 
     def touches(self, keys: Iterable[BlockKey], tenant: str, namespace: bytes) -> bool:
         """Whether the selection names any of a tenant's blocks in a namespace."""
-        return tenant in self.tenants or namespace in self.namespaces or not self.keys.isdisjoint(keys)
+        if tenant in self.tenants or namespace in self.namespaces:
+            return True
+        return bool(self.keys) and not self.keys.isdisjoint(with_window_keys(keys))
 
 
 def check_ttls(ttl_s: Mapping[str, float], field: str = "ttl_s") -> dict[str, float]:
@@ -120,7 +124,7 @@ class DeletionIndex:
             return []
         named = [self._by_tenant.get(tenant), self._by_namespace.get(namespace)]
         if self._by_key:
-            named += map(self._by_key.get, keys)
+            named += map(self._by_key.get, with_window_keys(keys))
         return sorted({deletion for some in named if some for deletion in some})
 
     def with_ending(self, ending: bytes, portion: int) -> Generator[None, None, list[str]]:

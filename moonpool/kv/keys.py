@@ -76,6 +76,17 @@ def block_keys(parent: bytes, token_ids: Sequence[int] | array[int], block_token
     return keys
 
 
+def window_key(key: bytes) -> BlockKey:
+    """The key of a block's windowed slices, where these are blocks of their own; of that key, the block's."""
+    return BlockKey(key[:-1] + bytes((key[-1] ^ 0x80,)))
+
+
+def with_window_keys(keys: Iterable[bytes]) -> list[BlockKey]:
+    """Keys of blocks, and of their windowed slices."""
+    every = [BlockKey(key) for key in keys]
+    return [*every, *map(window_key, every)]
+
+
 def tokens_digest(root: bytes, token_ids: Sequence[int] | array[int]) -> bytes:
     """32-byte hash over an answer's tokens under their chain's root: equal for equal tokens of one tenant and model."""
     return blake3(_field(_ANSWER_CONTEXT) + _field(root) + tokens_to_bytes(token_ids)).digest()

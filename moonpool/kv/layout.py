@@ -277,6 +277,28 @@ class KVLayout:
         return max(0, tokens // self.block_tokens - self.window_blocks) if self.windowed_layers else 0
 
     @cached_property
+    def stored_parts(self) -> tuple[LayoutPart, ...]:
+        """How kvstores hold blocks: whole, or full and windowed layers as two blocks of their own (`window_key`).
+
+        A layout with windows in all layers or in none is not divided.
+        """
+        windowed, every = self.windowed_layers, range(self.layers)
+        if len(windowed) in (0, self.layers):
+            return (LayoutPart(self, tuple(every)),)
+        parts = (tuple(it for it in every if (it in windowed) is windows) for windows in (False, True))
+        return tuple(LayoutPart(self._of(layers), layers) for layers in parts)
+
+    def unread_windows(self, blocks: int) -> int:
+        """Of a prefix of `blocks` blocks, the leading ones whose windowed slices are not read from others."""
+        return max(0, blocks - self.window_blocks) if len(self.stored_parts) > 1 else 0
+
+    def _of(self, layers: Iterable[int]) -> KVLayout:
+        """The layout of some layers alone, numbered from 0."""
+        groups = map(self.group, layers)
+        its = (LayerKV(group.kv_heads, group.head_dim, group.dtype, group.kind, group.window) for group in groups)
+        return KVLayout.of_layers(self.block_tokens, its)
+
+    @cached_property
     def _groups_by_layer(self) -> tuple[KVGroup, ...]:
         by_layer = {layer: group for group in self.groups for layer in group.layers}
         return tuple(by_layer[layer] for layer in range(self.layers))
@@ -456,6 +478,13 @@ class KVLayout:
         zeros = bytes(plane - begin)
         for start in range(0, planes.nbytes, plane):
             planes[start + begin : start + plane] = zeros
+
+
+class LayoutPart(NamedTuple):
+    """Some layers of blocks. `layout`: of these layers alone; `layers`: their indices in the model."""
+
+    layout: KVLayout
+    layers: tuple[int, ...]
 
 
 _PROTO_KINDS: dict[KVKind, kv_pb2.KVKind.ValueType] = {

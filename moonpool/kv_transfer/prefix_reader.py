@@ -60,7 +60,13 @@ class _WholeRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The arguments of `BlockReader.read`; `forgotten`: deletions that the source must have carried out."""
+    """The arguments of `BlockReader.read`.
+
+    Attributes:
+        forgotten: deletions that the source must have carried out.
+        windows_from: if all blocks come, slices of layers with a window come of the blocks from this index on.
+        all_blocks: `on_layer` is called only while all blocks are to come.
+    """
 
     keys: Sequence[bytes]
     layers: range
@@ -69,6 +75,8 @@ class ReadPlan:
     on_layer: Callable[[int], None]
     into: Into | None = None
     forgotten: Sequence[str] = ()
+    windows_from: int = 0
+    all_blocks: bool = False
 
 
 class PrefixRead:
@@ -83,7 +91,8 @@ class PrefixRead:
         self._layers = plan.layers
         self._heads = plan.heads
         self._on_slice = plan.on_slice
-        self._on_layer = plan.on_layer
+        self._on_layer = self._layer_of_all if plan.all_blocks else plan.on_layer
+        self._plan = plan
         self._into = plan.into if len(plan.heads) == layout.head_shares else None
         self._offload = offload
         self._quiet = asyncio.Event()  # no thread writes to the reader's memory
@@ -115,7 +124,8 @@ class PrefixRead:
         """Prepares for a small read in one frame; call this after the request is sent."""
         layout, blocks = self._layout, len(self._keys)
         slices, nbytes = blocks * len(self._layers), blocks * layout.layers_bytes(self._layers)
-        if self._into is not None and slices <= MAX_FRAME_SLICES and nbytes <= FRAME_BYTES:
+        small = slices <= MAX_FRAME_SLICES and nbytes <= FRAME_BYTES
+        if self._into is not None and small and not self._plan.windows_from:
             self._expected_all = self._targets(
                 frame_shape(self._layers, blocks, self._heads, layout.block_tokens), self._into
             )
@@ -130,6 +140,8 @@ class PrefixRead:
         """The memory for the whole read; None if the frame is not the whole read in the usual order."""
         into, blocks, layout = self._into, opened.blocks, self._layout
         if nbytes != blocks * layout.layers_bytes(self._layers) or self._received is not None or into is None:
+            return None
+        if self._plan.windows_from:
             return None
         shape = shape_of(opened.frame, self._layers, blocks, self._heads, layout.block_tokens)
         if shape is None:
@@ -155,6 +167,10 @@ class PrefixRead:
             self.finished.done()
 
         return ReceiveBuffer(targets, hashes, lambda: not self._left, on_filled, self._offload, self._on_writing)
+
+    def _layer_of_all(self, layer: int) -> None:
+        if self.blocks == len(self._keys):
+            self._plan.on_layer(layer)
 
     def leave(self) -> None:
         """The reader leaves: after `quiet`, the reader's memory is not written."""
@@ -212,7 +228,9 @@ class PrefixRead:
         self._check_opened(message)
         blocks = message.blocks
         self.blocks = blocks
-        self._received = SliceBitmap(self._layers, blocks, self._heads)
+        skipped = self._plan.windows_from if blocks == len(self._keys) else 0
+        unsent = dict.fromkeys(self._layout.windowed_layers, skipped)
+        self._received = SliceBitmap(self._layers, blocks, self._heads, unsent=unsent)
         if not blocks:
             self.finished.done()
 
@@ -414,6 +432,40 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
             return 0
         self._check_heads(heads)
         plan = ReadPlan(keys, layers, heads, on_slice, on_layer, into, self._forgotten(keys, tenant))
+        return await self._run(plan, timeout_s)
+
+    async def read_prefix(
+        self,
+        keys: Sequence[bytes],
+        *,
+        on_slice: OnSlice,
+        on_layer: Callable[[int], None],
+        timeout_s: float,
+        tenant: str = "",
+        into: Into | None = None,
+    ) -> int:
+        """As `read`, of all layers, with windowed slices of the last blocks only (`KVLayout.unread_windows`).
+
+        If the source has fewer blocks, all their slices come. `on_layer` is called only if the source has all blocks.
+        """
+        if not keys:
+            return 0
+        layers, heads = range(self._layout.layers), range(self._layout.head_shares)
+        plan = ReadPlan(
+            keys,
+            layers,
+            heads,
+            on_slice,
+            on_layer,
+            into,
+            self._forgotten(keys, tenant),
+            self._layout.unread_windows(len(keys)),
+            all_blocks=True,
+        )
+        return await self._run(plan, timeout_s)
+
+    async def _run(self, plan: ReadPlan, timeout_s: float) -> int:
+        keys = plan.keys
         read = PrefixRead(self._layout, plan, self._offload)
         number = next(self._ids)
         began = asyncio.get_running_loop().time()
@@ -446,6 +498,7 @@ class BlockReader(StreamClient[ReadRequest, ReadResponse]):
                 head_end=plan.heads.stop,
                 takes_frame=True,
                 forgotten=plan.forgotten,
+                windows_from=plan.windows_from,
             )
             session.post(self._asked(open=opening, credit_bytes=session.take_credit()))
             read.expect()

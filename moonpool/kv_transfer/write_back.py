@@ -37,9 +37,10 @@ class BlockWriter(PeerClient, Protocol):
         read: Callable[[int, int], tuple[memoryview, int]],
         *,
         timeout_s: float,
+        windowed: Collection[int],
         forgotten: Sequence[str] = (),
     ) -> PutOutcome:
-        """Stores blocks; returns once they are visible. Of the deletions `forgotten` they are known to be younger."""
+        """Stores blocks; returns once they are visible. See `PartedWriter.put`."""
         ...
 
 
@@ -62,7 +63,7 @@ class WriteBackLimits:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class WriteBackJob:
-    """Blocks for one kvstore."""
+    """Blocks for one kvstore. `windowed`: indices of those whose slices of layers with a window are stored, too."""
 
     store: kv_pb2.Instance
     keys: Sequence[BlockKey]
@@ -70,6 +71,7 @@ class WriteBackJob:
     tenant: str
     blocks: Sequence[int]
     over: Callable[[bool], None]
+    windowed: Collection[int]
 
 
 @dataclasses.dataclass(slots=True)
@@ -151,6 +153,7 @@ class WriteBack:
         tenant: str,
         blocks: Sequence[int],
         over: Callable[[bool], None],
+        windowed: Collection[int] = (),
     ) -> None:
         """Takes a job for which there is `room` now; one reference on each block passes to the write-back.
 
@@ -162,7 +165,7 @@ class WriteBack:
         store_queue.blocks_held += len(blocks)
         self.blocks_held += len(blocks)
         self._idle.clear()
-        store_queue.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over))
+        store_queue.queue.append(WriteBackJob(store, keys, parents, tenant, blocks, over, windowed))
         self._staff(store_queue)
 
     async def run(self) -> None:
@@ -240,6 +243,7 @@ class WriteBack:
                 job.tenant,
                 lambda layer, index: self._read(layer, job.blocks[index]),
                 timeout_s=self._limits.timeout_s,
+                windowed=job.windowed,
                 forgotten=forgotten,
             )
             self.blocks_stored += outcome.stored

@@ -21,7 +21,7 @@ from moonpool.errors import MoonpoolError
 from moonpool.frozen import frozen
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.delete_kv import KVSelection, ttl_of
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, window_key
 from moonpool.scheduling.state_machine import digest_of
 
 
@@ -137,6 +137,10 @@ class BlockManager:
         """Notes that used blocks without key lack the slices of layers with a window."""
         self._partial.update(blocks)
 
+    def is_lacking(self, blocks: Sequence[int], whole_from: int) -> bool:
+        """Whether one of the blocks from index `whole_from` on lacks the slices of layers with a window."""
+        return bool(self._partial) and not self._partial.isdisjoint(blocks[whole_from:])
+
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest run of leading keys in the pool, whole or not. Not acquired."""
         found = []
@@ -214,7 +218,7 @@ class BlockManager:
         if own is None:
             self._key_of[block] = key
             self._owned[block] = owner.tenant, self.now
-            self._note(key, now=self._stored, before=self._removed)
+            self._note(key, block, now=self._stored, before=self._removed)
         return True
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -248,7 +252,7 @@ class BlockManager:
             if block is None:
                 continue
             self._key_of[block] = None
-            self._note(key, now=self._removed, before=self._stored)
+            self._note(key, block, now=self._removed, before=self._stored)
             if block in self._cached:
                 del self._cached[block]
                 self._copies.pop(block, None)
@@ -260,8 +264,10 @@ class BlockManager:
         return [key for key, block in self._block_of.items() if takes(key, owned[block][0], now - owned[block][1])]
 
     def keys(self) -> list[BlockKey]:
-        """All keys held, by used and cached blocks."""
-        return list(self._block_of)
+        """All keys held, by used and cached blocks; with those of windowed slices, if layers have windows."""
+        if not self._window_blocks:
+            return list(self._block_of)
+        return [name for key, block in self._block_of.items() for name in self._names(key, block)]
 
     def take_events(self) -> KeyChanges:
         """Net change of `keys()` since the last call."""
@@ -280,7 +286,7 @@ class BlockManager:
         assert key is not None
         self._key_of[block] = None
         del self._block_of[key]
-        self._note(key, now=self._removed, before=self._stored)
+        self._note(key, block, now=self._removed, before=self._stored)
         return block
 
     def _coldest(self) -> int:
@@ -290,12 +296,16 @@ class BlockManager:
                 return block
         return next(iter(self._cached))
 
-    @staticmethod
-    def _note(key: BlockKey, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
-        if key in before:  # stored and removed, or removed and stored, since the last call: no change
-            del before[key]
-        else:
-            now[key] = None
+    def _names(self, key: BlockKey, block: int) -> tuple[BlockKey, ...]:
+        """By which keys a block is told to others."""
+        return (key, window_key(key)) if self._window_blocks and block not in self._partial else (key,)
+
+    def _note(self, key: BlockKey, block: int, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
+        for name in self._names(key, block):
+            if name in before:  # stored and removed, or removed and stored, since the last call: no change
+                del before[name]
+            else:
+                now[name] = None
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
@@ -318,9 +328,10 @@ class BlockManager:
             assert key is None or self._block_of[key] == block, f"block {block} and its key disagree"
         assert self._copies.keys() <= cached, "a copy that is not cached"
         assert len(self._block_of) == sum(key is not None for key in self._key_of)
+        told = set(self.keys())
         assert not self._stored.keys() & self._removed.keys()
-        assert self._stored.keys() <= self._block_of.keys()
-        assert not self._removed.keys() & self._block_of.keys()
+        assert self._stored.keys() <= told
+        assert not self._removed.keys() & told
 
 
 @frozen
@@ -372,10 +383,17 @@ LENDABLE_PART = 4
 
 @frozen
 class LendBlocks:
-    """Another instance reads blocks. Answered by `BlocksLent`; the blocks stay referenced until `ReturnBlocks`."""
+    """Another instance reads blocks. Answered by `BlocksLent`; the blocks stay referenced until `ReturnBlocks`.
+
+    Attributes:
+        number: names the answer.
+        keys: of the blocks.
+        windows_from: if all blocks are lent, those before this index may lack the slices of layers with a window.
+    """
 
     number: int
     keys: tuple[BlockKey, ...]
+    windows_from: int = 0
 
 
 @frozen
@@ -434,12 +452,15 @@ class BlockLending:
     def _lend(self, event: LendBlocks, spare: int) -> BlocksLent:
         blocks = []
         left = self._most - len(self._loans)
-        for block in self._manager.match_whole(event.keys):
+        for block in self._manager.find(event.keys):
             left -= block not in self._loans
             spare -= self._manager.is_cached(block)
             if min(left, spare) < 0:
                 break
             blocks.append(block)
+        lacking = event.windows_from if len(blocks) == len(event.keys) else 0
+        if self._manager.is_lacking(blocks, lacking):
+            del blocks[next(index for index, block in enumerate(blocks) if self._manager.is_partial(block)) :]
         if blocks:
             self._manager.acquire(blocks)
             for block in blocks:

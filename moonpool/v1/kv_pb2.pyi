@@ -1425,6 +1425,7 @@ class ReadOpen(_message.Message):
     HEAD_END_FIELD_NUMBER: _builtins.int
     TAKES_FRAME_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
+    WINDOWS_FROM_FIELD_NUMBER: _builtins.int
     session: _builtins.int
     """Chosen by the reader, unique on the stream."""
     keys: _builtins.bytes
@@ -1439,6 +1440,10 @@ class ReadOpen(_message.Message):
     """One past the last head wanted, in shares."""
     takes_frame: _builtins.bool
     """The reader takes a frame together with ReadOpened."""
+    windows_from: _builtins.int
+    """If all blocks come, slices of layers with a window come of the blocks from this index on. If fewer blocks come, all of
+    their slices do.
+    """
     @_builtins.property
     def forgotten(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Deletions that concern these blocks and that the reader has carried out: who has not may have blocks that are older."""
@@ -1454,10 +1459,11 @@ class ReadOpen(_message.Message):
         head_end: _builtins.int = ...,
         takes_frame: _builtins.bool = ...,
         forgotten: _abc.Iterable[_builtins.str] | None = ...,
+        windows_from: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session", "takes_frame", b"takes_frame"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forgotten", b"forgotten", "head_begin", b"head_begin", "head_end", b"head_end", "keys", b"keys", "layer_begin", b"layer_begin", "layer_end", b"layer_end", "session", b"session", "takes_frame", b"takes_frame", "windows_from", b"windows_from"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

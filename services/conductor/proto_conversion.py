@@ -167,7 +167,7 @@ def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
         layout.token_bytes,
         layout.layers,
         emulated=model.emulated != "",
-        windowed=bool(layout.windowed_layers),
+        window_blocks=layout.window_blocks if len(layout.stored_parts) > 1 else 0,
     )
 
 

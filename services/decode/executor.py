@@ -13,8 +13,8 @@ from moonpool.engine.subscriber import Order, Subscriber, conductor_identity
 from moonpool.errors import InvalidRequest, MoonpoolError, Overloaded, TransferFailed, Unavailable
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
-from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
+from moonpool.kv_transfer.stored_parts import PartedReader
 from moonpool.runtime.driver import Driver
 from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
 from moonpool.scheduling.steps import Step, StepResult
@@ -305,7 +305,7 @@ class DecodeExecutor:
         core: DecodeScheduler,
         parts: ExecutorParts,
         max_tokens: int,
-        open_reader: Callable[[str], BlockReader],
+        open_reader: Callable[[str], PartedReader],
     ) -> None:
         self.core = core
         self._clock, self._spans, self.notify = parts.clock, parts.spans, parts.notify

@@ -9,7 +9,8 @@ from moonpool.errors import MoonpoolError
 from moonpool.kv.frames import DamagedSliceError
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.pool import KVPool, PoolTarget
-from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost
+from moonpool.kv_transfer.prefix_reader import PrefixLost
+from moonpool.kv_transfer.stored_parts import PartedReader, WindowLost
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.flow_control import StreamTraffic
@@ -72,7 +73,7 @@ class StoreLoads:
     def __init__(
         self,
         engine: Engine,
-        open_reader: Callable[[str], BlockReader],
+        open_reader: Callable[[str], PartedReader],
         post: Callable[[IoEnded[IoEnd]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -122,7 +123,7 @@ class StoreLoads:
             blocks = await self._read(action, store, keys, request.incoming.spec.tenant)
             if (loading := self._engine.load()) is not None:
                 await loading
-        except PrefixLost as lost:
+        except (PrefixLost, WindowLost) as lost:
             log.info("prefix lost while loading", store=store.id, request=request.request_id, reason=str(lost))
         except DamagedSliceError as damaged:
             log.warning("damaged slice while loading", store=store.id, request=request.request_id, reason=str(damaged))
@@ -139,12 +140,11 @@ class StoreLoads:
     async def _read(
         self, action: LoadStoredBlocks, store: kv_pb2.Instance, keys: Sequence[BlockKey], tenant: str
     ) -> int:
-        """Reads a tenant's blocks; returns how many leading ones the store had. Raises as `BlockReader.read`."""
+        """Reads a tenant's blocks; returns how many leading ones the store had. Raises as `read_prefix`."""
         reader = await self._stores.get(store)
         target = PoolTarget(self._pool, action.blocks)
-        return await reader.read(
+        return await reader.read_prefix(
             keys,
-            layers=range(self._pool.layout.layers),
             on_slice=target.take,
             into=target.into,
             on_layer=lambda layer: None,
@@ -168,7 +168,7 @@ class BlockIo:
     def __init__(
         self,
         parts: ExecutorParts,
-        open_reader: Callable[[str], BlockReader],
+        open_reader: Callable[[str], PartedReader],
         post: Callable[[IoEnded[IoEnd]], None],
     ) -> None:
         self._clock, self._write_back, self._engine = parts.clock, parts.write_back, parts.engine
@@ -197,7 +197,8 @@ class BlockIo:
         def over(stored: bool) -> None:
             self._post(IoEnded(action.io, StoreEnd(stored)))
 
-        self._write_back.submit(store, [key], [parent], sequence.request.incoming.spec.tenant, [action.block], over)
+        tenant, windowed = sequence.request.incoming.spec.tenant, (0,) if action.windowed else ()
+        self._write_back.submit(store, [key], [parent], tenant, [action.block], over, windowed)
 
     def stop(self, action: StopReceiving, live: LiveRequest) -> None:
         """Answers when no frame is being written into a request's blocks any more."""

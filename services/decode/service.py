@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -18,7 +19,7 @@ from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.read_server import check_hello
 from moonpool.kv_transfer.receiver import TransferState
-from moonpool.kv_transfer.store_writer import StoreWriter
+from moonpool.kv_transfer.stored_parts import PartedReader, PartedWriter
 from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.rpc.messages import PayloadMessage
 from moonpool.rpc.process import ProcessContext
@@ -69,7 +70,7 @@ class DecodeInstance:
         self.deletions = deletions = DeletionLog(context.setup.namespace, world.monotonic)
         self.write_back = WriteBack(
             WriteBackLimits(config.write_back_limit(engine.blocks)),
-            lambda address: StoreWriter(context.endpoint(address)),
+            lambda address: PartedWriter(context.endpoint(address)),
             engine.pool.read,
             world.monotonic,
             deletions.matching,
@@ -78,8 +79,9 @@ class DecodeInstance:
             self.core,
             ExecutorParts(engine, self.write_back, context.spans, context.notify, config.journal()),
             context.setup.max_tokens,
-            lambda address: BlockReader(
-                context.endpoint(address), forgotten=deletions.demanded, offload=context.beside
+            lambda address: PartedReader(
+                context.endpoint(address),
+                partial(BlockReader, forgotten=deletions.demanded, offload=context.beside),
             ),
         )
         pool = self.executor.pool

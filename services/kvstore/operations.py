@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 
 from moonpool.errors import InvalidRequest, Unsupported
 from moonpool.kv.blocks import BlockFormat
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, window_key
 from moonpool.kv.reuse_stats import HitCurve, ReuseSample
 from moonpool.transport.async_utils import wait_within
 from moonpool.transport.flow_control import ByteCredits
@@ -51,7 +51,7 @@ class StoreOperations:
             self.pinned.clear()
 
     def pin(self, tenant: str, name: str, keys: Sequence[BlockKey], ttl_s: float) -> PinOutcome:
-        """Keeps the leading blocks of a chain in either tier, see `Pins.pin`."""
+        """Keeps the leading blocks of a chain in either tier, and their windowed slices; see `Pins.pin`."""
         self.expire()
         tiers = self.store.tiers
 
@@ -59,10 +59,12 @@ class StoreOperations:
             block_format = tiers.format_of(key)
             return None if block_format is None else block_format.layout.block_bytes
 
-        outcome, changed = tiers.dram.pins.pin(tenant, name, keys, size_of, now=self.clock(), ttl_s=ttl_s)
+        windows = [key for key in map(window_key, keys) if tiers.format_of(key) is not None]
+        every = [*keys, *windows]
+        outcome, changed = tiers.dram.pins.pin(tenant, name, every, size_of, now=self.clock(), ttl_s=ttl_s)
         self._pins_changed(changed)
         self.pinned.set()
-        return outcome
+        return outcome._replace(blocks=min(outcome.blocks, len(keys)))
 
     def unpin(self, tenant: str, name: str) -> bool:
         return self._pins_changed(self.store.tiers.dram.pins.unpin(tenant, name))

@@ -286,7 +286,8 @@ class PrefillExecutor:
         blocks = order.blocks[: end - order.first]
         keys, parents = incoming.spec.keys[order.first : end], incoming.parents()[order.first : end]
         over: IoEnded[events.IoResult] = IoEnded(order.io, events.IoDone())
-        self._write_back.submit(store, keys, parents, incoming.spec.tenant, blocks, lambda _: self.post(over))
+        windowed = [index - order.first for index in order.windowed if index < end]
+        self._write_back.submit(store, keys, parents, incoming.spec.tenant, blocks, lambda _: self.post(over), windowed)
 
     # --- steps -----------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,11 @@ from moonpool.kv_transfer.prefix_reader import (
     FROM_DECODE,
     FROM_PREFILL,
     FROM_STORE,
-    BlockReader,
     PrefixLost,
     ReadMethod,
 )
 from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
+from moonpool.kv_transfer.stored_parts import PrefixReader, WindowLost
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.transport.flow_control import StreamTraffic
@@ -131,7 +131,7 @@ class BlockLoader:
     def __init__(
         self,
         engine: Engine,
-        open_reader: Callable[[str, ReadMethod], BlockReader],
+        open_reader: Callable[[str, ReadMethod], PrefixReader],
         spans: Recorder,
         emulated_s: Callable[[int], float] | None = None,
     ) -> None:
@@ -179,6 +179,9 @@ class BlockLoader:
         except PrefixLost as lost:
             log.info("prefix lost while loading", source=source.id, request=read.request, reason=str(lost))
             return LoadEnded(0, lost.blocks)
+        except WindowLost as lost:
+            log.info("window lost while loading", source=source.id, request=read.request, reason=str(lost))
+            return LoadEnded(0)
         except DamagedSliceError as damaged:
             log.warning("damaged slice while loading", source=source.id, request=read.request, reason=str(damaged))
             return LoadEnded(0)
@@ -189,10 +192,9 @@ class BlockLoader:
     def _load_s(self, blocks: int) -> float:
         return self._emulated_s(blocks * self._layout.block_bytes) if self._emulated_s is not None else 0.0
 
-    async def _read(self, reader: BlockReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
-        """Reads from one source; returns how many leading blocks the source had. Raises as `BlockReader.read`."""
-        wanted, layers = len(read.blocks), range(self._layout.layers)
-        counts, last_ns = [0] * len(layers), world.monotonic_ns()
+    async def _read(self, reader: PrefixReader, read: BlockRead, on_layer: Callable[[int], None]) -> int:
+        """Reads from one source; returns how many leading blocks the source had. Raises as `read_prefix`."""
+        counts, last_ns = [0] * self._layout.layers, world.monotonic_ns()
         target = PoolTarget(self._pool, read.blocks)
 
         def take(layer: int, index: int, data: memoryview, value: int) -> None:
@@ -205,12 +207,10 @@ class BlockLoader:
             size = counts[layer] * self._layout.slice_bytes(layer)
             self._spans.add("kv.load", last_ns, now_ns, request=read.request, layer=layer, bytes=size)
             last_ns = now_ns
-            if counts[layer] == wanted:
-                on_layer(layer)
+            on_layer(layer)
 
-        return await reader.read(
+        return await reader.read_prefix(
             read.keys,
-            layers=layers,
             on_slice=take,
             into=target.into,
             on_layer=layer_done,
@@ -219,7 +219,7 @@ class BlockLoader:
         )
 
 
-def _open(open_reader: Callable[[str, ReadMethod], BlockReader], method: ReadMethod, address: str) -> BlockReader:
+def _open(open_reader: Callable[[str, ReadMethod], PrefixReader], method: ReadMethod, address: str) -> PrefixReader:
     return open_reader(address, method)
 
 

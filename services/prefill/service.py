@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -14,9 +15,9 @@ from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, Instance
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
 from moonpool.kv.delete_kv import DeletionLog
-from moonpool.kv_transfer.prefix_reader import BlockReader, ReadMethod
+from moonpool.kv_transfer.prefix_reader import FROM_STORE, BlockReader, ReadMethod
 from moonpool.kv_transfer.sender import TransferSender
-from moonpool.kv_transfer.store_writer import StoreWriter
+from moonpool.kv_transfer.stored_parts import PartedReader, PartedWriter
 from moonpool.kv_transfer.write_back import WRITE_BACK_METRICS, WriteBack, WriteBackLimits
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import Service
@@ -156,16 +157,13 @@ class PrefillInstance:
     def _open_sender(self, address: str) -> TransferSender:
         return TransferSender(self._context.endpoint(address, CONNECT_TIMEOUT_S))
 
-    def _open_reader(self, address: str, method: ReadMethod) -> BlockReader:
-        return BlockReader(
-            self._context.endpoint(address, CONNECT_TIMEOUT_S),
-            method=method,
-            forgotten=self._deletions.demanded,
-            offload=self._context.beside,
-        )
+    def _open_reader(self, address: str, method: ReadMethod) -> BlockReader | PartedReader:
+        source, forgotten = self._context.endpoint(address, CONNECT_TIMEOUT_S), self._deletions.demanded
+        open_reader = partial(BlockReader, method=method, forgotten=forgotten, offload=self._context.beside)
+        return PartedReader(source, open_reader) if method is FROM_STORE else open_reader(source)
 
-    def _open_writer(self, address: str) -> StoreWriter:
-        return StoreWriter(self._context.endpoint(address))
+    def _open_writer(self, address: str) -> PartedWriter:
+        return PartedWriter(self._context.endpoint(address))
 
 
 PREFILL_METRICS: tuple[Metric[PrefillInstance], ...] = (

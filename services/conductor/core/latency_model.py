@@ -215,15 +215,15 @@ class KVShape:
 
     Attributes:
         emulated: all engines emulate compute.
-        windowed: decode instances lack slices that a prompt may need if it is continued behind another block than
-            theirs: nothing is loaded from them.
+        window_blocks: blocks whose windowed slices must be there where a prompt is continued; 0 = all slices are
+            there wherever a block is.
     """
 
     block_tokens: int
     token_bytes: int
     layers: int
     emulated: bool = False
-    windowed: bool = False
+    window_blocks: int = 0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""

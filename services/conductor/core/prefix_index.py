@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heappop, heappush
 
+from moonpool.kv.keys import window_key
 from moonpool.scheduling.state_machine import digest_of
 
 LRU_END = -1
@@ -659,6 +660,32 @@ class PrefixIndex:
     def match(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """Instances by length of the prefix they hold, as `BlockTrie.match` gives them."""
         return self._trie.match(keys)
+
+    def continuable(
+        self, keys: Sequence[bytes], prefixes: Sequence[tuple[int, int]], window_blocks: int
+    ) -> list[tuple[int, int]]:
+        """Prefixes (from `match`) cut to what a chain can be continued behind at each instance.
+
+        The windowed slices of the last `window_blocks` blocks must be there, too, by keys of their own (`window_key`).
+        """
+        lengths = {slot: blocks for blocks, mask in prefixes for slot in slots_in(mask)}
+        found: dict[int, int] = {}
+        for holder in self._holders.values():
+            end = self._last_border(holder.slot, keys[: lengths.get(holder.slot, 0)], window_blocks)
+            found[holder.slot] = end
+            if holder.memory != NO_SLOT:
+                found[holder.memory] = min(end, lengths.get(holder.memory, 0))
+        every = sorted({blocks for blocks in found.values() if blocks})
+        return [(least, sum(1 << slot for slot, blocks in found.items() if blocks >= least)) for least in every]
+
+    def _last_border(self, slot: int, keys: Sequence[bytes], window_blocks: int) -> int:
+        end = len(keys)
+        for index in reversed(range(end)):
+            if end - index > window_blocks:
+                break
+            if not self._trie.holds(slot, window_key(keys[index])):
+                end = index
+        return end
 
     def lengths(self, keys: Sequence[bytes]) -> dict[str, int]:
         """How many leading blocks of the chain each instance holds; those with none are left out."""

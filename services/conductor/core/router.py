@@ -720,13 +720,13 @@ class Router:
                 raise InvalidRequest(f"sampling.{option}", "no engine of this cluster can serve it")
         prefixes = self._index.match(keys)
         views = stores.views(keys, request.prompt_key, prefixes) if stores is not None else []
-
-        def not_asked(pool: PrefillPool | DecodePool) -> int:
-            return ~0 if shape.windowed and pool is self._decodes else pool.mask_of(request.suspects)
-
-        sources = self._holders.of(views, prefixes, not_asked, request.now)
+        usable, readable = prefixes, views
+        if shape.window_blocks:
+            usable = self._index.continuable(keys, prefixes, shape.window_blocks)
+            readable = stores.views(keys, request.prompt_key, usable) if stores is not None else []
+        sources = self._holders.of(readable, usable, lambda pool: pool.mask_of(request.suspects), request.now)
         model = PrefillLatencyModel(demand, shape, sources, self._threshold)
-        candidates = self._prefill(request, demand, self._prefills.soon(prefixes, keys), model)
+        candidates = self._prefill(request, demand, self._prefills.soon(usable, keys), model)
         best = candidates[0]
         domain = self._domain(best.id)
         decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
@@ -736,7 +736,7 @@ class Router:
             prefill=best,
             decodes=tuple(decodes),
             sources=holders_to_load_from(
-                sources, best.source, best.local_blocks, blocks_at(prefixes, self._index.slot(best.id))
+                sources, best.source, best.local_blocks, blocks_at(usable, self._index.slot(best.id))
             ),
             write_back=stores.write_back(keys, request.prompt_key, views) if stores is not None else (),
             candidates=tuple(candidates),
@@ -748,7 +748,7 @@ class Router:
         )
         if not (decodes and request.at_decode and self._at_decode):
             return decision
-        return self._at_decode.weigh(decision, shape, prefixes, request.suspects)
+        return self._at_decode.weigh(decision, shape, usable, request.suspects)
 
     def _prefill(
         self, request: RoutingRequest, demand: Demand, prefixes: Prefixes, model: PrefillLatencyModel

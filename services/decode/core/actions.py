@@ -216,6 +216,7 @@ class StoreBlock:
     Attributes:
         index: the block's index in the sequence.
         store: index of the kvstore.
+        windowed: the block has the slices of layers with a window, and they are written, too.
     """
 
     io: int
@@ -223,6 +224,7 @@ class StoreBlock:
     index: int
     block: int
     store: int
+    windowed: bool = True
 
 
 @frozen

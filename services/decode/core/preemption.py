@@ -51,16 +51,16 @@ class StoredBlocks:
     def write(self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int) -> None:
         """Writes a full block to one of the request's kvstores; the pool keeps the block until the write ends.
 
-        Does nothing if the request's blocks may not be kept, or the block lacks slices.
+        Does nothing if the request's blocks may not be kept.
         """
-        block = sequence.table[index]
-        if request.owner.transient or self._state.blocks.is_partial(block):
+        if request.owner.transient:
             return
+        block = sequence.table[index]
         self._state.blocks.acquire([block])
         if sequence.stored[store] == index:
             sequence.stored[store] = index + 1
         io = self._state.ios.begin(StorePin(request, sequence, index, block, store))
-        self._state.act(StoreBlock(io, sequence.id, index, block, store))
+        self._state.act(StoreBlock(io, sequence.id, index, block, store, not self._state.blocks.is_partial(block)))
 
     def block_filled(self, request: DecodeRequest, sequence: RequestSequence, key: BlockKey) -> None:
         """A sequence's next block is full: registers the block's key and writes the block to the kvstores.
@@ -156,6 +156,8 @@ class StoredBlocks:
         self._learn(pin, result)
         if request.status is not RequestStatus.LOADING:
             return
+        if result.blocks == len(pin.blocks):  # of the last blocks alone the windowed slices were read
+            self._state.blocks.drop_windows(pin.blocks[: max(0, len(pin.blocks) - self._settings.window_blocks)])
         for block, key in zip(pin.blocks[: result.blocks], pin.sequence.keys[pin.first : end], strict=True):
             self._state.blocks.register(block, key, request.owner)
         batch.resume_with_blocks(request, pin.held.union(range(end)), self._settings)

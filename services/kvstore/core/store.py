@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from moonpool.errors import Overloaded
 from moonpool.kv.blocks import PARTS, BlockFormat, BlockInfo, DramBlock
 from moonpool.kv.delete_kv import DeletionIndex, KVSelection, ttl_of
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, with_window_keys
 from moonpool.kv.layout import KVLayout
 from services.kvstore.core.tiered_store import StoreListener, TieredStore
 from services.kvstore.core.writes import MAX_OPEN_KEYS, WriteSessions
@@ -310,7 +310,7 @@ class BlockStore:
 
     def delete_keys(self, keys: Sequence[BlockKey]) -> DeletedCount:
         """Deletes a few blocks by key, at once. Dead copies of them stay on the disk until their segments go."""
-        tiers, keys = self.tiers, list(dict.fromkeys(keys))
+        tiers, keys = self.tiers, list(dict.fromkeys(with_window_keys(keys)))
         self.writes.end_matching(KVSelection(frozenset(keys)))
         blocks, places = map(tiers.dram.get, keys), map(tiers.catalogue.find, keys)
         deleted = self._remove(list(filter(None, blocks)), filter(None, places))

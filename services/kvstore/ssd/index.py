@@ -31,7 +31,7 @@ from moonpool import world
 from moonpool.errors import MoonpoolError
 from moonpool.kv.blocks import BlockFormat, PartTable
 from moonpool.kv.delete_kv import KVSelection, ttl_of
-from moonpool.kv.keys import KEY_BYTES, BlockKey
+from moonpool.kv.keys import KEY_BYTES, BlockKey, with_window_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
@@ -193,7 +193,7 @@ class Catalogue(PartTable[int]):
         of_kind = self._by_kind(
             lambda kind: kind.tenant in selection.tenants or kind.format.namespace in selection.namespaces
         )
-        keys = selection.keys
+        keys = frozenset(with_window_keys(selection.keys))
         return lambda segment, slot: of_kind(segment, slot) or segment.keys[slot] in keys
 
     def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:

@@ -217,6 +217,7 @@ class WriteBackBlocks:
     Attributes:
         copy: index in the job's copies.
         first: index in the sequence of the first block.
+        windowed: indices in the sequence of the blocks whose slices of layers with a window are written, too.
     """
 
     io: int
@@ -224,6 +225,7 @@ class WriteBackBlocks:
     copy: int
     first: int
     blocks: tuple[int, ...]
+    windowed: tuple[int, ...] = ()
 
 
 @frozen

@@ -102,6 +102,8 @@ class PrefixLoads:
         if result.missing is not None and not flight.source.peer:  # a peer may lend fewer, and reports lost blocks
             job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
+            assert job.table is not None
+            self._state.drop_unread_windows(job.table.blocks[load.first : load.end])
             job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)
         # Once a layer is handed on, the layer's blocks may be on the way to decode: another source's copy may differ in
@@ -243,6 +245,8 @@ class Replication:
         self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
         manager, end = self._state.manager, flight.first + result.blocks
         fresh = flight.blocks[flight.first : end]
+        if end == len(flight.keys):
+            self._state.drop_unread_windows(fresh)
         for block, key in zip(fresh, flight.keys[flight.first : end], strict=True):
             manager.register(block, key, flight.owner)
         manager.release(flight.blocks)

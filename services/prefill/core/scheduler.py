@@ -1,6 +1,7 @@
 """The prefill scheduler, a state machine: events in, actions out; and the invariants."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 from moonpool.errors import ConfigError
 from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks, delete_kv
@@ -419,6 +420,18 @@ class PrefillScheduler:
         self._forget(job)
         self.state.act(EndJob(job.number, JobOutcome.DONE, tail_s, sent_bytes))
 
+    def _windowed(self, job: PrefillJob, table: Sequence[int], blocks: range, held: int | None) -> tuple[int, ...]:
+        """Blocks whose windowed slices a store gets: for those who continue the prompt, or fork off where `held` ends.
+
+        The store holds `held` blocks of another prompt, maybe without what it takes to continue behind them.
+        """
+        window = self.state.settings.window_blocks
+        if not window:
+            return ()
+        ends = (job.spec.tokens // self.state.settings.block_tokens, held or 0)
+        wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
+        return tuple(index for index in wanted if not self.state.manager.is_partial(table[index]))
+
     def _write_back(self, job: PrefillJob) -> None:
         """Writes full blocks to the kvstores as soon as they are computed, after the prefix blocks that these lack."""
         if job.owner.transient:
@@ -431,7 +444,7 @@ class PrefillScheduler:
             if job.table is not None and first < full:
                 blocks = tuple(job.table.blocks[first:full])
                 self.state.manager.acquire(blocks)
-                self.state.act(
-                    WriteBackBlocks(self.state.begin(WriteBackFlight(blocks)), job.number, copy, first, blocks)
-                )
+                windowed = self._windowed(job, job.table.blocks, range(first, full), job.copies[copy].held)
+                flight = self.state.begin(WriteBackFlight(blocks))
+                self.state.act(WriteBackBlocks(flight, job.number, copy, first, blocks, windowed))
                 job.put_until[copy] = full

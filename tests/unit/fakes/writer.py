@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from moonpool.kv_transfer.store_writer import PutOutcome
 from moonpool.transport.flow_control import StreamTraffic
@@ -49,6 +49,7 @@ class FakeWriter:
         *,
         timeout_s: float,
         forgotten: Sequence[str] = (),
+        windowed: Collection[int] = (),
     ) -> PutOutcome:
         self.sessions += 1
         try:

@@ -89,7 +89,7 @@ async def test_a_damaged_block_that_cannot_be_lent_just_now_is_found_too() -> No
     async with prefilling(blocks=8) as peer:
         await warm(peer)
         reads, manager = peer.service.reads, peer.service.manager
-        leases = reads.lend(KEYS[:2]), reads.lend(KEYS[3:])
+        leases = reads.lend(KEYS[:2], 0), reads.lend(KEYS[3:], 0)
         assert [len(lease.blocks) for lease in leases] == [2, 0]
         [damaged] = manager.match(KEYS[3:])
         peer.engine.pool.slice(1, damaged)[0] ^= 1

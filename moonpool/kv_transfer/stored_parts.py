@@ -1,0 +1,213 @@
+"""Clients of a kvstore that holds full and windowed layers apart, as blocks of their own (`KVLayout.stored_parts`).
+
+So the store knows nothing of windows: windowed slices of a block may be there or not, and are evicted by themselves.
+Each part has a stream of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from moonpool.errors import TransferFailed
+from moonpool.kv.keys import window_key
+from moonpool.kv.layout import KVLayout, LayoutPart
+from moonpool.kv_transfer.endpoint import KVEndpoint
+from moonpool.kv_transfer.prefix_reader import BlockReader, Into, OnSlice, PrefixLost
+from moonpool.kv_transfer.store_writer import PutOutcome, ReadSlice, StoreWriter
+from moonpool.transport.flow_control import StreamTraffic
+from moonpool.transport.sessions import PeerClient
+from moonpool.v1 import kv_pb2
+
+
+class PrefixReader(PeerClient, Protocol):
+    """What prefixes are read with: a `BlockReader` or a `PartedReader`."""
+
+    async def read_prefix(
+        self,
+        keys: Sequence[bytes],
+        *,
+        on_slice: OnSlice,
+        on_layer: Callable[[int], None],
+        timeout_s: float,
+        tenant: str = "",
+        into: Into | None = None,
+    ) -> int:
+        """Reads all layers of blocks of a chain; see `BlockReader.read_prefix`."""
+        ...
+
+
+class WindowLost(TransferFailed):
+    """The source has the blocks, but not the windowed slices of the last ones: the chain cannot be continued there."""
+
+
+def endpoint_of(part: LayoutPart, whole: KVEndpoint) -> KVEndpoint:
+    """A peer, for streams that carry these layers alone."""
+    hello = kv_pb2.StreamHello()
+    hello.CopyFrom(whole.hello)
+    hello.layout.CopyFrom(part.layout.to_proto())
+    return dataclasses.replace(whole, hello=hello, layout=part.layout)
+
+
+class PartedWriter:
+    """Puts of this process to one kvstore. A `BlockWriter`."""
+
+    def __init__(self, store: KVEndpoint) -> None:
+        """Connects when the first put begins."""
+        self._parts = [(part, StoreWriter(endpoint_of(part, store))) for part in store.layout.stored_parts]
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        return sum(writer.sessions for _, writer in self._parts)
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the streams."""
+        return sum((writer.traffic for _, writer in self._parts), StreamTraffic())
+
+    async def aclose(self) -> None:
+        """Ends the streams. Idempotent."""
+        for _, writer in self._parts:
+            await writer.aclose()
+
+    async def put(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        tenant: str,
+        read: ReadSlice,
+        *,
+        timeout_s: float,
+        windowed: Collection[int],
+        forgotten: Sequence[str] = (),
+    ) -> PutOutcome:
+        """Stores blocks as `StoreWriter.put`, each part for at most `timeout_s`; the outcome is the full layers'.
+
+        Args:
+            keys: of the blocks.
+            parents: for each block, the key before it in its chain.
+            tenant: owner of the blocks.
+            read: gives slices; windowed ones are read of `windowed` only.
+            timeout_s: seconds.
+            windowed: indices of the blocks whose windowed slices are stored, too.
+            forgotten: deletions of such blocks that these blocks are younger than.
+        """
+        (full, writer), *others = self._parts
+        outcome = await writer.put(keys, parents, tenant, _of_part(read, full), forgotten, timeout_s=timeout_s)
+        at = sorted(windowed)
+        for part, writer in others if at else ():
+            await writer.put(
+                [window_key(keys[index]) for index in at],
+                [keys[index] for index in at],
+                tenant,
+                _of_part(lambda layer, index: read(layer, at[index]), part),
+                forgotten,
+                timeout_s=timeout_s,
+            )
+        return outcome
+
+
+def _of_part(read: ReadSlice, part: LayoutPart) -> ReadSlice:
+    return lambda layer, index: read(part.layers[layer], index)
+
+
+class PartedReader:
+    """Reads of this process from one kvstore."""
+
+    def __init__(self, store: KVEndpoint, open_reader: Callable[[KVEndpoint], BlockReader]) -> None:
+        """Connects when the first read begins. `open_reader` makes the client of a part."""
+        self._layout: KVLayout = store.layout
+        self._parts = [(part, open_reader(endpoint_of(part, store))) for part in store.layout.stored_parts]
+
+    @property
+    def sessions(self) -> int:
+        """Open sessions."""
+        return sum(reader.sessions for _, reader in self._parts)
+
+    @property
+    def traffic(self) -> StreamTraffic:
+        """What is under way on the streams."""
+        return sum((reader.traffic for _, reader in self._parts), StreamTraffic())
+
+    async def aclose(self) -> None:
+        """Ends the streams. Idempotent."""
+        for _, reader in self._parts:
+            await reader.aclose()
+
+    async def read_prefix(
+        self,
+        keys: Sequence[bytes],
+        *,
+        on_slice: OnSlice,
+        on_layer: Callable[[int], None],
+        timeout_s: float,
+        tenant: str = "",
+        into: Into | None = None,
+    ) -> int:
+        """Reads all layers of blocks of a chain, the windowed ones of the last blocks only; see `BlockReader.read`.
+
+        Returns:
+            The leading blocks that the store had; all of them where the parts are stored apart.
+
+        Raises:
+            PrefixLost: the store lacks a block; or as of `BlockReader.read`.
+            WindowLost: the store lacks windowed slices.
+        """
+        if len(self._parts) == 1:
+            [(_, reader)] = self._parts
+            return await reader.read_prefix(
+                keys, on_slice=on_slice, on_layer=on_layer, timeout_s=timeout_s, tenant=tenant, into=into
+            )
+        first = self._layout.unread_windows(len(keys))
+        order = _LayersInOrder([len(keys) - first * (layer in self._layout.windowed_layers) for layer in
+                                range(self._layout.layers)], on_layer)  # fmt: skip
+
+        async def read(number: int) -> int:
+            part, reader = self._parts[number]
+            skipped = first if number else 0
+
+            def take(layer: int, index: int, data: memoryview, value: int) -> None:
+                on_slice(part.layers[layer], index + skipped, data, value)
+                order.came(part.layers[layer])
+
+            def target(layer: int, index: int) -> memoryview | None:
+                return None if into is None else into(part.layers[layer], index + skipped)
+
+            return await reader.read(
+                list(map(window_key, keys[first:])) if number else keys,
+                layers=range(part.layout.layers),
+                on_slice=take,
+                on_layer=lambda _: None,
+                timeout_s=timeout_s,
+                tenant=tenant,
+                into=target,
+            )
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                full, windowed = (group.create_task(read(number)) for number in range(2))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        if full.result() < len(keys):
+            raise PrefixLost(full.result())
+        if windowed.result() < len(keys) - first:
+            raise WindowLost(f"the windowed slices of {len(keys) - first - windowed.result()} blocks are not there")
+        return len(keys)
+
+
+class _LayersInOrder:
+    """Reports layers in their order, each when all its slices have come."""
+
+    def __init__(self, missing: list[int], on_layer: Callable[[int], None]) -> None:
+        self._missing = missing
+        self._on_layer = on_layer
+        self._next = 0
+
+    def came(self, layer: int) -> None:
+        self._missing[layer] -= 1
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._on_layer(self._next)
+            self._next += 1
