@@ -428,7 +428,9 @@ class PrefillScheduler:
         window = self.state.settings.window_blocks
         if not window:
             return ()
-        ends = (job.spec.tokens // self.state.settings.block_tokens, held or 0)
+        tokens, size = job.spec.tokens, self.state.settings.block_tokens
+        # The same prompt is continued behind its last full block, or before it if a recurrent state must not be reused.
+        ends = (tokens // size, (tokens - self.state.settings.recurrent) // size, held or 0)
         wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
         return tuple(index for index in wanted if not self.state.manager.is_partial(table[index]))
 
