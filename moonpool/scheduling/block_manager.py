@@ -137,6 +137,11 @@ class BlockManager:
         """Notes that used blocks without key lack the slices of layers with a window."""
         self._partial.update(blocks)
 
+    def drop_unread_windows(self, blocks: Sequence[int]) -> None:
+        """As `drop_windows`, of consecutive blocks that were read from elsewhere: the last ones came with windows."""
+        if self._window_blocks:
+            self.drop_windows(blocks[: max(0, len(blocks) - self._window_blocks)])
+
     def is_lacking(self, blocks: Sequence[int], whole_from: int) -> bool:
         """Whether one of the blocks from index `whole_from` on lacks the slices of layers with a window."""
         return bool(self._partial) and not self._partial.isdisjoint(blocks[whole_from:])

@@ -133,8 +133,11 @@ class StoredBlocks:
     def load(self, request: DecodeRequest, held: frozenset[int]) -> bool:
         """Begins to load the first sequence's blocks behind those in `held`, if a store holds some and loading pays.
 
-        Blocks that only further sequences have are computed.
+        Blocks that only further sequences have are computed. Sequences of a group may continue behind any block that
+        they share, and need its window: with windows, their blocks are computed.
         """
+        if self._settings.window_blocks and len(request.sequences) > 1:
+            return False
         source, sequence, first = self.source(request), request.sequences[0], batch.count_leading_blocks(request, held)
         if source is None or source.blocks <= first or not self._pays(request, first, source):
             return False
@@ -157,7 +160,7 @@ class StoredBlocks:
         if request.status is not RequestStatus.LOADING:
             return
         if result.blocks == len(pin.blocks):  # of the last blocks alone the windowed slices were read
-            self._state.blocks.drop_windows(pin.blocks[: max(0, len(pin.blocks) - self._settings.window_blocks)])
+            self._state.blocks.drop_unread_windows(pin.blocks)
         for block, key in zip(pin.blocks[: result.blocks], pin.sequence.keys[pin.first : end], strict=True):
             self._state.blocks.register(block, key, request.owner)
         batch.resume_with_blocks(request, pin.held.union(range(end)), self._settings)

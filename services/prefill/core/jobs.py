@@ -506,11 +506,6 @@ class PrefillState:
         job.prefix.blocks = blocks
         job.prefix.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
 
-    def drop_unread_windows(self, blocks: Sequence[int]) -> None:
-        """Consecutive blocks were read from elsewhere: of layers with a window, slices of the last ones alone came."""
-        if self.settings.window_blocks:
-            self.manager.drop_windows(blocks[: max(0, len(blocks) - self.settings.window_blocks)])
-
     def advance(self, job: PrefillJob, end: int) -> None:
         """Tokens up to `end` have KV: registers the keys of the blocks that they fill."""
         size = self.settings.block_tokens

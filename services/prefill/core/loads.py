@@ -103,7 +103,7 @@ class PrefixLoads:
             job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
             assert job.table is not None
-            self._state.drop_unread_windows(job.table.blocks[load.first : load.end])
+            self._state.manager.drop_unread_windows(job.table.blocks[load.first : load.end])
             job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)
         # Once a layer is handed on, the layer's blocks may be on the way to decode: another source's copy may differ in
@@ -246,7 +246,7 @@ class Replication:
         manager, end = self._state.manager, flight.first + result.blocks
         fresh = flight.blocks[flight.first : end]
         if end == len(flight.keys):
-            self._state.drop_unread_windows(fresh)
+            self._state.manager.drop_unread_windows(fresh)
         for block, key in zip(fresh, flight.keys[flight.first : end], strict=True):
             manager.register(block, key, flight.owner)
         manager.release(flight.blocks)

@@ -339,7 +339,7 @@ class StepPlanner:
         if job.prefix.load is not None:  # every gate was open, so every layer has arrived
             assert job.prefix.load.layers == self._state.settings.layers
             assert job.table is not None
-            self._state.drop_unread_windows(job.table.blocks[job.prefix.load.first : job.prefix.load.end])
+            self._state.manager.drop_unread_windows(job.table.blocks[job.prefix.load.first : job.prefix.load.end])
             job.prefix.loaded, job.prefix.blocks = part.start - job.prefix.cached, job.prefix.load.end
             self._state.advance(job, part.start)
             job.prefix.load = None

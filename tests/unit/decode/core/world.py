@@ -293,7 +293,8 @@ class World:
         match action:
             case StoreBlock():
                 if ok:
-                    self.stored[action.store, self._writing.pop(io)] = dict(self.pool[action.block])
+                    there = self.stored.setdefault((action.store, self._writing.pop(io)), {})
+                    there.update({at: it for at, it in self.pool[action.block].items() if at >= 0 or action.windowed})
                 self.post(IoEnded(io, StoreEnd(ok)))
             case LoadStoredBlocks():
                 self.post(IoEnded(io, LoadEnd(self._load(action) if ok else 0, 1e-6, failed=not ok)))
@@ -307,13 +308,16 @@ class World:
                 self.post(IoEnded(io, SwapEnd(ok, 1e-6)))
 
     def _load(self, action: LoadStoredBlocks) -> int:
-        """What a kvstore has comes; returns how many leading blocks that were."""
+        """What a kvstore has comes; returns how many leading blocks that were: with windows, all of them or none."""
         keys = self.sequences[action.id].keys()[action.first :]
         assert len(keys) >= len(action.blocks), "full blocks only"
+        window_blocks = self.core.settings.window_blocks
         for number, (block, key) in enumerate(zip(action.blocks, keys, strict=False)):
-            if (action.store, key) not in self.stored:
-                return number
-            self.pool[block] = dict(self.stored[action.store, key])
+            there = self.stored.get((action.store, key), {})
+            windowed = not window_blocks or number >= len(action.blocks) - window_blocks
+            if len(there) < (2 * BT if windowed else BT):
+                return 0 if window_blocks else number
+            self.pool[block] = {at: it for at, it in there.items() if at >= 0 or windowed}
         return len(action.blocks)
 
     def work(self, limit: int = 10_000) -> None:
@@ -402,7 +406,8 @@ class World:
                 self.ios[action.io] = action
                 if isinstance(action, StoreBlock):
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
-                    assert len(self.pool[action.block]) == 2 * BT, "a block that lacks slices is stored"
+                    whole = sum(at < 0 for at in self.pool[action.block]) == BT
+                    assert whole or not action.windowed, "slices that are not there are stored"
             case SwapDrop(number):
                 self.sequences[number].saved = {}
             case ForkSequences():

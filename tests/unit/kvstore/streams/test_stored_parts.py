@@ -13,6 +13,7 @@ from moonpool.kv_transfer.prefix_reader import BlockReader, PrefixLost
 from moonpool.kv_transfer.store_writer import PutOutcome
 from moonpool.kv_transfer.stored_parts import PartedReader, PartedWriter, WindowLost
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from services.prefill.core.jobs import OutgoingKV, PrefillSettings
 from tests.layouts import GROUPED
 from tests.slices import hashed
 from tests.unit.kvstore.helpers import slice_of
@@ -22,6 +23,10 @@ KEYS = block_keys(bytes(32), range(6 * 16), 16)
 PARENTS = [bytes(32), *KEYS]
 NAMESPACE = b"w" * 32
 WINDOWED = GROUPED.windowed_layers
+TINY = KVLayout.of_layers(16, [LayerKV(2, 16, "float32", "window", 48), LayerKV(2, 16, "float32")] * 2)
+GEMMA_270M = KVLayout.of_layers(
+    64, [LayerKV(1, 256, "bfloat16", *(() if layer % 6 == 5 else ("window", 512))) for layer in range(18)]
+)
 READ = hashed(lambda layer, index: slice_of(KEYS[index], layer, GROUPED))
 
 
@@ -128,3 +133,42 @@ def test_a_layout_is_divided_only_if_some_layers_have_windows() -> None:
         assert [part.layout for part in layout.stored_parts] == [layout]
         assert layout.unread_windows(6) == 0
     assert block_format(NAMESPACE, full.layout) != block_format(NAMESPACE, windowed.layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "tokens", "least"),
+    [
+        ("tiny-gemma3", TINY, 512, 1.8),
+        ("Gemma 3 270M", GEMMA_270M, 8192, 4.0),
+    ],
+)
+async def test_bytes_of_a_prompt(name: str, layout: KVLayout, tokens: int, least: float) -> None:
+    """What a prompt takes on the wire and in a store, beside all of its slices."""
+    settings = PrefillSettings(
+        blocks=512,
+        block_tokens=layout.block_tokens,
+        layers=layout.layers,
+        slice_bytes=layout.mean_slice_bytes,
+        step_tokens=512,
+        windowed_layers=layout.windowed_layers,
+        window_blocks=layout.window_blocks,
+    )
+    blocks, outgoing = layout.blocks_for(tokens), OutgoingKV.of(settings, tokens, 0)
+    for layer in range(layout.layers):
+        outgoing.add(layer, 0, blocks, None)
+    wire = sum((span.end - span.first) * layout.slice_bytes(span.layer) for span in outgoing.pending)
+    keys = block_keys(bytes(32), range(tokens), layout.block_tokens)
+    slices = {layer: bytes(layout.slice_bytes(layer)) for layer in range(layout.layers)}
+    async with rig(dram_bytes=2 * blocks * layout.block_bytes) as store:
+        writer = PartedWriter(endpoint(store, layout))
+        first = layout.first_windowed_block(tokens)
+        read = hashed(lambda layer, _: slices[layer])
+        await writer.put(keys, [bytes(32), *keys[:-1]], "t", read, timeout_s=60, windowed=range(first, blocks))
+        await writer.aclose()
+        stored = store.service.store.tiers.dram.block_bytes
+    whole = blocks * layout.block_bytes
+    print(
+        f"{name}, {tokens} tokens: all slices {whole} bytes, wire {wire}, store {stored} ({whole / stored:.2f} times)"
+    )
+    assert wire == stored
+    assert whole / stored > least
