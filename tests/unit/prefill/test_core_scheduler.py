@@ -78,7 +78,8 @@ class PrefillMachine(RuleBasedStateMachine):
         elif how == "whole":
             world.load_all(io)
         elif how == "lost":
-            whole = which % len(order.blocks) if world.loaded[io] == LAYERS else 0
+            some = world.loaded[io] == LAYERS and not world.settings.window_blocks
+            whole = which % len(order.blocks) if some else 0
             world.end(io, events.LoadEnded(whole, missing=whole))
         else:
             world.end(io, events.LoadEnded(0, failed=how == "failed"))

@@ -148,10 +148,16 @@ class World:
         """The next layer of a load comes."""
         order, layer = self.ios[io], self.loaded[io]
         assert isinstance(order, actions.LoadBlocks)
+        end = order.first + len(order.blocks)
         for index, block in enumerate(order.blocks, order.first):
-            self.pool[layer, block] = self.clients[order.job].content(index)
+            comes = self._is_read(layer, index, end)
+            self.pool[layer, block] = self.clients[order.job].content(index) if comes else ("behind the window",)
         self.loaded[io] = layer + 1
         self.post(events.LayerLoaded(io, layer))
+
+    def _is_read(self, layer: int, index: int, end: int) -> bool:
+        """Whether a read of a chain up to block `end` brings a slice."""
+        return layer not in self.settings.windowed_layers or index >= end - self.settings.window_blocks
 
     def load_all(self, io: int) -> None:
         """The rest of a load comes, and it ends well."""
@@ -190,7 +196,11 @@ class World:
         order = self.ios[io]
         assert isinstance(order, actions.ReadReplica)
         came = zip(order.blocks[:blocks], self.copied[order.number][order.first :], strict=False)
-        self.pool |= {(layer, block): ("key", key) for block, key in came for layer in range(LAYERS)}
+        end = len(order.blocks) if blocks >= len(order.blocks) else 0
+        for index, (block, key) in enumerate(came):
+            for layer in range(LAYERS):
+                comes = self._is_read(layer, index, end)
+                self.pool[layer, block] = ("key", key) if comes else ("behind the window",)
         self.end(io, events.LoadEnded(min(blocks, len(order.blocks)), seconds=0.01))
 
     def can_compute(self, io: int) -> bool:
@@ -207,7 +217,10 @@ class World:
 
     def _compute(self, chunk: actions.ChunkOrder, layer: int, *, garbage: bool) -> None:
         client, first = self.clients[chunk.job], chunk.start // BT
+        seen = 0 if layer not in self.settings.windowed_layers else chunk.start + 1 - self.settings.window_blocks * BT
         for index, block in enumerate(chunk.blocks):
+            if index < seen // BT:
+                continue
             if index < first or chunk.full_hit:
                 right = garbage or self.pool.get((layer, block)) == client.content(index)
                 assert right, f"block {index} of job {chunk.job} is not there in layer {layer}"
@@ -289,7 +302,8 @@ class World:
             content = self.clients[action.job].content
             for index, block in enumerate(action.blocks, action.first):
                 for layer in range(LAYERS):
-                    assert self.pool[layer, block] == content(index), f"block of put {io} is wrong"
+                    if layer not in self.settings.windowed_layers or index in action.windowed:
+                        assert self.pool[layer, block] == content(index), f"block of put {io} is wrong"
 
     def _tell(self, action: actions.Action) -> None:
         match action:
