@@ -21,6 +21,7 @@ from pathlib import Path
 import uvicorn
 from httptools import HttpParserError, HttpParserUpgrade
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from moonpool.config import is_loopback, parse_address
@@ -98,10 +99,29 @@ MAX_BODY_PIECES = 1 << 14
 """Chunks per body: a body with 8 MiB in chunks of 512 bytes. Reading a chunk takes as long as reading some KiB."""
 MAX_PIPELINED = 64
 """Requests that a connection may send while a request is answered."""
+PARSED_BYTES = 4 << 10
+"""Bytes that a connection parses before others have their turn: in chunks of one byte they take about a millisecond."""
 LINGER_S = 2.0
 """Seconds for which a closing connection takes what the client still sends, unread, so that the client sees the
 response before the connection ends.
 """
+
+
+class PacedFlow(FlowControl):
+    """uvicorn's flow control, which reads no more before all that was read is parsed.
+
+    Attributes:
+        unparsed: what was read and is not parsed yet; at most two reads.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self.unparsed = bytearray()
+
+    def resume_reading(self) -> None:
+        """Read again, unless something is not parsed yet."""
+        if not self.unparsed:
+            super().resume_reading()
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -110,6 +130,7 @@ class HttpConnection(HttpToolsProtocol):
     `sweep` closes a connection that has waited too long.
     """
 
+    flow: PacedFlow
     _waits_since: float | None = None
     _blocked_since: float | None = None
     _closing_since: float | None = None
@@ -130,13 +151,38 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = PacedFlow(transport)
         self._waits_since = self.loop.time()
         limit = self.config.max_connections if isinstance(self.config, HttpConfig) else 0
         if limit and len(self.connections) > limit:
             self._least_useful().transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. A closing connection drops the data."""
+        """Parse what has come, piece by piece. Meanwhile nothing more is read. A closing connection drops the data."""
+        if self.flow.unparsed or len(data) > PARSED_BYTES:
+            self.flow.unparsed += data
+            self.flow.pause_reading()
+            if len(self.flow.unparsed) == len(data):
+                self._parse_piece()
+        else:
+            self._parse(data)
+
+    def _parse_piece(self) -> None:
+        """Parse a piece, then let others have their turn."""
+        unparsed = self.flow.unparsed
+        if self._lingers or self.transport.is_closing():
+            unparsed.clear()
+            self.flow.resume_reading()
+            return
+        piece = bytes(memoryview(unparsed)[:PARSED_BYTES])
+        del unparsed[: len(piece)]
+        self._parse(piece)
+        if unparsed:
+            self.loop.call_soon(self._parse_piece)
+        else:
+            self.flow.resume_reading()
+
+    def _parse(self, data: bytes) -> None:
         if self._lingers:
             return
         self._unset_keepalive_if_required()

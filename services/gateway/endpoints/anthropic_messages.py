@@ -7,6 +7,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +15,7 @@ from moonpool.checkpoint import ChatOptions
 from moonpool.checkpoint.past_calls import call_arguments
 from moonpool.client import GenerateResult, Message, TokenEvent, ToolCall, Usage
 from moonpool.errors import InvalidRequest
-from moonpool.sampling_params import SamplingParams
+from moonpool.sampling_params import ITEM_LIMITS, SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.endpoints.openai_protocol import (
     ContentPart,
@@ -201,7 +202,7 @@ class MessagesBody(MessagesPrompt, GenerateBody):
     """Body of `/v1/messages`."""
 
     max_tokens: Integer
-    stop_sequences: FailFastList[str] | None = None
+    stop_sequences: FailFastList[str] | None = Field(None, max_length=ITEM_LIMITS["stop"])
     temperature: float | None = None
     top_p: float | None = None
     top_k: Integer | None = None

@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field, create_model
 
@@ -16,7 +16,7 @@ from moonpool.client import ClusterState, GenerateResult, Message, TokenEvent, T
 from moonpool.errors import InvalidRequest
 from moonpool.json_schema import close_objects
 from moonpool.logprobs import TokenLogprobs
-from moonpool.sampling_params import HTTP_FIELDS, SamplingParams
+from moonpool.sampling_params import HTTP_FIELDS, ITEM_LIMITS, SamplingParams
 from services.gateway.endpoints.base import GatewayContext
 from services.gateway.serving.errors import ErrorResponse
 from services.gateway.serving.generation import ResponseFormatter
@@ -386,10 +386,10 @@ class OpenAISamplingBody(SamplingFieldsBody):
     prompt_token_ids: FailFastList[int] | None = None
     max_tokens: Integer | None = None
     top_k: Integer | None = None
-    stop: str | FailFastList[str] | None = None
-    stop_token_ids: FailFastList[int] | None = None
+    stop: str | Annotated[FailFastList[str], Field(max_length=ITEM_LIMITS["stop"])] | None = None
+    stop_token_ids: FailFastList[int] | None = Field(None, max_length=ITEM_LIMITS["stop_token_ids"])
     logit_bias: SmallObject[float] | None = None
-    bad_words: FailFastList[str] | None = None
+    bad_words: FailFastList[str] | None = Field(None, max_length=ITEM_LIMITS["bad_words"])
     n: Integer | None = None  # these three are read here, too
     prompt_logprobs: Integer | None = None
     seed: Integer | None = None

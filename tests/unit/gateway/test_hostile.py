@@ -14,7 +14,7 @@ import pytest
 
 from moonpool.bundled import model_dir
 from moonpool.rpc.auth import hash_key
-from services.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED
+from services.gateway.http_server import MAX_BODY_PIECES, MAX_PIPELINED, PARSED_BYTES
 from tests.unit.gateway.test_http_server import BODY, CHAT, CLOSING, HEAD, ask, serving
 
 IDLE_BYTES = 16 << 10
@@ -111,6 +111,24 @@ async def test_wrong_keys(key: bytes, tmp_path: Path) -> None:
 CHUNKED = HEAD + b"transfer-encoding: chunked\r\n"
 
 
+async def test_nothing_more_is_parsed_behind_a_refusal(tmp_path: Path) -> None:
+    """However many chunks one read brings: the key is looked at after the first of them."""
+    (tmp_path / "keys").write_text(f"sha256:{hash_key('ann-key')} ann\n")
+    async with serving(api_keys=tmp_path / "keys") as (_, port):
+        said = await ask(port, CHUNKED + b"\r\n" + b"1\r\n \r\n" * (2 * MAX_BODY_PIECES))
+        assert said.startswith(b"HTTP/1.1 401 ")
+
+
+async def test_a_large_body_comes_whole() -> None:
+    """In pieces, also of which the end is that of a read, and with the next request right behind."""
+    async with serving() as (_, port):
+        for length in (PARSED_BYTES - 1, PARSED_BYTES, PARSED_BYTES + 1, 3 * PARSED_BYTES, 1 << 20):
+            body = BODY + b" " * length
+            sent = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+            last = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            assert (await ask(port, sent + last)).count(b"HTTP/1.1 200 OK") == 2
+
+
 async def test_a_body_in_tiny_chunks_is_refused() -> None:
     """Each chunk costs more than its bytes: as many as a body in sensible chunks has, and no more."""
     async with serving() as (server, port):
@@ -151,7 +169,9 @@ async def test_more_requests_at_once_than_are_answered() -> None:
     async with serving() as (server, port):
         few = await ask(port, *[CHAT] * 8, CLOSING)
         assert few.count(b"HTTP/1.1 200 OK") == 9
-        assert (await ask(port, CHAT * (MAX_PIPELINED + 2))).count(b"HTTP/1.1 200 OK") <= MAX_PIPELINED + 1
+        short = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * (MAX_PIPELINED + 2)
+        assert len(short) <= PARSED_BYTES, "parsed before the first is answered"
+        assert (await ask(port, short)).count(b"HTTP/1.1 200 OK") <= MAX_PIPELINED + 1
         assert server.open_connections == 0
 
 
