@@ -39,7 +39,7 @@ class DecodeConfig(EngineConfig):
     step_tokens: int = Field(
         256,
         ge=1,
-        description="tokens of preempted sequences and of prompts' rests that are computed in one step at most",
+        description="most tokens of preempted sequences and of prompt suffixes computed in one step",
     )
     assumed_answer_tokens: int = Field(
         256, ge=1, description="length that answers are expected to have, until some have been seen"

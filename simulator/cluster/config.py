@@ -61,7 +61,7 @@ class ClusterConfig:
             cores; 1 = separate cores.
         policy: how prefill instances are chosen, as the conductor's flag.
         decode_policy: how decode instances are chosen, likewise.
-        decode_prompt_tokens: rests of prompts so long at most may be computed at decode; 0 = none.
+        decode_prompt_tokens: longest prompt suffix that decode may compute, tokens; 0 = none.
         threshold: Algorithm 1's balancing threshold.
         peers: prefixes are loaded from other engine instances too.
         copy_share: share of a link that copies of hot prefixes may take; 0 = there are none.
