@@ -80,6 +80,26 @@ def test_the_last_block_of_a_full_hit_is_computed_again_where_there_is_a_recurre
     world.assert_reruns()
 
 
+@pytest.mark.parametrize(
+    ("length", "held", "start"),
+    [
+        (4 * BT + 3, 4, 4 * BT),
+        (3 * BT + 3, 2, 0),
+        (2 * BT + 3, 1, 0),
+    ],
+)
+def test_a_prompt_is_computed_behind_a_block_with_a_window(length: int, held: int, start: int) -> None:
+    """Of the four blocks that came, only the last one has the slices of layers with a window."""
+    world = holding(4, step_tokens=100, window_blocks=1)
+    number = asked(world, length)
+    assert world.held[number] == held
+    world.compute(number)
+    world.work()
+    assert chunks(world) == [(start, length - start, True)]
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
 def test_a_single_token_behind_what_is_held_needs_no_chunk() -> None:
     world = holding(2)
     number = asked(world, 2 * BT + 1)
