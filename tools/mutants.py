@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from tools.house import Source, imports, sources
 
@@ -69,9 +70,11 @@ WANTED = 0.95
 UNTESTED = ("__repr__", "check_invariants", "describe", "digest", "state")
 """Functions for people and for checks; a mutation there breaks no rule."""
 FILE_S = 20.0
-"""Longest run of a test file; slower ones are left out."""
+"""Most processor seconds of a test file; others are left out."""
 SELECTION_S = 60.0
-"""Seconds of the test files that run for a module; more files are left out."""
+"""Processor seconds of the test files that run for a module; more files are left out."""
+SLOW_S = 300.0
+"""Seconds after which a test file counts as hanging, whatever else the machine does."""
 HANG_S = 30.0
 """Seconds beyond three times the usual ones after which tests hang."""
 MEMORY_BYTES = 8 << 30
@@ -297,6 +300,13 @@ def _words(module: str) -> set[str]:
     return set(module.replace("_", ".").split("."))
 
 
+class Usual(NamedTuple):
+    """What a test file takes without a mutation: seconds of a processor, and seconds."""
+
+    processor_s: float
+    seconds: float
+
+
 class Copy:
     """A copy of the tree, in which mutants are tried."""
 
@@ -305,7 +315,7 @@ class Copy:
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         self.root = Path(self._folder.name)
         self._files = {source.module: source for source in files}
-        self._usual_s: dict[str, float | None] = {}
+        self._usual: dict[str, Usual | None] = {}
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
         for path in filter(None, listed):
@@ -317,20 +327,20 @@ class Copy:
         """Deletes the copy."""
         self._folder.cleanup()
 
-    def usual_s(self, test: str) -> float | None:
-        """Seconds that a test file takes without a mutation; None if it fails or takes too long."""
-        if test not in self._usual_s:
-            began = time.monotonic()
-            passed = self._run([test], FILE_S + HANG_S)
-            took = time.monotonic() - began
-            self._usual_s[test] = took if passed and took <= FILE_S else None
-        return self._usual_s[test]
+    def usual(self, test: str) -> Usual | None:
+        """What a test file takes without a mutation; None if it fails or takes too long."""
+        if test not in self._usual:
+            began, used_s = time.monotonic(), _children_s()
+            passed = self._run([test], SLOW_S)
+            usual = Usual(_children_s() - used_s, time.monotonic() - began)
+            self._usual[test] = usual if passed and usual.processor_s <= FILE_S else None
+        return self._usual[test]
 
     def is_noticed(self, mutant: Mutant, tests: Sequence[str]) -> bool:
         """Whether a test fails or hangs with the mutation."""
         source = self._files[mutant.module]
         path = self.root / source.path
-        usual_s = sum(self.usual_s(test) or 0.0 for test in tests)
+        usual_s = sum(usual.seconds for test in tests if (usual := self.usual(test)) is not None)
         self._write(path, mutant.applied(source.text))
         try:
             return not self._run(tests, 3 * usual_s + HANG_S)
@@ -363,6 +373,12 @@ class Copy:
             _end_group(process)
 
 
+def _children_s() -> float:
+    """Processor seconds of this process's children that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Ends the tests, and services that they leave behind."""
     try:
@@ -379,9 +395,9 @@ def fitting(copy: Copy, tests: Sequence[str]) -> list[str]:
     for test in tests:
         if total >= SELECTION_S:
             break
-        if (took := copy.usual_s(test)) is not None:
+        if (usual := copy.usual(test)) is not None:
             chosen.append(test)
-            total += took
+            total += usual.processor_s
     return chosen
 
 

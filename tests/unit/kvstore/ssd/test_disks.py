@@ -72,6 +72,18 @@ def test_each_disk_takes_batches_and_has_a_budget_of_its_own(tmp_path: Path) -> 
     assert [len(list((path / "segments").iterdir())) for path in folders(tmp_path)] == [4, 4]
 
 
+def test_an_index_that_is_written_anew_has_the_blocks_of_its_disk(tmp_path: Path) -> None:
+    with tier(folders(tmp_path)) as ssd:
+        over(ssd).flush(KEYS[:8])
+        before = keys_on(ssd, 0), keys_on(ssd, 1)
+        index = ssd.disks[0].committer.index
+        index.write_anew()
+        assert index.rebuilt == 1
+    with tier(folders(tmp_path)) as ssd:
+        assert (keys_on(ssd, 0), keys_on(ssd, 1)) == before
+        assert over(ssd).read(KEYS[:8]) == [data_of(key) for key in KEYS[:8]]
+
+
 def test_blocks_are_found_whatever_the_order_of_the_folders(tmp_path: Path) -> None:
     with tier(folders(tmp_path)) as ssd:
         over(ssd).flush(KEYS[:8])
