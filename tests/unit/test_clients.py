@@ -1,13 +1,15 @@
 """`make clients`: its table and its scripted model. The programs themselves are not installed here."""
 
 import json
+import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moonpool.v1 import conductor_pb2 as pb
-from tests.clients.__main__ import PAGE, changed_cells, listed_cells, main, programs, with_cells
+from tests.clients.__main__ import PAGE, Environment, changed_cells, listed_cells, main, programs, with_cells
 from tests.clients.scripted import COMMAND, DONE, FINISH, SEARCH_REPLACE, says
 
 
@@ -49,6 +51,23 @@ def test_a_program_that_cannot_be_installed_is_skipped_visibly(
     told = capsys.readouterr().out
     assert all(f"SKIPPED {name}: cannot be installed: " in told for name in names)
     assert "0 cells work, 0 changed, 2 programs skipped" in told
+
+
+def test_packages_are_left_out_and_torch_is_that_of_the_running_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, left_out = tmp_path / "e" / "lib" / "python3" / "site-packages", list[str]()
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "install" in command:
+            site.mkdir(parents=True)
+            left_out.append(Path(command[command.index("--override") + 1]).read_text())
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert Environment("e", ("vllm==0.32.0",), "2026-11-27", ("torch", "numba")).install(tmp_path) == ""
+    assert left_out == ['torch; python_version < "3"\nnumba; python_version < "3"\n']
+    assert (site / "torch.pth").read_text() == sysconfig.get_path("purelib")
 
 
 def chat(tools: list[str], *turns: dict[str, Any]) -> pb.ChatPrompt:

@@ -34,7 +34,7 @@ async def opened(port: int) -> AsyncIterator[Any]:
     wrong: list[str] = []
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox", "--disable-gpu"])
-        page = await browser.new_page()
+        page = await browser.new_page(permissions=["clipboard-read", "clipboard-write"])
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("dialog", lambda dialog: wrong.append(dialog.message))
@@ -86,13 +86,20 @@ async def test_conversation() -> None:
         turns = page.locator("#talk > article")
         await page.locator("summary", has_text="System prompt").click()
         await page.fill("#system", "Be brief.")
+        await page.fill("#temperature", "0.5")
+        await page.fill("#seed", "7")
         await page.fill("#text", "hi")
         await page.press("#text", "Enter")
         rendered = turns.nth(1).locator(".rendered")
         assert await rendered.locator("h1").text_content() == "Head"
         assert await rendered.locator("pre > code.language-python").text_content() == "print(1)\n"
         assert await rendered.locator("img, a").count() == 0
-        assert await rendered.locator("button", has_text="Copy code").count() == 1
+        await rendered.locator("button", has_text="Copy code").click()
+        await rendered.locator("button", has_text="Copied").wait_for()
+        assert await page.evaluate("navigator.clipboard.readText()") == "print(1)\n"
+        await turns.nth(1).get_by_role("button", name="Copy", exact=True).click()
+        await turns.nth(1).get_by_role("button", name="Copied", exact=True).nth(1).wait_for()
+        assert await page.evaluate("navigator.clipboard.readText()") == MARKDOWN
         note = await turns.nth(1).locator(".note").text_content()
         assert note.startswith("stop · 4 of 9 prompt tokens from the cache · TTFT ")
         assert "TPOT" in note
@@ -122,8 +129,9 @@ async def test_conversation() -> None:
         await turns.nth(3).locator("button", has_text="Regenerate").click()
         assert await turns.nth(3).locator(".rendered").text_content() == "again\n"
         assert await turns.count() == 4
-        asked = [message.content for message in calls.requests[-1].chat.messages]
-        assert asked == ["Be brief.", "hi", MARKDOWN, "less"]
+        asked = calls.requests[-1]
+        assert [message.content for message in asked.chat.messages] == ["Be brief.", "hi", MARKDOWN, "less"]
+        assert (asked.sampling.temperature, asked.sampling.seed, asked.sampling.max_tokens) == (0.5, 7, 512)
 
         await page.click("#new")
         assert await turns.count() == 0
