@@ -8,6 +8,7 @@ from pathlib import Path
 from moonpool.bundled import model_dir
 from moonpool.checkpoint.gguf import GGUF_SUFFIX, gguf_name, is_gguf
 from moonpool.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, named_model
+from moonpool.config import suggestion
 from moonpool.errors import CheckpointError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
@@ -55,7 +56,10 @@ def resolve(model: str) -> Path:
     # Only here: huggingface_hub takes half a second to import, and every service and engine process imports this.
     from moonpool.checkpoint import hub
 
-    return hub.cached(name, revision or None) or hub.fetch(name, revision or None)
+    try:
+        return hub.cached(name, revision or None) or hub.fetch(name, revision or None)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{suggestion(model, (BUNDLED, *MODEL_PACKAGES))}") from None
 
 
 def _in_folder(folder: Path) -> Path:

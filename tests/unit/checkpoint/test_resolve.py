@@ -160,6 +160,8 @@ def test_unknown_and_offline(hub: str, tmp_path: Path) -> None:
     assert f"neither a folder here nor a model on {hub}" in resolve_apart("owner/other", home, HF_ENDPOINT=hub)
     answer = resolve_apart("owner/model", home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
     assert answer.startswith("error: owner/model: no such folder, not in the local cache")
+    answer = resolve_apart("smolm2", home, HF_ENDPOINT=hub, HF_HUB_OFFLINE="1")
+    assert answer.endswith("; did you mean smollm2?")
 
 
 def test_nobody_there(tmp_path: Path) -> None:
