@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 import tomllib
@@ -34,9 +35,10 @@ from moonpool.client import Client
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs" / "clients.md"
+LEFT_OUT = "left_out.txt"
 BEGIN, END = "<!-- cells -->\n", "<!-- end of cells -->\n"
 PROGRAM_LIMIT_S = 900.0
-INSTALL_LIMIT_S = 600.0
+INSTALL_LIMIT_S = 1200.0
 READY_LIMIT_S = 120.0
 
 
@@ -64,11 +66,19 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Packages that are installed together: of Python, or of Node if they are named with @."""
+    """Packages that are installed together: of Python, or of Node if they are named with @.
+
+    Attributes:
+        name: its folder.
+        packages: packages with their versions.
+        not_after: the day after which no release is taken.
+        without: packages that others ask for and that are left out. Torch is then the one of the running environment.
+    """
 
     name: str
     packages: tuple[str, ...]
     not_after: str
+    without: tuple[str, ...] = ()
 
     @property
     def is_node(self) -> bool:
@@ -77,12 +87,13 @@ class Environment:
 
     def install(self, folder: Path) -> str:
         """Install the packages below a folder, unless they are there. Returns why that is not possible, or ""."""
-        place, wanted = folder / self.name, json.dumps([*self.packages, self.not_after])
+        place, wanted = folder / self.name, json.dumps([*self.packages, self.not_after, *self.without])
         stamp = place / "installed.json"
         if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
             return ""
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
+        (place / LEFT_OUT).write_text("".join(f'{name}; python_version < "3"\n' for name in self.without))
         for command in self._npm(place) if self.is_node else self._uv(place):
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S, check=False)
@@ -90,13 +101,17 @@ class Environment:
                 return str(error)[:200]
             if done.returncode:
                 return (done.stderr.strip() or "failed").splitlines()[-1][:200]
+        if "torch" in self.without:
+            (site,) = place.glob("lib/python*/site-packages")
+            (site / "torch.pth").write_text(sysconfig.get_path("purelib"))
         stamp.write_text(wanted, encoding="utf-8")
         return ""
 
     def _uv(self, place: Path) -> list[list[str]]:
         uv = [sys.executable, "-m", "uv"]
         python = ["--python", str(place / "bin" / "python")]
-        install = [*uv, "pip", "install", "--quiet", *python, "--exclude-newer", self.not_after, *self.packages]
+        bounds = ["--exclude-newer", self.not_after, "--override", str(place / LEFT_OUT)]
+        install = [*uv, "pip", "install", "--quiet", *python, *bounds, *self.packages]
         return [[*uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(place)], install]
 
     def _npm(self, place: Path) -> list[list[str]]:
@@ -121,7 +136,9 @@ def programs() -> list[Program]:
     listed = tomllib.loads((HERE / "programs.toml").read_text(encoding="utf-8"))
     found = []
     for each in listed["environment"]:
-        environment = Environment(each["name"], tuple(each["packages"]), listed["not_after"])
+        environment = Environment(
+            each["name"], tuple(each["packages"]), listed["not_after"], tuple(each.get("without", ()))
+        )
         versions = dict(_name_and_version(package) for package in environment.packages)
         found += [Program(name, package, versions[package], environment) for name, package in each["programs"].items()]
     return found
