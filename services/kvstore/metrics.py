@@ -187,7 +187,7 @@ SSD_METRICS: tuple[Metric[SsdTier], ...] = (
 """Reported by a store with an SSD tier."""
 
 
-class TenantUse(NamedTuple):
+class TenantFigures(NamedTuple):
     """One tenant, or all tenants without a row, in a byte table."""
 
     used: TenantBytes
@@ -199,7 +199,7 @@ class TenantUse(NamedTuple):
         return self.used.of_row(self.tenant, self.rows)
 
 
-def _tenant_metric(name: str, text: str) -> tuple[Metric[TenantUse]]:
+def _tenant_metric(name: str, text: str) -> tuple[Metric[TenantFigures]]:
     return (Metric(name, text, lambda it: it.nbytes),)
 
 
@@ -218,7 +218,7 @@ def store_metrics(measured: MeasuredStore, tenants: Sequence[str]) -> MetricSet:
         tables.append((TENANT_SSD, ssd.account.used))
     for tenant in dict.fromkeys([*tenants, DEFAULT_ROW]) if tenants else ():
         for table, used in tables:
-            metrics.add(table, TenantUse(used, tenant, tenants), tenant=tenant)
+            metrics.add(table, TenantFigures(used, tenant, tenants), tenant=tenant)
     return metrics
 
 
