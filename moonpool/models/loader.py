@@ -251,6 +251,7 @@ def load_stage(
             Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
         )
         first, last = layer_begin == 0, layer_end == config.num_layers
+        config = _as_tied(config, reader)
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
         wanted = []
         if first or (last and tied):
@@ -301,6 +302,18 @@ def load_stage(
             if kept.int8_head and head is not None and head.panels is not None
             else None,
         )
+
+
+def _as_tied(config: ModelConfig, reader: _TensorReader) -> ModelConfig:
+    """Return the configuration, untied if the checkpoint has a head that is not the embedding, as transformers does."""
+    untied = replace(config, tie_word_embeddings=False)
+    outer = outer_tensors(untied)
+    if not config.tie_word_embeddings or not reader.has(outer["head.weight"].name):
+        return config
+    for slot in ("embedding", "head.weight"):
+        reader.expect(outer[slot])
+    same = torch.equal(reader.read(outer["embedding"]), reader.read(outer["head.weight"]))
+    return config if same else untied
 
 
 def packed_if_it_fits(weight: Tensor, pack: Pack | None) -> Tensor | PackedWeight:

@@ -6,15 +6,17 @@ docs/extend/tool_call_parser.md lists the steps.
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from pydantic_core import from_json
 
 from moonpool.errors import InvalidRequest
 from moonpool.grammar import AnswerGrammar
+from moonpool.json_schema import inner_schemas, moved_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +129,102 @@ def json_call(answer: AnswerGrammar, name: str, key: str, parameters: Mapping[st
     return " ".join([answer.text(call_head(name, key)), answer.json(parameters), '"}"'])
 
 
-def named_parameters(parameters: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]] | None:
-    """Schemas of the parameters by name, and the names that a call must have; None if the names are not limited.
+@dataclass(frozen=True, slots=True)
+class ObjectForm:
+    """The members that an object may have.
+
+    Attributes:
+        members: schemas by name.
+        required: names that the object must have.
+        is_open: the object may have members of other names.
+    """
+
+    members: Mapping[str, Mapping[str, Any]]
+    required: frozenset[str]
+    is_open: bool
+
+
+MAX_FORMS = 64
+"""Forms of the parameters of one function."""
+_MAX_DEPTH = 16
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def object_forms(parameters: Mapping[str, Any]) -> list[ObjectForm]:
+    """The forms that arguments may have: one, or several where the schema has `anyOf` or `oneOf` outermost.
+
+    Each member's schema brings the definitions that it may refer to.
 
     Raises:
-        InvalidRequest: the names are limited, but do not stand in `properties`; names `tools`.
+        InvalidRequest: no arguments fit, or the names of members are limited by `patternProperties`, or there are too
+            many forms; names `tools`.
     """
-    if parameters.get("additionalProperties") is not False:
-        return None
-    for word in ("$ref", "allOf", "anyOf", "oneOf", "patternProperties"):
-        if word in parameters:
-            raise InvalidRequest("tools", f"strict parameters of this model's calls cannot have {word} outermost")
-    shared = {word: parameters[word] for word in ("$defs", "definitions") if word in parameters}
-    members = parameters.get("properties") or {}
-    return {name: {**shared, **schema} for name, schema in members.items()}, frozenset(parameters.get("required") or ())
+    shared: dict[str, Any] = {word: parameters[word] for word in _DEFINITIONS if word in parameters}
+    moved = parameters
+    if any(not ref.startswith(("#/$defs/", "#/definitions/")) for ref in _references(parameters)):
+        moved = moved_schema(parameters, "/$defs/parameters")
+        shared = {"$defs": {"parameters": moved}}
+    found = []
+    for form in itertools.islice(_forms(moved, {**moved, **shared}, 0), MAX_FORMS + 1):
+        members = {name: {**shared, **schema} for name, schema in form.members.items()}
+        found.append(replace(form, members=members))
+    if not found:
+        raise InvalidRequest("tools", "no arguments can satisfy the schema of a function")
+    if len(found) > MAX_FORMS:
+        raise InvalidRequest("tools", f"strict parameters of this model's calls have at most {MAX_FORMS} forms")
+    return found
+
+
+def _forms(schema: Any, whole: Mapping[str, Any], depth: int) -> Iterator[ObjectForm]:
+    """The forms of an object of a schema; none if a value of the schema is no object."""
+    if schema is True:
+        schema = {}
+    kinds = schema.get("type", "object") if isinstance(schema, Mapping) else ()
+    if "object" not in ([kinds] if isinstance(kinds, str) else kinds):
+        return
+    if depth > _MAX_DEPTH:
+        raise InvalidRequest("tools", "a schema refers to itself without an end")
+    members, is_open = schema.get("properties") or {}, schema.get("additionalProperties") is not False
+    if not is_open and "patternProperties" in schema:
+        message = "strict parameters of this model's calls cannot have patternProperties outermost"
+        raise InvalidRequest("tools", message)
+    parts = [[ObjectForm(members, frozenset(schema.get("required") or ()), is_open)]]
+    inner = [_referenced(schema["$ref"], whole)] if "$ref" in schema else []
+    parts += [list(_forms(part, whole, depth + 1)) for part in [*inner, *schema.get("allOf", ())]]
+    for word in ("anyOf", "oneOf"):
+        if word in schema:
+            parts.append([form for part in schema[word] for form in _forms(part, whole, depth + 1)])
+    for chosen in itertools.product(*parts):
+        form = _joined(chosen)
+        if form.required <= form.members.keys() or form.is_open:
+            yield form
+
+
+def _joined(forms: Sequence[ObjectForm]) -> ObjectForm:
+    """The form of an object that has all of the forms."""
+    members: dict[str, Mapping[str, Any]] = {}
+    for form in forms:
+        for name, schema in form.members.items():
+            before = members.get(name)  # a schema without words holds nothing
+            members[name] = {"allOf": [before, schema]} if before and schema else before or schema
+    for form in forms:
+        members = {name: it for name, it in members.items() if form.is_open or name in form.members}
+    required = frozenset(name for form in forms for name in form.required)
+    return ObjectForm(members, required, all(form.is_open for form in forms))
+
+
+def _referenced(reference: object, whole: Mapping[str, Any]) -> Any:
+    """The schema that `$ref` names; false if there is none."""
+    found: Any = whole
+    for step in str(reference).removeprefix("#").split("/")[1:]:
+        found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return False if found is None else found
+
+
+def _references(schema: Mapping[str, Any]) -> list[str]:
+    """The values of `$ref` in a schema."""
+    parts = [schema, *(part for _, part in inner_schemas(schema))]
+    return [part["$ref"] for part in parts if isinstance(part.get("$ref"), str)]
 
 
 def marker_overlap(text: str, marker: str) -> int:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from moonpool.errors import InvalidRequest
 from moonpool.grammar import AnswerGrammar
 from services.gateway.tool_parsers.base import (
     SPACE,
+    ObjectForm,
     ParsedToolCall,
     ParserOutput,
     ToolParameters,
     ToolParser,
     ToolParserFamily,
-    named_parameters,
+    object_forms,
 )
 
 _MAX_CHARS = 100_000
@@ -96,18 +99,24 @@ def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
 
 def _arguments(answer: AnswerGrammar, parameters: Mapping[str, Any]) -> str:
     """The form of a call's arguments, in the schema's order; values as JSON."""
-    named = named_parameters(parameters)
-    if named is None:
+    return f"({' | '.join(_form(answer, it) for it in object_forms(parameters))})"
+
+
+def _form(answer: AnswerGrammar, form: ObjectForm) -> str:
+    if form.is_open:
         argument = rf"/[A-Za-z_]\w*/ {answer.text('=')} {answer.json({})}"
         return f'({argument} ("," " "? {argument})*)?'
-    members, required = named
     rest, starts, may_be_empty = '""', list[str](), True
-    for name, schema in reversed(members.items()):
+    for name, schema in reversed(form.members.items()):
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise InvalidRequest(
+                "tools", f"pythonic calls cannot have a parameter {name!r}, which is no name in Python"
+            )
         argument = f"{answer.text(f'{name}=')} {answer.json(schema)}"
-        if name in required:
+        if name in form.required:
             starts, may_be_empty = [], False
         starts.insert(0, f"{argument} {rest}")
-        optional = "" if name in required else "?"
+        optional = "" if name in form.required else "?"
         rest = answer.form([f'("," " "? {argument}){optional} {rest}'])
     return f"({' | '.join(starts)}){'?' if may_be_empty else ''}" if starts else '""'
 

@@ -7,13 +7,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from moonpool.errors import InvalidRequest
 from moonpool.grammar import AnswerGrammar, text_expressions
 from services.gateway.tool_parsers.base import (
     DelimitedToolParser,
+    ObjectForm,
     ParsedToolCall,
     ToolParameters,
     ToolParserFamily,
-    named_parameters,
+    object_forms,
     parse_json,
 )
 
@@ -35,12 +37,21 @@ class Qwen3CoderToolParser(DelimitedToolParser):
         match = _FUNCTION.fullmatch(text)
         if match is None or match["name"] not in self._tools:
             return None
-        types = self._tools[match["name"]].get("properties") or {}
+        types = _types(self._tools[match["name"]])
         arguments = {
             found["name"]: _value(found["value"], types.get(found["name"]))
             for found in _PARAMETER.finditer(match["body"])
         }
         return ParsedToolCall(match["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def _types(parameters: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
+    """Schemas of the parameters by name; of several forms, the first that has the parameter."""
+    try:
+        forms = object_forms(parameters)
+    except InvalidRequest:  # not strict, so nobody has checked the schema
+        return parameters.get("properties") or {}
+    return {name: schema for form in reversed(forms) for name, schema in form.members.items()}
 
 
 def _value(text: str, schema: Mapping[str, Any] | None) -> Any:
@@ -62,15 +73,18 @@ def _hold(answer: AnswerGrammar, tools: ToolParameters) -> None:
 
 def _function(answer: AnswerGrammar, name: str, parameters: Mapping[str, Any]) -> str:
     """The form of a function and the function's arguments; all in the order of the schema."""
-    begin, named = answer.text(f"\n<function={name}>\n"), named_parameters(parameters)
-    if named is None:
-        return f"{begin} {answer.text_until(_FUNCTION_END)}"
-    members, required = named
+    begin = answer.text(f"\n<function={name}>\n")
+    return f"{begin} ({' | '.join(_form(answer, it) for it in object_forms(parameters))})"
+
+
+def _form(answer: AnswerGrammar, form: ObjectForm) -> str:
+    if form.is_open:
+        return answer.text_until(_FUNCTION_END)
     arguments: list[str] = []
-    for member, schema in members.items():
-        form = f"{answer.text(_PARAMETER_BEGIN.format(member))} {_argument(answer, schema)}"
-        arguments.append(form if member in required else f"({form})?")
-    return " ".join([begin, *arguments, answer.text(_FUNCTION_END)])
+    for member, schema in form.members.items():
+        argument = f"{answer.text(_PARAMETER_BEGIN.format(member))} {_argument(answer, schema)}"
+        arguments.append(argument if member in form.required else f"({argument})?")
+    return " ".join([*arguments, answer.text(_FUNCTION_END)])
 
 
 def _argument(answer: AnswerGrammar, schema: Mapping[str, Any]) -> str:

@@ -228,11 +228,70 @@ def test_marks_may_be_special_tokens(family: str) -> None:
         assert (parser.try_consume_tokens(tokens) == len(tokens)) == accepted, text
 
 
-@pytest.mark.parametrize("family", ["pythonic", "qwen3_coder"])
-def test_parameters_that_the_form_cannot_hold_are_refused(family: str) -> None:
-    either = {"anyOf": [CLOSED, WEATHER], "additionalProperties": False}
-    tools = [tool_definition("tools.0", "f", None, either, strict=True)]
-    with pytest.raises(InvalidRequest, match="cannot have anyOf outermost") as refused:
+EITHER: dict[str, Any] = {
+    "anyOf": [{"$ref": "#/$defs/city"}, {"$ref": "#/$defs/place"}, {"type": "null"}],
+    "$defs": {
+        "city": {**CLOSED, "properties": {"city": COLOUR, "days": {"type": "integer"}}, "required": ["city"]},
+        "place": {**CLOSED, "properties": {"place": {"$ref": "#/$defs/point"}}, "required": ["place"]},
+        "point": {**CLOSED, "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+TREE = {**CLOSED, "properties": {"size": {"type": "integer"}, "next": {"$ref": "#"}}, "required": ["size"]}
+NAMED = {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": COLOUR}, "required": ["b"]}]}
+OUTERMOST: list[tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]] = [
+    (EITHER, [{"city": "red", "days": 2}, {"city": "blue"}, {"place": {"x": 1}}], [{}, {"city": "red", "place": {}}]),
+    ({"$ref": "#/$defs/city", "$defs": EITHER["$defs"]}, [{"city": "red"}], [{"city": "x"}, {"place": {"x": 1}}]),
+    (TREE, [{"size": 1, "next": {"size": 2}}], [{"size": 1, "next": {}}, {"size": "x"}]),
+    (NAMED, [{"a": 1, "b": "red", "c": 1}], []),
+    ({**EITHER, "properties": {"city": {}}, "additionalProperties": False}, [{"city": "red"}], [{"place": {"x": 1}}]),
+]
+"""Schemas with other words than `properties` outermost; arguments that follow each, and arguments that do not."""
+
+
+def written(family: str, arguments: dict[str, Any]) -> str:
+    """A call of f in a family's form."""
+    if family == "qwen3_coder":
+        texts = {name: it if isinstance(it, str) else json.dumps(it) for name, it in arguments.items()}
+        return coder("f", **texts)
+    if family == "pythonic":
+        return f"[f({', '.join(f'{name}={json.dumps(it)}' for name, it in arguments.items())})]"
+    return f"<tool_call>\n{json.dumps({'name': 'f', 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize("family", ["hermes", "pythonic", "qwen3_coder"])
+@pytest.mark.parametrize(("schema", "followed", "violated"), OUTERMOST)
+def test_any_words_may_be_outermost(
+    family: str, schema: dict[str, Any], followed: list[dict[str, Any]], violated: list[dict[str, Any]]
+) -> None:
+    tools = ToolSet([tool_definition("tools.0", "f", None, schema, strict=True)])
+    lark = tools.grammar(TOOL_PARSERS[family], AnswerGrammar(lambda text: None))
+    for arguments in followed:
+        if family == "qwen3_coder" and schema is NAMED:
+            continue  # an open object: any text
+        text = written(family, arguments)
+        assert is_answer(lark, text), text
+        (call,) = found(TOOL_PARSERS[family].make(tools.parameters), [text])
+        assert json.loads(call.arguments) == arguments  # type: ignore[union-attr]
+    for arguments in violated:
+        assert not is_answer(lark, written(family, arguments)), arguments
+
+
+@pytest.mark.parametrize(
+    ("family", "schema", "message"),
+    [
+        ("pythonic", {**CLOSED, "patternProperties": {"^x": {}}}, "cannot have patternProperties outermost"),
+        ("qwen3_coder", {**CLOSED, "patternProperties": {"^x": {}}}, "cannot have patternProperties outermost"),
+        ("qwen3_coder", {"anyOf": [{**CLOSED, "properties": {str(it): {}}} for it in range(65)]}, "at most 64 forms"),
+        ("qwen3_coder", {**CLOSED, "required": ["a"]}, "no arguments can satisfy"),
+        ("qwen3_coder", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "without an end"),
+        ("qwen3_coder", {"$ref": "#/$defs/none"}, "no arguments can satisfy"),
+        ("pythonic", {**CLOSED, "properties": {"a-b": {}}}, "'a-b', which is no name in Python"),
+        ("pythonic", {**CLOSED, "properties": {"from": {}}}, "'from', which is no name in Python"),
+    ],
+)
+def test_parameters_that_the_form_cannot_hold_are_refused(family: str, schema: dict[str, Any], message: str) -> None:
+    tools = [tool_definition("tools.0", "f", None, schema, strict=True)]
+    with pytest.raises(InvalidRequest, match=message) as refused:
         ToolSet(tools).grammar(TOOL_PARSERS[family], AnswerGrammar(lambda text: None))
     assert refused.value.field == "tools"
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from moonpool.sampling_params import SamplingParams
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.serving.tool_calls import MAX_FORCED_CALLS
 
-from .fakes import CHAT, Answers, answering
+from .fakes import CHAT, TURNS, Answers, answering
+from .test_tool_call_parser import MALFORMED, NAMES, answers
 
 SCHEMA: dict[str, object] = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL: ChatCompletionFunctionToolParam = {
@@ -362,3 +364,45 @@ async def test_other_interfaces_have_to_call() -> None:
         )
         assert [item.type for item in response.output] == ["function_call"]
         assert all(request.sampling.response_format == "json_schema" for request in gateway.fake.requests)
+
+
+def joined_message(text: str) -> dict[str, Any]:
+    """The message that a stream's chunks make."""
+    message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": []}
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    for delta in (choice["delta"] for event in events for choice in event["choices"]):
+        message["content"] += delta.get("content") or ""
+        for call in delta.get("tool_calls") or ():
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append({"id": call["id"], "type": "function", "function": call["function"]})
+            else:
+                message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return message
+
+
+async def test_what_the_gateway_says_is_accepted_back() -> None:
+    """Malformed and cut answers in hermes' form: whole and streamed chats are the same, and the next turn has them."""
+    seed, said = 43, [""]
+    print("seed", seed)
+    draw = random.Random(seed)
+
+    def repeated(request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+        messages = answer(range(len(said)), request_id="r1")
+        for message, piece in zip(messages[1:-1], said, strict=True):
+            message.delta.text = piece
+        return messages
+
+    tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES]
+    async with answering(FakeConductor(repeated), tool_call_parser="hermes") as gateway:
+        for malform in MALFORMED * 3:
+            text = malform(answers("hermes", draw))
+            text = text[: draw.randrange(1, len(text) + 1)]
+            said[:] = [text[at : at + 7] for at in range(0, len(text), 7)]
+            whole = (await gateway.chat(tools=tools)).json()["choices"][0]["message"]
+            streamed = joined_message((await gateway.chat(tools=tools, stream=True)).text)
+            assert streamed["content"] == (whole["content"] or "")
+            assert streamed["tool_calls"] == whole.get("tool_calls", [])
+            results = [{"role": "tool", "tool_call_id": it["id"], "content": "r"} for it in streamed["tool_calls"]]
+            for message in (whole, streamed):
+                again = await gateway.chat(messages=[*TURNS, message, *results], tools=tools)
+                assert again.status_code == 200, (message, again.text)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import tokenizers
+import torch
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 Quirk = Callable[[Path], None]
 SPACE = "\u2581"
+EMBEDDING = "model.embed_tokens.weight"
 WORDS = ["th", "he", "the", f"{SPACE}the", f"{SPACE}t", "in", "ing", "thing", f"{SPACE}s", "so", "me", "some", SPACE]
 TURNS = "{{ bos_token }}{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
 TOOL = {"content": "<tool>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
@@ -150,6 +153,61 @@ def one_named_file(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
+def rewritten(edit: Callable[[dict[str, torch.Tensor]], None]) -> Quirk:
+    """Change the weights of a folder with one file."""
+
+    def apply(folder: Path) -> None:
+        weights = safetensors.torch.load_file(folder / "model.safetensors")
+        edit(weights)
+        safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def halved(weights: dict[str, torch.Tensor]) -> None:
+    """Most weights in bfloat16, norms in float32."""
+    weights |= {name: it.bfloat16() for name, it in weights.items() if "norm" not in name}
+
+
+def ropes_of_old(weights: dict[str, torch.Tensor]) -> None:
+    """The frequencies that older releases stored with each layer."""
+    for layer in range(4):
+        weights[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+
+
+def other_file(name: str) -> Quirk:
+    """A second file of weights, which nobody reads."""
+
+    def apply(folder: Path) -> None:
+        safetensors.torch.save_file({"output.weight": torch.ones(4, 4)}, folder / name)
+
+    return apply
+
+
+def split_by_expression(content: dict[str, Any]) -> None:
+    """As Llama 3: an expression that splits digits by three, then bytes without one."""
+    expression = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+    split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytes_]}
+    content["model"]["ignore_merges"] = True
+
+
+def two_processors(content: dict[str, Any]) -> None:
+    """As Llama 3: a processor of bytes before the one that adds tokens."""
+    bytes_ = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    content["post_processor"] = {"type": "Sequence", "processors": [bytes_, content["post_processor"]]}
+
+
+def normalised(*kinds: str) -> Quirk:
+    steps = [{"type": kind} for kind in kinds]
+    return tokenizer_json(lambda it: it.update(normalizer={"type": "Sequence", "normalizers": steps}))
+
+
+def with_template(source: str) -> Quirk:
+    return settings(chat_template=source)
+
+
 ONLY_MAP = settings(bos_token=..., eos_token=..., pad_token=..., chat_template=TURNS)
 NAMED = [{"name": "default", "template": TURNS}, {"name": "tool_use", "template": "T{{ tools | tojson }}" + TURNS}]
 
@@ -219,5 +277,48 @@ SLOW: Mapping[str, Quirk] = {
     "linear rope": config(rope_scaling={"type": "linear", "factor": 2.0}),
     "gelu": config(hidden_act="gelu"),
     "quantised is refused": config(quantization_config={"quant_method": "other"}),
+    "end tokens in two forms": both(config(eos_token_id=[1]), generation(eos_token_id=[1, 6, 7])),
+    "end token null in generation_config": generation(eos_token_id=None),
+    "pad is the end": both(config(pad_token_id=1), settings(pad_token="</s>")),
+    "code that is not needed": config(auto_map={"AutoConfig": "configuration_own.OwnConfig"}, use_cache=False),
+    "another type of weights": config(torch_dtype="float16"),
+    "types of weights mixed": rewritten(halved),
+    "old frequencies": rewritten(ropes_of_old),
+    "weights in another form beside": other_file("consolidated.safetensors"),
+    "an adapter's folder beside": both(write("checkpoint-1/adapter_config.json", "{}"), write("optimizer.pt", "")),
+    "tied in config only": config(tie_word_embeddings=True),
+    "tied, and the head is stored": both(
+        config(tie_word_embeddings=True), rewritten(lambda it: it.update({"lm_head.weight": 1 * it[EMBEDDING]}))
+    ),
+    "template with a loop's break": with_template(
+        "{% for m in messages %}{{ m.content }}{% if loop.index == 1 %}{% break %}{% endif %}{% endfor %}"
+    ),
+    "template with marks of answers": with_template(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    ),
+    "template of today": with_template("{{ strftime_now('%Y') }}{{ messages | tojson }}{{ eos_token }}"),
+    "template with spaces": with_template("  {%- for m in messages %}\n  {{ m.content }}\n{% endfor %}\r\n "),
+    "template of a processor": write("chat_template.json", json.dumps({"chat_template": "other"})),
+    "huge length": settings(model_max_length=int(1e30)),
+    "spaces are cleaned up": settings(clean_up_tokenization_spaces=True),
+    "lower case": normalised("NFC", "Lowercase"),
+    "compatible forms": normalised("NFKC"),
+    "split by an expression": tokenizer_json(split_by_expression),
+    "two post processors": tokenizer_json(two_processors),
+    "whole words only": both(
+        tokenizer_json(fewer_tokens),
+        settings(additional_special_tokens=[{**TOOL, "__type": "AddedToken", "single_word": True}]),
+    ),
+    "backend's class": settings(tokenizer_class="TokenizersBackend"),
 }
 """Further quirks."""
+
+OF_LLAMA = frozenset(name for name in {**QUICK, **SLOW} if "class" in name or "refused" in name or "rope" in name) | {
+    "gelu",
+    "newer names",
+    "old frequencies",
+    "one shard",
+    "tied in config only",
+    "tied, and the head is stored",
+}
+"""Quirks of fields or tensors that not every family has."""

@@ -1,5 +1,6 @@
 """A folder is what transformers makes of it: prompt ids, end tokens and greedy tokens, or the start is refused."""
 
+import itertools
 import random
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,8 @@ from moonpool.checkpoint.chat_template import ChatOptions
 from moonpool.checkpoint.config import END_OF_TURN
 from moonpool.errors import CheckpointError, UnsupportedModel
 from tests.unit.models.forward import Runner
-from tests.unit.models.quirks import QUICK, SLOW, read, sentencepiece
+from tests.unit.models.quirks import OF_LLAMA, QUICK, SLOW, read, sentencepiece
+from tests.unit.models.test_families import CASES, reference
 
 TEXTS = (
     "Where is the <tool> thing? It's 1234 km;  so <other>\n\n\tYes ",
@@ -49,6 +51,11 @@ def test_a_folder_is_what_transformers_makes_of_it(
             load_config(folder)
         assert caught.value.field.split(".")[0] in read(folder, "config.json")
         return
+    check_folder(folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Fails where prompt ids, texts, end tokens or greedy tokens are not those of transformers."""
     config, ours = load_config(folder), Tokenizer.load(folder)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
@@ -84,6 +91,28 @@ def test_a_folder_is_what_transformers_makes_of_it(
         pad_token_id=0,
     )
     assert tokens == answered[0, len(prompt) :].tolist()
+
+
+MODEL_TYPES = dict(reversed(CASES.values()))
+"""The families, each with the fields of its first case."""
+SPREAD = [
+    (name, family)
+    for family, name in zip(MODEL_TYPES, itertools.cycle(name for name in {**QUICK, **SLOW} if name not in OF_LLAMA))
+]
+
+
+@pytest.mark.parametrize(("name", "family"), SPREAD)
+@pytest.mark.slow
+def test_a_folder_of_any_family_is_what_transformers_makes_of_it(
+    name: str, family: str, checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every family has a quirk of its own, whose tokenizer is the random checkpoint's."""
+    folder = tmp_path / "model"
+    reference(family, {**MODEL_TYPES[family], "vocab_size": 512}).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint("tiny-llama") / file, folder)
+    {**QUICK, **SLOW}[name](folder)
+    check_folder(folder)
 
 
 def _ids(value: int | list[int] | None) -> list[int]:
