@@ -22,6 +22,9 @@ VALUE_TYPES: Mapping[type, GGUFValueType] = {
     int: GGUFValueType.UINT32,
     float: GGUFValueType.FLOAT32,
     str: GGUFValueType.STRING,
+    list: GGUFValueType.ARRAY,
+    **{getattr(np, kind.name.lower()): kind for kind in GGUFValueType if kind.name.lower().startswith(("int", "uint"))},
+    np.float64: GGUFValueType.FLOAT64,
 }
 _NAMES = {
     "model.embed_tokens": "token_embd",

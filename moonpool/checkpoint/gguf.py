@@ -331,7 +331,7 @@ def config_of(file: GgufFile) -> ModelConfig:
         tie_word_embeddings="output.weight" not in file.tensors,
         dtype=_most_common_dtype(file),
         eos_token_ids=_end_tokens(file, tokens),
-        bos_token_id=_token_id(tokens, "tokenizer.ggml.bos_token_id"),
+        bos_token_id=_token_id(file, tokens, "tokenizer.ggml.bos_token_id"),
         default_sampling=_default_sampling(JsonFields(file.metadata, file.path.name)),
     )
     check_shape(config, file.path.name)
@@ -490,17 +490,17 @@ def _most_common_dtype(file: GgufFile) -> str:
     return max(DTYPES, key=lambda dtype: elements[dtype])
 
 
-def _token_id(fields: JsonFields, key: str) -> int | None:
-    """Return a token's id, None where there is none."""
+def _token_id(file: GgufFile, fields: JsonFields, key: str) -> int | None:
+    """Return a token's id, None where there is none. Files say so with an id outside the vocabulary, too."""
     value = fields.get(key)
-    if value is not None and (type(value) is not int or value < 0):
+    if value is not None and type(value) is not int:
         raise CheckpointError(f"{fields.source}: {key} must be a token id, not {value!r}")
-    return value
+    return value if value is not None and 0 <= value < _vocabulary(file) else None
 
 
 def _end_tokens(file: GgufFile, fields: JsonFields) -> tuple[int, ...]:
     """Return the tokens that end an answer, the one that the file names first."""
-    ids = [_token_id(fields, f"tokenizer.ggml.{key}") for key in _END_IDS]
+    ids = [_token_id(file, fields, f"tokenizer.ggml.{key}") for key in _END_IDS]
     tokens, kinds = (file.metadata.get(f"tokenizer.ggml.{key}") or [] for key in ("tokens", "token_type"))
     ids += [i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if _end_ids(token, kind)]
     return tuple(dict.fromkeys(i for i in ids if i is not None))

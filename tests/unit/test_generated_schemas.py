@@ -131,4 +131,4 @@ MCP: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schema", MCP, ids=range(len(MCP)))
 def test_schemas_of_mcp_servers(schema: dict[str, Any]) -> None:
-    check_followed(schema)
+    check_followed(schema, MORE_SEEDS)

@@ -1,6 +1,7 @@
 """GGUF files: weights, configuration and tokenizer are those that transformers' own GGUF loading gives."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -159,6 +160,57 @@ def test_every_readable_type_is_the_packages() -> None:
         assert (theirs.name, gguf.GGML_QUANT_SIZES[theirs]) == (kind.name, (kind.elements, kind.bytes))
         row = np.zeros((1, kind.bytes), dtype=np.uint8)
         assert gguf.dequantize(row, theirs).shape == (1, kind.elements)
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "sizes of 64 bits": {"llama.block_count": np.uint64(2), "llama.embedding_length": np.int64(256)},
+    "sizes of 8 and 16 bits": {"llama.block_count": np.uint8(2), "llama.attention.head_count_kv": np.int16(2)},
+    "numbers of 64 bits": {
+        "llama.rope.freq_base": np.float64(10000.0), "llama.attention.layer_norm_rms_epsilon": np.float64(np.float32(1e-6))
+    },
+    "a number that is whole": {"llama.rope.freq_base": 10000},
+    "signed ids": {"tokenizer.ggml.eos_token_id": np.int32(1), "tokenizer.ggml.bos_token_id": np.int64(0)},
+    "no token as -1": {"tokenizer.ggml.eot_token_id": np.int32(-1), "tokenizer.ggml.eom_token_id": 2**32 - 1},
+    "heads by layer": {"llama.attention.head_count_kv": [2, 2]},
+    "a scaling of none": {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 0.0},
+    "words about the file": {
+        "general.quantization_version": 2, "general.license": "x", "general.tags": ["a", "b"], "llama.vocab_size": 512
+    },
+    "expert keys of 0": {"llama.expert_count": 0, "llama.expert_used_count": 0},
+}  # fmt: skip
+"""Metadata of other types, or that says nothing new."""
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_metadata_of_odd_kinds_mean_the_same(name: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    plain = write_gguf("llama", folders("llama"), tmp_path / "plain.gguf")
+    odd = write_gguf("llama", folders("llama"), tmp_path / "odd.gguf", metadata=ODD[name])
+    assert load_config(odd) == load_config(plain)
+    assert Tokenizer.load(odd).encode("so <s> the") == Tokenizer.load(plain).encode("so <s> the")
+
+
+def test_an_answer_ends_with_every_end_token_of_a_file(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    metadata = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": np.int32(8)}
+    file = write_gguf("llama", folders("llama"), tmp_path / "model.gguf", metadata=metadata)
+    assert load_config(file).eos_token_ids == (1, 7, 8)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "key"),
+    [
+        ({"tokenizer.ggml.eos_token_id": "1"}, "tokenizer.ggml.eos_token_id"),
+        ({"llama.block_count": "4"}, "llama.block_count"),
+        ({"llama.block_count": np.int32(-4)}, "llama.block_count"),
+        ({"llama.rope.freq_base": "x"}, "llama.rope.freq_base"),
+        ({"llama.attention.head_count": True}, "llama.attention.head_count"),
+    ],
+)
+def test_metadata_of_wrong_kinds_is_named(
+    metadata: dict[str, Any], key: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    file = write_gguf("llama", folders("llama"), tmp_path / "model.gguf", metadata=metadata)
+    with pytest.raises(CheckpointError, match=re.escape(key)):
+        load_config(file)
 
 
 @pytest.mark.parametrize(
