@@ -107,7 +107,7 @@ def _form(answer: AnswerGrammar, form: ObjectForm) -> str:
         argument = rf"/[A-Za-z_]\w*/ {answer.text('=')} {answer.json({})}"
         return f'({argument} ("," " "? {argument})*)?'
     rest, starts, may_be_empty = '""', list[str](), True
-    for name, schema in reversed(form.members.items()):
+    for name, schema in reversed([*form.members.items()]):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InvalidRequest(
                 "tools", f"pythonic calls cannot have a parameter {name!r}, which is no name in Python"
