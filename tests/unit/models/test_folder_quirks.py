@@ -93,7 +93,7 @@ def check_folder(folder: Path) -> None:
     assert tokens == answered[0, len(prompt) :].tolist()
 
 
-MODEL_TYPES = dict(reversed(CASES.values()))
+MODEL_TYPES = dict(reversed([*CASES.values()]))
 """The families, each with the fields of its first case."""
 SPREAD = [
     (name, family)
