@@ -166,7 +166,8 @@ ODD: dict[str, dict[str, Any]] = {
     "sizes of 64 bits": {"llama.block_count": np.uint64(2), "llama.embedding_length": np.int64(256)},
     "sizes of 8 and 16 bits": {"llama.block_count": np.uint8(2), "llama.attention.head_count_kv": np.int16(2)},
     "numbers of 64 bits": {
-        "llama.rope.freq_base": np.float64(10000.0), "llama.attention.layer_norm_rms_epsilon": np.float64(np.float32(1e-6))
+        "llama.rope.freq_base": np.float64(10000.0),
+        "llama.attention.layer_norm_rms_epsilon": np.float64(np.float32(1e-6)),
     },
     "a number that is whole": {"llama.rope.freq_base": 10000},
     "signed ids": {"tokenizer.ggml.eos_token_id": np.int32(1), "tokenizer.ggml.bos_token_id": np.int64(0)},
