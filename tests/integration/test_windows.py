@@ -1,0 +1,54 @@
+"""A model with windows through all services: a conversation, preempted, and behind the loss of all pools."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.client import Client
+from moonpool.models.random_checkpoint import create
+from moonpool.sampling_params import SamplingParams
+from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.reference import GAP_TOLERANCE, Reference
+from tests.integration.stack import CheckedStack
+
+SEED = 11
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 with windows of 48 tokens in every other layer."""
+    folder = tmp_path_factory.mktemp("gemma") / "model"
+    create("tiny-gemma3", folder, seed=SEED, dtype="float32")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["cache", "store", "swap"])
+def stack(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[CheckedStack]:
+    """Every running sequence is preempted in every fifth step."""
+    flags = ["--set", "preempt_every=5", "--set", "step_tokens=40", "--set", f"preemption={request.param}"]
+    plan = with_flags(small_plan(model, tmp_path_factory.mktemp(request.param)), "decode", *flags)
+    with CheckedStack(plan, invariants="decode") as stack:
+        yield stack
+
+
+def test_a_conversation(stack: CheckedStack, model: Path) -> None:
+    """Each turn finds the turns before in the pools, and in the store when the pools are gone."""
+    reference, history, known = Reference(model), tokens(9 * BLOCK + 5, SEED), 0
+    with Client(stack.address) as client:
+        for turn in range(4):
+            how = SamplingParams(max_tokens=3 * BLOCK, temperature=0.0, ignore_eos=True)
+            result = client.generate(token_ids=history, sampling=how)
+            reference.assert_greedy(history, result.token_ids, GAP_TOLERANCE)
+            print(f"turn {turn}: {result.usage.cached_tokens} of {len(history)} tokens were cached")
+            assert result.usage.cached_tokens >= known - BLOCK
+            known = len(history) + 3 * BLOCK
+            history = [*history, *result.token_ids, *tokens(7, f"{SEED} {turn}")]
+            stack.check_at_rest()
+            if turn == 2:
+                stack.restart("prefill-0")
+                stack.restart("decode-0")
+    assert stack.gauge("decode-", "preemptions_total") > 0
