@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from moonpool.checkpoint import kv_layout, load_config
-from moonpool.engine.executor import ProcessEngine, start_engine
+from moonpool.engine.executor import ProcessEngine, start_processes
 from moonpool.engine.footprint import (
     GRAMMAR_BYTES,
     device_footprint,
@@ -20,6 +20,7 @@ from moonpool.engine.footprint import (
 )
 from moonpool.engine.messages import EngineSpec, Footprint
 from moonpool.errors import ConfigError
+from moonpool.fork_server import Launcher, execute, start_worker
 from moonpool.kv.pool import KVPool
 from moonpool.platforms.cuda import check_free_memory
 from moonpool.platforms.stage_platform import stage_platform
@@ -55,10 +56,11 @@ def largest_steps(longest: int) -> list[tuple[SequenceStep, ...]]:
 
 
 @pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
-async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str) -> None:
+@pytest.mark.parametrize("launcher", [execute, start_worker])
+async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str, launcher: Launcher) -> None:
     config = load_config(checkpoint)
     layout = kv_layout(config, "float32", BLOCK, kv_dtype)
-    async with start_engine(spec(checkpoint, layout=layout)) as engine:
+    async with start_processes(spec(checkpoint, layout=layout), start_timeout_s=90, launcher=launcher) as engine:
         assert isinstance(engine, ProcessEngine)
         [pid], footprint = engine.pids, engine.footprints[0]
         sizes = []
@@ -67,7 +69,9 @@ async def test_the_largest_steps_keep_the_bound(checkpoint: Path, kv_dtype: str)
                 await engine.run(Step(10 * number + kind, sequences))
             sizes.append(resident_bytes(pid))
     print(footprint.mebibytes(), [size >> 20 for size in sizes])
-    assert footprint.libraries < sizes[0] < footprint.bound
+    if launcher is execute:  # a forked process has not touched all pages of the libraries
+        assert footprint.libraries < sizes[0]
+    assert sizes[0] < footprint.bound
     assert sizes[2] <= sizes[1] + (4 << 20) < footprint.bound
     assert footprint.pool == 40 * layout.block_bytes
     assert footprint.formats == grammar_bytes(config) > GRAMMAR_BYTES
