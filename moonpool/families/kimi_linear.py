@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from moonpool.errors import UnsupportedModel
 from moonpool.families.base import ModelFamily, TensorNames, layer_kinds
 from moonpool.families.deepseek import latent_decoder, shared_experts
 from moonpool.families.fields import JsonFields
@@ -10,6 +11,9 @@ from moonpool.families.spec import DecoderSpec, LayerSpec, RecurrentSpec
 
 
 def _decoder(fields: JsonFields) -> DecoderSpec:
+    for key, value in (("mla_use_nope", True), ("moe_router_activation_func", "sigmoid")):
+        if fields.get(key, value) != value:
+            raise UnsupportedModel(key, f"{fields.get(key)!r} is not {value!r}")
     decoder = latent_decoder(fields, paired=False)
     linear, layers = _linear_fields(fields), len(decoder.layers)
     attend = linear.get("full_attn_layers")  # counted from 1

@@ -117,13 +117,14 @@ class RecurrentWeights:
         spans = batch.spans if batch.spans is not None else state_spans(batch)
         batch.spans = spans
         single = [its[0] for its in spans if its[-1].end - its[0].begin == 1]
-        if single:
-            rows = torch.tensor([[span.begin] for span in single], device=normed.device)
-            states = self._states(pool, single)
-            undo.keep(pool, single, states)
+        # Batched products may divide their sums by the number of sequences.
+        for together in [[span] for span in single] if exact else [single] if single else []:
+            rows = torch.tensor([[span.begin] for span in together], device=normed.device)
+            states = self._states(pool, together)
+            undo.keep(pool, together, states)
             result, states = self._advance(parts, rows, states)
             found[rows[:, 0]] = result[:, 0]
-            _store(pool, single, states)
+            _store(pool, together, states)
         for its in spans:
             if its[-1].end - its[0].begin == 1:
                 continue

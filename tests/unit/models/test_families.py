@@ -13,6 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from moonpool.errors import UnsupportedModel
 from moonpool.families import FAMILIES
 from tests.unit.models.forward import Runner
 from tests.unit.models.test_parity import assert_greedy
@@ -293,6 +294,22 @@ def test_the_text_part_of_a_model_with_pictures(
         Runner(tmp_path / part, torch.float32).generate(prompt, 4, chunk=100, budget=100) for part in ("text", "whole")
     )
     assert found == text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("KimiLinearForCausalLM", "mla_use_nope", False),
+        ("KimiLinearForCausalLM", "moe_router_activation_func", "softmax"),
+        ("GraniteMoeHybridForCausalLM", "time_step_limit", [0.1, 1.0]),
+        ("Lfm2ForCausalLM", "layer_types", ["conv", "sliding_attention", "conv", "conv"]),
+    ],
+)
+def test_what_a_hybrid_cannot_be_is_refused_by_name(architecture: str, field: str, value: Any) -> None:
+    family = FAMILIES[architecture]
+    config = transformers.AutoConfig.for_model(family.model_type, **{**TINY, "layer_types": LINEAR}).to_dict()
+    with pytest.raises(UnsupportedModel, match=field):
+        family.decoder(family.fields({**config, field: value}, "config.json"))
 
 
 def test_every_family_has_a_case() -> None:
