@@ -109,22 +109,21 @@ class RecurrentWeights:
         parts = (self.inputs, self.conv, self.conv_bias, self.output, self.decay, self.step_bias, self.skip, self.norm)
         return sum(part.nbytes for part in (*parts, self.steps, self.gates) if part is not None)
 
-    def __call__(self, normed: Tensor, batch: PackedBatch, kv: Tensor, undo: StateUndo, *, exact: bool) -> Tensor:
+    def __call__(self, normed: Tensor, batch: PackedBatch, kv: Tensor, undo: StateUndo) -> Tensor:
         """Return the part's result [T, hidden] for `normed` [T, hidden]; reads and writes states in `kv`."""
-        parts = _Inputs.of(self, self.inputs(normed, deterministic=exact), exact=exact)
+        parts = _Inputs.of(self, self.inputs(normed))
         pool = kv.flatten(1)
         found = normed.new_empty(len(normed), parts.gate.shape[1])
         spans = batch.spans if batch.spans is not None else state_spans(batch)
         batch.spans = spans
         single = [its[0] for its in spans if its[-1].end - its[0].begin == 1]
-        # Batched products may divide their sums by the number of sequences.
-        for together in [[span] for span in single] if exact else [single] if single else []:
-            rows = torch.tensor([[span.begin] for span in together], device=normed.device)
-            states = self._states(pool, together)
-            undo.keep(pool, together, states)
+        if single:
+            rows = torch.tensor([[span.begin] for span in single], device=normed.device)
+            states = self._states(pool, single)
+            undo.keep(pool, single, states)
             result, states = self._advance(parts, rows, states)
             found[rows[:, 0]] = result[:, 0]
-            _store(pool, together, states)
+            _store(pool, single, states)
         for its in spans:
             if its[-1].end - its[0].begin == 1:
                 continue
@@ -135,7 +134,7 @@ class RecurrentWeights:
                 result, states = self._advance(parts, rows, states)
                 found[span.begin : span.end] = result[0]
                 _store(pool, [span], states)
-        return self.output(self._gated(found, parts.gate), deterministic=exact)
+        return self.output(self._gated(found, parts.gate))
 
     def _states(self, pool: Tensor, spans: Collection[StateSpan]) -> Tensor:
         """Return the states [spans, elements] before some spans, float32."""
@@ -207,7 +206,7 @@ class _Inputs:
     step: Tensor  # [T, heads] float32: how much of a token is taken in
 
     @classmethod
-    def of(cls, weights: RecurrentWeights, projected: Tensor, *, exact: bool) -> _Inputs:
+    def of(cls, weights: RecurrentWeights, projected: Tensor) -> _Inputs:
         """Divide the projection of a step's tokens."""
         spec, none = weights.spec, projected.new_empty(0)
         if spec.kind == "short_conv":
@@ -229,9 +228,9 @@ class _Inputs:
         mixed, inner, inner_gate, taken = torch.split(projected, sizes, dim=1)
         assert weights.steps is not None
         assert weights.gates is not None
-        steps = weights.steps(inner.contiguous(), deterministic=exact).float() + weights.step_bias
+        steps = weights.steps(inner.contiguous()).float() + weights.step_bias
         decay = weights.decay[:, None] * torch.unflatten(functional.softplus(steps), 1, (spec.heads, -1))
-        gate = weights.gates(inner_gate.contiguous(), deterministic=exact)
+        gate = weights.gates(inner_gate.contiguous())
         return cls(mixed, gate, decay, taken.sigmoid().float())
 
 

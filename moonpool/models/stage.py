@@ -284,7 +284,7 @@ class StageModel:
         spec = weights.spec
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
         if isinstance(weights.attention, RecurrentWeights):
-            added = weights.attention(normed, batch, kv, self.undo, exact=self.deterministic)
+            added = weights.attention(normed, batch, kv, self.undo)
         elif isinstance(weights.attention, LatentWeights):
             added = self._latent_attention(weights.attention, spec.attention, normed, batch, kv, scales)
         else:
