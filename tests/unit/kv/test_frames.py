@@ -20,6 +20,7 @@ from moonpool.kv.frames import (
     pack_frames,
     part_bytes,
     split_run,
+    whole_runs,
 )
 from moonpool.kv.keys import bind, slice_hash
 from moonpool.kv.layout import KVLayout
@@ -291,3 +292,13 @@ def test_a_sender_keeps_to_the_number_of_slices_in_a_frame() -> None:
     frames = pack(slices, 1 << 20, tiny)
     opened_runs = [FrameOpener(tiny).open(header, memoryview(payload)) for header, payload in frames]
     assert [len(runs) for runs in opened_runs] == [MAX_FRAME_SLICES, 1]
+
+
+def test_a_frame_of_layers_that_the_layout_lacks_is_not_taken_whole() -> None:
+    """Of a peer with more layers: right checksum, right size."""
+    deeper = uniform_like(LAYOUT, layers=LAYOUT.layers + 1)
+    for layer in range(deeper.layers):
+        slices = [slice_to_send(deeper, layer, 0, memoryview(content(layer, 0)), FULL, None)]
+        ((header, payload),) = pack(slices, 1 << 20, deeper)
+        assert (whole_runs(header, len(payload), LAYOUT) is not None) == (layer < LAYOUT.layers)
+    assert whole_runs(kv_pb2.FrameHeader(checksum=checksum(kv_pb2.FrameHeader())), 0, LAYOUT) is None
