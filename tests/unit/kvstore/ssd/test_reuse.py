@@ -13,6 +13,7 @@ from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
 from services.kvstore.repair import verify
 from services.kvstore.ssd.files import ALIGN
+from services.kvstore.ssd.index import RecordFilter, RecordLocation, Segment
 from services.kvstore.ssd.records import list_segments, pack_header
 from services.kvstore.ssd.segment_log import WritePlan
 from services.kvstore.ssd.tier import SsdTier
@@ -172,28 +173,26 @@ def test_a_deleted_record_that_is_not_overwritten_goes_with_its_file(tmp_path: P
     ssd.close()
 
 
-class Asked(frozenset[BlockKey]):
-    """Keys, and which were asked for."""
-
-    known: set[object]
-
-    def __contains__(self, key: object) -> bool:
-        self.known.add(key)
-        return super().__contains__(key)
-
-
-def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(tmp_path: Path) -> None:
+def test_a_dead_copy_that_is_reclaimed_while_its_key_is_deleted_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driven = Driven(ssd := open_ssd(tmp_path, CAPACITY, SEGMENT))
     for at in range(0, 8, 2):
         driven.flush(KEYS[at : at + 2])
     ssd.forget(KEYS[:2])  # as for a quota: their records stay, dead
     for key in KEYS[:2]:
         driven.store.tiers.dram.drop(driven.store.tiers.dram[key])
-    keys = Asked({KEYS[1]})
-    keys.known = set()
-    deletion = driven.store.delete_selected(KVSelection(keys=keys), step_blocks=1)
-    while KEYS[0] not in keys.known:
+    dead, looked_at = ssd.catalogue.dead, list[BlockKey]()
+
+    def watched(segment: Segment, slots: range, wanted: RecordFilter) -> list[RecordLocation]:
+        looked_at.extend(segment.keys[slot] for slot in slots)
+        return dead(segment, slots, wanted)
+
+    monkeypatch.setattr(ssd.catalogue, "dead", watched)
+    deletion = driven.store.delete_selected(KVSelection(keys=frozenset({KEYS[1]})), step_blocks=1)
+    while KEYS[0] not in looked_at:
         next(deletion)
+    assert KEYS[1] not in looked_at
     driven.flush(KEYS[8:9])  # into the file of the segment of which one record was looked at
     assert on_disk(tmp_path, KEYS[1])
     assert not any(deletion)
