@@ -81,6 +81,49 @@ def test_a_tenant_that_comes_late_gets_its_share_of_the_places(weight: float, wa
     world.assert_reruns()
 
 
+@pytest.mark.parametrize(("weights", "wanted"), [((1.0, 3.0), 48), ((0.1, 0.3), 48), ((0.3, 0.1), 16)])
+def test_a_share_of_many_places_is_exact(weights: tuple[float, float], wanted: int) -> None:
+    """Sums such as 48 times a third are a little more than 16."""
+    world = World(config(1000, max_batch=64))
+    flood(world, 70, tenant="first", weight=weights[0])
+    world.step()
+    flood(world, 70, tenant="late", weight=weights[1])
+    for _ in range(3):
+        world.step()
+    assert places(world) == {"late": wanted, "first": 64 - wanted}
+
+
+def test_places_come_from_several_tenants_when_one_has_no_more_that_may_leave() -> None:
+    world = World(config(400, max_batch=8))
+    promised = [world.go(prompt(4, 10 + index), 60, tenant="promised", slo=1.0) for index in range(3)]
+    world.go(prompt(4, 13), 30, tenant="promised")
+    flood(world, 4)
+    world.step()
+    assert places(world) == {"promised": 4, "flood": 4}
+    pair = world.go(prompt(5, 2), (60, 60), tenant="pair")
+    world.step()
+    assert places(world) == {"promised": 3, "flood": 3, "pair": 2}
+    assert all(gaps(world, number, 8) == 0 for number in (*promised, pair))
+    world.work()
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+def test_nobody_leaves_when_too_few_requests_may_leave() -> None:
+    world = World(config(400, max_batch=8))
+    for index in range(7):
+        world.go(prompt(4, 10 + index), 20, tenant="promised", slo=1.0)
+    free = world.go(prompt(4, 17), 30, tenant="promised")
+    world.step()
+    pair = world.go(prompt(5, 2), (20, 20), tenant="pair")
+    assert gaps(world, free, 12) == 0, "one place would not do"
+    assert places(world) == {"promised": 8}
+    world.work()
+    assert [len(world.answers[number]) for number in (free, pair, pair + 1)] == [30, 20, 20]
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
 def test_what_others_do_not_need_is_taken() -> None:
     world = World(config(400, max_batch=8))
     flood(world, 12)
