@@ -177,7 +177,8 @@ class DecodeAdmission:
         """Blocks expected to be needed later that an admission leaves free.
 
         If the request's tenant stays within its share of the pool, those that another tenant expects beyond the share
-        of that tenant do not count.
+        of that tenant do not count. A tenant without blocks is left those of its largest preempted request: others
+        that keep to their shares would never leave as many.
         """
         budget, requests = self._state.budget, [*others, request]
         if not several_tenants(requests):
@@ -188,7 +189,9 @@ class DecodeAdmission:
             return budget.expected
         counted = 0.0
         for tenant, queue in by_tenant(requests).items():
-            wanted = sum(it.expected_growth for it in queue)
-            left = max(0.0, use.level - use.taken[tenant]) * queue[-1].spec.weight
+            growths = [it.expected_growth for it in queue]
+            wanted, left = sum(growths), max(0.0, use.level - use.taken[tenant]) * queue[-1].spec.weight
+            if not use.taken[tenant]:
+                left = max(left, max(growths))
             counted += wanted if tenant == request.spec.tenant else min(wanted, left)
         return math.ceil(counted)

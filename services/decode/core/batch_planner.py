@@ -503,7 +503,8 @@ class BatchPlanner:
         Returns:
             Whether the request has its places now.
         """
-        if not use.taken or not self.tbt.may_join(request, self.recomputing):
+        is_waiting = request.status is RequestStatus.WAITING  # not preempted for a request that joined before
+        if not is_waiting or not use.taken or not self.tbt.may_join(request, self.recomputing):
             return False
         kept = 0 if request.tbt_slo_s else sum(self.slots_kept.values())
         lacking = self.slots_taken + kept + len(request.sequences) - self._settings.max_batch

@@ -17,7 +17,7 @@ COPYING = (RequestStatus.SWAPPING_OUT, RequestStatus.SWAPPING_IN, RequestStatus.
 STARTED = (RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.RECOMPUTING, RequestStatus.PREEMPTED, *COPYING)
 
 
-TENANTS = (("", 1.0), ("", 1.0), ("calm", 1.0), ("heavy", 3.0))
+TENANTS = (("", 1.0), ("", 1.0), ("calm", 1.0), ("heavy", 3.0), ("faint", 1e-300))
 """Tenants and their weights; most requests are of the common one."""
 
 
@@ -138,21 +138,41 @@ class DecodeMachine(RuleBasedStateMachine):
         answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
         slo=st.sampled_from([0.0, 0.0, 0.0045, 1.0]),
         resumable=st.sampled_from([True, True, False]),
+        tenant=st.sampled_from(TENANTS),
     )
-    def reserve_group(self, length: int, seed: int, answers: list[int], slo: float, resumable: bool) -> None:
-        what, who = prompt(length, seed), self.conductor
-        self.world.reserve(what, tuple(answers), slo=slo, conductor=who, stores=1, total=4 * BT, resumable=resumable)
+    def reserve_group(
+        self, length: int, seed: int, answers: list[int], slo: float, resumable: bool, tenant: tuple[str, float]
+    ) -> None:
+        self.world.reserve(
+            prompt(length, seed),
+            tuple(answers),
+            slo=slo,
+            conductor=self.conductor,
+            stores=1,
+            total=4 * BT,
+            resumable=resumable,
+            tenant=tenant[0],
+            weight=tenant[1],
+        )
 
     @rule(
         length=st.integers(1, 2 * BT),
         seed=st.integers(0, 2),
         answers=st.lists(st.integers(1, 2 * BT), min_size=2, max_size=3),
         known=st.sampled_from([0, 0, 1, BT, 2 * BT + 1]),
+        tenant=st.sampled_from(TENANTS),
     )
-    def group_goes(self, length: int, seed: int, answers: list[int], known: int) -> None:
+    def group_goes(self, length: int, seed: int, answers: list[int], known: int, tenant: tuple[str, float]) -> None:
         """As `go`, of several answers, some of which may have ended elsewhere."""
         number = self.world.reserve(
-            prompt(length, seed), tuple(answers), conductor=self.conductor, stores=1, total=4 * BT, resumable=True
+            prompt(length, seed),
+            tuple(answers),
+            conductor=self.conductor,
+            stores=1,
+            total=4 * BT,
+            resumable=True,
+            tenant=tenant[0],
+            weight=tenant[1],
         )
         if number is not None:
             self.world.arrive(number)
@@ -166,12 +186,29 @@ class DecodeMachine(RuleBasedStateMachine):
         penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
         early=st.sampled_from([False, True, "never"]),
         begins=st.booleans(),
+        tenant=st.sampled_from(TENANTS),
     )
     def beams(
-        self, length: int, seed: int, answer: int, width: int, penalty: float, early: bool | str, begins: bool
+        self,
+        length: int,
+        seed: int,
+        answer: int,
+        width: int,
+        penalty: float,
+        early: bool | str,
+        begins: bool,
+        tenant: tuple[str, float],
     ) -> None:
-        how = {"conductor": self.conductor, "stores": 1, "search": SearchRules(penalty, early), "resumable": True}
-        number = self.world.reserve(prompt(length, seed), (answer,) * width, **how)  # type: ignore[arg-type]
+        number = self.world.reserve(
+            prompt(length, seed),
+            (answer,) * width,
+            conductor=self.conductor,
+            stores=1,
+            search=SearchRules(penalty, early),
+            resumable=True,
+            tenant=tenant[0],
+            weight=tenant[1],
+        )
         if number is not None and begins:
             self.world.arrive(number)
             self.world.start(number, self.streams)

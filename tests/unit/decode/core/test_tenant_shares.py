@@ -220,3 +220,45 @@ def test_a_tenant_within_its_share_is_admitted_whatever_another_expects_to_need(
 
     assert asked("calm") is not None
     assert asked("flood") is None
+
+
+def test_a_preempted_request_above_its_tenants_share_is_restored_beside_a_stream_of_others() -> None:
+    world = World(config(20, assumed_answer_tokens=1, watermark_blocks=0, step_tokens=400))
+    big = world.go(prompt(12 * BT - 4, 1), 2 * BT, tenant="big")
+    calm = [world.go(prompt(BT + 2, 2 + index), 8 + 2 * index, tenant="calm") for index in range(4)]
+    while big in world.core.requests and len(calm) < 60:
+        world.step()
+        if sum(number in world.core.requests for number in calm) < 5:
+            number = world.reserve(prompt(BT + 2, 2 + len(calm)), 14, tenant="calm")
+            if number is not None:
+                world.arrive(number)
+                world.start(number)
+                calm.append(number)
+    assert world.core.preempted.preemptions, "there were too few blocks for all"
+    assert len(world.answers[big]) == 2 * BT, "others that keep to their share never leave as many blocks"
+    world.work()
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+def test_nobody_leaves_for_a_request_that_was_preempted_for_another() -> None:
+    world = World(config(13, max_batch=3, assumed_answer_tokens=1, watermark_blocks=0))
+    world.go(prompt(BT - 2, 1), 20, tenant="flood")
+    flood(world, 2, answer=8)
+    first, preempted = (
+        world.reserve(prompt(BT, 4), 4, tenant="first"),
+        world.reserve(prompt(8 * BT - 2, 5), 4, tenant="big"),
+    )
+    assert first is not None
+    assert preempted is not None
+    for number in (first, preempted):
+        world.arrive(number)
+    for _ in range(2):
+        world.step()
+    for number in (first, preempted):
+        world.start(number)
+    world.step()
+    assert world.core.requests[preempted].status is RequestStatus.PREEMPTED, "the first needs a block"
+    assert places(world) == {"first": 1, "flood": 2}
+    world.work()
+    world.assert_at_rest()
