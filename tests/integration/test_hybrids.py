@@ -14,6 +14,7 @@ from moonpool.models.random_checkpoint import create
 from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import SEED, small_plan, tokens, with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference
+from tests.integration.shared.test_contexts import stored, until
 from tests.integration.stack import CheckedStack
 from tests.integration.test_faults import ENGINES, PATIENT
 
@@ -61,8 +62,11 @@ def test_states_come_back_from_the_store(stack: CheckedStack, reference: Referen
     """All but the conductor are killed. The kvstore reads what it had written."""
     prompt = tokens(200, "killed")
     first = asked(stack, reference, prompt)
-    stack.restart("kvstore-0", kill=True)
-    stack.restart_all(ENGINES, kill=True)
+    with Client(stack.address) as client:
+        held = stored(client)
+        stack.restart("kvstore-0", kill=True)
+        stack.restart_all(ENGINES, kill=True)
+        until(lambda: stored(client) == held)
     again = asked(stack, reference, prompt)
     assert again.token_ids == first.token_ids
     assert again.usage.cached_tokens == 192
