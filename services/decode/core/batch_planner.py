@@ -428,24 +428,19 @@ class BatchPlanner:
     def _restore(self) -> int:
         """Restores preempted requests, but not before requests that wait for a block; returns how many."""
         count = 0
-        while self._preempted.queue:
-            request = self._preempted.next_in_turn(self._active)
-            if request is None or not self._has_slots(request) or not self._restore_one(request):
+        while self._preempted.queue and not self._blocks_awaited:
+            active = self._active
+            request = self._preempted.next_in_turn(active)
+            if request is None or not self._has_slots(request) or not self._preempted.restore(request, active):
                 break
+            self.restored(request)
             count += 1
         return count
 
-    def _restore_one(self, request: DecodeRequest) -> bool:
-        if self._blocks_awaited or not self._preempted.restore(request, self._active):
-            return False
-        self.restored(request)
-        return True
-
     # --- slots -----------------------------------------------------------------------------------------------------
 
-    def _has_slots(self, request: DecodeRequest, beside: DecodeRequest | None = None) -> bool:
-        other = len(beside.sequences) if beside is not None else 0
-        return self.slots_taken + other + len(request.sequences) <= self._settings.max_batch
+    def _has_slots(self, request: DecodeRequest) -> bool:
+        return self.slots_taken + len(request.sequences) <= self._settings.max_batch
 
     @property
     def slots_taken(self) -> int:
@@ -461,24 +456,16 @@ class BatchPlanner:
         """Lets waiting requests join: in turn the first of the tenant with fewest places for its weight.
 
         A request that does not fit, preempted or not, blocks later ones. If its tenant has no place, others take the
-        free places, and `_make_way` gives the tenant its turn. A preempted request is restored before a later one takes
-        the places that it needs.
+        free places, and `_make_way` gives the tenant its turn.
         """
         queues = by_tenant(self.waiting)
-        tried = set[int]()  # preempted requests whose places were free; others join if there were too few blocks
         while queues:
             use = self._place_use()
             heads = [queue[0] for queue in queues.values()]
             request = min(heads, key=lambda it: (use.of(it), self._turn_of(it), it.order_key))
             first = self._preempted.next_in_turn(self._active)
-            if first is not None and first.id not in tried and use.order(first) < use.order(request):
-                if not self._has_slots(first):
-                    break
-                if not self._has_slots(first, beside=request):
-                    tried.add(first.id)
-                    if self._restore_one(first) and first.status is RequestStatus.WAITING:
-                        insort(queues.setdefault(first.spec.tenant, []), first, key=_queue_order)
-                    continue
+            if first is not None and not self._has_slots(first) and use.order(first) < use.order(request):
+                break
             if not self._has_slots(request) and not self._make_way(request, use):
                 if use.of(request) or not use.taken:
                     break

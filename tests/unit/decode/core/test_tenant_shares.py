@@ -262,24 +262,3 @@ def test_nobody_leaves_for_a_request_that_was_preempted_for_another() -> None:
     assert places(world) == {"first": 1, "flood": 2}
     world.work()
     world.assert_at_rest()
-
-
-@pytest.mark.parametrize("tenant", ["", "group's"])
-def test_a_group_without_blocks_returns_once_its_places_are_free(tenant: str) -> None:
-    """Requests that came later waited while the batch emptied for the group: they would run one after the other."""
-    world = World(config(100, max_batch=4, step_tokens=100))
-    early = world.go(prompt(4, 1), 6)
-    world.step()
-    group = world.reserve(prompt(5, 2), (12,) * 4, tenant=tenant)
-    assert group is not None
-    world.arrive(group)
-    world.start(group, known=3)
-    late = flood(world, 3, answer=8, tenant="")
-    assert world.core.requests[group].status is RequestStatus.PREEMPTED, "its known tokens are recomputed"
-    while early in world.core.requests:
-        world.step()
-    assert world.core.requests[group].status is RequestStatus.RECOMPUTING
-    world.work()
-    assert [len(world.answers[number]) for number in (group, group + 3, *late)] == [12, 12, 8, 8, 8]
-    world.assert_at_rest()
-    world.assert_reruns()
