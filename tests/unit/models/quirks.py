@@ -196,7 +196,8 @@ def split_by_expression(content: dict[str, Any]) -> None:
 def two_processors(content: dict[str, Any]) -> None:
     """As Llama 3: a processor of bytes before the one that adds tokens."""
     bytes_ = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    content["post_processor"] = {"type": "Sequence", "processors": [bytes_, content["post_processor"]]}
+    adding = [it for it in [content["post_processor"]] if it is not None]
+    content["post_processor"] = {"type": "Sequence", "processors": [bytes_, *adding]}
 
 
 def normalised(*kinds: str) -> Quirk:
