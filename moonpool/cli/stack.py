@@ -126,6 +126,7 @@ class ServiceProcess:
         self.arguments = list(arguments)
         self.log_path = log_path
         self.address = ""
+        self._silent = False  # its standard output is closed
         self._ready = threading.Event()
         environment = os.environ | {"MOONPOOL_DIE_WITH_PARENT": str(os.getpid())}
         if kind != "gateway":  # API keys belong to the gateway's clients; a conductor takes keys at a separate port
@@ -167,6 +168,7 @@ class ServiceProcess:
         with stdout:
             for line in stdout:
                 self._take(line.decode(errors="replace").strip())
+        self._silent = True
         self._ready.set()
 
     def _take(self, text: str) -> None:
@@ -189,9 +191,11 @@ class ServiceProcess:
         Raises:
             Unavailable: the service ended, or the start stood still for `silence_s`; the message ends with the log.
         """
-        if self._ready.wait(wait_s) and self.address:
+        self._ready.wait(wait_s)
+        silent = self._silent  # read before the address, which comes first
+        if self.address:
             return True
-        if self._ready.is_set():  # the service's standard output is closed
+        if silent:
             raise Unavailable(f"{self.id} ended with status {self._process.wait()}\n{self.log_tail()}")
         if time.monotonic() - self._heard > silence_s:
             raise Unavailable(f"the start of {self.id} did not go on for {silence_s:g} s\n{self.log_tail()}")

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,33 @@ def test_api_keys_of_the_environment_are_the_gateways(
     service = ServiceProcess(kind, "it", [], tmp_path / "log")
     assert service.wait_ready(60) == f"x{keys}"
     assert service.wait(60) == 0
+
+
+class LateEvent(threading.Event):
+    """An event that is set just after a wait for the event has ended in vain."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        super().wait(60)
+        return False
+
+
+def test_a_service_that_is_ready_just_after_a_wait_has_not_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "services"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "fake.py").write_text("import signal\nprint('ready: there', flush=True)\nsignal.pause()")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Event", LateEvent)
+        service = ServiceProcess("fake", "fake-0", [], tmp_path / "log")
+    try:
+        assert service.wait_ready(60) == "there"
+    finally:
+        service.signal(signal.SIGKILL)
+        service.wait(60)
 
 
 _WAITS = """
