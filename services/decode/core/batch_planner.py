@@ -459,26 +459,31 @@ class BatchPlanner:
         free places, and `_make_way` gives the tenant its turn.
         """
         queues = by_tenant(self.waiting)
+        use, first, changed = TenantUse({}), None, True
         while queues:
-            use = self._place_use()
+            if changed:
+                use, first, changed = self._place_use(), self._preempted.next_in_turn(self._active), False
             heads = [queue[0] for queue in queues.values()]
             request = min(heads, key=lambda it: (use.of(it), self._turn_of(it), it.order_key))
-            first = self._preempted.next_in_turn(self._active)
             if first is not None and not self._has_slots(first) and use.order(first) < use.order(request):
                 break
-            if not self._has_slots(request) and not self._make_way(request, use):
-                if use.of(request) or not use.taken:
-                    break
-                del queues[request.spec.tenant]
-                continue
+            if not self._has_slots(request):
+                if not self._make_way(request, use):
+                    if use.of(request) or not use.taken:
+                        break
+                    del queues[request.spec.tenant]
+                    continue
+                changed = True
             queue = queues[request.spec.tenant]
             del queue[0]
             if not queue:
                 del queues[request.spec.tenant]
-            if request.status is RequestStatus.WAITING and self._may_join(request) and self._give_blocks(request):
-                self.waiting.remove(request)
-                self.join(request)
-                self._batch_changed |= bool(self._preempted.queue)
+            if request.status is RequestStatus.WAITING and self._may_join(request):
+                changed = True  # also blocks that are given can cost others theirs
+                if self._give_blocks(request):
+                    self.waiting.remove(request)
+                    self.join(request)
+                    self._batch_changed |= bool(self._preempted.queue)
         self._keep_tbt()  # a request with a promise joins first; others then leave for that request
 
     @property
