@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from moonpool.errors import TransferFailed
 from moonpool.kv.keys import window_key
@@ -20,6 +20,8 @@ from moonpool.kv_transfer.store_writer import PutOutcome, ReadSlice, StoreWriter
 from moonpool.transport.flow_control import StreamTraffic
 from moonpool.transport.sessions import PeerClient
 from moonpool.v1 import kv_pb2
+
+Client = TypeVar("Client", bound=PeerClient)
 
 
 class PrefixReader(PeerClient, Protocol):
@@ -51,27 +53,36 @@ def endpoint_of(part: LayoutPart, whole: KVEndpoint) -> KVEndpoint:
     return dataclasses.replace(whole, hello=hello, layout=part.layout)
 
 
-class PartedWriter:
-    """Puts of this process to one kvstore. A `BlockWriter`."""
+class _Parted(Generic[Client]):
+    """One client for each part that the kvstore holds apart."""
 
-    def __init__(self, store: KVEndpoint) -> None:
-        """Connects when the first put begins."""
-        self._parts = [(part, StoreWriter(endpoint_of(part, store))) for part in store.layout.stored_parts]
+    def __init__(self, store: KVEndpoint, open_client: Callable[[KVEndpoint], Client]) -> None:
+        """Connects when the first session begins. `open_client` makes a part's client."""
+        parts = store.layout.stored_parts
+        self._parts: list[tuple[LayoutPart, Client]] = [(it, open_client(endpoint_of(it, store))) for it in parts]
 
     @property
     def sessions(self) -> int:
         """Open sessions."""
-        return sum(writer.sessions for _, writer in self._parts)
+        return sum(client.sessions for _, client in self._parts)
 
     @property
     def traffic(self) -> StreamTraffic:
         """What is under way on the streams."""
-        return sum((writer.traffic for _, writer in self._parts), StreamTraffic())
+        return sum((client.traffic for _, client in self._parts), StreamTraffic())
 
     async def aclose(self) -> None:
         """Ends the streams. Idempotent."""
-        for _, writer in self._parts:
-            await writer.aclose()
+        for _, client in self._parts:
+            await client.aclose()
+
+
+class PartedWriter(_Parted[StoreWriter]):
+    """This process's puts to one kvstore. A `BlockWriter`."""
+
+    def __init__(self, store: KVEndpoint) -> None:
+        """Connects when the first put begins."""
+        super().__init__(store, StoreWriter)
 
     async def put(
         self,
@@ -114,28 +125,13 @@ def _of_part(read: ReadSlice, part: LayoutPart) -> ReadSlice:
     return lambda layer, index: read(part.layers[layer], index)
 
 
-class PartedReader:
-    """Reads of this process from one kvstore."""
+class PartedReader(_Parted[BlockReader]):
+    """This process's reads from one kvstore."""
 
     def __init__(self, store: KVEndpoint, open_reader: Callable[[KVEndpoint], BlockReader]) -> None:
-        """Connects when the first read begins. `open_reader` makes the client of a part."""
+        """Connects when the first read begins. `open_reader` makes a part's client."""
+        super().__init__(store, open_reader)
         self._layout: KVLayout = store.layout
-        self._parts = [(part, open_reader(endpoint_of(part, store))) for part in store.layout.stored_parts]
-
-    @property
-    def sessions(self) -> int:
-        """Open sessions."""
-        return sum(reader.sessions for _, reader in self._parts)
-
-    @property
-    def traffic(self) -> StreamTraffic:
-        """What is under way on the streams."""
-        return sum((reader.traffic for _, reader in self._parts), StreamTraffic())
-
-    async def aclose(self) -> None:
-        """Ends the streams. Idempotent."""
-        for _, reader in self._parts:
-            await reader.aclose()
 
     async def read_prefix(
         self,
@@ -162,8 +158,9 @@ class PartedReader:
                 keys, on_slice=on_slice, on_layer=on_layer, timeout_s=timeout_s, tenant=tenant, into=into
             )
         first = self._layout.unread_windows(len(keys))
-        order = _LayersInOrder([len(keys) - first * (layer in self._layout.windowed_layers) for layer in
-                                range(self._layout.layers)], on_layer)  # fmt: skip
+        windowed_layers = self._layout.windowed_layers
+        slices = [len(keys) - (first if layer in windowed_layers else 0) for layer in range(self._layout.layers)]
+        order = _LayersInOrder(slices, on_layer)
 
         async def read(number: int) -> int:
             part, reader = self._parts[number]
