@@ -365,7 +365,7 @@ def test_work_is_spread(served: Served) -> None:
     assert served.prefills == {"prefill-0", "prefill-1"}
 
 
-def test_kv_took_its_lane_and_no_other(served: Served) -> None:
+def test_kv_took_its_transport_and_no_other(served: Served) -> None:
     result = served.check(served.prompt(70, seed=950), max_tokens=3)
     assert served.client.explain(result.request_id).transport == served.topology.transport
     for kind in ("decode", "kvstore") if served.topology.store else ("decode",):
