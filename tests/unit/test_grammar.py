@@ -1,6 +1,7 @@
 """Grammars are checked before any work: what is wrong, too large or not supported is refused by its name."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -102,3 +103,16 @@ def test_a_grammar_that_costs_too_much_is_refused_by_its_cost(monkeypatch: pytes
     monkeypatch.setattr(grammar, "MAX_CHECK_S", 0.001)
     with pytest.raises(InvalidRequest, match=r"is too complex: following it takes more than 0.001 s of processor time"):
         check_grammar(SamplingParams(response_format="lark", grammar=overlapping(40)))
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_one_slow_moment_of_the_machine_refuses_no_grammar(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    """A cost is measured twice before a grammar is refused, and no measured cost is remembered."""
+    asked = SamplingParams(response_format="regex", grammar=f"slow{slow}")
+    clock_ns = iter([0, 10**9] * slow)
+    monkeypatch.setattr(time, "thread_time_ns", lambda: next(clock_ns, 0))
+    if slow == 2:
+        with pytest.raises(InvalidRequest, match="is too complex"):
+            check_grammar(asked)
+    check_grammar(asked)
+    assert next(clock_ns, None) is None
