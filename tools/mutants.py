@@ -4,9 +4,12 @@ The modules are those that verify KV, keep leases, resume streams, keep tenants 
 noticed if a test fails or hangs. Each mutant is tried in a copy of the tree, so that child processes run it, too.
 Mutants and their order follow from the seed.
 
-Only tests that speak to the module run: test files that import it, directly or by way of other modules. The fewer
-modules lie between, and the more words the names share, the sooner a file runs. A file that takes too long, or fails
-without a mutation, is left out.
+Only tests that run the changed line are tried. They come from test files that import the module, directly or by way of
+other modules. The fewer modules lie between, and the more words the names share, the sooner a file is looked at. Each
+file runs once without a mutation; `tools.covered` notes which tests run which lines. A test that takes too long, or
+fails without a mutation, is left out.
+
+Mutants in `EQUIVALENT` change nothing that a caller can see. They are not tried.
 """
 
 import argparse
@@ -23,9 +26,11 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
-from typing import NamedTuple
 
+from tools import covered
+from tools.covered import TestRun
 from tools.house import Source, imports, sources
 
 ROOT = Path(__file__).parents[1]
@@ -69,16 +74,21 @@ WANTED = 0.95
 """Share of mutants that tests should notice."""
 UNTESTED = ("__repr__", "check_invariants", "describe", "digest", "state")
 """Functions for people and for checks; a mutation there breaks no rule."""
-FILE_S = 20.0
-"""Most processor seconds of a test file; others are left out."""
-SELECTION_S = 60.0
-"""Processor seconds of the test files that run for a module; more files are left out."""
-SLOW_S = 300.0
+TEST_S = 20.0
+"""Most processor seconds of a test; others are left out."""
+SELECTION_S = 90.0
+"""Processor seconds of the test files that are looked at for a module; more files are left out."""
+TRIED_S = 30.0
+"""Usual seconds of the tests that run for a mutant; more tests are left out."""
+SLOW_S = 600.0
 """Seconds after which a test file counts as hanging, whatever else the machine does."""
 HANG_S = 30.0
 """Seconds beyond three times the usual ones after which tests hang."""
 MEMORY_BYTES = 8 << 30
 """Most memory of a process of a test: a mutant may never stop to allocate."""
+
+EQUIVALENT: Mapping[str, str] = {}
+"""By `Mutant.name`, why no caller can see the change."""
 
 _COMPARISONS: Mapping[type[ast.cmpop], tuple[str, str]] = {
     ast.Lt: ("<", "<="),
@@ -96,6 +106,21 @@ _COMPARISONS: Mapping[type[ast.cmpop], tuple[str, str]] = {
 _ARITHMETIC: Mapping[type[ast.operator], str] = {ast.Add: "-", ast.Sub: "+", ast.FloorDiv: "*", ast.Mult: "//"}
 
 
+class Verdict(Enum):
+    """What the tests make of a mutant."""
+
+    NOTICED = "noticed"
+    HANGS = "hangs"
+    SURVIVES = "SURVIVES"
+    NOT_RUN = "NOT RUN"
+    """No test runs the line."""
+
+    @property
+    def is_noticed(self) -> bool:
+        """Whether a test fails or hangs with the mutation."""
+        return self in (Verdict.NOTICED, Verdict.HANGS)
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A module with one place changed.
@@ -106,6 +131,7 @@ class Mutant:
         before: source of the place.
         after: what replaces it.
         start: offset of the place in the source's UTF-8 bytes.
+        statement: first line of the statement with the place.
     """
 
     module: str
@@ -113,6 +139,13 @@ class Mutant:
     before: str
     after: str
     start: int
+    statement: int
+
+    @property
+    def name(self) -> str:
+        """The module and the change, whatever the line."""
+        before, after = (" ".join(part.split()) for part in (self.before, self.after))
+        return f"{self.module}: {before} -> {after}"
 
     def applied(self, text: str) -> str:
         """The module's source with the change."""
@@ -138,6 +171,7 @@ class _Finder(ast.NodeVisitor):
 
     def __post_init__(self) -> None:
         self._data = self.text.encode()
+        self._statement = 1
         self._lines = [0]
         for line in self._data.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
@@ -153,6 +187,11 @@ class _Finder(ast.NodeVisitor):
         for child in node.body:
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 self.visit(child)
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, ast.stmt):
+            self._statement = node.lineno
+        super().visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         if node.name not in UNTESTED:
@@ -243,7 +282,8 @@ class _Finder(ast.NodeVisitor):
         return self._data[self._start(node) : end].decode()
 
     def _add(self, node: ast.expr | ast.stmt, after: str) -> None:
-        self.found.append(Mutant(self.module, node.lineno, self._source(node), after, self._start(node)))
+        source, start = self._source(node), self._start(node)
+        self.found.append(Mutant(self.module, node.lineno, source, after, start, self._statement))
 
 
 def _is_logging(node: ast.expr) -> bool:
@@ -264,7 +304,8 @@ def drawn(files: Sequence[Source], modules: Sequence[str], count: int, seed: int
     texts = {source.module: source.text for source in files if source.module in modules}
     found = [mutant for source in files if source.module in texts for mutant in mutants_of(source)]
     random.Random(seed).shuffle(found)
-    valid = (mutant for mutant in found if _is_valid(mutant.applied(texts[mutant.module])))
+    tried = (mutant for mutant in found if mutant.name not in EQUIVALENT)
+    valid = (mutant for mutant in tried if _is_valid(mutant.applied(texts[mutant.module])))
     return list(itertools.islice(valid, count))
 
 
@@ -300,11 +341,17 @@ def _words(module: str) -> set[str]:
     return set(module.replace("_", ".").split("."))
 
 
-class Usual(NamedTuple):
-    """What a test file takes without a mutation: seconds of a processor, and seconds."""
+@dataclass(frozen=True)
+class FileRun:
+    """What a test file does without a mutation.
+
+    Attributes:
+        processor_s: seconds of a processor.
+        tests: those that pass, in order.
+    """
 
     processor_s: float
-    seconds: float
+    tests: tuple[TestRun, ...]
 
 
 class Copy:
@@ -315,7 +362,8 @@ class Copy:
         self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
         self.root = Path(self._folder.name)
         self._files = {source.module: source for source in files}
-        self._usual: dict[str, Usual | None] = {}
+        self._runs: dict[str, FileRun] = {}
+        self._watched = [str(self.root / self._files[name].path) for names in RULES.values() for name in names]
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
         for path in filter(None, listed):
@@ -327,23 +375,29 @@ class Copy:
         """Deletes the copy."""
         self._folder.cleanup()
 
-    def usual(self, test: str) -> Usual | None:
-        """What a test file takes without a mutation; None if it fails or takes too long."""
-        if test not in self._usual:
-            began, used_s = time.monotonic(), _children_s()
-            passed = self._run([test], SLOW_S)
-            usual = Usual(_children_s() - used_s, time.monotonic() - began)
-            self._usual[test] = usual if passed and usual.processor_s <= FILE_S else None
-        return self._usual[test]
+    def file_run(self, test: str) -> FileRun:
+        """What a test file does without a mutation; no test if the file takes too long."""
+        if test not in self._runs:
+            began, report = _children_s(), self.root / "covered.json"
+            report.unlink(missing_ok=True)
+            watched = {covered.REPORT: str(report), covered.WATCHED: os.pathsep.join(self._watched)}
+            self._run(["-p", "tools.covered", test], SLOW_S, watched)
+            tests = covered.read(report) if report.exists() else ()
+            kept = tuple(one for one in tests if one.processor_s <= TEST_S)
+            self._runs[test] = FileRun(_children_s() - began, kept)
+        return self._runs[test]
 
-    def is_noticed(self, mutant: Mutant, tests: Sequence[str]) -> bool:
-        """Whether a test fails or hangs with the mutation."""
+    def try_out(self, mutant: Mutant, files: Sequence[str]) -> Verdict:
+        """Runs the tests that run the mutant's line, those of the fastest file first."""
         source = self._files[mutant.module]
         path = self.root / source.path
-        usual_s = sum(usual.seconds for test in tests if (usual := self.usual(test)) is not None)
+        tests = covering([self.file_run(test) for test in files], str(path), mutant)
+        if not tests:
+            return Verdict.NOT_RUN
         self._write(path, mutant.applied(source.text))
         try:
-            return not self._run(tests, 3 * usual_s + HANG_S)
+            limit_s = 3 * sum(test.seconds for test in tests) + HANG_S
+            return self._run(["-x", *(test.name for test in tests)], limit_s)
         finally:
             self._write(path, source.text)
 
@@ -353,11 +407,11 @@ class Copy:
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._writes, self._writes))
 
-    def _run(self, tests: Sequence[str], timeout_s: float) -> bool:
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": ""}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    def _run(self, arguments: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None) -> Verdict:
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "", **(more or {})}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
         process = subprocess.Popen(
-            [*command, *tests],
+            [*command, *arguments],
             cwd=self.root,
             env=environment,
             stdout=subprocess.DEVNULL,
@@ -366,9 +420,9 @@ class Copy:
         )
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
         try:
-            return process.wait(timeout_s) in (0, 5)  # 5: every test of the file is deselected
+            return Verdict.SURVIVES if process.wait(timeout_s) == 0 else Verdict.NOTICED
         except subprocess.TimeoutExpired:
-            return False
+            return Verdict.HANGS
         finally:
             _end_group(process)
 
@@ -395,10 +449,24 @@ def fitting(copy: Copy, tests: Sequence[str]) -> list[str]:
     for test in tests:
         if total >= SELECTION_S:
             break
-        if (usual := copy.usual(test)) is not None:
-            chosen.append(test)
-            total += usual.processor_s
+        chosen.append(test)
+        total += copy.file_run(test).processor_s
     return chosen
+
+
+def covering(runs: Sequence[FileRun], path: str, mutant: Mutant) -> list[TestRun]:
+    """Tests that run the mutant's line, or else its statement; the fastest file's first, up to `TRIED_S`."""
+    for line in dict.fromkeys((mutant.line, mutant.statement)):
+        found = [[test for test in run.tests if line in test.lines.get(path, ())] for run in runs]
+        in_order = [test for tests in sorted(found, key=_seconds) for test in tests]
+        if in_order:
+            total = itertools.accumulate(test.seconds for test in in_order)
+            return [test for test, until in zip(in_order, total, strict=True) if until - test.seconds < TRIED_S]
+    return []
+
+
+def _seconds(tests: Sequence[TestRun]) -> float:
+    return sum(test.seconds for test in tests)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -415,7 +483,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mutants = drawn(files, modules, options.count, options.seed)
     print(f"seed {options.seed}: {len(mutants)} mutants of {len(modules)} modules", flush=True)
     ends_at = time.monotonic() + options.seconds
-    tried, survivors = Counter[str](), list[Mutant]()
+    verdicts = dict[Mutant, Verdict]()
     copy = Copy(files)
     chosen: dict[str, list[str]] = {}
     try:
@@ -424,25 +492,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             if mutant.module not in chosen:
                 chosen[mutant.module] = fitting(copy, selection(files, mutant.module))
-            noticed = copy.is_noticed(mutant, chosen[mutant.module])
-            tried[mutant.module] += 1
-            if not noticed:
-                survivors.append(mutant)
-            print(f"{'noticed ' if noticed else 'SURVIVES'} {mutant}", flush=True)
+            verdicts[mutant] = copy.try_out(mutant, chosen[mutant.module])
+            print(f"{verdicts[mutant].value:8} {mutant}", flush=True)
     finally:
         copy.close()
-    return _report(tried, survivors)
+    return _report(verdicts)
 
 
-def _report(tried: Counter[str], survivors: Sequence[Mutant]) -> int:
-    left = Counter(mutant.module for mutant in survivors)
+def _report(verdicts: Mapping[Mutant, Verdict]) -> int:
+    survivors = [mutant for mutant, verdict in verdicts.items() if not verdict.is_noticed]
+    tried, left = Counter(mutant.module for mutant in verdicts), Counter(mutant.module for mutant in survivors)
     width = max(map(len, tried), default=0)
     print(f"\n{'module':{width}}  tried  survive")
     for module in sorted(tried):
         print(f"{module:{width}}  {tried[module]:5}  {left[module]:7}")
     for mutant in survivors:
-        print(f"survives: {mutant}")
-    total = sum(tried.values())
+        print(f"{verdicts[mutant].value}: {mutant}")
+    total = len(verdicts)
     share = 1 - len(survivors) / total if total else 0.0
     print(f"{total - len(survivors)} of {total} mutants noticed: {share:.1%} ({WANTED:.0%} wanted)")
     return int(share < WANTED)

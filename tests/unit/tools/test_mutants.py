@@ -1,7 +1,16 @@
-"""`tools.mutants` changes one place at a time, draws by seed, and runs the tests that speak to a module."""
+"""`tools.mutants` changes one place at a time, draws by seed, and runs the tests that run the line."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import covered
+from tools.covered import TestRun
 from tools.house import Source
-from tools.mutants import drawn, mutants_of, selection
+from tools.mutants import FileRun, covering, drawn, mutants_of, selection
 
 TEXT = '''"""A module."""
 LIMIT = 3
@@ -96,3 +105,57 @@ def test_tests_that_speak_to_a_module_come_first() -> None:
         "tests/unit/kv/test_store.py",
         "tests/unit/test_far.py",
     ]
+
+
+def run_of(name: str, seconds: float, *lines: int) -> TestRun:
+    return TestRun(name, seconds, seconds, {"lease.py": frozenset(lines)})
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (3, ["fast", "slow"]),  # the faster file first
+        (4, ["fast", "other", "slow", "slower"]),  # not more than some seconds of tests
+        (9, []),
+    ],
+)
+def test_tests_that_run_the_line_are_tried(line: int, wanted: list[str]) -> None:
+    text = "def f(a: int) -> bool:\n    g()\n    a += 1\n    return a > 1\n\n\n\n    a = 2\n"
+    found = mutants_of(Source("moonpool/lease.py", text))
+    [mutant, *_] = [one for one in found if one.line == line]
+    slow = FileRun(40.0, (run_of("slow", 20.0, 1, 3, 4), run_of("slower", 20.0, 4), run_of("slowest", 9.0, 4)))
+    fast = FileRun(2.0, (run_of("fast", 1.0, 2, 3, 4), run_of("other", 1.0, 4)))
+    assert [test.name for test in covering([slow, fast], "lease.py", mutant)] == wanted
+
+
+def test_a_part_of_a_statement_is_run_with_the_statement() -> None:
+    [mutant] = mutants_of(Source("moonpool/lease.py", "def f(a: int) -> int:\n    return g(\n        a - b,\n    )\n"))
+    assert [test.name for test in covering([FileRun(1.0, (run_of("one", 1.0, 2),))], "lease.py", mutant)] == ["one"]
+
+
+def test_lines_are_those_that_each_test_runs(tmp_path: Path) -> None:
+    (tmp_path / "lease.py").write_text("def f(a):\n    if a:\n        return 1\n    return 2\n")
+    (tmp_path / "test_lease.py").write_text(
+        "import lease, pytest\n"
+        "@pytest.fixture\ndef two():\n    return lease.f(0)\n"
+        "async def test_one():\n    assert lease.f(1) == 1\n"
+        "def test_two(two):\n    assert two == 2\n"
+        "def test_wrong(two):\n    assert two == 1\n"
+    )
+    report = tmp_path / "covered.json"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(covered.__file__).parents[1])]),
+        covered.REPORT: str(report),
+        covered.WATCHED: str(tmp_path / "lease.py"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.covered"]
+    options = ["-o", "asyncio_mode=auto", "test_lease.py"]
+    done = subprocess.run([*command, *options], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout
+    one, two = covered.read(report)
+    assert (one.name, two.name) == ("test_lease.py::test_one", "test_lease.py::test_two")
+    path = str(tmp_path / "lease.py")
+    assert (one.lines[path], two.lines[path]) == ({2, 3}, {2, 4})
+    assert one.processor_s >= 0
+    assert one.seconds > 0
