@@ -479,7 +479,9 @@ class _LayerReader:
         ]
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
-        if name in ("q_norm", "k_norm", "q_a_norm"):
+        if name in ("q_norm", "k_norm"):
+            there = spec is not None
+        elif name == "q_a_norm":
             there = f"{name}.weight" in self._tensors
         else:
             there = getattr(self._spec, name)
@@ -526,11 +528,11 @@ class _TensorReader:
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint has a tensor."""
-        return name in self._tensors
+        return self._name(name) in self._tensors
 
     def expect(self, wanted: Stored) -> None:
         """Raise CheckpointError unless the checkpoint has the tensor in this shape and a supported type."""
-        name = self._name(wanted)
+        name = self._name(wanted.name)
         info = self._tensors.get(name)
         if info is None:
             raise CheckpointError(f"{self._path}: tensor {wanted.name} is missing")
@@ -563,7 +565,7 @@ class _TensorReader:
         """Return the tensors as `read` does, in the codes of the checkpoint; None: no codes hold all of them."""
         parts = []
         for part in wanted:
-            name = self._name(part)
+            name = self._name(part.name)
             info = self._tensors[name]
             if len(part.shape) != 2 or part.shape != part.kept_shape:
                 return None
@@ -581,15 +583,15 @@ class _TensorReader:
         return out
 
     def _copy(self, part: Stored, out: Tensor) -> None:
-        name = self._name(part)
+        name = self._name(part.name)
         self._stored.copy(name, self._tensors[name], out)
 
-    def _name(self, wanted: Stored) -> str:
-        """Return the tensor's name in this checkpoint."""
-        if wanted.name in self._tensors:
-            return wanted.name
-        others = (wanted.name.replace(ours, its) for ours, its in self._renamed.items() if ours in wanted.name)
-        return next((name for name in others if name in self._tensors), wanted.name)
+    def _name(self, name: str) -> str:
+        """Return a tensor's name in this checkpoint."""
+        if name in self._tensors:
+            return name
+        others = (name.replace(ours, its) for ours, its in self._renamed.items() if ours in name)
+        return next((other for other in others if other in self._tensors), name)
 
     def _empty(self, shape: tuple[int, ...]) -> Tensor:
         """Memory for a tensor; a large tensor is dropped as soon as arranged, and must leave no memory behind."""
