@@ -49,7 +49,7 @@ def paged_attention(
     Planes are two, K and V; or one plane with latent vectors, which are K and V both. Native kernels and Triton have
     two.
 
-    `kind` adds a window, a soft cap or sinks. Native kernels have none of them: plain torch attends then.
+    `kind` adds a window, chunks, a soft cap or sinks. Native kernels have none of them: plain torch attends then.
 
     `kv` has q's type; or `kv` is int8 or float8_e4m3fn, and each number is the stored value times the token's entry in
     `scales` for this head and plane (K or V), see `kernels.kv_quantization`.
@@ -64,11 +64,16 @@ def paged_attention(
             name.
     """
     if plan is None:
-        plan = make_plan(kv, block_tables, query_start, context_lens, deterministic=deterministic, window=kind.window)
+        plan = make_plan(
+            kv, block_tables, query_start, context_lens,
+            deterministic=deterministic, window=kind.window, chunked=kind.chunked,
+        )  # fmt: skip
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     _check(q, kv, scales, out, plan)
-    if kind.window != plan.window or (kind.sinks is not None and kind.sinks.shape != q.shape[1:2]):
+    if (kind.window, kind.chunked) != (plan.window, plan.chunked) or (
+        kind.sinks is not None and kind.sinks.shape != q.shape[1:2]
+    ):
         raise ValueError(f"kind: {kind} does not belong to the plan's window {plan.window} and q's {q.shape[1]} heads")
     name = choose("attention", q.device, q.dtype)
     if name == "native" and native_head(kv) and kind.plain:

@@ -1,8 +1,9 @@
-"""What attention has beside softmax(q k^T * scale) v: a window, a soft cap, sinks."""
+"""What attention has beside softmax(q k^T * scale) v: a window, chunks, a soft cap, sinks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 class AttentionKind:
     """How one layer attends.
 
-    Sources: windows, Beltagy et al. 2020; soft caps, Gemma 2 (2024); sinks, gpt-oss (2025).
+    Sources: windows, Beltagy et al. 2020; soft caps, Gemma 2 (2024); sinks, gpt-oss (2025); chunks, Llama 4 (2025).
     """
 
     window: int | None = None
@@ -21,6 +22,8 @@ class AttentionKind:
     """Scores become soft_cap * tanh(scores / soft_cap) before keys are hidden."""
     sinks: Tensor | None = None
     """[heads]: a further score of each head, which takes part in the softmax and has no value."""
+    chunked: bool = False
+    """Whether the window begins anew every `window` tokens: a row sees the row's own chunk up to the row."""
 
     @property
     def plain(self) -> bool:
@@ -46,6 +49,14 @@ class AttentionKind:
         else:
             sinks = self.sinks.view(-1, scores.shape[1] // repeats)[heads].repeat(1, repeats)
         return torch.softmax(torch.cat((scores, sinks.to(scores.dtype)[..., None]), dim=-1), dim=-1)[..., :-1]
+
+
+Position = TypeVar("Position", int, Tensor)
+
+
+def first_seen(position: Position, window: int, *, chunked: bool) -> Position:
+    """Return the first key that a query row at `position` sees; below 0 if a window reaches before the sequence."""
+    return position // window * window if chunked else position - window + 1
 
 
 PLAIN = AttentionKind()

@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.kind import first_seen
+
 
 @dataclass(slots=True)
 class DecodeGroup:
@@ -32,7 +34,8 @@ class PrefillItem:
 
     begin: int  # first query row
     end: int  # one past the last
-    context: int  # tokens seen by the last row
+    context: int  # tokens seen by the last row, less the skipped ones
+    skipped: int  # leading tokens that no row sees and that are not gathered
     gather: Tensor  # [planes * kv_heads * blocks] int64
 
 
@@ -55,6 +58,7 @@ def divide(
     alone: bool,
     gather_bytes: int,
     window: int | None = None,
+    chunked: bool = False,
 ) -> Division:
     """Return the batch in parts.
 
@@ -66,9 +70,17 @@ def divide(
         alone: every sequence by itself, so that the result does not depend on others.
         gather_bytes: most bytes of gathered keys and values for a group with several sequences.
         window: tokens that a query row sees; blocks that no row sees are not gathered.
+        chunked: whether the window begins anew every `window` tokens.
     """
+    skipped = [0] * len(tables)
     if window is not None:
-        tables, lengths = _within(window, kv.shape[3], tables, starts, lengths)
+        firsts = [
+            first_seen(length - (end - begin), window, chunked=chunked)
+            for length, (begin, end) in zip(lengths, pairwise(starts), strict=True)
+        ]
+        skipped = [max(0, first) // kv.shape[3] * kv.shape[3] for first in firsts]
+        tables = [table[count // kv.shape[3] :] for table, count in zip(tables, skipped, strict=True)]
+        lengths = [length - count for length, count in zip(lengths, skipped, strict=True)]
     kv_heads, planes = kv.shape[1:3]
     division = Division(planes)
     singles = []
@@ -76,11 +88,12 @@ def divide(
         count = end - begin
         if count > 1:
             gather = _gather_index(torch.tensor([tables[s]]), kv_heads, planes)
-            division.prefill.append(PrefillItem(begin, end, lengths[s], gather))
+            division.prefill.append(PrefillItem(begin, end, lengths[s], skipped[s], gather))
         elif count == 1:
             singles.append(s)
     singles.sort(key=lambda s: len(tables[s]))
     block_bytes = kv[0].numel() * kv.element_size() if kv.shape[0] else 0
+    groups: list[list[int]] = []
     group: list[int] = []
     for s in singles:
         # Padding at most doubles the work; groups are no larger than the cache can hold.
@@ -88,24 +101,17 @@ def divide(
         if group and (
             alone or widest > 2 * len(tables[group[0]]) or (len(group) + 1) * widest * block_bytes > gather_bytes
         ):
-            division.decode.append(_decode_group(kv, tables, starts, lengths, group, window))
+            groups.append(group)
             group = []
         group.append(s)
     if group:
-        division.decode.append(_decode_group(kv, tables, starts, lengths, group, window))
+        groups.append(group)
+    for group in groups:
+        unseen = [0] * len(group)
+        if window is not None:
+            unseen = [first_seen(lengths[s] + skipped[s] - 1, window, chunked=chunked) - skipped[s] for s in group]
+        division.decode.append(_decode_group(kv, tables, starts, lengths, group, unseen))
     return division
-
-
-def _within(
-    window: int, block_tokens: int, tables: Sequence[list[int]], starts: Sequence[int], lengths: Sequence[int]
-) -> tuple[list[list[int]], list[int]]:
-    """Return tables and contexts without the leading blocks that lie behind every row's window."""
-    kept, contexts = [], []
-    for table, (begin, end), context in zip(tables, pairwise(starts), lengths, strict=True):
-        skipped = max(0, context - (end - begin) + 1 - window) // block_tokens
-        kept.append(table[skipped:])
-        contexts.append(context - skipped * block_tokens)
-    return kept, contexts
 
 
 def _decode_group(
@@ -114,9 +120,12 @@ def _decode_group(
     starts: Sequence[int],
     contexts: Sequence[int],
     group: list[int],
-    window: int | None,
+    unseen: Sequence[int],
 ) -> DecodeGroup:
-    """Return one group's indices; padding reads the sequence's own first block, which is masked."""
+    """Return one group's indices; padding reads the sequence's own first block, which is masked.
+
+    `unseen`: for each sequence in the group, leading gathered tokens that the row does not see.
+    """
     _, kv_heads, planes, block_tokens, _ = kv.shape
     width = max(len(tables[s]) for s in group)
     padded = torch.tensor([tables[s] + tables[s][:1] * (width - len(tables[s])) for s in group])
@@ -125,13 +134,11 @@ def _decode_group(
     index = None if rows == list(range(starts[-1])) else torch.tensor(rows)
     gather = _gather_index(padded, kv_heads, planes)
     tokens = width * block_tokens
-    if min(lengths) == tokens and (window is None or tokens <= window):
+    if min(lengths) == tokens and max(unseen) <= 0:
         return DecodeGroup(index, len(group), gather, None, None)
     position = torch.arange(tokens)
     length = torch.tensor(lengths)[:, None]
-    hidden = position >= length
-    if window is not None:
-        hidden |= position < length - window
+    hidden = (position >= length) | (position < torch.tensor(unseen)[:, None])
     mask = torch.zeros((len(group), tokens)).masked_fill_(hidden, -torch.inf)
     # Only the slots after a sequence's last token: padding beyond the last block repeats a valid block, unless that
     # first block is the last block.
@@ -167,6 +174,7 @@ class AttentionPlan:
     deterministic: bool
     tables: list[list[int]]  # per sequence the context's blocks
     window: int | None  # tokens that a query row sees, the row's own included; None: all
+    chunked: bool  # whether the window begins anew every `window` tokens
     decode: Tensor  # [n, 4] int32: query row, 1, sequence, context; sequences with one query row
     prefill: Tensor  # [n, 4] int32: first query row, rows, sequence, context; sequences with several
     _division: Division | None = field(default=None, repr=False)
@@ -205,6 +213,7 @@ class AttentionPlan:
                 alone=self.deterministic,
                 gather_bytes=gather_bytes,
                 window=self.window,
+                chunked=self.chunked,
             )
         return self._division
 
@@ -217,10 +226,12 @@ def make_plan(
     *,
     deterministic: bool = False,
     window: int | None = None,
+    chunked: bool = False,
 ) -> AttentionPlan:
     """Check the arguments of `paged_attention` that do not change between layers, and list the batch.
 
-    `window`: tokens that a query row sees, the row's own included; None: all earlier tokens.
+    `window`: tokens that a query row sees, the row's own included; None: all earlier tokens. `chunked`: whether the
+    window begins anew every `window` tokens.
 
     Raises:
         ValueError: an argument has a wrong shape, type or value; the message begins with the argument's name.
@@ -254,6 +265,7 @@ def make_plan(
         deterministic,
         tables,
         window,
+        chunked,
         decode=_items([row for row in rows if row[1] == 1]),
         prefill=_items([row for row in rows if row[1] > 1]),
     )
@@ -264,7 +276,13 @@ def _outside(blocks: int) -> ValueError:
 
 
 def plan_of_shapes(
-    kv: Tensor, rows: int, most_context: int, *, deterministic: bool = False, window: int | None = None
+    kv: Tensor,
+    rows: int,
+    most_context: int,
+    *,
+    deterministic: bool = False,
+    window: int | None = None,
+    chunked: bool = False,
 ) -> AttentionPlan:
     """Return a plan for `rows` sequences with one query row and at most `most_context` tokens each, whatever they hold.
 
@@ -272,7 +290,9 @@ def plan_of_shapes(
     """
     rows_of = [(row, 1, row, most_context) for row in range(rows)]
     starts, lengths = list(range(rows + 1)), [most_context] * rows
-    return AttentionPlan(kv.shape, rows, starts, lengths, deterministic, [], window, _items(rows_of), _items([]))
+    return AttentionPlan(
+        kv.shape, rows, starts, lengths, deterministic, [], window, chunked, _items(rows_of), _items([])
+    )
 
 
 def _check_lengths(starts: Sequence[int], lengths: Sequence[int]) -> None:

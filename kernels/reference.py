@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.kind import PLAIN, AttentionKind
+from kernels.kind import PLAIN, AttentionKind, first_seen
 
 #: Largest magnitude of a stored value, per type of quantised KV.
 QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -72,7 +72,7 @@ def prefill_attention(
         query_position = torch.arange(context - (end - begin), context, device=q.device)
         hidden = key_position[None, :] > query_position[:, None]  # [rows, context]
         if kind.window is not None:
-            hidden |= key_position[None, :] <= query_position[:, None] - kind.window
+            hidden |= key_position[None, :] < first_seen(query_position[:, None], kind.window, chunked=kind.chunked)
         if kind.soft_cap is not None:
             scores = torch.tanh(scores / kind.soft_cap) * kind.soft_cap
         scores = scores.masked_fill(hidden, -torch.inf)

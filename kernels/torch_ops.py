@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import reference
-from kernels.kind import PLAIN, AttentionKind
+from kernels.kind import PLAIN, AttentionKind, first_seen
 from kernels.plan import AttentionPlan, DecodeGroup, Division, PrefillItem
 
 
@@ -142,8 +142,11 @@ def _prefill(
     for begin in range(item.begin, item.end, step):
         rows = min(step, item.end - begin)
         seen = item.context - (item.end - begin) + rows
-        first = 0 if kind.window is None else max(0, seen - rows + 1 - kind.window)
-        later = _unseen(rows, seen - first, share, kind.window, keys.dtype)
+        first = 0
+        if kind.window is not None:
+            row = item.skipped + seen - rows
+            first = max(0, first_seen(row, kind.window, chunked=kind.chunked) - item.skipped)
+        later = _unseen(rows, seen - first, share, kind, item.skipped + first, keys.dtype)
         tile = q[begin : begin + rows].view(rows, kv_heads, share, head_dim)
         target = out[begin : begin + rows].view(rows, kv_heads, share, head_dim)
         for head in range(0, kv_heads, together):
@@ -176,14 +179,16 @@ def _gather(pool: Tensor, index: Tensor, division: Division) -> Tensor:
     return wide.copy_(buffer)
 
 
-def _unseen(rows: int, keys: int, share: int, window: int | None, dtype: torch.dtype) -> Tensor:
+def _unseen(rows: int, keys: int, share: int, kind: AttentionKind, begin: int, dtype: torch.dtype) -> Tensor:
     """Return the mask that hides keys from a context's last rows: [rows * share, n] with -inf, over the last n keys.
 
-    Row i is at the place of key keys - rows + i. Without a window only the last `rows` keys can be hidden.
+    Row i is at the place of key keys - rows + i; the first key is token `begin`. Without a window only the last `rows`
+    keys can be hidden.
     """
-    if window is None:
+    if kind.window is None:
         mask = torch.full((rows, rows), -torch.inf, dtype=dtype).triu_(1)
     else:
-        row, key = torch.arange(keys - rows, keys)[:, None], torch.arange(keys)
-        mask = torch.zeros((rows, keys), dtype=dtype).masked_fill_((key > row) | (key <= row - window), -torch.inf)
+        row, key = torch.arange(keys - rows, keys)[:, None] + begin, torch.arange(keys) + begin
+        hidden = (key > row) | (key < first_seen(row, kind.window, chunked=kind.chunked))
+        mask = torch.zeros((rows, keys), dtype=dtype).masked_fill_(hidden, -torch.inf)
     return mask.repeat_interleave(share, 0)

@@ -31,6 +31,14 @@ class Kind(Protocol):
     def soft_cap(self) -> float | None: ...
     @property
     def sinks(self) -> Tensor | None: ...
+    @property
+    def chunked(self) -> bool: ...
+
+
+def _windowed(kind: Kind | None) -> int:
+    if kind is None or kind.window is None:
+        return 0
+    return code.CHUNKED if kind.chunked else code.SLIDING
 
 
 def decode_attention(
@@ -139,7 +147,7 @@ class _Call:
             0 if self.scales is None else self.scales.stride(0), cut.keys,
             **shape, PADDED_DIM=dim, BLOCK_TOKENS=block_tokens, ROWS=tile.rows, KEYS=tile.keys, UNIT=unit, KV=stored,
             NATIVE=limits.float8, SPLIT=cut.split, PRECISION="ieee",
-            CAPPED=cap is not None, WINDOWED=window is not None,
+            CAPPED=cap is not None, WINDOWED=_windowed(self.kind),
             WIDE=code.INTERPRETED and self.q.dtype == torch.bfloat16, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         if cut.split == PART:

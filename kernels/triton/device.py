@@ -24,8 +24,10 @@ from kernels.triton.variants import JOINED, MANY, PART, ROW_EACH, SINGLES
 
 #: How KV is stored.
 PLAIN, INT8, FLOAT8 = 0, 1, 2
+SLIDING, CHUNKED = 1, 2
 
 _PLAIN, _INT8, _FLOAT8 = tl.constexpr(PLAIN), tl.constexpr(INT8), tl.constexpr(FLOAT8)
+_CHUNKED = tl.constexpr(CHUNKED)
 _PART, _JOINED = tl.constexpr(PART), tl.constexpr(JOINED)
 _ROW_EACH, _SINGLES, _MANY = tl.constexpr(ROW_EACH), tl.constexpr(SINGLES), tl.constexpr(MANY)
 
@@ -132,7 +134,7 @@ def _step(
     if MASKED:
         scores = tl.where(keys[None, :] < seen[:, None], scores, float("-inf"))
     if WINDOWED:
-        scores = tl.where(keys[None, :] >= seen[:, None] - window, scores, float("-inf"))
+        scores = tl.where(keys[None, :] >= _first_seen(seen, window, WINDOWED)[:, None], scores, float("-inf"))
     m_new = tl.maximum(m, tl.max(scores, 1) * scale)
     shift = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row without keys so far stays at l = 0
     p = tl.exp2(tl.fma(scores, scale, -shift[:, None]))
@@ -142,6 +144,14 @@ def _step(
         p *= v_scale
     acc = tl.dot(p.to(q.dtype), _widen(v, q.dtype, KV, NATIVE), acc * keep[:, None], input_precision=PRECISION)
     return m_new, l, acc
+
+
+@triton.jit
+def _first_seen(seen, window, WINDOWED: tl.constexpr):
+    """Return the first key of rows that would see the keys below `seen` without a window."""
+    if WINDOWED == _CHUNKED:
+        return (seen - 1) // window * window
+    return seen - window
 
 
 @triton.jit
@@ -180,7 +190,7 @@ def _attend(
     l = tl.zeros((ROWS,), tl.float32)  # noqa: E741
     acc = tl.zeros((ROWS, PADDED_DIM), tl.float32)
     if WINDOWED:
-        begin = tl.maximum(begin, tl.maximum(low - window, 0) // KEYS * KEYS)
+        begin = tl.maximum(begin, tl.maximum(_first_seen(low, window, WINDOWED), 0) // KEYS * KEYS)
     border = begin
     # The table is read one step ahead: the pipelined loads' addresses must not wait for the table.
     block = _blocks(table, begin, high, BLOCK_TOKENS, KEYS)
@@ -240,9 +250,10 @@ def attention(
     """Attend with one tile's rows to one key/value head's keys; grid (tiles, kv_heads, parts).
 
     A tile has TOKENS tokens times GROUP query heads, padded to ROWS. `scale` includes log2(e); CAPPED, scores times
-    `squeeze` become their hyperbolic tangent before. WINDOWED: a row sees the last `window` keys. Blocks are
-    block_units * UNIT elements apart: a constant factor tells the compiler how wide loads may be. PART writes `parts`
-    [tiles, kv_heads, parts, TOKENS * GROUP, HEAD_DIM] and `stats` [..., 2] (maximum, sum).
+    `squeeze` become their hyperbolic tangent before. WINDOWED: SLIDING, a row sees the last `window` keys; CHUNKED, the
+    keys of the row's own chunk of `window` keys; 0, all. Blocks are block_units * UNIT elements apart: a constant
+    factor tells the compiler how wide loads may be. PART writes `parts` [tiles, kv_heads, parts, TOKENS * GROUP,
+    HEAD_DIM] and `stats` [..., 2] (maximum, sum).
     """
     # A sequence's last tiles have most to do: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -131,13 +131,23 @@ def config_hash(config: ModelConfig) -> bytes:
         fields = dataclasses.asdict(config)
         for name in ("dtype", "eos_token_ids", "bos_token_id", "default_sampling"):
             del fields[name]
-        for layer in fields["decoder"]["layers"]:  # what came later counts where it is used: other KV keeps its name
-            if layer["recurrent"] is None:
-                del layer["recurrent"]
-            if not layer["attention"]["output_gate"]:
-                del layer["attention"]["output_gate"]
+        _forget_unused(fields)
         return blake3(b"moonpool config 2\0" + json.dumps(fields, sort_keys=True).encode()).digest()
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()
+
+
+_LATER = ("recurrent", "output_gate", "chunked", "length_from", "weighted_inputs")
+"""Fields that came after version 2 of the hash: they count where they are used, so that other KV keeps its name."""
+
+
+def _forget_unused(fields: Any) -> None:
+    """Remove the fields that came later and say nothing, from an object and all within."""
+    if isinstance(fields, dict):
+        for name in [name for name in _LATER if name in fields and not fields[name]]:
+            del fields[name]
+    for inner in fields.values() if isinstance(fields, dict) else fields:
+        if isinstance(inner, dict | list | tuple):
+            _forget_unused(inner)
 
 
 def _llama_fields(config: ModelConfig) -> dict[str, Any] | None:

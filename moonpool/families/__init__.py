@@ -22,6 +22,7 @@ from moonpool.families.hunyuan import HUNYUAN, HUNYUAN_MOE
 from moonpool.families.kimi_linear import KIMI_LINEAR
 from moonpool.families.lfm2 import LFM2, LFM2_MOE
 from moonpool.families.llama import LLAMA
+from moonpool.families.llama4 import LLAMA4
 from moonpool.families.minimax_m2 import MINIMAX_M2
 from moonpool.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from moonpool.families.mixtral import MIXTRAL
@@ -68,6 +69,7 @@ _ALL = (
     LFM2,
     LFM2_MOE,
     LLAMA,
+    LLAMA4,
     MINIMAX_M2,
     MISTRAL,
     MINISTRAL,

@@ -73,6 +73,8 @@ class TensorNames:
     experts_gate_up: str = ""
     """All experts' gates and ups as one tensor, by the tensor's whole name; "": each expert has separate tensors."""
     experts_down: str = ""
+    experts_inputs_first: bool = False
+    """Whether these tensors are stored [count, inputs, outputs]."""
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
     shared_down: str = "mlp.shared_experts.down_proj"

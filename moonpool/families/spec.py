@@ -42,7 +42,7 @@ class RopeSpec:
     `width`: a head's leading elements that are rotated; the others stay as they are. `paired`: the checkpoint has
     elements that turn together beside one another; the loader moves them half a head apart. `magnitude`: cosine and
     sine are multiplied with this factor (YaRN's attention factor). `by_length`: a query at position p is multiplied
-    with 1 + by_length[0] * log(1 + p // by_length[1]).
+    with 1 + by_length[0] * log(1 + (p + length_from) // by_length[1]).
     """
 
     theta: float
@@ -51,6 +51,7 @@ class RopeSpec:
     paired: bool = False
     magnitude: float = 1.0
     by_length: tuple[float, int] | None = None
+    length_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,8 @@ class AttentionSpec:
     """Index in the model's rotary embedding tables; None: no position embeddings."""
     window: int | None = None
     """Tokens that a query sees, the query's own included; None: all."""
+    chunked: bool = False
+    """Whether the window begins anew every `window` tokens: a query sees its own chunk's earlier tokens (Llama 4)."""
     soft_cap: float | None = None
     """Scores become soft_cap * tanh(scores / soft_cap)."""
     sinks: bool = False
@@ -204,6 +207,8 @@ class ExpertsSpec:
     """Whether the experts' projections have biases."""
     shared_inner: int = 0
     """Width of a network that all tokens pass beside the chosen experts; 0: there is none."""
+    weighted_inputs: bool = False
+    """Whether the weights multiply the experts' inputs instead of their outputs."""
     shared_gate: bool = False
     """Whether that network's output is weighted by a sigmoid of a stored projection."""
 

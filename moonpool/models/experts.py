@@ -44,8 +44,12 @@ class Experts:
         for expert, count in zip(self.experts, counts, strict=True):
             if count:
                 its = slice(begin, begin + count)
-                result = expert(x[rows[its]], deterministic=deterministic)
-                out.index_add_(0, rows[its], (result * share[its]).to(x.dtype))
+                inputs = x[rows[its]]
+                if self.spec.weighted_inputs:
+                    result = expert((inputs * share[its]).to(x.dtype), deterministic=deterministic)
+                else:
+                    result = expert(inputs, deterministic=deterministic) * share[its]
+                out.index_add_(0, rows[its], result.to(x.dtype))
                 begin += count
         if self.shared is not None:
             beside = self.shared(x, deterministic=deterministic)

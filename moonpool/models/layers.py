@@ -189,6 +189,7 @@ class RopeTable:
         if self._rope.by_length is None:
             return None
         beta, length = self._rope.by_length
+        positions = positions + self._rope.length_from
         factors = 1 + beta * torch.log1p(torch.div(positions, length, rounding_mode="floor").float())
         return factors.to(self._dtype)[:, None, None]
 

@@ -362,7 +362,10 @@ class StageModel:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""
         if spec.rope is None:
             return heads
-        rope, angles = self.config.decoder.ropes[spec.rope], self._angles(batch, spec.rope)
+        rope = self.config.decoder.ropes[spec.rope]
+        if not rope.width:
+            return heads
+        angles = self._angles(batch, spec.rope)
         if rope.width == spec.head_dim:
             turned = ops.rope(heads, *angles)
         else:
@@ -388,7 +391,7 @@ class StageModel:
         plan = self._plan(batch, kv, spec)
         write_kv(*stored, kv, batch.block_ids, batch.offsets, scales=scales)
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
-        kind = AttentionKind(spec.window, spec.soft_cap, sinks)
+        kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
         return paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
 
     def _angles(self, batch: PackedBatch, rope: int) -> tuple[Tensor, Tensor]:
@@ -400,18 +403,21 @@ class StageModel:
 
     def _plan(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
         """Return the batch's attention plan, made once per batch, pool shape and window."""
-        key = (kv.shape, spec.num_heads, spec.window, kv.dtype, kv.device, self.deterministic)
+        key = (kv.shape, spec.num_heads, spec.window, spec.chunked, kv.dtype, kv.device, self.deterministic)
         if key not in batch.plans:
-            batch.plans[key] = self._planned(batch, kv, spec.window)
+            batch.plans[key] = self._planned(batch, kv, spec)
         return batch.plans[key]
 
-    def _planned(self, batch: PackedBatch, kv: Tensor, window: int | None) -> AttentionPlan:
+    def _planned(self, batch: PackedBatch, kv: Tensor, spec: AttentionSpec) -> AttentionPlan:
         # Triton's launches follow from shapes; what else there is looks at the contents, each time anew.
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
             shapes = kv, batch.num_tokens, batch.most_context
-            return plan_of_shapes(*shapes, deterministic=self.deterministic, window=window)
+            return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
         tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
-        return make_plan(kv, tables, starts, lengths, deterministic=self.deterministic, window=window)
+        return make_plan(
+            kv, tables, starts, lengths,
+            deterministic=self.deterministic, window=spec.window, chunked=spec.chunked,
+        )  # fmt: skip
 
 
 def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) -> Tensor:

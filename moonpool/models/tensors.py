@@ -231,10 +231,14 @@ def _all_experts(names: TensorNames, hidden: int, experts: ExpertsSpec) -> Slots
     count, inner = experts.count, experts.inner
     gate_up, down = (count, 2 * inner, hidden), (count, hidden, inner)
     if not experts.bias:
-        return {
-            "experts_gate_up.weight": _plain(names.experts_gate_up, gate_up),
-            "experts_down.weight": _plain(names.experts_down, down),
-        }
+        slots = {"experts_gate_up.weight": (names.experts_gate_up, gate_up)}
+        slots["experts_down.weight"] = (names.experts_down, down)
+        if names.experts_inputs_first:
+            return {
+                slot: Stored(name, (shape[0], shape[2], shape[1]), shape, lambda x: x.transpose(1, 2))
+                for slot, (name, shape) in slots.items()
+            }
+        return {slot: _plain(name, shape) for slot, (name, shape) in slots.items()}
     # gpt-oss: inputs first; gates and ups take turns
     return {
         "experts_gate_up.weight": Stored(

@@ -44,7 +44,10 @@ class Case:
             for row in range(begin, end):
                 seen = keys.shape[0] - (end - 1 - row)
                 q = self.q[row].double().view(keys.shape[1], -1, keys.shape[2])  # [kv_heads, group, head_dim]
-                first = 0 if self.kind.window is None else max(0, seen - self.kind.window)
+                first = 0
+                if self.kind.window is not None:
+                    window = (seen - 1) % self.kind.window + 1 if self.kind.chunked else self.kind.window
+                    first = max(0, seen - window)
                 scores = torch.einsum("hgd,thd->hgt", q, keys[first:seen]) * self.scale
                 if self.kind.soft_cap is not None:
                     scores = torch.tanh(scores / self.kind.soft_cap) * self.kind.soft_cap

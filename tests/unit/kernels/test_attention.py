@@ -34,6 +34,8 @@ def test_all_follow_the_formula(
 KINDS = {
     "window": AttentionKind(window=20),
     "narrow": AttentionKind(window=1),
+    "chunks": AttentionKind(window=20, chunked=True),
+    "chunks of a block": AttentionKind(window=16, chunked=True, soft_cap=1.5),
     "soft cap": AttentionKind(soft_cap=1.5),
     "sinks": AttentionKind(sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
     "all": AttentionKind(window=33, soft_cap=1.5, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0])),
@@ -43,7 +45,7 @@ KINDS = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_windows_caps_and_sinks(batch: str, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_chunks_caps_and_sinks(batch: str, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
     case = replace(make(BATCHES[batch]), kind=KINDS[kind])
     case.check(case.run())
@@ -52,8 +54,8 @@ def test_windows_caps_and_sinks(batch: str, kind: str, mode: str, monkeypatch: p
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_groups_and_tiles_see_the_same_window(kind: str) -> None:
     case = replace(make(BATCHES["mixed"] + BATCHES["decode"]), kind=KINDS[kind])
-    window = KINDS[kind].window
-    plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens, window=window)
+    window, chunked = KINDS[kind].window, KINDS[kind].chunked
+    plan = make_plan(case.kv, case.block_tables, case.query_start, case.context_lens, window=window, chunked=chunked)
     out = torch.full_like(case.q, torch.nan)
     torch_ops.paged_attention(
         case.q, case.kv, None, plan, case.scale, out, kind=case.kind, gather_bytes=1, tile_bytes=1
@@ -90,12 +92,13 @@ def test_values_are_given_where_there_are_two_planes() -> None:
             write_kv(k, v, torch.zeros(1, 1, planes, 16, 16), index, index)
 
 
-def test_blocks_behind_the_window_are_not_read() -> None:
+@pytest.mark.parametrize(("kind", "firsts"), [("window", (80, 68)), ("chunks", (80, 80))])
+def test_blocks_behind_the_window_are_not_read(kind: str, firsts: tuple[int, int]) -> None:
     """They may hold anything, as if their tokens' KV were gone."""
-    case = replace(make([(1, 100), (3, 90)]), kind=KINDS["window"])
+    case = replace(make([(1, 100), (3, 90)]), kind=KINDS[kind])
     expected = case.run()
-    for table, rows, context in zip(case.block_tables, (1, 3), (100, 90), strict=True):
-        case.kv[table[: (context - rows + 1 - 20) // 16].long()] = torch.nan
+    for table, first in zip(case.block_tables, firsts, strict=True):
+        case.kv[table[: first // 16].long()] = torch.nan
     assert torch.equal(case.run(), expected)
 
 

@@ -50,6 +50,7 @@ FACTORS = {
     "attention_multiplier": 0.3,
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA4 = {"intermediate_size_mlp": 80}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 CONV = ["conv", "full_attention", "conv", "conv"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
@@ -152,6 +153,23 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, yarn": ("llama", {"rope_scaling": YARN}),
     "llama, dynamic": ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama4": (
+        "llama4_text",
+        {**HEAD, **LOCAL, **LLAMA4, "attention_chunk_size": 20, "floor_scale": 16, "interleave_moe_layer_step": 2},
+    ),
+    "llama4, layers": (
+        "llama4_text",
+        {
+            **HEAD,
+            **LOCAL,
+            **LLAMA4,
+            "attention_chunk_size": 16,
+            "num_experts_per_tok": 1,
+            "use_qk_norm": False,
+            "no_rope_layers": [1, 0, 1, 1],
+            "attn_temperature_tuning": False,
+        },
+    ),
     "minimax_m2": ("minimax_m2", {**HEAD, **LOCAL}),
     "minimax_m2, half rotated": (
         "minimax_m2",
@@ -272,7 +290,9 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     ("case", "architecture", "body", "head"),
     [
         ("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", "lm_head."),
+        ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "lm_head."),
         ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "language_model.lm_head."),
+        ("llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model.lm_head."),
     ],
 )
 def test_the_text_part_of_a_model_with_pictures(
@@ -283,7 +303,7 @@ def test_the_text_part_of_a_model_with_pictures(
     (tmp_path / "whole").mkdir()
     whole = {"architectures": [architecture], "model_type": "other", "text_config": config}
     (tmp_path / "whole" / "config.json").write_text(json.dumps(whole))
-    tensors = load_file(tmp_path / "text" / "model.safetensors")
+    tensors = with_whole_experts(load_file(tmp_path / "text" / "model.safetensors"))
     renamed = {
         head + name.removeprefix("lm_head.") if name.startswith("lm_head.") else body + name.removeprefix("model."): its
         for name, its in tensors.items()
@@ -294,6 +314,22 @@ def test_the_text_part_of_a_model_with_pictures(
         Runner(tmp_path / part, torch.float32).generate(prompt, 4, chunk=100, budget=100) for part in ("text", "whole")
     )
     assert found == text
+
+
+def with_whole_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All experts of a layer as two tensors, as such models are published; transformers saves each expert's."""
+    found = {name: its for name, its in tensors.items() if ".experts." not in name or name.endswith("_proj")}
+    for name in tensors:
+        if not name.endswith(".experts.0.gate_proj.weight"):
+            continue
+        prefix, count = name.removesuffix("0.gate_proj.weight"), sum("experts" in it for it in tensors) // 3
+        numbers = [n for n in range(count) if f"{prefix}{n}.up_proj.weight" in tensors]
+        gates, ups, downs = (
+            torch.stack([tensors[f"{prefix}{n}.{part}_proj.weight"] for n in numbers])
+            for part in ("gate", "up", "down")
+        )
+        found |= {f"{prefix}gate_up_proj": torch.cat((gates, ups), dim=1), f"{prefix}down_proj": downs}
+    return found
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,7 @@ def test_deterministic_rows_do_not_depend_on_the_batch(monkeypatch: pytest.Monke
 KINDS = {
     "window": AttentionKind(window=24),
     "one token": AttentionKind(window=1),
+    "chunks": AttentionKind(window=24, chunked=True),
     "cap": AttentionKind(soft_cap=3.0),
     "sinks": AttentionKind(sinks=torch.tensor([-2.0, 0.5, 3.0, 9.0, 0.0, -9.0, 1.0, 2.0])),
     "all": AttentionKind(40, 1.5, torch.tensor([4.0, 0.5, 3.0, -1.0, 0.0, 2.0, 1.0, 2.0])),
