@@ -13,7 +13,7 @@ from services.gateway.endpoints.openai_completions import CompletionBody
 from services.gateway.endpoints.openai_responses import ResponsesBody
 from services.gateway.endpoints.scores import RerankBody, ScoreBody
 from services.gateway.endpoints.tokenization import DetokenizeBody, TokenizeBody
-from services.gateway.serving.json_body import Body
+from services.gateway.serving.json_body import Body, SessionBody
 
 PAGE = Path(__file__).parents[1] / "docs" / "fields.md"
 BODIES: dict[str, type[Body]] = {
@@ -27,6 +27,7 @@ BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountTokensBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/moonpool/sessions/{name}": SessionBody,
     "/moonpool/markdown": MarkdownBody,
 }
 HEAD = """# Fields of request bodies

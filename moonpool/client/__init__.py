@@ -44,6 +44,7 @@ from moonpool.errors import (
 )
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.sessions import SessionTurn
 
 __all__ = [
     "AsyncClient",
@@ -74,6 +75,7 @@ __all__ = [
     "Overloaded",
     "Placement",
     "SamplingParams",
+    "SessionTurn",
     "Slo",
     "StreamBroken",
     "Timing",

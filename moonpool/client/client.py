@@ -28,6 +28,7 @@ from moonpool.client.transport import (
 )
 from moonpool.client.types import GenerateArguments, GenerateResult
 from moonpool.rpc.tls import Tls
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -146,6 +147,20 @@ class AsyncClient:
         request = conductor_pb2.ExplainRequest(request_id=request_id)
         return translate.explanation(await self._query(request, timeout_s))
 
+    async def update_session(
+        self, session: SessionTurn, *, tenant: str = "", timeout_s: float = QUERY_TIMEOUT_S
+    ) -> bool:
+        """Tell what is known of a session now: that it has ended (`last`), or when its next request is expected.
+
+        Times are from now on. Returns whether the conductor knows the session.
+
+        Raises:
+            InvalidRequest: a value is wrong; names the field.
+        """
+        request = conductor_pb2.UpdateSessionRequest(tenant=tenant, session=translate.session_to_proto(session))
+        answer: conductor_pb2.UpdateSessionResponse = await self._query(request, timeout_s)
+        return answer.found
+
     async def stats(self, *, timeout_s: float = QUERY_TIMEOUT_S) -> tuple[GaugeValue, ...]:
         """Return the conductor's gauges."""
         request = conductor_pb2.ConductorStatsRequest()
@@ -210,6 +225,7 @@ class Client(BlockingFacade[AsyncClient]):
     cluster_state = blocking(AsyncClient.cluster_state)
     change_role = blocking(AsyncClient.change_role)
     explain = blocking(AsyncClient.explain)
+    update_session = blocking(AsyncClient.update_session)
     stats = blocking(AsyncClient.stats)
     delete_kv = blocking(AsyncClient.delete_kv)
 

@@ -26,6 +26,7 @@ from moonpool.client.types import (
 from moonpool.contracts import assign, logprobs_from_proto, sampling_to_proto
 from moonpool.errors import InvalidRequest, StreamBroken
 from moonpool.logprobs import TokenLogprobs
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_REQUEST_BYTES = 8 << 20
@@ -68,11 +69,28 @@ def generate_request(given: GenerateArguments, *, whole: bool = False) -> conduc
     if given.get("context") or given.get("context_ttl_s"):
         _assign(request.context, "id", given.get("context", ""), "context")
         _assign(request.context, "reset_ttl_s", given.get("context_ttl_s", 0.0), "context_ttl_s")
+    session = given.get("session")
+    if session is not None:
+        request.session.CopyFrom(session_to_proto(session))
     if request.ByteSize() > MAX_REQUEST_BYTES:
         raise InvalidRequest(
             prompt_field, f"the request has {request.ByteSize()} bytes, at most {MAX_REQUEST_BYTES} are allowed"
         )
     return request
+
+
+def session_to_proto(session: SessionTurn) -> conductor_pb2.SessionTurn:
+    """What a client says of a session.
+
+    Raises:
+        InvalidRequest: a value does not fit the field; names the field.
+    """
+    message = conductor_pb2.SessionTurn()
+    for field in fields(session):
+        value = getattr(session, field.name)
+        if value is not None:
+            _assign(message, field.name, value, f"session.{field.name}")
+    return message
 
 
 def _set_prompt(request: conductor_pb2.GenerateRequest, given: GenerateArguments) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from moonpool.logprobs import TokenLogprobs
 from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.sessions import SessionTurn
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -82,6 +83,7 @@ class GenerateArguments(TypedDict, total=False):
         context_ttl_s: new time to live of the context in seconds; 0 leaves the time unchanged.
         priority: -100 to 100; as in vLLM, lower values are served earlier, among the tenant's own requests.
         cache_salt: requests with different salts share no KV; "": no salt. At most 256 characters.
+        session: the session that the request is a turn of, with what is known of the session; None: no session.
         timeout_s: time limit of the request in seconds; None for the client's default.
     """
 
@@ -100,6 +102,7 @@ class GenerateArguments(TypedDict, total=False):
     context_ttl_s: float
     priority: int
     cache_salt: str
+    session: SessionTurn | None
     timeout_s: float | None
 
 

@@ -229,6 +229,7 @@ _CONDUCTOR = {
     "UpdateContext": CLIENTS,
     "ListContexts": CLIENTS,
     "DeleteContext": CLIENTS,
+    "UpdateSession": CLIENTS,
     "DeleteKV": CLIENTS,
     "ConductorStats": OPERATORS | {"gateway"},
 }

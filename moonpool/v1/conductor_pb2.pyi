@@ -244,6 +244,7 @@ class GenerateRequest(_message.Message):
     CONTEXT_FIELD_NUMBER: _builtins.int
     WHOLE_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique in the cluster; drawn by the conductor when empty."""
     from_position: _builtins.int
@@ -286,6 +287,10 @@ class GenerateRequest(_message.Message):
     def context(self) -> Global___ContextUse:
         """A context that goes before the prompt; a chat's before a chat, tokens before tokens."""
 
+    @_builtins.property
+    def session(self) -> Global___SessionTurn:
+        """The session that this request is a turn of; unset = none is known."""
+
     def __init__(
         self,
         *,
@@ -303,16 +308,114 @@ class GenerateRequest(_message.Message):
         context: Global___ContextUse | None = ...,
         whole: _builtins.bool = ...,
         cache_salt: _builtins.str = ...,
+        session: Global___SessionTurn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "context", b"context", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "session", b"session", "slo", b"slo", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "context", b"context", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "whole", b"whole"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chat", b"chat", "context", b"context", "from_position", b"from_position", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "slo", b"slo", "tenant", b"tenant", "text", b"text", "tokens", b"tokens", "whole", b"whole"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class SessionTurn(_message.Message):
+    """A turn of a session, a conversation or an agent's run, whose turns continue each other's prompts. What is told here
+    changes where requests are placed and how long KV is kept, and never an answer.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    RETURN_S_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Names the session among its tenant's. Empty = the rest holds for this turn alone."""
+    return_s: _builtins.float
+    """Seconds from the answer's end to the session's next request, as the client expects; unset = not known."""
+    last: _builtins.bool
+    """The session has no further turn: its KV is evicted first."""
+    keep_s: _builtins.float
+    """Seconds after the answer for which the KV is worth keeping: as if the session had ended afterwards. Unset = no end."""
+    retention: _builtins.int
+    """From -8 to 8, default 0: KV with a value higher by one is kept as if it were expected back in half the time."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        return_s: _builtins.float | None = ...,
+        last: _builtins.bool = ...,
+        keep_s: _builtins.float | None = ...,
+        retention: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "keep_s", b"keep_s", "return_s", b"return_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "id", b"id", "keep_s", b"keep_s", "last", b"last", "retention", b"retention", "return_s", b"return_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep_s: _TypeAlias = _typing.Literal["keep_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_s: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s"]  # noqa: Y015
+    _WhichOneofReturnType__return_s: _TypeAlias = _typing.Literal["return_s"]  # noqa: Y015
+    _WhichOneofArgType__return_s: _TypeAlias = _typing.Literal["_return_s", b"_return_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_s) -> _WhichOneofReturnType__keep_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_s) -> _WhichOneofReturnType__return_s | None: ...
+
+Global___SessionTurn: _TypeAlias = SessionTurn  # noqa: Y015
+
+@_typing.final
+class UpdateSessionRequest(_message.Message):
+    """Tells something of a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose session."""
+    @_builtins.property
+    def session(self) -> Global___SessionTurn:
+        """The session, and what is known now; times are from now on."""
+
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session: Global___SessionTurn | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSessionRequest: _TypeAlias = UpdateSessionRequest  # noqa: Y015
+
+@_typing.final
+class UpdateSessionResponse(_message.Message):
+    """The session was looked up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether this conductor knows the session."""
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpdateSessionResponse: _TypeAlias = UpdateSessionResponse  # noqa: Y015
 
 @_typing.final
 class ContextUse(_message.Message):

@@ -80,6 +80,11 @@ class ConductorServiceStub:
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextRequest.SerializeToString,
                 response_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextResponse.FromString,
                 _registered_method=True)
+        self.UpdateSession = channel.unary_unary(
+                '/moonpool.v1.ConductorService/UpdateSession',
+                request_serializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionRequest.SerializeToString,
+                response_deserializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionResponse.FromString,
+                _registered_method=True)
         self.DeleteKV = channel.unary_unary(
                 '/moonpool.v1.ConductorService/DeleteKV',
                 request_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteKVRequest.SerializeToString,
@@ -159,6 +164,13 @@ class ConductorServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateSession(self, request, context):
+        """Tells something of a session between its requests: that it has ended, or when its next request is expected.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DeleteKV(self, request, context):
         """Deletes KV from every tier of every instance, also from those that join later.
         """
@@ -220,6 +232,11 @@ def add_ConductorServiceServicer_to_server(servicer, server):
                     servicer.DeleteContext,
                     request_deserializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextRequest.FromString,
                     response_serializer=moonpool_dot_v1_dot_conductor__pb2.DeleteContextResponse.SerializeToString,
+            ),
+            'UpdateSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateSession,
+                    request_deserializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionRequest.FromString,
+                    response_serializer=moonpool_dot_v1_dot_conductor__pb2.UpdateSessionResponse.SerializeToString,
             ),
             'DeleteKV': grpc.unary_unary_rpc_method_handler(
                     servicer.DeleteKV,
@@ -476,6 +493,33 @@ class ConductorService:
             '/moonpool.v1.ConductorService/DeleteContext',
             moonpool_dot_v1_dot_conductor__pb2.DeleteContextRequest.SerializeToString,
             moonpool_dot_v1_dot_conductor__pb2.DeleteContextResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/moonpool.v1.ConductorService/UpdateSession',
+            moonpool_dot_v1_dot_conductor__pb2.UpdateSessionRequest.SerializeToString,
+            moonpool_dot_v1_dot_conductor__pb2.UpdateSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

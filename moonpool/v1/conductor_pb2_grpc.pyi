@@ -51,6 +51,8 @@ class ConductorServiceStub:
     """A tenant's contexts, or one of them."""
     DeleteContext: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DeleteContextRequest, _conductor_pb2.DeleteContextResponse]
     """Ends a context and deletes its KV from every tier."""
+    UpdateSession: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.UpdateSessionRequest, _conductor_pb2.UpdateSessionResponse]
+    """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
     DeleteKV: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]
     """Deletes KV from every tier of every instance, also from those that join later."""
     ConductorStats: _grpc.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]
@@ -79,6 +81,8 @@ class ConductorServiceAsyncStub(ConductorServiceStub):
     """A tenant's contexts, or one of them."""
     DeleteContext: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DeleteContextRequest, _conductor_pb2.DeleteContextResponse]  # type: ignore[assignment]
     """Ends a context and deletes its KV from every tier."""
+    UpdateSession: _aio.UnaryUnaryMultiCallable[_conductor_pb2.UpdateSessionRequest, _conductor_pb2.UpdateSessionResponse]  # type: ignore[assignment]
+    """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
     DeleteKV: _aio.UnaryUnaryMultiCallable[_conductor_pb2.DeleteKVRequest, _conductor_pb2.DeleteKVResponse]  # type: ignore[assignment]
     """Deletes KV from every tier of every instance, also from those that join later."""
     ConductorStats: _aio.UnaryUnaryMultiCallable[_conductor_pb2.ConductorStatsRequest, _conductor_pb2.ConductorStatsResponse]  # type: ignore[assignment]
@@ -158,6 +162,14 @@ class ConductorServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_conductor_pb2.DeleteContextResponse, _abc.Awaitable[_conductor_pb2.DeleteContextResponse]]:
         """Ends a context and deletes its KV from every tier."""
+
+    @_abc_1.abstractmethod
+    def UpdateSession(
+        self,
+        request: _conductor_pb2.UpdateSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_conductor_pb2.UpdateSessionResponse, _abc.Awaitable[_conductor_pb2.UpdateSessionResponse]]:
+        """Tells something of a session between its requests: that it has ended, or when its next request is expected."""
 
     @_abc_1.abstractmethod
     def DeleteKV(

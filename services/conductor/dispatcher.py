@@ -18,11 +18,13 @@ from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import KEY_BYTES, tokens_digest
 from moonpool.rpc.channels import Channels
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
+from services.conductor.client_stream import ClientStream, OutputQueue
 from services.conductor.core.events import (
     Action,
     AnnouncePlacement,
@@ -48,6 +50,7 @@ from services.conductor.core.events import (
     RenewSession,
     RequestArrived,
     Resync,
+    SessionUpdated,
     StalePlacement,
     StartDecode,
     StopRequested,
@@ -69,7 +72,6 @@ from services.conductor.proto_conversion import (
     reserved_instance_proto,
 )
 from services.conductor.request import RequestValidator, read_resume
-from services.conductor.session import OutputQueue, Session
 
 log = get_logger(__name__)
 
@@ -115,7 +117,7 @@ class Dispatcher:
         self._post = post
         self._clock = clock
         self._wall_clock = wall_clock
-        self._sessions: dict[int, Session] = {}  # by the request's number at the core
+        self._sessions: dict[int, ClientStream] = {}  # by the request's number at the core
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -125,7 +127,7 @@ class Dispatcher:
 
     async def open(
         self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, deadline: float
-    ) -> Session:
+    ) -> ClientStream:
         """Read a request, new or resumed, and hand the request to the core.
 
         If a resumed request's client has all tokens, the request does not go to the core: the session has the end.
@@ -144,7 +146,7 @@ class Dispatcher:
         request = await self._reader.read(message, served, request_id, arrived, deadline)
         resume, reports = request.resume, self._reports
         secret = world.random_bytes(SECRET_BYTES) if resume is None else resume.point.secret
-        session = Session(
+        session = ClientStream(
             request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered
         )
         if resume is not None:
@@ -172,12 +174,12 @@ class Dispatcher:
         finally:
             self.client_left(session, session.outgoing)
 
-    def client_left(self, session: Session, outgoing: OutputQueue) -> None:
+    def client_left(self, session: ClientStream, outgoing: OutputQueue) -> None:
         """The reader of these messages has left, or has all messages. Another call may have the request by now."""
         if session.spec.number in self._sessions and session.outgoing is outgoing:
             self._post(ClientGone(session.spec.number))
 
-    def rejoin(self, message: conductor_pb2.GenerateRequest, session: Session) -> bool:
+    def rejoin(self, message: conductor_pb2.GenerateRequest, session: ClientStream) -> bool:
         """Send a request's output to a client that has lost the connection and resumes; the earlier call ends.
 
         Returns:
@@ -198,6 +200,10 @@ class Dispatcher:
         namespace = self._reader.namespace
         for session in self._sessions.values():
             session.kv_deleted(selection, namespace)
+
+    def session_updated(self, tenant: str, turn: SessionTurn) -> None:
+        """A client says between two turns what is known of a session."""
+        self._post(SessionUpdated(tenant, turn))
 
     def stop(self) -> None:
         """End all requests here with the tokens so far; their sequences stay at decode, for another conductor."""
@@ -250,7 +256,7 @@ class Dispatcher:
                 self._calls.leave(io)
 
     def _update(
-        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, session: Session
+        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, session: ClientStream
     ) -> None:
         """The core has placed, rehashed or ended a request."""
         request_id = session.spec.id
@@ -289,8 +295,8 @@ class Dispatcher:
         self._reports.ended(session)
         del self._sessions[action.request]
 
-    def _take_back(self, session: Session) -> bool:
-        """Whether a sequence that another conductor has taken over is taken back; see `Session.take_back`."""
+    def _take_back(self, session: ClientStream) -> bool:
+        """Whether a sequence that another conductor has taken over is taken back; see `ClientStream.take_back`."""
         if not session.take_back(next(self._numbers)):
             return False
         log.warning("taking a sequence back", request=session.spec.id, resumes=session.resumes)
@@ -298,7 +304,7 @@ class Dispatcher:
         self._post(RequestArrived(session.spec, session.reusable_keys))
         return True
 
-    def _end_after_defect(self, action: Action, session: Session) -> None:
+    def _end_after_defect(self, action: Action, session: ClientStream) -> None:
         failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot serve this request")
         if isinstance(action, CompleteRequest | FailRequest | DropRequest):  # the core has ended the request
             self._sessions.pop(action.request, None)
@@ -366,11 +372,11 @@ class InstanceCalls:
 
     # --- unary and prefill calls ------------------------------------------------------------------------------------
 
-    def reserve(self, order: CallReserve, session: Session) -> None:
+    def reserve(self, order: CallReserve, session: ClientStream) -> None:
         """Reserve blocks at a decode instance."""
         self._run(order.io, lambda: self._reserve_request(order, session), partial(self._reserve, order, session))
 
-    def _reserve_request(self, order: CallReserve, session: Session) -> decode_pb2.ReserveRequest:
+    def _reserve_request(self, order: CallReserve, session: ClientStream) -> decode_pb2.ReserveRequest:
         request = decode_pb2.ReserveRequest(
             sequence=session.sequence_spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
         )
@@ -383,7 +389,9 @@ class InstanceCalls:
             request.replicas.extend(stores[1:])
         return request
 
-    async def _reserve(self, order: CallReserve, session: Session, request: decode_pb2.ReserveRequest) -> CallResult:
+    async def _reserve(
+        self, order: CallReserve, session: ClientStream, request: decode_pb2.ReserveRequest
+    ) -> CallResult:
         decode = self._find(order.decode)
         if decode is None or decode.incarnation != order.incarnation:
             return Failure(FailureKind.UNAVAILABLE, f"{order.decode} has left")
@@ -391,11 +399,13 @@ class InstanceCalls:
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
         return reserve_granted(response)
 
-    def prefill(self, order: CallPrefill, session: Session) -> None:
+    def prefill(self, order: CallPrefill, session: ClientStream) -> None:
         """Compute a prompt at a prefill instance."""
         self._run(order.io, lambda: self._prefill_request(order, session), partial(self._prefill, order, session))
 
-    async def _prefill(self, order: CallPrefill, session: Session, request: prefill_pb2.PrefillRequest) -> CallResult:
+    async def _prefill(
+        self, order: CallPrefill, session: ClientStream, request: prefill_pb2.PrefillRequest
+    ) -> CallResult:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.incarnation != order.incarnation:
             return Failure(FailureKind.UNAVAILABLE, f"{order.plan.prefill.id} has left")
@@ -427,7 +437,7 @@ class InstanceCalls:
     def _first_tokens(
         self,
         io: int,
-        session: Session,
+        session: ClientStream,
         request: prefill_pb2.PrefillRequest,
         first: prefill_pb2.FirstToken,
         lasted_s: float,
@@ -438,7 +448,7 @@ class InstanceCalls:
         known = 0 < before == session.tokens
         self._post(FirstToken(io, how, finish, known))
 
-    def _prefill_request(self, order: CallPrefill, session: Session) -> prefill_pb2.PrefillRequest:
+    def _prefill_request(self, order: CallPrefill, session: ClientStream) -> prefill_pb2.PrefillRequest:
         request = prefill_pb2.PrefillRequest(
             sequence=session.sequence_spec(order.sequence),
             max_queue_s=order.max_queue_s,
@@ -485,7 +495,7 @@ class InstanceCalls:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def start(self, order: StartDecode, session: Session) -> None:
+    def start(self, order: StartDecode, session: ClientStream) -> None:
         """Start a sequence at decode and subscribe to the sequence."""
         steps, subscription = self._subscribe(order, session)
         gather = session.request.whole and not session.request.stops  # stop strings are found here, token by token
@@ -501,7 +511,7 @@ class InstanceCalls:
         steps.start(order.sequence, target, tokens, scores, logprobs, known, gather=gather)
         subscription.stop_complete()
 
-    def take_over(self, order: TakeOverSequence, session: Session) -> None:
+    def take_over(self, order: TakeOverSequence, session: ClientStream) -> None:
         """Take another conductor's sequence over at decode, and subscribe to the sequence."""
         decode = self._find(order.target.decode)
         if decode is None or decode.incarnation != order.target.incarnation:
@@ -529,7 +539,7 @@ class InstanceCalls:
         subscription.stop_complete()
 
     def _subscribe(
-        self, order: StartDecode | TakeOverSequence, session: Session
+        self, order: StartDecode | TakeOverSequence, session: ClientStream
     ) -> tuple[StepsStream, SequenceSubscription]:
         steps = self._steps.get(reserved_instance_proto(order.target))
         self._sequences[order.io] = order, steps
@@ -598,7 +608,7 @@ class SequenceSubscription:
         self,
         io: int,
         sequence: str,
-        session: Session,
+        session: ClientStream,
         post: Callable[[Event], None],
         end: Callable[..., None],
         stop: Callable[[int], None],
@@ -649,7 +659,7 @@ class SequenceSubscription:
         self._end(failure_of(error), cancel=False)
 
 
-def end_after_defect(session: Session, post: Callable[[Event], None]) -> None:
+def end_after_defect(session: ClientStream, post: Callable[[Event], None]) -> None:
     """End only the request whose tokens met a defect (the exception being handled).
 
     The request is not placed again: which of the tokens were taken is not certain.

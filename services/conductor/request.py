@@ -27,6 +27,7 @@ from moonpool.kv.keys import MAX_SALT_CHARS, BlockKey, block_keys, chain_root, p
 from moonpool.kv.layout import KVLayout
 from moonpool.sampling_params import MAX_BAD_WORD_CHARS, SamplingParams
 from moonpool.scheduling.fair_share import check_priority
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
 from services.conductor.core.events import ATTEMPT_MARK, DecodeReservation, RequestSpec, ResumeState
@@ -340,6 +341,7 @@ def read_request(
         priority=message.priority,
         weight=weight_of(message.tenant, served.weights),
         needs=sampling.uncommon,
+        session=session_from_proto(message.session) if message.HasField("session") else None,
     )
     return ValidRequest(
         spec=spec,
@@ -386,6 +388,7 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModel)
     # If a newer client's field were ignored, the answer would be to another request.
     for field, part in (
         ("", message), ("sampling", message.sampling), ("slo", message.slo), ("messages", message.chat),
+        ("session", message.session),
     ):  # fmt: skip
         unknown = UnknownFieldSet(part)
         if len(unknown):
@@ -401,6 +404,17 @@ def _check_envelope(message: conductor_pb2.GenerateRequest, served: ServedModel)
     _require("cache_salt", unsalted, "is not allowed with a context, whose KV has no salt")
     check_priority(message.priority, "priority")
     _require("model", message.model in ("", served.name), f"only {served.name!r} is served, not {message.model!r}")
+
+
+def session_from_proto(message: conductor_pb2.SessionTurn) -> SessionTurn:
+    """What a client says of a session.
+
+    Raises:
+        InvalidRequest: a value is wrong; names the field.
+    """
+    session = SessionTurn(**{field.name: value for field, value in message.ListFields()})
+    session.check()
+    return session
 
 
 def _read_prompt(message: conductor_pb2.GenerateRequest, served: ServedModel) -> array[int]:

@@ -22,14 +22,14 @@ from moonpool.scheduling.fair_share import may_admit
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
+from services.conductor.client_stream import ClientStream
 from services.conductor.config import ConductorConfig
 from services.conductor.core.scheduler import ConductorCore
 from services.conductor.deletion import KVDeletions
 from services.conductor.dispatcher import Dispatcher
 from services.conductor.explain import RequestReports, queue_state
 from services.conductor.registry import ClusterMembers, JoinServer
-from services.conductor.request import weight_of
-from services.conductor.session import Session
+from services.conductor.request import session_from_proto, weight_of
 
 _GenerateContext = grpc.aio.ServicerContext[conductor_pb2.GenerateRequest, conductor_pb2.GenerateResponse]
 
@@ -114,7 +114,7 @@ class _OpenCall:
     """
 
     message: conductor_pb2.GenerateRequest
-    session: Session | None = None
+    session: ClientStream | None = None
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
@@ -224,7 +224,7 @@ class ConductorServicer:
         if not self._calls:
             self._idle.set()
 
-    async def _send(self, call: _OpenCall, session: Session, deadline: float, context: _GenerateContext) -> None:
+    async def _send(self, call: _OpenCall, session: ClientStream, deadline: float, context: _GenerateContext) -> None:
         """Send a client all messages for the request, or until another call replaces this call."""
         outgoing = session.outgoing
         try:
@@ -321,6 +321,18 @@ class ConductorServicer:
         request.tenant = tenant_of(request.tenant)
         return await self._contexts.delete(request)
 
+    async def UpdateSession(
+        self, request: conductor_pb2.UpdateSessionRequest, context: object
+    ) -> conductor_pb2.UpdateSessionResponse:
+        """Take what a client knows of a session between two turns."""
+        tenant, turn = tenant_of(request.tenant), session_from_proto(request.session)
+        if not turn.id:
+            raise InvalidRequest("session.id", "is missing")
+        found = self.core.scheduler.sessions.get(tenant, turn.id) is not None
+        if found:
+            self._dispatcher.session_updated(tenant, turn)
+        return conductor_pb2.UpdateSessionResponse(found=found)
+
     async def DeleteKV(self, request: conductor_pb2.DeleteKVRequest, context: object) -> conductor_pb2.DeleteKVResponse:
         selection = selection_from_proto(request.selection)
         if is_client() and (selection.keys or selection.namespaces):
@@ -389,6 +401,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
         lambda it: it.cluster.steps.unsent,
         0,
     ),
+    Metric("sessions", "Sessions that the conductor knows.", lambda it: len(it.core.scheduler.sessions)),
     Metric("contexts", "Named contexts.", lambda it: len(it.contexts)),
     Metric("context_tasks", "Background tasks for named contexts.", lambda it: it.contexts.tasks, 0),
     Metric("deletions", "Deletions of KV that are repeated to joining instances.", lambda it: it.deletions.deletions),
@@ -447,7 +460,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
 )
 
 
-def _resumes(message: conductor_pb2.GenerateRequest, session: Session) -> bool:
+def _resumes(message: conductor_pb2.GenerateRequest, session: ClientStream) -> bool:
     """Whether the request's own client resumes the request, before the lost connection was noticed here."""
     if not message.HasField("resume"):
         return False

@@ -28,6 +28,7 @@ from services.gateway.endpoints import (
     openai_responses,
     scores,
     server,
+    sessions,
     stored_responses,
     tokenization,
 )
@@ -85,6 +86,8 @@ ROUTES: Sequence[Endpoint] = (
     Endpoint("GET", "/moonpool/state", cluster.state),
     Endpoint("GET", "/moonpool/requests", cluster.list_requests),
     Endpoint("GET", "/moonpool/requests/{name:path}", cluster.get_request),
+    Endpoint("POST", "/moonpool/sessions/{name:path}", sessions.update_session),
+    Endpoint("DELETE", "/moonpool/sessions/{name:path}", sessions.end_session),
     Endpoint("POST", "/moonpool/markdown", dashboard.markdown),
     Endpoint("GET", "/", dashboard.index),
     Endpoint("GET", "/page/{name}", dashboard.file),

@@ -8,6 +8,7 @@ from enum import Enum
 
 from moonpool.frozen import frozen
 from moonpool.scheduling.fair_share import QueueKey, priority_rank
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast
@@ -209,6 +210,7 @@ class RequestSpec:
         priority: among the tenant's requests; lower ones go first.
         weight: the tenant's share relative to other tenants.
         needs: sampling options that not every engine has, as far as the request sets them.
+        session: what the client says of the session that the request is a turn of; None = nothing.
     """
 
     number: int
@@ -227,6 +229,7 @@ class RequestSpec:
     priority: int = 0
     weight: float = 1.0
     needs: tuple[str, ...] = ()
+    session: SessionTurn | None = None
 
     @property
     def queue_key(self) -> QueueKey:
@@ -276,6 +279,14 @@ class ClientGone:
     """No client waits for the answer any more."""
 
     request: int
+
+
+@frozen
+class SessionUpdated:
+    """A client says between two turns what is known of a session."""
+
+    tenant: str
+    turn: SessionTurn
 
 
 @frozen
@@ -404,7 +415,7 @@ class ReserveGranted:
 
 CallResult = ReserveGranted | StalePlacement | Failure | None
 """Result of a call; None = ended normally."""
-FromClient = RequestArrived | Rehashed | StopRequested | ClientGone
+FromClient = RequestArrived | Rehashed | StopRequested | ClientGone | SessionUpdated
 FromCall = PrefillAccepted | FirstToken | KVDelivered | TokensArrived
 FromCluster = InstanceJoined | InstanceLeft | LoadReported | KeysChanged | RoleChangeRequested
 Event = FromClient | FromCall | FromCluster | IoEnded[CallResult]

@@ -48,6 +48,7 @@ from services.conductor.core.events import (
     ReserveGranted,
     Resync,
     RoleChangeRequested,
+    SessionUpdated,
     StalePlacement,
     StopRequested,
     TokensArrived,
@@ -66,6 +67,7 @@ from services.conductor.core.request import (
 )
 from services.conductor.core.roles import FIXED_ROLES, RoleBalancer, RoleLimits
 from services.conductor.core.router import RoutingDecision, RoutingRequest
+from services.conductor.core.sessions import SessionTable
 from services.conductor.core.wait_queue import DecodeMemoryQueue, MemoryWaiter, SloQueue, TenantCounts, blocks_left_free
 from services.conductor.placement.base import DecodeChoice, PrefillChoice
 
@@ -117,6 +119,7 @@ class RequestScheduler:
     Attributes:
         requests: those that have not ended, by number.
         tenants: number of requests per tenant.
+        sessions: conversations and agents' runs.
         memory_queue: requests that wait for decode memory.
         slo_queue: requests that wait for a placement within their SLO.
         waiting_for_instance: requests that wait for an instance to join.
@@ -125,6 +128,7 @@ class RequestScheduler:
     def __init__(self, limits: SchedulerLimits, cluster: ClusterView) -> None:
         self.requests: dict[int, ScheduledRequest] = {}
         self.tenants = TenantCounts()
+        self.sessions = SessionTable()
         self.waiting_for_instance: dict[int, None] = {}
         self._limits = limits
         self._cluster = cluster
@@ -173,6 +177,8 @@ class RequestScheduler:
                 self._arrived(now, spec, keys)
             case Rehashed() | StopRequested() | ClientGone():
                 self._from_client(now, event)
+            case SessionUpdated(tenant, turn):
+                self.sessions.update(tenant, turn, now)
             case PrefillAccepted() | FirstToken() | KVDelivered() | TokensArrived():
                 self._from_call(now, event)
             case IoEnded():
@@ -188,6 +194,8 @@ class RequestScheduler:
         assert spec.number not in self.requests, f"request {spec.number} is there already"
         request = self.requests[spec.number] = ScheduledRequest(spec, keys)
         self.tenants.came(spec.queue_key)
+        if spec.session is not None:
+            self.sessions.began(spec.tenant, spec.session, keys[-1] if keys else b"", now)
         if spec.resumed is not None:
             request.tokens, request.recovering = spec.resumed.tokens, True
         self._timers.set((TimerKind.DEADLINE, spec.number), spec.deadline)
@@ -914,6 +922,8 @@ class RequestScheduler:
         request.enter(RequestState.ENDED)
         del self.requests[number]
         self.tenants.left(request.spec.tenant, now)
+        if request.spec.session is not None:
+            self.sessions.ended(request.spec.tenant, request.spec.session.id, now)
         self.waiting_for_instance.pop(number, None)
         self.memory_queue.remove(number)
         self.slo_queue.remove(number)
@@ -958,7 +968,8 @@ class RequestScheduler:
     def digest(self) -> bytes:
         """Hash of everything but the cluster view."""
         queues = self.memory_queue.state(), self.slo_queue
-        return digest_of(self.requests, self.tenants, *queues, self._shares, self._calls, self._timers)
+        state = self.requests, self.tenants, self.sessions, *queues
+        return digest_of(*state, self._shares, self._calls, self._timers)
 
 
 class ConductorCore:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
@@ -45,8 +46,28 @@ from services.gateway.serving.tool_calls import (
     tool_definition,
 )
 
+TTL_S = {"5m": 300.0, "1h": 3600.0}
+"""Seconds for which a prompt's KV is worth keeping, by the TTL of a breakpoint."""
 
-class MessagesContentBlock(ContentPart):
+
+class CacheControl(Body):
+    """A cache breakpoint: the prompt up to here comes again."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class CacheablePart(ContentPart):
+    """A part that may end with a breakpoint."""
+
+    cache_control: CacheControl | None = None
+
+    def shown_text(self) -> str:
+        """The text that stands in the prompt."""
+        return self.text or ""
+
+
+class MessagesContentBlock(CacheablePart):
     """A message block: text, a tool call or thinking (assistant), or a tool call's result (user)."""
 
     ignored = (*BLOCK_IGNORED, "signature")
@@ -57,7 +78,17 @@ class MessagesContentBlock(ContentPart):
     input: Any = None
     thinking: str | None = None
     tool_use_id: str | None = None
-    content: str | FailFastList[ContentPart] | None = None
+    content: str | FailFastList[CacheablePart] | None = None
+
+    def shown_text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return self.content[-1].shown_text() if self.content else super().shown_text()
+
+    def breakpoint(self) -> CacheControl | None:
+        """The breakpoint of the block, or of a part within."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return self.cache_control or next((it.cache_control for it in reversed(parts) if it.cache_control), None)
 
     def ignored_fields(self, place: str = "") -> Iterator[str]:
         return iter(()) if self.type == "thinking" else super().ignored_fields(place)
@@ -106,7 +137,7 @@ class MessagesMessage(Body):
 class MessagesTool(Body):
     """A function that the model may call. `strict` closes the objects of the schema."""
 
-    ignored = ("cache_control", "eager_input_streaming", "input_examples")
+    ignored = ("eager_input_streaming", "input_examples")
     refused: ClassVar[Mapping[str, tuple[Any, ...]]] = {"allowed_callers": (["direct"],), "defer_loading": (False,)}
 
     type: Literal["custom"] | None = None
@@ -114,6 +145,7 @@ class MessagesTool(Body):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(Body):
@@ -149,11 +181,12 @@ class MessagesPrompt(Body):
 
     model: str | None = None
     messages: FailFastList[MessagesMessage]
-    system: str | FailFastList[ContentPart] | None = None
+    system: str | FailFastList[CacheablePart] | None = None
     tools: FailFastList[MessagesTool] | None = None
     tool_choice: MessagesToolChoice | None = None
     output_config: MessagesOutputConfig | None = None
     thinking: MessagesThinking | None = None
+    cache_control: CacheControl | None = None
 
     def check(self) -> None:
         if not self.messages:
@@ -163,6 +196,23 @@ class MessagesPrompt(Body):
         """How the messages become a prompt. The answer continues a last message of the assistant."""
         thinks = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         return ChatOptions(continue_final_message=self.messages[-1].role == "assistant", template_kwargs=thinks)
+
+    def cache_marks(self) -> list[tuple[str, CacheControl | None]]:
+        """The texts of the prompt in order, each with the breakpoint at the text's end.
+
+        Chat templates write the tools into the system prompt: a tool's breakpoint counts as the system prompt's.
+        """
+        tools = next((tool.cache_control for tool in reversed(self.tools or ()) if tool.cache_control), None)
+        system = [CacheablePart(type="text", text=self.system)] if isinstance(self.system, str) else self.system or []
+        marks = [(part.shown_text(), part.cache_control) for part in system] or [("", None)]
+        marks[-1] = marks[-1][0], marks[-1][1] or tools
+        for message in self.messages:
+            if isinstance(message.content, str):
+                marks.append((message.content, None))
+            else:
+                marks += [(block.shown_text(), block.breakpoint()) for block in message.content]
+        marks[-1] = marks[-1][0], marks[-1][1] or self.cache_control
+        return marks
 
     def to_messages(self) -> list[Message]:
         """The messages for the SDK.
@@ -207,6 +257,9 @@ class MessagesBody(MessagesPrompt, GenerateBody):
     top_p: float | None = None
     top_k: Integer | None = None
 
+    def keep_s(self) -> float | None:
+        return max((TTL_S[mark.ttl] for _, mark in self.cache_marks() if mark is not None), default=None)
+
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         fields: dict[str, Any] = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k")}
         if self.output_config is not None and self.output_config.format is not None:
@@ -242,9 +295,42 @@ async def messages(gateway: GatewayContext, request: Request) -> GenerationRespo
     job = gateway.builder.prepare(checked, state, body.max_tokens)
     job.prompts = [{"messages": body.to_messages()}]
     job.set_chat_options(body.chat_options())
-    parser = gateway.builder.offer_tools(job, body.tool_set())
+    tools = body.tool_set()
+    parser = gateway.builder.offer_tools(job, tools)
+    cache = await _cache_breakpoints(gateway, body, tools)
     decode = partial(gateway.tokenizer.decode_now, skip_special=job.sampling.skip_special_tokens)
-    return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode))
+    return gateway.generate(job, MessagesFormatter(job.model_name, parser, body.stop_sequences or (), decode, cache))
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBreakpoints:
+    """Prompt tokens behind the last breakpoint, and behind the last with a TTL of an hour; None: there is none."""
+
+    behind: int | None = None
+    behind_hour: int | None = None
+
+    def created_tokens(self, usage: Usage) -> tuple[int, int]:
+        """Tokens up to the breakpoints whose KV was computed anew: for five minutes, and for an hour."""
+        hour = 0 if self.behind_hour is None else max(0, usage.prompt_tokens - self.behind_hour - usage.cached_tokens)
+        known = usage.cached_tokens + hour
+        return 0 if self.behind is None else max(0, usage.prompt_tokens - self.behind - known), hour
+
+
+async def _cache_breakpoints(gateway: GatewayContext, body: MessagesBody, tools: ToolSet | None) -> CacheBreakpoints:
+    marks = body.cache_marks()
+    ends = [index for index, (_, mark) in enumerate(marks) if mark is not None]
+    if not ends:
+        return CacheBreakpoints()
+    hours = [index for index in ends if (mark := marks[index][1]) is not None and mark.ttl == "1h"]
+    wanted, texts = [ends[-1], *hours[-1:]], [text for text, _ in marks]
+    if min(wanted) == len(marks) - 1:
+        behind = [0] * len(wanted)  # the prompt's end: nothing is counted
+    else:
+        definitions = tools.definitions if tools else ()
+        behind = await gateway.tokenizer.tokens_behind(
+            body.to_messages(), definitions, body.chat_options(), texts, wanted
+        )
+    return CacheBreakpoints(*behind)
 
 
 async def count_tokens(gateway: GatewayContext, request: Request) -> Response:
@@ -275,7 +361,12 @@ class MessagesFormatter(ResponseFormatter):
     """Writes a message, or the events of a message."""
 
     def __init__(
-        self, model: str, parser: AnswerParser, stops: Sequence[str], decode: Callable[[Sequence[int]], str]
+        self,
+        model: str,
+        parser: AnswerParser,
+        stops: Sequence[str],
+        decode: Callable[[Sequence[int]], str],
+        cache: CacheBreakpoints,
     ) -> None:
         """Write answers of `model`.
 
@@ -284,7 +375,9 @@ class MessagesFormatter(ResponseFormatter):
             parser: finds the tool calls in the answer.
             stops: stop texts of the request.
             decode: returns the text of tokens, to find the stop text that ended the answer.
+            cache: the prompt's breakpoints.
         """
+        self._cache = cache
         self._model = model
         self._parser = parser
         self._stops = stops
@@ -309,7 +402,7 @@ class MessagesFormatter(ResponseFormatter):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": messages_usage(Usage(), 0),
+            "usage": messages_usage(Usage(), 0, self._cache),
         }
         yield _messages_event("message_start", {"message": {**self._head, **empty}})
 
@@ -364,7 +457,7 @@ class MessagesFormatter(ResponseFormatter):
         return _messages_event("content_block_stop", {"index": self._blocks - 1})
 
     def _usage(self, result: GenerateResult) -> dict[str, Any]:
-        return messages_usage(result.usage, self._parser.reasoning_tokens(result.choices))
+        return messages_usage(result.usage, self._parser.reasoning_tokens(result.choices), self._cache)
 
     def _end(self, result: GenerateResult) -> dict[str, str | None]:
         stop = self._stopped_by(result)
@@ -401,11 +494,13 @@ def anthropic_error_body(error: ErrorResponse) -> dict[str, Any]:
     return {"type": "error", "error": fields | error.detail}
 
 
-def messages_usage(usage: Usage, thinking_tokens: int) -> dict[str, Any]:
-    """Anthropic's usage, which counts cached prompt tokens separately."""
+def messages_usage(usage: Usage, thinking_tokens: int, cache: CacheBreakpoints) -> dict[str, Any]:
+    """Anthropic's usage: `input_tokens` has neither cached tokens nor those computed up to a breakpoint."""
+    minutes, hour = cache.created_tokens(usage)
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - minutes - hour,
+        "cache_creation_input_tokens": minutes + hour,
+        "cache_creation": {"ephemeral_5m_input_tokens": minutes, "ephemeral_1h_input_tokens": hour},
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": thinking_tokens},

@@ -25,6 +25,7 @@ from services.gateway.serving.json_body import (
     FailFastList,
     GenerateBody,
     Integer,
+    PromptCacheBody,
     SmallObject,
     TextOr,
     to_json_bytes,
@@ -377,12 +378,13 @@ else:
     """Sampling fields that need no conversion; `moonpool.sampling_params` declares them."""
 
 
-class OpenAISamplingBody(SamplingFieldsBody):
+class OpenAISamplingBody(PromptCacheBody, SamplingFieldsBody):
     """Sampling fields of `/v1/chat/completions` and `/v1/completions`."""
 
     ignored: ClassVar[Collection[str]] = COMPLETION_IGNORED
     refused = COMPLETION_REFUSED
 
+    session_id: str | None = None
     prompt_token_ids: FailFastList[int] | None = None
     max_tokens: Integer | None = None
     top_k: Integer | None = None
@@ -413,6 +415,9 @@ class OpenAISamplingBody(SamplingFieldsBody):
             raise InvalidRequest("stream_options", "is allowed only if stream is true")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs", "is not allowed if stream is true")
+
+    def session_name(self, header: str) -> str:
+        return self.session_id or super().session_name(header)
 
     def wants_logprobs(self) -> bool:
         return super().wants_logprobs() or self.prompt_logprobs is not None

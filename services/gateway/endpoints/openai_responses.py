@@ -39,8 +39,8 @@ from services.gateway.serving.generation import GenerationResponse, ResponseForm
 from services.gateway.serving.json_body import (
     Body,
     FailFastList,
-    GenerateBody,
     Integer,
+    PromptCacheBody,
     SmallObject,
     TextOr,
     json_response,
@@ -293,7 +293,7 @@ class ConversationReference(Body):
     id: str
 
 
-class ResponsesBody(GenerateBody):
+class ResponsesBody(PromptCacheBody):
     """Body of `/v1/responses`."""
 
     ignored = RESPONSES_IGNORED
@@ -339,6 +339,9 @@ class ResponsesBody(GenerateBody):
             raise InvalidRequest("previous_response_id", "is not allowed together with conversation")
         if self.background and self.store is False:
             raise InvalidRequest("store", "must not be false for a background response, which is read later")
+
+    def session_name(self, header: str) -> str:
+        return super().session_name(header) or self.conversation_id
 
     @property
     def conversation_id(self) -> str:

@@ -23,6 +23,8 @@ from services.gateway.serving.errors import BudgetSpentError
 from services.gateway.serving.json_body import Body, BodyReader, BodyT
 
 MINUTE_S = 60.0
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session-id", "x-session-affinity")
+"""Headers that name a request's session, the general one and known clients' own. The first that is there counts."""
 
 
 class TokenBucket:
@@ -160,6 +162,7 @@ class CheckedRequest(Generic[CheckedBodyT]):
         traceparent: W3C trace context of the client; "" for none.
         request_id: unique id of the request.
         client_id: the client's own id of the request, with which `request_id` begins; "" for none.
+        session_id: the session that the request's head names; "" for none.
     """
 
     caller: AuthenticatedCaller
@@ -168,6 +171,7 @@ class CheckedRequest(Generic[CheckedBodyT]):
     traceparent: str
     request_id: str
     client_id: str
+    session_id: str
 
 
 class Authenticator:
@@ -254,7 +258,8 @@ class Authenticator:
         if own:
             self._remember_id(caller.tenant, name, request_id)
         trace = given if is_traceparent(given) else ""
-        return CheckedRequest(caller, body, _ignored_fields_warning(body), trace, request_id, name if own else "")
+        warning, session = _ignored_fields_warning(body), _session_id(request)
+        return CheckedRequest(caller, body, warning, trace, request_id, name if own else "", session)
 
     def _remember_id(self, tenant: str, client_id: str, request_id: str) -> None:
         self._request_ids.pop((tenant, client_id), None)
@@ -278,6 +283,11 @@ def _api_key(request: Request) -> str:
     """The API key, from OpenAI's header or from Anthropic's; "" without a key."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _session_id(request: Request) -> str:
+    """The session that the head names; "" for none."""
+    return next((found for name in SESSION_HEADERS if (found := request.headers.get(name))), "")
 
 
 def _ignored_fields_warning(body: Body) -> dict[str, str]:

@@ -267,6 +267,7 @@ class RequestBuilder:
             "tenant": checked.caller.tenant,
             "model": self._checkpoint_name(body.model or ""),
             "cache_salt": body.cache_salt or "",
+            "session": body.to_session(checked.session_id),
             "timeout_s": self._timeout_s,
         }
         headers = dict(checked.warning_headers)

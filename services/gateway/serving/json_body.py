@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
 from operator import le
-from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -32,7 +32,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json, to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moonpool.client import Slo
+from moonpool.client import SessionTurn, Slo
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.kv.keys import MAX_SALT_CHARS
 from moonpool.sampling_params import MAX_LOGIT_BIASES, SamplingParams
@@ -239,6 +239,26 @@ class SloBody(Body):
     queue_s: float | None = None
 
 
+class SessionBody(Body):
+    """The session that the request is a turn of, and what the client knows of the session. Times are seconds."""
+
+    id: str | None = None
+    return_s: float | None = None
+    keep_s: float | None = None
+    last: bool | None = None
+    retention: Integer | None = None
+
+    def to_turn(self, name: str = "", keep_s: float | None = None) -> SessionTurn:
+        """The session for the SDK. `name` and `keep_s` count where the body has none."""
+        return SessionTurn(
+            id=self.id or name,
+            return_s=self.return_s,
+            keep_s=keep_s if self.keep_s is None else self.keep_s,
+            last=bool(self.last),
+            retention=self.retention or 0,
+        )
+
+
 class GenerateBody(Body):
     """A body that asks the model for an answer."""
 
@@ -249,6 +269,7 @@ class GenerateBody(Body):
     slo: SloBody | None = None
     priority: Integer | None = None
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT_CHARS)
+    session: SessionBody | None = None
 
     _format_field: str = PrivateAttr("")
 
@@ -261,6 +282,22 @@ class GenerateBody(Body):
         """Latency limits for the SDK."""
         slo = self.slo
         return None if slo is None else Slo(ttft_s=slo.ttft_s, tbt_s=slo.tbt_s, queue_s=slo.queue_s)
+
+    def to_session(self, header: str = "") -> SessionTurn | None:
+        """The session for the SDK; None if the request names none and does not say how long KV is worth keeping.
+
+        `header` is the name in the request's head, "" for none.
+        """
+        turn = (self.session or SessionBody()).to_turn(self.session_name(header), self.keep_s())
+        return None if turn == SessionTurn() else turn
+
+    def session_name(self, header: str) -> str:
+        """Name of the session where `session` has none; "" for none."""
+        return header
+
+    def keep_s(self) -> float | None:
+        """Seconds for which other fields say that KV is worth keeping; None: they do not say."""
+        return None
 
     def tool_set(self) -> ToolSet | None:
         """Functions that the model may call. None: no functions.
@@ -285,6 +322,33 @@ class GenerateBody(Body):
             InvalidRequest: a field cannot be translated; names the field.
         """
         raise NotImplementedError
+
+
+_TTL_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+class PromptCacheOptions(Body):
+    """How OpenAI's prompt cache is used."""
+
+    ignored = ("comparison_response_id", "mode", "prewarm")
+
+    ttl: Annotated[str, Field(pattern=r"^[0-9]{1,5}[smhd]$")] | None = None
+
+
+class PromptCacheBody(GenerateBody):
+    """OpenAI's fields for the prompt cache: the key names a session, the others say how long KV is worth keeping."""
+
+    prompt_cache_key: str | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+
+    def session_name(self, header: str) -> str:
+        return header or self.prompt_cache_key or ""
+
+    def keep_s(self) -> float | None:
+        if self.prompt_cache_options is not None and (ttl := self.prompt_cache_options.ttl):
+            return float(ttl[:-1]) * _TTL_UNITS_S[ttl[-1]]
+        return _TTL_UNITS_S["d"] if self.prompt_cache_retention == "24h" else None
 
 
 def validate_body(cls: type[BodyT], content: object) -> BodyT:

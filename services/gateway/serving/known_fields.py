@@ -18,9 +18,6 @@ Refused = Mapping[str, tuple[Any, ...]]
 OPENAI_IGNORED = (
     "metadata",
     "prediction",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
     "reasoning_effort",
     "safety_identifier",
     "service_tier",
@@ -47,7 +44,6 @@ VLLM_IGNORED = (
     "request_id",
     "return_mm_kwargs",
     "return_token_offsets",
-    "session_id",
     "stream_interval",
 )
 VLLM_REFUSED: Refused = {
@@ -250,9 +246,6 @@ CALL_IGNORED = (*KEPT_BY_CLIENTS, "caller", "parsed_arguments")
 RESPONSES_IGNORED = (
     "context_management",
     "max_tool_calls",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
     "reasoning",
     "request_id",
     "safety_identifier",
@@ -292,7 +285,6 @@ ITEM_IGNORED = (
 ANTHROPIC_IGNORED = (
     "betas",
     "billing_policy",
-    "cache_control",
     "compaction",
     "context_management",
     "diagnostics",

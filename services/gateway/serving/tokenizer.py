@@ -88,6 +88,38 @@ class GatewayTokenizer:
 
         return await self._run(run)
 
+    async def tokens_behind(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        options: ChatOptions,
+        texts: Sequence[str],
+        ends: Sequence[int],
+    ) -> list[int]:
+        """For each of `ends`, a place in `texts`: tokens of the prompt behind that text.
+
+        Args:
+            messages: the conversation.
+            tools: functions that the template shows.
+            options: options of the template.
+            texts: texts of the messages, in the order of the prompt.
+            ends: places of texts.
+
+        Raises:
+            InvalidRequest: the chat template refuses the messages.
+        """
+
+        def run() -> list[int]:
+            chat = self._tokenizer.render_chat(messages, tools, options).text
+            places, at = [], 0
+            for text in texts:
+                found = chat.find(text, at)
+                at = at if found < 0 else found + len(text)
+                places.append(at)
+            return [len(self._tokenizer.encode(chat[places[end] :], add_special=False)) for end in ends]
+
+        return await self._run(run)
+
     async def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens included.
 

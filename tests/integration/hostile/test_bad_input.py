@@ -194,6 +194,7 @@ EMPTY: dict[str, tuple[grpc.StatusCode, str]] = {
     "conductor.ListContexts": (CODES.OK, ""),
     "conductor.DeleteContext": (CODES.NOT_FOUND, ""),
     "conductor.DeleteKV": (INVALID, "selection"),
+    "conductor.UpdateSession": (INVALID, "session.id"),
     "conductor.ChangeRole": (INVALID, "kind"),
     "conductor.ConductorStats": (CODES.OK, ""),
     "conductor.Join": (INVALID, "hello"),

@@ -37,6 +37,7 @@ COVERED = {
     "ConductorStats": "stats",
     "DeleteKV": "delete_kv",
     "ChangeRole": "change_role",
+    "UpdateSession": "update_session",
 }
 CONTEXTS = {
     "CreateContext": "create",

@@ -12,6 +12,7 @@ from moonpool.errors import Internal
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import kv_pb2
+from services.conductor.client_stream import OutputQueue
 from services.conductor.core.events import (
     AnnouncePlacement,
     CompleteRequest,
@@ -23,7 +24,6 @@ from services.conductor.core.events import (
 )
 from services.conductor.decode_streams import NewTokens
 from services.conductor.dispatcher import InstanceCalls, SequenceSubscription
-from services.conductor.session import OutputQueue
 
 from .fakes import decode, expected, prefill
 from .logprobs import told

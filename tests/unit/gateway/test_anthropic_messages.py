@@ -18,6 +18,7 @@ PATH = "/v1/messages"
 USAGE = {
     "input_tokens": 1,
     "cache_creation_input_tokens": 0,
+    "cache_creation": {"ephemeral_5m_input_tokens": 0, "ephemeral_1h_input_tokens": 0},
     "cache_read_input_tokens": 8,
     "output_tokens": 2,
     "output_tokens_details": {"thinking_tokens": 0},
@@ -201,11 +202,9 @@ async def test_past_thinking_is_for_the_chat_template(gateway: Answers) -> None:
 
 
 async def test_unknown_fields_are_told(gateway: Answers) -> None:
-    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    part = {"type": "text", "text": "x", "citations": {"enabled": False}}
     answered = await post(gateway, messages=[{"role": "user", "content": [part]}], metadata={"user_id": "x"})
-    assert answered.headers["warning"] == (
-        '299 moonpool "ignored fields: metadata, messages.0.content.0.cache_control"'
-    )
+    assert answered.headers["warning"] == ('299 moonpool "ignored fields: metadata, messages.0.content.0.citations"')
 
 
 @pytest.mark.parametrize(

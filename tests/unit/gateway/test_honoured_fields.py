@@ -30,6 +30,7 @@ SAMPLING: dict[str, Given] = {
     "slo": ({"ttft_s": 9.0}, {}),
     "priority": (3, {}),
     "cache_salt": ("s", {}),
+    "session": ({"id": "s"}, {}),
     "temperature": (0.3, {}),
     "top_p": (0.4, {}),
     "top_k": (5, {}),
@@ -43,9 +44,16 @@ VLLM: dict[str, Given] = {
     "logit_bias": ({"5": 1}, {}),
     "structured_outputs": ({"regex": "a+"}, {}),
 }
+PROMPT_CACHE: dict[str, Given] = {
+    "prompt_cache_key": ("k", {}),
+    "prompt_cache_options": ({"ttl": "30m"}, {}),
+    "prompt_cache_retention": ("24h", {}),
+}
 OPENAI: dict[str, Given] = {
     **SAMPLING,
+    **PROMPT_CACHE,
     **VLLM,
+    "session_id": ("s", {}),
     "stream": (True, {}),
     "stream_options": ({"include_usage": True}, {"stream": True}),
     "max_tokens": (7, {}),
@@ -106,6 +114,7 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
         {"input": "a"},
         {
             **SAMPLING,
+            **PROMPT_CACHE,
             **VLLM,
             "stream": (True, {}),
             "input": ("b", {}),
@@ -138,6 +147,7 @@ FIELDS: dict[str, tuple[type[Body], dict[str, Any], dict[str, Given]]] = {
             "tools": (BLOCKS, {}),
             "tool_choice": ({"type": "any"}, {"tools": BLOCKS}),
             "thinking": ({"type": "disabled"}, {}),
+            "cache_control": ({"type": "ephemeral"}, {}),
         },
     ),
 }

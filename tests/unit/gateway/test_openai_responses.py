@@ -124,7 +124,7 @@ async def test_conversation(gateway: Answers) -> None:
     [
         ({"truncation": "auto", "service_tier": "flex"}, "truncation, service_tier"),
         ({"reasoning": {"effort": "high", "summary": "auto"}}, "reasoning"),
-        ({"include": ["reasoning.encrypted_content"], "prompt_cache_key": "x"}, "prompt_cache_key, include.0"),
+        ({"include": ["reasoning.encrypted_content"], "user": "x"}, "user, include.0"),
         ({"context_management": [{"type": "compaction", "compact_threshold": 1000}]}, "context_management"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         (

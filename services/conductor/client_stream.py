@@ -292,7 +292,7 @@ class OutputQueue:
             self._changed.set()
 
 
-class Session:
+class ClientStream:
     """The shell's only record about one request, from reading to end.
 
     Attributes:
@@ -320,8 +320,8 @@ class Session:
         secret: bytes,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        on_first_token: Callable[[Session], None],
-        on_delivered: Callable[[Session], None],
+        on_first_token: Callable[[ClientStream], None],
+        on_delivered: Callable[[ClientStream], None],
     ) -> None:
         """A request without output.
 

@@ -1,0 +1,44 @@
+"""Sessions: requests of one conversation or one agent's run, each of which continues an earlier one's prompt."""
+
+from dataclasses import dataclass
+from math import isfinite
+
+from moonpool.errors import InvalidRequest
+
+MAX_SESSION_CHARS = 256
+MAX_RETENTION = 8
+MAX_SESSION_S = 7 * 86_400.0
+"""Longest time that a client can tell: a week."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionTurn:
+    """What a client says of the session that a request is a turn of. Changes no answer.
+
+    Attributes:
+        id: names the session among the tenant's; "": the rest holds for this turn alone.
+        return_s: seconds from the answer's end to the session's next request; None: not known.
+        last: no further turn follows; the session's KV is evicted first.
+        keep_s: seconds after the answer for which the KV is worth keeping; None: no end.
+        retention: -8 to 8; KV with a value higher by one is kept as if expected back in half the time.
+    """
+
+    id: str = ""
+    return_s: float | None = None
+    last: bool = False
+    keep_s: float | None = None
+    retention: int = 0
+
+    def check(self, field: str = "session") -> None:
+        """Check the values.
+
+        Raises:
+            InvalidRequest: a value is wrong; names the value below `field`.
+        """
+        if len(self.id) > MAX_SESSION_CHARS or not self.id.isprintable():
+            raise InvalidRequest(f"{field}.id", f"at most {MAX_SESSION_CHARS} printable characters")
+        for name, seconds in (("return_s", self.return_s), ("keep_s", self.keep_s)):
+            if seconds is not None and not (isfinite(seconds) and 0.0 <= seconds <= MAX_SESSION_S):
+                raise InvalidRequest(f"{field}.{name}", f"must be in [0, {MAX_SESSION_S:g}] seconds, is {seconds:g}")
+        if abs(self.retention) > MAX_RETENTION:
+            raise InvalidRequest(f"{field}.retention", f"must be in [-{MAX_RETENTION}, {MAX_RETENTION}]")
