@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moonpool.families.spec import ExpertsSpec
-from moonpool.models.layers import FeedForward, Linear
+from moonpool.models.layers import FeedForward, Linear, elementwise
 
 
 @dataclass(slots=True)
@@ -35,7 +35,8 @@ class Experts:
 
     def __call__(self, x: Tensor, *, deterministic: bool) -> Tensor:
         """Return the weighted sum of the chosen experts' outputs [T, hidden] for `x` [T, hidden]."""
-        weights, chosen = self._route(self.router(x.float(), deterministic=deterministic))
+        logits = self.router(x.float(), deterministic=deterministic)
+        weights, chosen = self._route(logits, deterministic=deterministic)
         out = torch.zeros_like(x)
         order = chosen.flatten().argsort(stable=True)
         counts = torch.bincount(chosen.flatten(), minlength=self.spec.count).tolist()
@@ -54,17 +55,21 @@ class Experts:
         if self.shared is not None:
             beside = self.shared(x, deterministic=deterministic)
             if self.shared_gate is not None:
-                beside = beside * torch.sigmoid(self.shared_gate(x, deterministic=deterministic))
+                share = self.shared_gate(x, deterministic=deterministic)
+                beside = beside * elementwise(torch.sigmoid, share, deterministic=deterministic)
             out += beside
         return out
 
-    def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _route(self, logits: Tensor, *, deterministic: bool) -> tuple[Tensor, Tensor]:
         """Return the weights, float32, and the indices of each row's experts, both [T, chosen]."""
         spec = self.spec
         if spec.scores == "softmax_chosen":
             best, chosen = logits.topk(spec.chosen, dim=-1)
             return best.softmax(-1), chosen
-        scores = logits.softmax(-1) if spec.scores == "softmax" else logits.sigmoid()
+        if spec.scores == "softmax":
+            scores = logits.softmax(-1)
+        else:
+            scores = elementwise(torch.sigmoid, logits, deterministic=deterministic)
         chosen = self._choose(scores).topk(spec.chosen, dim=-1).indices
         weights = scores.gather(1, chosen)
         if spec.normalised:

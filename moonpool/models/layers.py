@@ -33,6 +33,34 @@ _ROWS_HINT = 512
 FIXED_ROWS = 32
 
 
+_VECTOR = 64
+"""Elements of which torch's operations on vectors take a whole number."""
+_ONE_THREAD = (1 << 15) - 1
+"""Elements that torch does not divide among threads."""
+
+
+def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return `function` of the rows of `x` [T, ...], FIXED_ROWS at a time, the last ones filled up with zeros."""
+    filled = -x.shape[0] % FIXED_ROWS
+    padded = torch.cat((x, x.new_zeros((filled, *x.shape[1:])))) if filled else x
+    return torch.cat([function(tile) for tile in padded.split(FIXED_ROWS)])[: x.shape[0]]
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor, *, deterministic: bool = True) -> Tensor:
+    """Return `function` of each element of `x` [T, ...].
+
+    On a CPU, torch computes the last elements of a thread's part one by one, with other bits than vectors give.
+    `deterministic`: the bits depend on the row alone, not on the row's place.
+    """
+    if not deterministic or x.device.type != "cpu" or not x.numel():
+        return function(x)
+    flat = x.flatten(1)
+    width = flat.shape[1]
+    wide = functional.pad(flat, (0, -width % _VECTOR))
+    parts = [function(part) for part in wide.split(max(1, _ONE_THREAD // wide.shape[1]))]
+    return torch.cat(parts)[:, :width].reshape(x.shape)
+
+
 _DEQUANTISED_OUTPUTS = 4096
 """Outputs of a packed weight that the torch path dequantises at a time."""
 
@@ -88,8 +116,11 @@ class Linear:
         """
         if self.panels is not None:
             return self.panels.product(x, wide=wide, out=out)
-        result = self._in_tiles(x) if deterministic else self._product(x)
-        if self.gated:
+        result = in_tiles(self._product, x) if deterministic else self._product(x)
+        if self.gated and deterministic and result.device.type == "cpu":
+            gates, ups = result.chunk(2, dim=-1)
+            result = elementwise(functional.silu, gates, deterministic=True) * ups
+        elif self.gated:
             result = ops.silu_mul(result)
         return result.float() if wide else result
 
@@ -101,19 +132,6 @@ class Linear:
         if isinstance(self._weight, PackedWeight):
             return self._weight.dequantise().to(self.dtype)
         return self._weight.to_dense() if self._reordered else self._weight
-
-    def _in_tiles(self, x: Tensor) -> Tensor:
-        rows = x.shape[0]
-        result = x.new_empty((rows, self.shape[0]))
-        padded = x.new_zeros((FIXED_ROWS, x.shape[1]))
-        for begin in range(0, rows, FIXED_ROWS):
-            count = min(FIXED_ROWS, rows - begin)
-            tile = x[begin : begin + count]
-            if count < FIXED_ROWS:
-                padded[:count] = tile
-                tile = padded
-            result[begin : begin + count] = self._product(tile)[:count]
-        return result
 
     def _product(self, x: Tensor) -> Tensor:
         assert self._weight is not None
@@ -190,12 +208,13 @@ class RopeTable:
             return None
         beta, length = self._rope.by_length
         positions = positions + self._rope.length_from
-        factors = 1 + beta * torch.log1p(torch.div(positions, length, rounding_mode="floor").float())
-        return factors.to(self._dtype)[:, None, None]
+        steps = torch.div(positions, length, rounding_mode="floor").float()
+        factors = 1 + beta * elementwise(torch.log1p, steps[:, None, None])
+        return factors.to(self._dtype)
 
     def _computed(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[:, None] * self._frequencies
-        cos, sin = angles.cos() * self._rope.magnitude, angles.sin() * self._rope.magnitude
+        cos, sin = (elementwise(turn, angles) * self._rope.magnitude for turn in (torch.cos, torch.sin))
         return torch.cat((cos, cos), dim=-1).to(self._dtype), torch.cat((-sin, sin), dim=-1).to(self._dtype)
 
 
@@ -289,7 +308,7 @@ class FeedForward:
         """Return the network's output [T, hidden] for `x` [T, hidden]."""
         inner = self.gate_up(x, deterministic=deterministic)
         if not self.gate_up.gated:
-            inner = activate(self.spec, inner)
+            inner = activate(self.spec, inner, deterministic=deterministic)
         return self.down(inner, deterministic=deterministic)
 
 
@@ -298,17 +317,17 @@ def fused_gate(spec: FeedForwardSpec) -> bool:
     return spec.gated and spec.activation == "silu"
 
 
-def activate(spec: FeedForwardSpec, inner: Tensor) -> Tensor:
+def activate(spec: FeedForwardSpec, inner: Tensor, *, deterministic: bool) -> Tensor:
     """Return activation(gates) * ups from [T, gates and ups], or activation(ups) from [T, ups]."""
     if spec.activation == "clamped_swiglu":  # gpt-oss
         gate, up = inner.chunk(2, dim=-1)
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * spec.alpha))
+        return (up + 1) * (gate * elementwise(torch.sigmoid, gate * spec.alpha, deterministic=deterministic))
     function = _ACTIVATIONS[spec.activation]
     if not spec.gated:
-        return function(inner)
+        return elementwise(function, inner, deterministic=deterministic)
     gate, up = inner.chunk(2, dim=-1)
-    return function(gate) * up
+    return elementwise(function, gate, deterministic=deterministic) * up
 
 
 _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {

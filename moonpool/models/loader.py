@@ -247,7 +247,6 @@ def load_stage(
             "quantization": kept.quantization in ("file", *PACKERS),
         }
         return _load_other(Path(path), config, dtype, torch.device(device), refused)
-    _check_deterministic(config, deterministic=deterministic)
     with ExitStack() as stack, torch.inference_mode():
         reader = _TensorReader(
             Path(path), FAMILIES[config.architecture].renamed, torch.empty(0, dtype=dtype, device=device), stack
@@ -316,12 +315,6 @@ def _as_tied(config: ModelConfig, reader: _TensorReader) -> ModelConfig:
         reader.expect(outer[slot])
     same = torch.equal(reader.read(outer["embedding"]), reader.read(outer["head.weight"]))
     return config if same else untied
-
-
-def _check_deterministic(config: ModelConfig, *, deterministic: bool) -> None:
-    """Refuse what recurrent layers do not give: torch computes their elements by where they lie in a batch."""
-    if deterministic and config.decoder.recurrent:
-        raise UnsupportedModel("deterministic", f"not for {config.architecture}, whose layers have a recurrent state")
 
 
 def packed_if_it_fits(weight: Tensor, pack: Pack | None) -> Tensor | PackedWeight:

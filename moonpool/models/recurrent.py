@@ -10,8 +10,8 @@ triangular system each); Kimi Linear, 2025.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -109,16 +109,39 @@ class RecurrentWeights:
         parts = (self.inputs, self.conv, self.conv_bias, self.output, self.decay, self.step_bias, self.skip, self.norm)
         return sum(part.nbytes for part in (*parts, self.steps, self.gates) if part is not None)
 
-    def __call__(self, normed: Tensor, batch: PackedBatch, kv: Tensor, undo: StateUndo) -> Tensor:
-        """Return the part's result [T, hidden] for `normed` [T, hidden]; reads and writes states in `kv`."""
-        parts = _Inputs.of(self, self.inputs(normed))
-        pool = kv.flatten(1)
-        found = normed.new_empty(len(normed), parts.gate.shape[1])
-        spans = batch.spans if batch.spans is not None else state_spans(batch)
-        batch.spans = spans
+    def __call__(
+        self, normed: Tensor, batch: PackedBatch, kv: Tensor, undo: StateUndo, *, deterministic: bool
+    ) -> Tensor:
+        """Return the part's result [T, hidden] for `normed` [T, hidden]; reads and writes states in `kv`.
+
+        `deterministic`: every sequence by itself, so that the sequence's bits do not depend on others.
+        """
+        batch.spans = spans = batch.spans if batch.spans is not None else state_spans(batch)
+        projected, pool = self.inputs(normed, deterministic=deterministic), kv.flatten(1)
+        if deterministic:
+            alone = [self._mixed(projected, [its], pool, undo, deterministic=True) for its in spans]
+            found = torch.cat(alone)
+        else:
+            found = self._mixed(projected, spans, pool, undo, deterministic=False)
+        return self.output(found, deterministic=deterministic)
+
+    def _mixed(
+        self,
+        projected: Tensor,
+        spans: Sequence[Sequence[StateSpan]],
+        pool: Tensor,
+        undo: StateUndo,
+        *,
+        deterministic: bool,
+    ) -> Tensor:
+        """Return what the last projection takes, of consecutive sequences, from the projection of a step's tokens."""
+        first, last = spans[0][0].begin, spans[-1][-1].end
+        parts = _Inputs.of(self, projected[first:last], deterministic=deterministic)
+        spans = [[replace(span, begin=span.begin - first, end=span.end - first) for span in its] for its in spans]
+        found = projected.new_empty(last - first, parts.gate.shape[1])
         single = [its[0] for its in spans if its[-1].end - its[0].begin == 1]
         if single:
-            rows = torch.tensor([[span.begin] for span in single], device=normed.device)
+            rows = torch.tensor([[span.begin] for span in single], device=projected.device)
             states = self._states(pool, single)
             undo.keep(pool, single, states)
             result, states = self._advance(parts, rows, states)
@@ -130,11 +153,11 @@ class RecurrentWeights:
             states = self._states(pool, its[:1])
             undo.keep(pool, its[:1], states)
             for span in its:
-                rows = torch.arange(span.begin, span.end, device=normed.device)[None]
+                rows = torch.arange(span.begin, span.end, device=projected.device)[None]
                 result, states = self._advance(parts, rows, states)
                 found[span.begin : span.end] = result[0]
                 _store(pool, [span], states)
-        return self.output(self._gated(found, parts.gate))
+        return self._gated(found, parts.gate)
 
     def _states(self, pool: Tensor, spans: Collection[StateSpan]) -> Tensor:
         """Return the states [spans, elements] before some spans, float32."""
@@ -206,8 +229,8 @@ class _Inputs:
     step: Tensor  # [T, heads] float32: how much of a token is taken in
 
     @classmethod
-    def of(cls, weights: RecurrentWeights, projected: Tensor) -> _Inputs:
-        """Divide the projection of a step's tokens."""
+    def of(cls, weights: RecurrentWeights, projected: Tensor, *, deterministic: bool) -> _Inputs:
+        """Divide the projection of tokens."""
         spec, none = weights.spec, projected.new_empty(0)
         if spec.kind == "short_conv":
             before, behind, x = projected.chunk(3, dim=1)
@@ -228,9 +251,9 @@ class _Inputs:
         mixed, inner, inner_gate, taken = torch.split(projected, sizes, dim=1)
         assert weights.steps is not None
         assert weights.gates is not None
-        steps = weights.steps(inner.contiguous()).float() + weights.step_bias
+        steps = weights.steps(inner.contiguous(), deterministic=deterministic).float() + weights.step_bias
         decay = weights.decay[:, None] * torch.unflatten(functional.softplus(steps), 1, (spec.heads, -1))
-        gate = weights.gates(inner_gate.contiguous())
+        gate = weights.gates(inner_gate.contiguous(), deterministic=deterministic)
         return cls(mixed, gate, decay, taken.sigmoid().float())
 
 

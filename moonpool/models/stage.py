@@ -24,7 +24,7 @@ from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families.spec import AttentionSpec
 from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
-from moonpool.models.layers import Linear, Norm, RopeTable
+from moonpool.models.layers import Linear, Norm, RopeTable, elementwise, in_tiles
 from moonpool.models.native_step import (
     NativeRun,
     Progress,
@@ -220,7 +220,8 @@ class StageModel:
         if decoder.logits_factor != 1.0:
             logits *= decoder.logits_factor
         if decoder.logits_soft_cap is not None:
-            logits.div_(decoder.logits_soft_cap).tanh_().mul_(decoder.logits_soft_cap)
+            logits = elementwise(torch.tanh, logits.div_(decoder.logits_soft_cap), deterministic=self.deterministic)
+            logits *= decoder.logits_soft_cap
         return logits
 
     @in_inference_mode
@@ -284,7 +285,7 @@ class StageModel:
         spec = weights.spec
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
         if isinstance(weights.attention, RecurrentWeights):
-            added = weights.attention(normed, batch, kv, self.undo)
+            added = weights.attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
         elif isinstance(weights.attention, LatentWeights):
             added = self._latent_attention(weights.attention, spec.attention, normed, batch, kv, scales)
         else:
@@ -327,7 +328,8 @@ class StageModel:
             qk = _normed_heads(weights, spec, qk)
         attended = self._attended(spec, qk[:, :heads], (qk[:, heads:], v), batch, kv, scales, sinks=weights.sinks)
         if spec.output_gate:
-            attended = attended * torch.sigmoid(qkv[:, heads + 2 * kv_heads :])
+            gates = qkv[:, heads + 2 * kv_heads :]
+            attended = attended * elementwise(torch.sigmoid, gates, deterministic=self.deterministic)
         return weights.output(attended.flatten(1), deterministic=self.deterministic)
 
     def _latent_attention(
@@ -351,12 +353,13 @@ class StageModel:
         vector = weights.kv_a_norm(stored[:, : latent.kv_rank].contiguous())[:, None]
         turned = torch.cat((q[..., latent.key_width :], stored[:, None, latent.kv_rank :]), dim=1)
         turned = self._rotated(replace(spec, head_dim=latent.rope_width), turned, batch)
-        absorbed = _by_head(q[..., : latent.key_width], weights.to_latent)
+        absorbed = _by_head(q[..., : latent.key_width], weights.to_latent, deterministic=exact)
         q = torch.cat((absorbed, turned[:, :-1]), dim=-1)
         key = torch.cat((vector, turned[:, -1:]), dim=-1)
         # A value is the key's first elements; the other elements are unused.
         attended = self._attended(spec, q, (key, None), batch, kv, scales)[..., : latent.kv_rank]
-        return weights.output(_by_head(attended, weights.from_latent).flatten(1), deterministic=exact)
+        attended = _by_head(attended, weights.from_latent, deterministic=exact)
+        return weights.output(attended.flatten(1), deterministic=exact)
 
     def _rotated(self, spec: AttentionSpec, heads: Tensor, batch: PackedBatch) -> Tensor:
         """Return `heads` [T, n, head_dim] with rotary embeddings."""
@@ -435,6 +438,10 @@ def _normed_heads(weights: AttentionWeights, spec: AttentionSpec, qk: Tensor) ->
     return torch.cat(parts, dim=1)
 
 
-def _by_head(rows: Tensor, weight: Tensor) -> Tensor:
+def _by_head(rows: Tensor, weight: Tensor, *, deterministic: bool) -> Tensor:
     """Return rows [T, heads, n] by weight [heads, n, m]: [T, heads, m]."""
-    return torch.bmm(rows.transpose(0, 1), weight).transpose(0, 1)
+
+    def product(tile: Tensor) -> Tensor:
+        return torch.bmm(tile.transpose(0, 1), weight).transpose(0, 1)
+
+    return in_tiles(product, rows) if deterministic else product(rows)

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from kernels import kv_quantization
-from moonpool.models.layers import Linear
+from moonpool.models.layers import Linear, elementwise
 from tests.unit.models.forward import Runner, Sequence_
+from tests.unit.models.test_families import CASES, reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", [None, *kv_quantization.DTYPES.values()])
 @pytest.mark.parametrize("mode", ["", "torch"])
-@torch.inference_mode()
 def test_any_mix_of_chunks_and_decode_steps(
     dtype: torch.dtype,
     stored: torch.dtype | None,
@@ -23,11 +23,29 @@ def test_any_mix_of_chunks_and_decode_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOONPOOL_KERNELS", mode)
-    runner = Runner(checkpoint("tiny-qwen3"), dtype, stored=stored)
+    assert_same_alone(Runner(checkpoint("tiny-qwen3"), dtype, stored=stored))
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        *((case, "") for case in ("qwen2_moe", "llama4", "kimi_linear", "granite, hybrid", "lfm2_moe", "qwen3_next")),
+        *(pytest.param(case, mode, marks=pytest.mark.slow) for case in CASES for mode in ("", "torch")),
+    ],
+)
+def test_every_family(case: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONPOOL_KERNELS", mode)
+    reference(*CASES[case]).save_pretrained(tmp_path)
+    assert_same_alone(Runner(tmp_path, torch.float32))
+
+
+@torch.inference_mode()
+def assert_same_alone(runner: Runner) -> None:
+    """Each sequence's logits have the same bits alone and in any mix of chunks and decode steps."""
     for stage in runner.stages:
         stage.deterministic = True
     generator = torch.Generator().manual_seed(3)
-    texts = [torch.randint(3, 500, (length,), generator=generator).tolist() for length in (60, 5, 33, 48)]
+    texts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in (60, 5, 33, 48)]
     chunks = [(32, 27, 1), (4, 1), (16, 16, 1), (40, 7, 1)]
 
     alone = []
@@ -66,3 +84,13 @@ def test_a_row_of_a_product_does_not_depend_on_its_place(
                 x = torch.randn(count, inputs).to(dtype)
                 x[place] = row
                 assert torch.equal(linear(x, deterministic=True)[place], expected[0])
+
+
+@pytest.mark.parametrize("width", [1, 60, 96, 40_000])
+def test_elements_of_a_row_do_not_depend_on_its_place(width: int) -> None:
+    row = torch.randn(1, width, generator=torch.Generator().manual_seed(width))
+    expected = elementwise(torch.sigmoid, row)
+    for place, count in ((0, 2), (4, 5), (1, 3)):
+        x = torch.zeros(count, width)
+        x[place] = row
+        assert torch.equal(elementwise(torch.sigmoid, x)[place], expected[0])

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moonpool.checkpoint import load_config
-from moonpool.errors import UnsupportedModel
 from moonpool.models.batch import PackedBatch
-from moonpool.models.loader import load_stage
 from moonpool.models.recurrent import StateSpan, scan, state_spans
 from tests.unit.models.forward import BLOCK, Runner, Sequence_
 from tests.unit.models.test_families import CASES, reference
@@ -85,12 +82,6 @@ def taken_twice(path: Path, back: list[int] | None, again: list[int]) -> tuple[T
     for index in again:
         sequences[index].done -= work[index][1]
     return first, runner.step([work[index] for index in again])
-
-
-def test_deterministic_results_are_refused(hybrid: Path) -> None:
-    config = load_config(hybrid)
-    with pytest.raises(UnsupportedModel, match="deterministic"):
-        load_stage(hybrid, config, torch.float32, 0, config.num_layers, deterministic=True)
 
 
 def test_a_step_that_was_given_up_is_taken_again(hybrid: Path) -> None:
