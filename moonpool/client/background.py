@@ -74,12 +74,7 @@ class BackgroundLoop:
             RuntimeError: the loop is closed, belongs to another process, or is the caller's own.
             Unavailable: the loop was closed during the call.
         """
-        try:
-            running = self._start()
-        except BaseException:
-            coroutine.close()
-            raise
-        future = asyncio.run_coroutine_threadsafe(coroutine, running.loop)
+        future = self.submit(coroutine)
         try:
             while not future.done():
                 with contextlib.suppress(TimeoutError):
@@ -89,6 +84,15 @@ class BackgroundLoop:
             raise Unavailable("the client was closed during the call") from None
         finally:
             future.cancel()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine; the future has the result. Raises RuntimeError as `run`."""
+        try:
+            running = self._start()
+        except BaseException:
+            coroutine.close()
+            raise
+        return asyncio.run_coroutine_threadsafe(coroutine, running.loop)
 
     def check(self) -> None:
         """Raise RuntimeError as `run` does, for a caller that may not need the loop."""

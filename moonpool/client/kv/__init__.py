@@ -9,7 +9,7 @@
 See docs/kvclient.md. Errors are those of `moonpool.errors`.
 """
 
-from moonpool.client.kv.client import AsyncKVClient, KVClient
+from moonpool.client.kv.client import AsyncBlockClient, AsyncKVClient, KVClient
 from moonpool.errors import (
     InvalidRequest,
     MoonpoolError,
@@ -24,6 +24,7 @@ from moonpool.kv.values import MAX_KEY_BYTES, MAX_VALUE_BYTES, content_key
 __all__ = [
     "MAX_KEY_BYTES",
     "MAX_VALUE_BYTES",
+    "AsyncBlockClient",
     "AsyncKVClient",
     "InvalidRequest",
     "KVClient",

@@ -25,7 +25,7 @@ from moonpool.client.kv.connection import (
 )
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.blocks import NO_PARENT
-from moonpool.kv.keys import BlockKey, slice_hash
+from moonpool.kv.keys import KEY_BYTES, BlockKey, slice_hash
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.values import ValueSource, layout_of, value_key, value_namespace
 from moonpool.kv_transfer.store_writer import BlocksToPut
@@ -45,6 +45,14 @@ class _CallerIdentity(NamedTuple):
 
     tenant: str
     deletions: Sequence[str]
+
+
+class _ValueToPut(NamedTuple):
+    """A value, its key in the store, and the key before in a chain."""
+
+    key: BlockKey
+    parent: BlockKey
+    source: ValueSource
 
 
 class AsyncKVClient:
@@ -90,7 +98,7 @@ class AsyncKVClient:
         shared = self._shared = SharedMemory(memory_bytes) if memory_bytes else None
         # The dialer must not refer to the client, which would then live as long as its streams.
         dialer = TransportDialer(opened, lambda: [shared.shared] if shared is not None else [])
-        self._namespace = value_namespace(namespace)
+        self._namespace = self._namespace_of(namespace)
         key = api_key or os.environ.get("MOONPOOL_API_KEY", "")
         self._connection = self._connect(StoreAddress(address, self._namespace, tls, key, dialer))
         self._tenant = tenant
@@ -100,6 +108,13 @@ class AsyncKVClient:
 
     def _connect(self, store: StoreAddress) -> KVConnection:
         return KVConnection(store)
+
+    def _namespace_of(self, name: str) -> bytes:
+        return value_namespace(name)
+
+    def _store_key(self, tenant: str, key: bytes) -> BlockKey:
+        """The store's key for a value."""
+        return value_key(self._namespace, tenant, key)
 
     @property
     def memory(self) -> memoryview:
@@ -134,12 +149,16 @@ class AsyncKVClient:
 
     async def batch_put(self, items: Mapping[bytes, Buffer], *, timeout_s: float | None = None) -> int:
         """Store values of any sizes. Returns the number of new values. Raises as `put`, possibly after storing some."""
-        deadline = self._deadline(timeout_s)
+        return await self._put_all([(key, NO_PARENT, data) for key, data in items.items()], self._deadline(timeout_s))
+
+    async def _put_all(self, items: Iterable[tuple[bytes, BlockKey, Buffer]], deadline: float) -> int:
+        """Store values with the keys before theirs in a chain. Returns the number of new values."""
         identity = await self._identify(deadline)
-        groups: dict[KVLayout, list[tuple[BlockKey, ValueSource]]] = {}
-        for key, data in items.items():
+        groups: dict[KVLayout, list[_ValueToPut]] = {}
+        for key, parent, data in items:
             source = ValueSource(bytes_of(data, "data"))
-            groups.setdefault(source.layout, []).append((value_key(self._namespace, identity.tenant, key), source))
+            value = _ValueToPut(self._store_key(identity.tenant, key), parent, source)
+            groups.setdefault(source.layout, []).append(value)
         stored = 0
         for layout, group in groups.items():
             self._last_layout = layout
@@ -162,7 +181,7 @@ class AsyncKVClient:
         """Return the values in the order of the keys; None for values that the store does not have. Raises as `get`."""
         deadline = self._deadline(timeout_s)
         tenant = (await self._identify(deadline)).tenant
-        wanted = [ValueRead(value_key(self._namespace, tenant, key)) for key in keys]
+        wanted = [ValueRead(self._store_key(tenant, key)) for key in keys]
         await self._read({self._last_layout: wanted}, deadline)
         return [one.value() for one in wanted]
 
@@ -190,7 +209,7 @@ class AsyncKVClient:
         wanted = []
         for key, buffer in items.items():
             memory = bytes_of(buffer, "buffer", writable=True)
-            wanted.append(ValueRead(value_key(self._namespace, tenant, key), memory))
+            wanted.append(ValueRead(self._store_key(tenant, key), memory))
             guesses.setdefault(layout_for(memory.nbytes), []).append(wanted[-1])
         await self._read(guesses, deadline)
         return [one.length() for one in wanted]
@@ -203,7 +222,7 @@ class AsyncKVClient:
         """For each key, whether the store has the value now. Raises as `get`."""
         deadline = self._deadline(timeout_s)
         tenant = (await self._identify(deadline)).tenant
-        found = await self._find([value_key(self._namespace, tenant, key) for key in keys], deadline)
+        found = await self._find([self._store_key(tenant, key) for key in keys], deadline)
         return [layout is not None for layout in found]
 
     async def delete(self, key: bytes, *, timeout_s: float | None = None) -> bool:
@@ -217,7 +236,7 @@ class AsyncKVClient:
         """Delete values. Returns how many the store had. Raises as `get`."""
         deadline = self._deadline(timeout_s)
         tenant = (await self._identify(deadline)).tenant
-        found = [value_key(self._namespace, tenant, key) for key in dict.fromkeys(keys)]
+        found = [self._store_key(tenant, key) for key in dict.fromkeys(keys)]
         return sum(
             [await self._connection.remove(portion, remaining_s(deadline)) for portion in _split_portions(found)]
         )
@@ -261,17 +280,17 @@ class AsyncKVClient:
         self,
         identity: _CallerIdentity,
         layout: KVLayout,
-        group: Sequence[tuple[BlockKey, ValueSource]],
+        group: Sequence[_ValueToPut],
         deadline: float,
     ) -> int:
         """Put values with one layout. Returns the number of new values."""
-        keys = [key for key, _ in group]
+        keys, parents = [one.key for one in group], [one.parent for one in group]
 
         def read(layer: int, index: int) -> tuple[memoryview, int]:
-            data = group[index][1].slice(layer)
+            data = group[index].source.slice(layer)
             return data, slice_hash(data)
 
-        blocks = BlocksToPut(keys, [NO_PARENT] * len(keys), identity.tenant, read, identity.deletions)
+        blocks = BlocksToPut(keys, parents, identity.tenant, read, identity.deletions)
         try:
             outcome = await self._connection.put(layout, blocks, remaining_s(deadline))
         except InvalidRequest:
@@ -284,10 +303,10 @@ class AsyncKVClient:
         return outcome.stored
 
     async def _without_other_layouts(
-        self, layout: KVLayout, group: Sequence[tuple[BlockKey, ValueSource]], deadline: float
-    ) -> list[tuple[BlockKey, ValueSource]]:
+        self, layout: KVLayout, group: Sequence[_ValueToPut], deadline: float
+    ) -> list[_ValueToPut]:
         """The values whose key has no value with another size. The store refuses all values if one has."""
-        found = await self._find([key for key, _ in group], deadline)
+        found = await self._find([one.key for one in group], deadline)
         return [one for one, there in zip(group, found, strict=True) if there is None or there == layout]
 
     async def _read(self, guesses: Mapping[KVLayout | None, Sequence[ValueRead]], deadline: float) -> None:
@@ -311,6 +330,31 @@ class AsyncKVClient:
     async def _read_some(self, layout: KVLayout, wanted: Sequence[ValueRead], deadline: float) -> Sequence[ValueRead]:
         """Read values with one layout. Returns the values from the first missing value on."""
         return wanted[await read_values(self._connection, layout, wanted, deadline) :]
+
+
+class AsyncBlockClient(AsyncKVClient):
+    """A client for blocks of another engine's KV under chain keys (`moonpool.kv.keys`).
+
+    Conductors know these keys from the store, and so place prompts by what the store holds. `namespace` is the KV's in
+    hex. Keys have 32 bytes. With TLS, the certificate is an engine's, as clients may name no such keys.
+    """
+
+    async def put_chain(
+        self, blocks: Iterable[tuple[bytes, BlockKey, Buffer]], *, timeout_s: float | None = None
+    ) -> int:
+        """Store blocks: key, key of the block before (`NO_PARENT` or a chain's root for the first), and bytes.
+
+        Returns the number of new blocks. Raises as `batch_put`.
+        """
+        return await self._put_all(blocks, self._deadline(timeout_s))
+
+    def _namespace_of(self, name: str) -> bytes:
+        return bytes.fromhex(name)
+
+    def _store_key(self, tenant: str, key: bytes) -> BlockKey:
+        if len(key) != KEY_BYTES:
+            raise InvalidRequest("key", f"must have {KEY_BYTES} bytes, has {len(key)}")
+        return BlockKey(key)
 
 
 def _transport_config(transports: str | None) -> TransportConfig:
@@ -379,14 +423,14 @@ class _NonSuspendingClient(AsyncKVClient):
         identity = self._identity or self.drive(self._identify(deadline))
         source = ValueSource(bytes_of(data, "data"))
         layout = self._last_layout = source.layout
-        group = [(value_key(self._namespace, identity.tenant, key), source)]
+        group = [_ValueToPut(self._store_key(identity.tenant, key), NO_PARENT, source)]
         return self.drive(self._put(identity, layout, group, deadline)) == 1
 
     def read_one(self, key: bytes, memory: memoryview | None, timeout_s: float | None) -> ValueRead:
         """What `batch_get` and `batch_get_into` do, for one value and with less overhead."""
         deadline = self._deadline(timeout_s)
         identity = self._identity or self.drive(self._identify(deadline))
-        wanted = ValueRead(value_key(self._namespace, identity.tenant, key), memory)
+        wanted = ValueRead(self._store_key(identity.tenant, key), memory)
         layout = self._last_layout if memory is None else layout_for(memory.nbytes)
         if layout is None or self.drive(self._read_some(layout, [wanted], deadline)):
             self.drive(self._read({None: [wanted]}, deadline))

@@ -1,0 +1,259 @@
+"""The kvstores behind an engine: look-ups with a time limit, loads and saves, all in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from typing_extensions import Buffer
+
+from moonpool.client.background import BackgroundLoop
+from moonpool.client.kv import AsyncBlockClient
+from moonpool.config import suggestion
+from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError, Overloaded
+from moonpool.kv.keys import BlockKey
+from moonpool.kv.rendezvous import ranked
+from moonpool_kv.breaker import Breaker
+
+MAX_CLIENTS = 64
+"""Clients that are kept open: one for each store and tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """How an engine uses kvstores.
+
+    Attributes:
+        stores: "host:port" of each kvstore.
+        lookup_limit_s: longest wait of a request for a look-up.
+        transfer_limit_s: longest load or save.
+        breaker_failures: failures in a row after which a store gets no calls.
+        breaker_pause_s: time until such a store is tried again.
+        save_bytes: most bytes that wait to be saved; further blocks are not saved.
+        weights: names the weights; "" = a hash over the checkpoint's files.
+    """
+
+    stores: tuple[str, ...]
+    lookup_limit_s: float = 0.2
+    transfer_limit_s: float = 10.0
+    breaker_failures: int = 3
+    breaker_pause_s: float = 5.0
+    save_bytes: int = 256 << 20
+    weights: str = ""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> StoreSettings:
+        """Settings by name. Raises ConfigError for unknown names and wrong values."""
+        defaults = {it.name: it.default for it in dataclasses.fields(cls)}
+        for name in given:
+            if name not in defaults:
+                raise ConfigError(name, f"is no setting of the connector{suggestion(name, list(defaults))}")
+        stores = given.get("stores")
+        if isinstance(stores, str):
+            stores = [one.strip() for one in stores.split(",")]
+        if not stores or not all(isinstance(one, str) and ":" in one for one in stores):
+            raise ConfigError("stores", 'must be a list of "host:port"')
+        values: dict[str, Any] = {"stores": tuple(stores)}
+        for name, value in given.items():
+            if name == "stores":
+                continue
+            wanted = str if name == "weights" else int | float
+            if not isinstance(value, wanted) or (name != "weights" and not value > 0):
+                raise ConfigError(name, f"must be {'a text' if name == 'weights' else 'a number above 0'}")
+            values[name] = value
+        return cls(**values)
+
+
+class Page(NamedTuple):
+    """A block to save: key, key of the block before, and bytes."""
+
+    key: BlockKey
+    parent: BlockKey
+    data: Buffer
+
+
+class EngineStores:
+    """The stores of one engine process. Methods return at once; threads may share the object.
+
+    Args:
+        settings: how the stores are used.
+        namespace: the pages' namespace.
+        clock: seconds, monotonic.
+        wall: seconds of the epoch.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        namespace: bytes,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._settings, self._namespace, self._clock, self._wall = settings, namespace, clock, wall
+        self._breakers = {
+            store: Breaker(settings.breaker_failures, settings.breaker_pause_s) for store in settings.stores
+        }
+        self._weights = dict.fromkeys(settings.stores, 1.0)
+        self._loop = BackgroundLoop()
+        self._clients: OrderedDict[tuple[str, str], AsyncBlockClient] = OrderedDict()  # touched on the loop only
+        self._closing: set[asyncio.Task[None]] = set()
+        self._deleted_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._saving = 0
+        self._idle = threading.Event()
+        self._idle.set()
+
+    def look_up(self, tenant: str, chain: bytes, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Which blocks are there; none if the store cannot tell within the limit. `chain`: key of the first block."""
+        store = self._home(chain)
+        if store is None or not keys:
+            self._count(lookups_skipped=int(bool(keys)))
+            return _done([False] * len(keys))
+        return self._loop.submit(self._look_up(store, tenant, keys))
+
+    def load(self, tenant: str, chain: bytes, items: Mapping[bytes, Buffer]) -> Future[list[bool]]:
+        """Reads blocks, each into memory of its size. Returns which ones are complete."""
+        store = self._home(chain)
+        if store is None:
+            self._count(load_misses=len(items))
+            return _done([False] * len(items))
+        return self._loop.submit(self._load(store, tenant, items))
+
+    def save(self, tenant: str, chain: bytes, pages: Sequence[Page], asked_at: float) -> None:
+        """Saves blocks of a request that came at `asked_at` (of the epoch); drops what is too much or was deleted."""
+        nbytes = sum([memoryview(page.data).nbytes for page in pages])
+        store = self._home(chain)
+        with self._lock:
+            stale = asked_at <= self._deleted_at.get(tenant, float("-inf"))
+            full = self._saving + nbytes > self._settings.save_bytes
+            if store is None or stale or full:
+                self._counts["blocks_not_saved"] += len(pages)
+                return
+            self._saving += nbytes
+            self._idle.clear()
+        self._loop.submit(self._save(store, tenant, pages, nbytes))
+
+    def accepts(self, nbytes: int) -> bool:
+        """Whether so many bytes might be saved now."""
+        return self.open_breakers < len(self._breakers) and self._saving + nbytes <= self._settings.save_bytes
+
+    def take_counts(self) -> dict[str, int | float]:
+        """What was counted since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def open_breakers(self) -> int:
+        """Stores that get no calls."""
+        return sum([breaker.open for breaker in self._breakers.values()])
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all saves are over; returns whether they are."""
+        return self._idle.wait(timeout_s)
+
+    def close(self) -> None:
+        """Ends all calls. Idempotent."""
+        self._loop.close(self._close_clients)
+
+    async def _look_up(self, store: str, tenant: str, keys: Sequence[bytes]) -> list[bool]:
+        began = self._clock()
+        try:
+            async with asyncio.timeout(self._settings.lookup_limit_s):
+                client = self._client(store, tenant)
+                found = await client.batch_exists(keys, timeout_s=self._settings.lookup_limit_s)
+        except (MoonpoolError, TimeoutError) as error:
+            self._failed(store, error, lookups_failed=1)
+            return [False] * len(keys)
+        self._breakers[store].answered()
+        self._count(lookups=1, lookup_seconds=self._clock() - began)
+        return found
+
+    async def _load(self, store: str, tenant: str, items: Mapping[bytes, Buffer]) -> list[bool]:
+        began = self._clock()
+        try:
+            client = self._client(store, tenant)
+            read = await client.batch_get_into(items, timeout_s=self._settings.transfer_limit_s)
+        except MoonpoolError as error:
+            self._failed(store, error, load_misses=len(items))
+            return [False] * len(items)
+        self._breakers[store].answered()
+        whole = [nbytes == memoryview(memory).nbytes for nbytes, memory in zip(read, items.values(), strict=True)]
+        nbytes = sum([length or 0 for length in read])
+        self._count(
+            blocks_loaded=sum(whole), load_misses=len(whole) - sum(whole), bytes_loaded=nbytes,
+            load_seconds=self._clock() - began,
+        )  # fmt: skip
+        return whole
+
+    async def _save(self, store: str, tenant: str, pages: Sequence[Page], nbytes: int) -> None:
+        began = self._clock()
+        try:
+            client = self._client(store, tenant)
+            new = await client.put_chain(pages, timeout_s=self._settings.transfer_limit_s)
+        except InvalidRequest:  # KV of the tenant was deleted
+            with self._lock:
+                self._deleted_at[tenant] = self._wall()
+            self._count(blocks_not_saved=len(pages))
+        except MoonpoolError as error:
+            self._failed(store, error, blocks_not_saved=len(pages))
+        else:
+            self._breakers[store].answered()
+            self._count(blocks_saved=new, bytes_saved=nbytes, save_seconds=self._clock() - began)
+        finally:
+            with self._lock:
+                self._saving -= nbytes
+                if not self._saving:
+                    self._idle.set()
+
+    def _client(self, store: str, tenant: str) -> AsyncBlockClient:
+        key = (store, tenant)
+        client = self._clients.pop(key, None) or AsyncBlockClient(store, namespace=self._namespace.hex(), tenant=tenant)
+        self._clients[key] = client
+        if len(self._clients) > MAX_CLIENTS:
+            _, oldest = self._clients.popitem(last=False)
+            closing = asyncio.create_task(self._close_later(oldest))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        return client
+
+    async def _close_later(self, client: AsyncBlockClient) -> None:
+        try:
+            await asyncio.sleep(self._settings.transfer_limit_s)  # its calls end before
+        finally:
+            await client.aclose()
+
+    async def _close_clients(self) -> None:
+        for closing in self._closing:
+            closing.cancel()
+        while self._clients:
+            await self._clients.popitem()[1].aclose()
+
+    def _home(self, chain: bytes) -> str | None:
+        """The store of a chain: the first by rendezvous that answers."""
+        now = self._clock()
+        with self._lock:
+            return next((one for one in ranked(chain, self._weights) if self._breakers[one].allows(now)), None)
+
+    def _failed(self, store: str, error: Exception, **counts: int) -> None:
+        if not isinstance(error, Overloaded):
+            self._breakers[store].failed(self._clock())
+        self._count(store_errors=1, **counts)
+
+    def _count(self, **counts: float) -> None:
+        with self._lock:
+            self._counts.update(counts)  # type: ignore[arg-type]  # seconds are counted, too
+
+
+def _done(found: list[bool]) -> Future[list[bool]]:
+    future: Future[list[bool]] = Future()
+    future.set_result(found)
+    return future
