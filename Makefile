@@ -83,8 +83,8 @@ test-gpu: $(if $(GPU_PYTHON),,$(DEV_STAMP))  ## the tests that need a GPU; GPU_P
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -rs -m gpu $$(grep -rl 'pytest\.mark\.gpu' tests --include='test_*.py')
 
 test-engines: $(DEV_STAMP)  ## run a real vLLM on the CPU behind a conductor (8 minutes, 1.7 GB); installs it below .engines
-	@test -x .engines/vllm/bin/python || { $(PYTHON) -m venv .engines/vllm && .engines/vllm/bin/python -m pip install \
-		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt; } || \
+	@cmp -s tests/engines/vllm.txt .engines/vllm/installed.txt || { $(PYTHON) -m venv .engines/vllm && .engines/vllm/bin/python -m pip install \
+		--disable-pip-version-check --no-deps --no-compile -q -r tests/engines/vllm.txt && cp tests/engines/vllm.txt .engines/vllm/installed.txt; } || \
 		{ rm -rf .engines/vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
 	$(BIN)/python -m pytest -rs -m engines tests/engines
 

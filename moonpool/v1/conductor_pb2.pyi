@@ -1081,6 +1081,7 @@ class JoinHello(_message.Message):
     PROCESS_FIELD_NUMBER: _builtins.int
     KV_DOMAIN_FIELD_NUMBER: _builtins.int
     UNSUPPORTED_FIELD_NUMBER: _builtins.int
+    USES_KVSTORES_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     """KV blocks in its pool (engines) or bytes of capacity over block size (stores, 0 = unknown)."""
     capacity_bytes: _builtins.int
@@ -1097,6 +1098,8 @@ class JoinHello(_message.Message):
     """Names the process on its machine. A conductor there sees by it that a silent process does not get to run."""
     kv_domain: _builtins.str
     """KV goes from one instance to another only within a domain. Empty = all that move KV as this contract says."""
+    uses_kvstores: _builtins.bool
+    """An engine in a domain that reads and writes kvstores by itself: blocks there count as a prefix that can be loaded."""
     @_builtins.property
     def instance(self) -> _kv_pb2.Instance:
         """Who joins."""
@@ -1128,10 +1131,11 @@ class JoinHello(_message.Message):
         process: _builtins.str = ...,
         kv_domain: _builtins.str = ...,
         unsupported: _abc.Iterable[_builtins.str] | None = ...,
+        uses_kvstores: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance", "model", b"model", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "kv_domain", b"kv_domain", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "either_role", b"either_role", "instance", b"instance", "kv_domain", b"kv_domain", "model", b"model", "process", b"process", "speed", b"speed", "stages", b"stages", "step_tokens", b"step_tokens", "tells_cold", b"tells_cold", "total_blocks", b"total_blocks", "unsupported", b"unsupported", "uses_kvstores", b"uses_kvstores"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

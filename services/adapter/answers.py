@@ -110,6 +110,7 @@ class EnginePart:
         rank: rank that holds most of the prompt.
         token_timeout_s: see `AdapterConfig`.
         told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
+        uses_kvstores: the engine keeps KV in kvstores.
     """
 
     client: EngineClient
@@ -118,6 +119,7 @@ class EnginePart:
     rank: int
     token_timeout_s: float
     told_cached: Callable[[int], None]
+    uses_kvstores: bool = False
 
     def answer(
         self, choice: int, known: Sequence[int], changed: Callable[[EngineAnswer], None], *, alone: bool = False
@@ -139,6 +141,7 @@ class EnginePart:
                 self.salt,
                 incoming.spec.priority,
                 self.rank,
+                incoming.spec.tenant if self.uses_kvstores else None,
             ),
             changed,
             self.told_cached,
@@ -277,8 +280,13 @@ class PromisedRequest:
             await self.wake.wait()
 
 
-def first_token_message(answers: Sequence[EngineAnswer], cached_tokens: int) -> prefill_pb2.FirstToken:
-    """The conductor's message once each answer has a first token; `cached_tokens` of the prompt were held before."""
+def first_token_message(
+    answers: Sequence[EngineAnswer], cached_tokens: int, loaded_tokens: int
+) -> prefill_pb2.FirstToken:
+    """The conductor's message once each answer has a first token.
+
+    `cached_tokens` of the prompt were held before, `loaded_tokens` behind them came from kvstores.
+    """
     first, prompt = answers[0], answers[0].prompt
     logprobs = Logprobs()
     for answer in answers if prompt.params.logprobs is not None else ():
@@ -288,6 +296,7 @@ def first_token_message(answers: Sequence[EngineAnswer], cached_tokens: int) -> 
         further_token_ids=[answer.tokens[0] for answer in answers[1:]],
         logprobs=logprobs_to_proto(logprobs) if len(logprobs) else None,
         local_tokens=cached_tokens,
-        computed_tokens=len(prompt.token_ids) - cached_tokens,
+        loaded_tokens=loaded_tokens,
+        computed_tokens=len(prompt.token_ids) - cached_tokens - loaded_tokens,
         prefill_s=first.first_at - first.began,
     )

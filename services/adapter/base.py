@@ -41,6 +41,7 @@ class EngineFacts:
         max_tokens: longest sequence.
         sources: where the ranks publish KV events; one for each rank.
         unsupported: options in `moonpool.sampling_params.UNCOMMON` that the engine lacks.
+        page_namespace: namespace of the KV that the engine keeps in kvstores; b"" = none, or not known yet.
     """
 
     version: str
@@ -50,6 +51,7 @@ class EngineFacts:
     max_tokens: int
     sources: tuple[EventSource, ...]
     unsupported: tuple[str, ...]
+    page_namespace: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class EnginePrompt:
         end_token_ids: any of them ends the answer; no other token does.
         salt: prompts with different salts share no KV; "" = no salt.
         priority: lower ones go first.
+        tenant: whose KV the prompt's is in kvstores; None = the engine uses none.
         rank: data-parallel rank that holds most of the prompt; negative = any.
     """
 
@@ -78,6 +81,7 @@ class EnginePrompt:
     salt: str
     priority: int
     rank: int
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

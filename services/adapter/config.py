@@ -12,7 +12,7 @@ class AdapterConfig(ServiceConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "engine": ("kind", "engine", "role", "model", "dtype"),
+        "engine": ("kind", "engine", "role", "model", "dtype", "kvstores"),
     }
     conductor: PeerAddresses = Field(
         min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
@@ -26,6 +26,11 @@ class AdapterConfig(ServiceConfig):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="element type of the engine's weights and KV; auto = the checkpoint's own"
+    )
+    kvstores: bool = Field(
+        False,
+        description="the engine keeps KV in the cluster's kvstores by the connector of moonpool-kv, and what is there "
+        "counts in placement; then all engines of the cluster do",
     )
     engine_api_key: str = Field("", description="API key that the engine's HTTP server wants; default: none")
     max_running: int = Field(

@@ -24,7 +24,7 @@ from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.scheduling.latency import SpeedTracker
-from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2
+from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from services.adapter.answers import EngineAnswer, EnginePart, PromisedRequest
 from services.adapter.base import EngineClient, EngineFacts, EngineLoad
 from services.adapter.config import AdapterConfig
@@ -78,7 +78,7 @@ class EngineLife:
         notify: Callable[[], None],
     ) -> None:
         self.facts, self.layout = facts, checkpoint.layout(facts.block_tokens)
-        self.namespace = namespace(checkpoint.fingerprint, self.layout)
+        self.namespace = facts.page_namespace if config.kvstores else namespace(checkpoint.fingerprint, self.layout)
         self.client, self._config, self._notify = client, config, notify
         self._checkpoint = checkpoint
         self._plain_root = chain_root(self.namespace, "")
@@ -215,7 +215,16 @@ class EngineLife:
         def told(cached_tokens: int) -> None:
             self.prompts_recomputed += cached_tokens < expected
 
-        return EnginePart(self.client, incoming, salt, -1 if single else rank, self._config.token_timeout_s, told)
+        timeout_s, pooled = self._config.token_timeout_s, self._config.kvstores
+        return EnginePart(self.client, incoming, salt, -1 if single else rank, timeout_s, told, pooled)
+
+    def loaded_tokens(self, incoming: IncomingRequest, asked: prefill_pb2.PrefillRequest) -> int:
+        """Tokens behind the cached ones that the engine loads from a kvstore, as the conductor expects."""
+        if not self._config.kvstores or not asked.HasField("source"):
+            return 0
+        most = (len(incoming.token_ids) - 1) // self.facts.block_tokens
+        expected = min(asked.source.blocks, most) * self.facts.block_tokens
+        return max(0, expected - self.cached_tokens(incoming))
 
     def cached_tokens(self, incoming: IncomingRequest) -> int:
         """Tokens of a prompt that the engine is known to hold; the last one is computed in any case."""
@@ -282,6 +291,7 @@ class EngineLife:
             process=world.this_process(),
             kv_domain=domain,
             unsupported=self.facts.unsupported,
+            uses_kvstores=self._config.kvstores,
         )
 
     def model_info(self) -> conductor_pb2.ModelInfo:

@@ -12,7 +12,7 @@ from moonpool import world
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport
 from moonpool.engine.request import IncomingRequest, RequestReader
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
-from moonpool.errors import InvalidRequest, MoonpoolError, TransferFailed, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, TransferFailed, Unavailable
 from moonpool.kv.blocks import KeyChanges
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
@@ -157,7 +157,8 @@ class PrefillServicer:
         live, delivered = self._promised(life, request, incoming), False
         self._open[live] = None
         try:
-            alone, cached = not life.running, life.cached_tokens(incoming)
+            cached, loaded = life.cached_tokens(incoming), life.loaded_tokens(incoming, request)
+            alone = not life.running and not loaded
             life.prompts_taken += 1
             if request.HasField("target"):
                 live.compute()
@@ -166,7 +167,7 @@ class PrefillServicer:
             yield prefill_pb2.PrefillResponse(accepted=prefill_pb2.PrefillAccepted(number=life.prompts_taken))
             await live.first_tokens()
             life.computed(live.answers[0], cached, alone=alone and len(live.answers) == 1)
-            message = first_token_message(live.answers, cached)
+            message = first_token_message(live.answers, cached, loaded)
             yield prefill_pb2.PrefillResponse(first_token=message)
             yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
             delivered = request.HasField("target")
@@ -387,14 +388,19 @@ async def _live(
 ) -> None:
     """The engine from the first answer to the last, or to the adapter's end."""
     bell, config = ChangeBell(), adapter.config
-    life = EngineLife(client, facts, checkpoint, config, bell.ring)
     log.info("found the engine", version=facts.version, blocks=facts.blocks, block_tokens=facts.block_tokens)
     try:
-        life.speeds = SpeedTracker(await measured_speeds(client, facts, checkpoint.config.vocab_size))
-    except MoonpoolError as error:
+        speeds = await measured_speeds(client, facts, checkpoint.config.vocab_size)
+        if config.kvstores:
+            facts = await client.describe()  # the namespace is told with the first answer
+    except Unavailable as error:
         log.warning("the engine answers no prompt (yet)", error=str(error))
         await asyncio.sleep(RETRY_S)
         return
+    if config.kvstores and not facts.page_namespace:
+        raise ConfigError("kvstores", f"{facts.version} runs without the connector of moonpool-kv (docs/engines.md)")
+    life = EngineLife(client, facts, checkpoint, config, bell.ring)
+    life.speeds = SpeedTracker(speeds)
     adapter.lives += 1
     ended = asyncio.Event()
     incarnation = world.random_bits(63) or 1

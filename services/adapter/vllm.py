@@ -55,6 +55,9 @@ class VllmClient(EngineClient):
             max_tokens=int(models["data"][0]["max_model_len"]),
             sources=self._sources(msgspec.json.decode(await self._get("/kv_event_sources"))),
             unsupported=UNSUPPORTED,
+            page_namespace=bytes.fromhex(samples["moonpool_kv_info"][0][0]["namespace"])
+            if "moonpool_kv_info" in samples
+            else b"",
         )
 
     def _sources(self, told: Mapping[str, Mapping[str, Any]]) -> tuple[EventSource, ...]:
@@ -165,6 +168,8 @@ def request_body(prompt: EnginePrompt) -> dict[str, Any]:
         body["cache_salt"] = prompt.salt
     if prompt.priority:
         body["priority"] = prompt.priority
+    if prompt.tenant is not None:
+        body["kv_transfer_params"] = {"moonpool_tenant": prompt.tenant}
     return body
 
 

@@ -134,6 +134,7 @@ def instance_facts(hello: conductor_pb2.JoinHello) -> InstanceFacts:
         reports_ssd=hello.tells_cold,
         kv_domain=hello.kv_domain,
         unsupported=tuple(hello.unsupported),
+        uses_kvstores=hello.uses_kvstores,
     )
 
 

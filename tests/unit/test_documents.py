@@ -21,7 +21,7 @@ from services.prefill.config import PrefillConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-CODE = ("benchmarks", "deploy", "kernels", "moonpool", "services", "simulator", "tests", "tools")
+CODE = ("benchmarks", "deploy", "kernels", "moonpool", "packages", "services", "simulator", "tests", "tools")
 CONFIGS: dict[str, type[ServiceConfig]] = {
     "conductor": ConductorConfig,
     "prefill": PrefillConfig,
@@ -30,7 +30,7 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "gateway": GatewayConfig,
     "adapter": AdapterConfig,
 }
-FOREIGN = {"--variant", "--include", "--scale", "--default-ulimit", "--kv-events-config"}
+FOREIGN = {"--variant", "--include", "--scale", "--default-ulimit", "--kv-events-config", "--kv-transfer-config"}
 """Flags of programs that are not ours: debootstrap, docker and vLLM."""
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 VARIABLE = re.compile(r"\bMOONPOOL_[A-Z0-9_]*[A-Z0-9]\b")

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -64,9 +64,11 @@ class StoreSettings:
         for name, value in given.items():
             if name == "stores":
                 continue
-            wanted = str if name == "weights" else int | float
-            if not isinstance(value, wanted) or (name != "weights" and not value > 0):
-                raise ConfigError(name, f"must be {'a text' if name == 'weights' else 'a number above 0'}")
+            if name == "weights":
+                if not isinstance(value, str):
+                    raise ConfigError(name, "must be a text")
+            elif not isinstance(value, int | float) or not value > 0:
+                raise ConfigError(name, "must be a number above 0")
             values[name] = value
         return cls(**values)
 
@@ -106,7 +108,7 @@ class EngineStores:
         self._closing: set[asyncio.Task[None]] = set()
         self._deleted_at: dict[str, float] = {}
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: dict[str, float] = {}
         self._saving = 0
         self._idle = threading.Event()
         self._idle.set()
@@ -119,7 +121,7 @@ class EngineStores:
             return _done([False] * len(keys))
         return self._loop.submit(self._look_up(store, tenant, keys))
 
-    def load(self, tenant: str, chain: bytes, items: Mapping[bytes, Buffer]) -> Future[list[bool]]:
+    def load(self, tenant: str, chain: bytes, items: Mapping[BlockKey, Buffer]) -> Future[list[bool]]:
         """Reads blocks, each into memory of its size. Returns which ones are complete."""
         store = self._home(chain)
         if store is None:
@@ -135,7 +137,7 @@ class EngineStores:
             stale = asked_at <= self._deleted_at.get(tenant, float("-inf"))
             full = self._saving + nbytes > self._settings.save_bytes
             if store is None or stale or full:
-                self._counts["blocks_not_saved"] += len(pages)
+                self._add(blocks_not_saved=len(pages))
                 return
             self._saving += nbytes
             self._idle.clear()
@@ -145,11 +147,11 @@ class EngineStores:
         """Whether so many bytes might be saved now."""
         return self.open_breakers < len(self._breakers) and self._saving + nbytes <= self._settings.save_bytes
 
-    def take_counts(self) -> dict[str, int | float]:
+    def take_counts(self) -> dict[str, float]:
         """What was counted since the last call."""
         with self._lock:
-            counts, self._counts = self._counts, Counter()
-        return {name: count for name, count in counts.items() if count}
+            counts, self._counts = self._counts, {}
+        return counts
 
     @property
     def open_breakers(self) -> int:
@@ -177,11 +179,12 @@ class EngineStores:
         self._count(lookups=1, lookup_seconds=self._clock() - began)
         return found
 
-    async def _load(self, store: str, tenant: str, items: Mapping[bytes, Buffer]) -> list[bool]:
+    async def _load(self, store: str, tenant: str, items: Mapping[BlockKey, Buffer]) -> list[bool]:
         began = self._clock()
         try:
             client = self._client(store, tenant)
-            read = await client.batch_get_into(items, timeout_s=self._settings.transfer_limit_s)
+            buffers: dict[bytes, Buffer] = {key: memory for key, memory in items.items()}  # noqa: C416  # keys' type
+            read = await client.batch_get_into(buffers, timeout_s=self._settings.transfer_limit_s)
         except MoonpoolError as error:
             self._failed(store, error, load_misses=len(items))
             return [False] * len(items)
@@ -250,7 +253,12 @@ class EngineStores:
 
     def _count(self, **counts: float) -> None:
         with self._lock:
-            self._counts.update(counts)  # type: ignore[arg-type]  # seconds are counted, too
+            self._add(**counts)
+
+    def _add(self, **counts: float) -> None:
+        for name, count in counts.items():
+            if count:
+                self._counts[name] = self._counts.get(name, 0) + count
 
 
 def _done(found: list[bool]) -> Future[list[bool]]:

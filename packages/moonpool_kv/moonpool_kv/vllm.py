@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ class ConnectorStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begins anew."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Adds another process's counts."""
@@ -230,10 +231,12 @@ class WorkerHalf:
         for load in plan.loads:
             pages = {rank_key(key, self._rank): self._new_page() for key in load.keys}
             stores = self._stores_of(plan)
-            read = stores.load(load.tenant, load.chain, {key: page.numpy() for key, page in pages.items()})
-            read.add_done_callback(
-                lambda done, load=load, pages=pages: self._copier.submit(self._take, load, list(pages.values()), done)
-            )
+            read = stores.load(load.tenant, load.chain, {key: _bytes_of(page) for key, page in pages.items()})
+            read.add_done_callback(partial(self._read, load, list(pages.values())))
+
+    def _read(self, load: BlockPlan, pages: Sequence[torch.Tensor], done: Future[list[bool]]) -> None:
+        """Pages have come; copying them does not hold up the next ones."""
+        self._copier.submit(self._take, load, pages, done)
 
     def _take(self, load: BlockPlan, pages: Sequence[torch.Tensor], done: Future[list[bool]]) -> None:
         """Copies what has come into the engine's blocks."""
@@ -260,7 +263,7 @@ class WorkerHalf:
             if not stores.accepts(len(save.blocks) * self._page_bytes):
                 continue
             pages = [
-                Page(rank_key(key, self._rank), rank_key(parent, self._rank), self._page(block).numpy())
+                Page(rank_key(key, self._rank), rank_key(parent, self._rank), _bytes_of(self._page(block)))
                 for key, parent, block in zip(save.keys, save.parents, save.blocks, strict=True)
             ]
             stores.save(save.tenant, save.chain, pages, save.asked_at)
@@ -305,6 +308,11 @@ class WorkerHalf:
         for region in self._regions:
             region[block].copy_(page[at : at + region.shape[1]])
             at += region.shape[1]
+
+
+def _bytes_of(page: torch.Tensor) -> memoryview:
+    array: Any = page.numpy()
+    return memoryview(array)
 
 
 def regions_of(kv_cache_config: Any, caches: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:

@@ -42,6 +42,7 @@ class InstanceFacts:
         reports_ssd: a kvstore that reports which blocks are on SSD only.
         kv_domain: KV goes only to and comes only from instances in this domain. Kvstores are in the domain "".
         unsupported: sampling options that the instance lacks.
+        uses_kvstores: an engine in a domain that reads and writes kvstores by itself.
     """
 
     id: str
@@ -57,6 +58,12 @@ class InstanceFacts:
     reports_ssd: bool = False
     kv_domain: str = ""
     unsupported: tuple[str, ...] = ()
+    uses_kvstores: bool = False
+
+    @property
+    def loads(self) -> bool:
+        """Whether the instance loads prefixes that it lacks."""
+        return not self.kv_domain or self.uses_kvstores
 
 
 @frozen

@@ -647,7 +647,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Predicts a prompt on an instance with `blocks` leading blocks; `excluded`: why the instance is ruled out."""
         instance = self.by_slot[slot]
         facts, learnt, free_at = instance.facts, instance.learnt, instance.free_at
-        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks, loads=not facts.kv_domain)
+        cost = model.cost(learnt.speeds, facts.stages, facts.step_tokens, blocks, loads=facts.loads)
         load_s, prefill_s, busy_s, used, source, read_s, fixed_s, cold = cost
         queue_s, growing_s = max(free_at - now, 0.0), (prefill_s - fixed_s) / learnt.growing
         waits = facts.step_tokens and queue_s

@@ -730,7 +730,7 @@ class Router:
         best = candidates[0]
         domain = self._domain(best.id)
         decodes = self._decode(request, demand, shape, prefixes, domain) if demand.decode_tokens else []
-        if domain:  # an instance in a domain neither loads from others nor writes to kvstores
+        if not self._prefills.by_slot[self._index.slot(best.id)].facts.loads:  # nor does it write to kvstores
             sources, stores = [], None
         decision = RoutingDecision(
             prefill=best,

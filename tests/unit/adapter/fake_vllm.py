@@ -43,6 +43,8 @@ class FakeVllm:
         hits: for each of them, the blocks that its cache had.
         gate: answers wait before their second token while it is clear.
         dying: breaks connections off, and answers nothing.
+        token_s: time that a prompt's token takes.
+        page_namespace: of the connector for kvstores, in hex; "" = no connector.
     """
 
     def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
@@ -55,6 +57,7 @@ class FakeVllm:
         self.gate = asyncio.Event()
         self.gate.set()
         self.dying = False
+        self.page_namespace, self.token_s = "", 0.0
         self.publisher: zmq.asyncio.Socket
 
     # --- HTTP ------------------------------------------------------------------------------------------------------
@@ -106,6 +109,7 @@ class FakeVllm:
             f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
             'vllm:num_requests_waiting{engine="0"} 0\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
             'vllm:num_preemptions_total{engine="0"} 4\nvllm:num_preemptions_total{engine="1"} 3\n'
+            + (f'moonpool_kv_info{{engine="0",namespace="{self.page_namespace}"}} 1.0\n' * bool(self.page_namespace))
         )
 
     async def _reset(self, request: web.Request) -> web.Response:
@@ -136,6 +140,7 @@ class FakeVllm:
     async def _answer(
         self, request: web.Request, response: web.StreamResponse, tokens: list[int], sampling: dict[str, Any], salt: str
     ) -> None:
+        await asyncio.sleep(self.token_s * len(tokens))
         self.engine.compute(tokens, salt)
         await self._publish()
         for count in range(1, sampling["max_tokens"] + 1):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import InvalidRequest, MoonpoolError
+from moonpool.errors import ConfigError, InvalidRequest, MoonpoolError
 from moonpool.kv.keys import block_keys, chain_root
 from moonpool.rpc.process import ProcessContext
 from moonpool.sampling_params import SamplingParams
@@ -20,18 +20,21 @@ from services.adapter.answers import PromisedRequest
 from services.adapter.config import AdapterConfig
 from services.adapter.service import serve
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
-from tests.unit.conductor.fakes import WAIT_S
+from tests.unit.conductor.fakes import WAIT_S, store
 from tests.unit.conductor.stack import TINY, Stack, stack
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
+def configured(url: str, conductor: str, name: str, **settings: Any) -> AdapterConfig:
+    return AdapterConfig(engine=url, conductor=(conductor,), model=str(TINY), id=name, drain_s=2.0, **settings)
+
+
 @asynccontextmanager
-async def adapter(url: str, conductor: str, name: str) -> AsyncIterator[ProcessContext]:
+async def adapter(url: str, conductor: str, name: str, **settings: Any) -> AsyncIterator[ProcessContext]:
     """An adapter beside the engine at a URL."""
     context = ProcessContext(name, Recorder(name, None), io.StringIO())
-    config = AdapterConfig(engine=url, conductor=(conductor,), model=str(TINY), id=name, drain_s=2.0)
-    task = asyncio.create_task(serve(context, config))
+    task = asyncio.create_task(serve(context, configured(url, conductor, name, **settings)))
     try:
         yield context
     finally:
@@ -108,6 +111,62 @@ async def test_what_an_engine_holds_draws_the_prompts_that_continue_it(tmp_path:
             assert again.usage.cached_tokens == 20 * BLOCK_TOKENS
         served = next(engine for engine in engines if engine.requests)
         assert served.hits == [0, 20, 20, 20, 20]
+
+
+async def test_blocks_in_kvstores_count_where_the_engine_uses_kvstores(tmp_path: Path) -> None:
+    async with stack() as running:
+        engine = await running.exit.enter_async_context(
+            fake_vllm(tmp_path, "one", running.checkpoint.config.vocab_size)
+        )
+        engine.page_namespace = "ab" * 32
+        await running.exit.enter_async_context(adapter(engine.url, running.address, "one", kvstores=True))
+        await running.until(lambda: running.cluster.find("one-decode") is not None)
+        prompt = list(range(4 * BLOCK_TOKENS))
+        root = chain_root(bytes.fromhex(engine.page_namespace), "ann")
+        keys = block_keys(root, prompt, BLOCK_TOKENS)
+        result = await running.client.generate(
+            token_ids=prompt, tenant="ann", sampling=SamplingParams(max_tokens=2, **GREEDY)
+        )
+        assert engine.requests[-1]["kv_transfer_params"] == {"moonpool_tenant": "ann"}
+        assert engine.requests[-1]["cache_salt"] == f"moonpool:{root.hex()}"
+        keys = block_keys(root, prompt, BLOCK_TOKENS)
+        await running.until(lambda: running.servicer.core.cluster.index.holds("one-prefill", keys[3]))
+        facts = running.servicer.core.cluster.prefills.get("one-prefill").facts  # type: ignore[union-attr]
+        assert (facts.loads, facts.kv_domain) == (True, "one")
+        assert result.usage.cached_tokens == 0
+        await running.rest()
+
+
+async def test_a_load_that_the_conductor_expects_counts_as_cached(tmp_path: Path) -> None:
+    async with stack() as running:
+        engine = await running.exit.enter_async_context(
+            fake_vllm(tmp_path, "one", running.checkpoint.config.vocab_size)
+        )
+        engine.page_namespace, engine.token_s = "ab" * 32, 0.0005
+        await running.exit.enter_async_context(adapter(engine.url, running.address, "one", kvstores=True))
+        await running.until(lambda: running.cluster.find("one-decode") is not None)
+        prompt, member = list(range(40 * BLOCK_TOKENS)), store()
+        root = chain_root(bytes.fromhex(engine.page_namespace), "")
+        member.keys = [*block_keys(root, prompt, BLOCK_TOKENS)[:30]]
+        await running.join(member)
+        await running.until(lambda: running.servicer.core.cluster.index.holds(member.id, member.keys[-1]))
+        result = await running.client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=2, **GREEDY))
+        assert result.usage.cached_tokens == 30 * BLOCK_TOKENS
+        assert result.placement.kvstore == member.id
+        await running.rest()
+
+
+async def test_an_engine_without_the_connector_is_refused_by_name(tmp_path: Path) -> None:
+    async with stack() as running:
+        engine = await running.exit.enter_async_context(
+            fake_vllm(tmp_path, "one", running.checkpoint.config.vocab_size)
+        )
+        with pytest.raises(ConfigError) as error:
+            await serve(
+                ProcessContext("one", Recorder("one", None), io.StringIO()),
+                configured(engine.url, running.address, "one", kvstores=True),
+            )
+        assert error.value.field == "kvstores"
 
 
 async def test_preemptions_are_those_of_all_ranks_of_the_engine(tmp_path: Path) -> None:

@@ -136,21 +136,27 @@ async def test_saves_have_a_bound() -> None:
 
 def test_settings_are_checked_by_name() -> None:
     assert StoreSettings.read({"stores": "a:1, b:2", "lookup_limit_s": 1}).stores == ("a:1", "b:2")
-    for given, field in [
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({}, "stores"),
         ({"stores": ["nowhere"]}, "stores"),
         ({"stores": ["a:1"], "lookup_limit": 1}, "lookup_limit"),
         ({"stores": ["a:1"], "save_bytes": 0}, "save_bytes"),
         ({"stores": ["a:1"], "weights": 3}, "weights"),
-    ]:
+    ]
+    for given, field in wrong:
         with pytest.raises(ConfigError) as error:
             StoreSettings.read(given)
         assert error.value.field == field
 
 
 def test_namespaces_differ_with_every_part() -> None:
-    parts = {"engine": "vllm 1", "dtype": "float32"}
-    names = [parts, parts | {"dtype": "bfloat16"}, parts | {"ranks": (1, 2)}, {"engine": "vllm 1dtype", "": "float32"}]
+    parts: dict[str, object] = {"engine": "vllm 1", "dtype": "float32"}
+    names: list[dict[str, object]] = [
+        parts,
+        parts | {"dtype": "bfloat16"},
+        parts | {"ranks": (1, 2)},
+        {"engine": "vllm 1dtype", "": "float32"},
+    ]
     assert len({page_namespace(each) for each in names}) == len(names)
     assert page_namespace(dict(reversed(parts.items()))) == page_namespace(parts)
 

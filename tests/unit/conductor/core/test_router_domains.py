@@ -46,6 +46,21 @@ def test_engines_of_a_domain_load_nothing_and_write_nothing_back() -> None:
     assert (plan.sources, plan.write_back) == ((), ())
 
 
+def test_an_engine_that_uses_kvstores_by_itself_is_expected_to_load() -> None:
+    world = mixed()
+    world.join(facts("prefill-c", kv_domain="c", speeds=SECOND_PER_TOKEN, uses_kvstores=True))
+    world.join(facts("decode-c", kv_domain="c", speeds=SECOND_PER_TOKEN))
+    world.report("decode-c", free_blocks=100)
+    world.report("prefill-own", draining=True)
+    world.events("kvstore-own", CHAIN)
+    plan = world.plan(**PROMPT)
+    assert plan.prefill.id == "prefill-c"  # the others of a domain would compute the prompt
+    assert [source.id for source in plan.sources] == ["kvstore-own"]
+    assert [store.id for store in plan.write_back] == ["kvstore-own"]
+    [other] = [choice for choice in plan.candidates if choice.id == "prefill-a"]
+    assert plan.prefill.used_blocks > other.used_blocks == 0
+
+
 def test_nobody_loads_from_another_domain() -> None:
     world = mixed(peers=True)
     world.events("prefill-a", CHAIN)
