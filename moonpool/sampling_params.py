@@ -360,6 +360,7 @@ def stream_seed(seed: int, index: int) -> int:
 
 
 GREEDY = SamplingParams(temperature=0.0)
+_TOKEN_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,3 +384,10 @@ class SampleSpec:
     """Tokens that must not be chosen: end tokens while min_tokens is not reached, and those that end a bad word."""
     answer: bytes = b""
     """The answer's tokens so far, little-endian int32; only with a response format."""
+
+    def after(self, token: int) -> SampleSpec:
+        """Parameters for the token after `token`, which has the position of these; the same tokens are banned."""
+        its = token.to_bytes(_TOKEN_BYTES, "little")
+        history = self.history + its if self.history is not None else None
+        answer = self.answer + its if self.params.response_format else b""
+        return replace(self, position=self.position + 1, history=history, answer=answer)

@@ -11,7 +11,7 @@ from moonpool.engine.setup import EngineConfig
 class DecodeConfig(EngineConfig):
     """Receives prompts' KV and generates tokens in a continuous batch."""
 
-    flag_groups: ClassVar = {"compute": ("max_num_seqs",)}
+    flag_groups: ClassVar = {"compute": ("max_num_seqs", "speculative", "num_speculative_tokens")}
     max_num_seqs: int = Field(64, ge=1, description="sequences in one step at most")
     lease_s: float = Field(60.0, gt=0, description="seconds without news after which a promise or transfer ends")
     promise_s: float = Field(
@@ -61,6 +61,15 @@ class DecodeConfig(EngineConfig):
     log_bytes: ByteSize = Field(
         16 << 20, ge=0, description="bytes of all tokens kept for that; the oldest are dropped first"
     )
+    speculative: Literal["auto", "ngram", "off"] = Field(
+        "off",
+        description=(
+            "whether steps check guesses of the next tokens, taken from what followed the same tokens earlier in the "
+            "prompt or answer: auto = where guesses were right often enough to pay; ngram = every guess; off = none. "
+            "Answers are the same"
+        ),
+    )
+    num_speculative_tokens: int = Field(8, ge=1, le=64, description="guessed tokens of one sequence in a step at most")
     preempt_every: int = Field(
         0,
         ge=0,

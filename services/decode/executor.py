@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.kv_transfer.stored_parts import PartedReader
 from moonpool.runtime.driver import Driver
 from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
-from moonpool.scheduling.steps import Step, StepResult
+from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
@@ -50,6 +51,7 @@ from services.decode.core.events import (
     AbortRequest,
     AdoptRequest,
     Candidates,
+    CheckedDraft,
     ComputePrompt,
     EngineDied,
     Event,
@@ -75,6 +77,7 @@ from services.decode.live_requests import (
     search_rules_of,
     stores_of,
 )
+from services.decode.speculation import DraftingSequence, DraftPlanner
 
 MAX_GENERATION = (1 << 32) - 1
 
@@ -120,7 +123,17 @@ def record_step_span(spans: Recorder, run: StartRun, sequences: Sequence[LiveSeq
 
 
 log = get_logger(__name__)
-EndedSequences = list[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class _RunEnd:
+    """What `RunDone` tells of a run's last step."""
+
+    ended: list[tuple[int, int]] = field(default_factory=list)
+    filled: list[tuple[int, BlockKey]] = field(default_factory=list)
+    candidates: list[tuple[int, Candidates]] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
+    drafts: list[CheckedDraft] = field(default_factory=list)
 
 
 class RunLoop:
@@ -132,6 +145,7 @@ class RunLoop:
         max_tokens: longest sequence the model takes.
         post: tells the scheduler.
         abort: ends a request early.
+        drafts: decides which guesses steps check, as far as the scheduler allows any.
 
     Attributes:
         steps: so far.
@@ -144,8 +158,10 @@ class RunLoop:
         max_tokens: int,
         post: Callable[[RunProgress | RunDone], None],
         abort: Callable[[LiveRequest, str], None],
+        drafts: DraftPlanner,
     ) -> None:
         self._engine, self._spans, self._notify = parts.engine, parts.spans, parts.notify
+        self._drafts, self._clock = drafts, parts.clock
         self._live, self._max_tokens = live, max_tokens
         self._post, self._abort = post, abort
         self._block_tokens = parts.engine.layout.block_tokens
@@ -182,12 +198,13 @@ class RunLoop:
     async def _run(self, run: StartRun) -> None:
         self._order, self._last_ns = None, 0
         sequences = [self._live.sequences[number] for number in run.batch]
+        guesses = self._guesses(run, sequences)
+        if any(guesses):
+            await self._check_guesses(run, sequences, guesses)
+            return
         steps = 1 if run.steps == 1 else min(run.steps, *(it.most_steps(self._max_tokens) for it in sequences))
         size = self._block_tokens
-        parts = [
-            it.step(len(it.tokens) - 1, 1, size, sample=True, steps=steps, may_skip=it.request.search is None)
-            for it in sequences
-        ]
+        parts = [self._next_token(it, steps) for it in sequences]
         for chunk in run.chunks:
             sequences.append(self._live.sequences[chunk.id])
             parts.append(
@@ -197,9 +214,43 @@ class RunLoop:
         result = await self._engine.run(step, on_step=partial(self._goes_on, run, sequences))
         self._over(run, sequences, result)
 
+    def _next_token(self, sequence: LiveSequence, steps: int = 1) -> SequenceStep:
+        """The sequence's part of a step, or of a run's first, that computes the last token."""
+        may_skip = sequence.request.search is None
+        last = len(sequence.tokens) - 1
+        return sequence.step(last, 1, self._block_tokens, sample=True, steps=steps, may_skip=may_skip)
+
     def _goes_on(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
-        """Some steps in the run have ended, not the last step."""
+        """Some steps in the run have ended, not the last step. A run ends early if guesses pay now."""
         self._took_steps(run, sequences, (*result.earlier, result))
+        if any(self._guesses(run, sequences)):
+            self.cut(run.step)
+
+    # --- guesses ---------------------------------------------------------------------------------------------------
+
+    def _guesses(self, run: StartRun, sequences: list[LiveSequence]) -> list[list[int]]:
+        """For each sequence the guesses that the next step checks."""
+        if not run.drafts:
+            return []
+        each = []
+        for sequence in sequences:
+            most = sequence.room_for_guesses(self._block_tokens, self._max_tokens)
+            if sequence.drafter is None and most > 0:
+                total = sequence.sampling.total_tokens(self._max_tokens)
+                sequence.drafter = self._drafts.drafter(sequence.tokens, total)
+            each.append(DraftingSequence(sequence.drafter, len(sequence.tokens), most))
+        return self._drafts.plan(each, run.drafts)
+
+    async def _check_guesses(self, run: StartRun, sequences: list[LiveSequence], guesses: list[list[int]]) -> None:
+        """Executes a run of one step that checks guesses."""
+        began, parts = self._clock(), list[SequenceStep]()
+        for sequence, guess in zip(sequences, guesses, strict=True):
+            parts += sequence.draft_steps(guess, self._block_tokens) if guess else [self._next_token(sequence)]
+        step = Step(run.step, tuple(parts), copies=run.copies, patient=run.patient)
+        result = await self._engine.run(step)
+        if not result.aborted:
+            self._drafts.observe_overhead(self._clock() - began - (result.end_ns - result.start_ns) / 1e9)
+        self._over(run, sequences, result, guesses)
 
     def _took_steps(self, run: StartRun, sequences: list[LiveSequence], results: Sequence[StepResult]) -> None:
         """Steps have ended in which no sequence ended."""
@@ -232,37 +283,59 @@ class RunLoop:
                 self._defect(sequence.request)
         return filled
 
-    def _over(self, run: StartRun, sequences: list[LiveSequence], result: StepResult) -> None:
+    def _over(
+        self, run: StartRun, sequences: list[LiveSequence], result: StepResult, guesses: Sequence[Sequence[int]] = ()
+    ) -> None:
         if result.earlier:
             self._took_steps(run, sequences, result.earlier)
-        ended: EndedSequences = []
-        filled = []
-        candidates: list[tuple[int, Candidates]] = []
-        for index, (sequence, token) in enumerate(zip(sequences, result.sampled, strict=not result.aborted)):
-            if index in result.failed:
-                self._abort(sequence.request, result.failed[index])
-            if token is None or sequence.request.ending:
-                continue
-            try:
-                filled += sequence.take_filled(self._block_tokens)
-                if (search := sequence.request.search) is not None:
-                    found = search.propose(sequence.choice, result.several[index], self._max_tokens)
-                    candidates.append((sequence.id, found))
-                    continue
-                sequence.append(token, result.logprobs.get(index))
-                reason = sequence.check_finish(self._max_tokens)
-                sequence.send_new()
-            except Exception:
-                self._defect(sequence.request)
-                continue
-            if reason:
-                ended.append((sequence.id, int(reason)))
+        told, index = _RunEnd(), 0
+        if not result.aborted:
+            for sequence, guess in zip(sequences, guesses or [()] * len(sequences), strict=True):
+                self._take_last(sequence, guess, result, index, told)
+                index += 1 + len(guess)
         seconds, waited_s = self._seconds(run, sequences, result)
-        late = tuple(sequences[index].id for index in sorted(result.late) if not sequences[index].request.ending)
-        told = tuple(ended), tuple(filled), 1, tuple(candidates), waited_s, late
-        self._post(RunDone(run.step, result.aborted, seconds, *told))
+        ended, filled = tuple(told.ended), tuple(told.filled)
+        rest = tuple(told.candidates), waited_s, tuple(told.late), tuple(told.drafts)
+        self._post(RunDone(run.step, result.aborted, seconds, ended, filled, 1, *rest))
         if ended or filled or run.chunks:
             self._notify(soon=bool(ended))  # a next turn of the conversation may follow at once
+
+    def _take_last(
+        self, sequence: LiveSequence, guess: Sequence[int], result: StepResult, index: int, told: "_RunEnd"
+    ) -> None:
+        """Takes a sequence's tokens of a run's last step, where the sequence's first part has this index."""
+        request, found = sequence.request, result.sampled[index]
+        if index in result.failed:
+            self._abort(request, result.failed[index])
+        if request.ending:
+            return
+        if index in result.late:
+            told.late.append(sequence.id)
+        if found is None:
+            return
+        try:
+            if (search := request.search) is not None:
+                told.filled += sequence.take_filled(self._block_tokens)
+                candidates = search.propose(sequence.choice, result.several[index], self._max_tokens)
+                told.candidates.append((sequence.id, candidates))
+                return
+            before, reason = len(sequence.tokens), 0
+            for place in range(index, index + 1 + len(guess)):
+                if (token := result.sampled[place]) is None:  # behind a right guess: computed again, as the next token
+                    break
+                told.filled += sequence.take_filled(self._block_tokens)
+                sequence.append(token, result.logprobs.get(place))
+                reason = sequence.check_finish(self._max_tokens)
+                if reason or guess[place - index : place - index + 1] != [token]:
+                    break
+            if guess:
+                told.drafts.append(CheckedDraft(sequence.id, len(guess), len(sequence.tokens) - before - 1))
+            sequence.send_new()
+        except Exception:
+            self._defect(request)
+            return
+        if reason:
+            told.ended.append((sequence.id, int(reason)))
 
     def _defect(self, request: LiveRequest) -> None:
         """A request cannot take or send tokens because of an internal error: only this request ends."""
@@ -289,6 +362,7 @@ class DecodeExecutor:
         parts: engine, write-back, journal and the like.
         max_tokens: longest sequence the model takes.
         open_reader: makes a client for the kvstore at an address, from which preempted requests' blocks are loaded.
+        always_draft: guesses are checked whatever they cost (`DraftPlanner`).
 
     Attributes:
         taken: reservations granted so far.
@@ -306,6 +380,8 @@ class DecodeExecutor:
         parts: ExecutorParts,
         max_tokens: int,
         open_reader: Callable[[str], PartedReader],
+        *,
+        always_draft: bool = False,
     ) -> None:
         self.core = core
         self._clock, self._spans, self.notify = parts.clock, parts.spans, parts.notify
@@ -320,7 +396,8 @@ class DecodeExecutor:
         self._streams: dict[Subscriber, int] = {}
         self._stream_numbers = itertools.count(1)
         self.log = OutputLog(self._live, self._streams)
-        self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort)
+        drafts = DraftPlanner(core.settings.draft_tokens, lambda: core.tracker.speeds, always=always_draft)
+        self.running = RunLoop(parts, self._live, max_tokens, self._driver.post, self.abort, drafts)
         self.io = BlockIo(parts, open_reader, self._post)
         self.empty = asyncio.Event()
         self.empty.set()

@@ -24,6 +24,9 @@ from services.decode.core.actions import (
     RequestParked,
 )
 from services.decode.core.events import Candidates, ReserveBlocks, SearchRules
+from services.decode.speculation import NgramDrafter
+
+TOKEN_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -129,6 +132,7 @@ class LiveSequence:
         output: tokens, end and log probabilities.
         table: block table.
         history: tokens, for engines that check the blocks' content.
+        drafter: guesses the next tokens; None = not yet, or never.
         stopped: the conductor wants no more of the answer: no more tokens are sent, and the answer ends with the next
             token.
         sent_tokens: generated tokens sent to the conductor.
@@ -140,6 +144,7 @@ class LiveSequence:
     output: AnswerOutput
     table: tuple[int, ...] = ()
     history: TokenHistory | None = None
+    drafter: NgramDrafter | None = None
     stopped: bool = False
     sent_tokens: int = 0
 
@@ -193,6 +198,12 @@ class LiveSequence:
         """Key of the block before `index`."""
         return self.keys[index - 1] if index else self.request.incoming.chain_root
 
+    def room_for_guesses(self, block_tokens: int, max_tokens: int) -> int:
+        """Guessed tokens that the sequence has blocks for, and may take in one step."""
+        room = len(self.table) * block_tokens - len(self.tokens)
+        never = self.stopped or self.request.search is not None or bool(self.sampling.params.response_format)
+        return 0 if never else min(room, self.most_steps(max_tokens) - 1)
+
     def most_steps(self, max_tokens: int) -> int:
         """Most steps that the sequence can take in one run."""
         return self.sampling.steady(len(self.tokens), max_tokens)
@@ -240,6 +251,20 @@ class LiveSequence:
             may_skip=may_skip,
             history=self.history,
         )
+
+    def draft_steps(self, guess: Sequence[int], block_tokens: int) -> list[SequenceStep]:
+        """The sequence's parts of a step that checks guessed next tokens: one for the last token, one for each guess.
+
+        Each part samples the token behind, as if all guesses before were right.
+        """
+        first = self.step(len(self.tokens) - 1, 1, block_tokens, sample=True, steps=1 + len(guess))
+        parts = [replace(first, end_token_ids=frozenset())]
+        for token in guess:
+            last = parts[-1]
+            assert last.sample is not None
+            its = token.to_bytes(TOKEN_BYTES, "little")
+            parts.append(replace(last, token_ids=its, start=last.start + 1, sample=last.sample.after(token)))
+        return parts
 
     def send_new(self) -> None:
         """Sends new tokens and the end, unless more tokens are to be gathered first."""

@@ -14,7 +14,7 @@ from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, Instance
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
-from moonpool.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from moonpool.errors import ConfigError, DeadlineExceeded, InvalidRequest, Unavailable
 from moonpool.kv.delete_kv import DeletionLog
 from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.read_server import check_hello
@@ -83,6 +83,7 @@ class DecodeInstance:
                 context.endpoint(address),
                 partial(BlockReader, forgotten=deletions.demanded, offload=context.beside),
             ),
+            always_draft=config.speculative == "ngram",
         )
         pool = self.executor.pool
         self.deletion = KVDeletion(layout.block_bytes, self.write_back, pool.forget, deletions)
@@ -290,6 +291,12 @@ DECODE_METRICS: tuple[Metric[DecodeInstance], ...] = (
     counter("received_bytes_total", "Bytes of KV from prefill instances.", lambda it: it.received_bytes),
     counter("stray_frames_total", "Frames that belonged to no transfer.", lambda it: it.stray_frames),
     counter("steps_total", "Steps computed.", lambda it: it.executor.running.steps),
+    counter("draft_tokens_total", "Guessed tokens that steps checked.", lambda it: it.core.planner.drafted_tokens),
+    counter(
+        "accepted_tokens_total",
+        "Tokens that answers got beside one for each step, because guesses were right.",
+        lambda it: it.core.planner.accepted_tokens,
+    ),
 )
 
 
@@ -318,7 +325,24 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         preempt_every=config.preempt_every,
         window_blocks=layout.window_blocks,
         recurrent=layout.recurrent,
+        draft_tokens=_draft_tokens(context, config),
     )
+
+
+def _draft_tokens(context: InstanceContext, config: DecodeConfig) -> int:
+    """Most guessed tokens of a sequence that a step checks; 0 = none.
+
+    Raises:
+        ConfigError: guesses are wanted where none can be checked.
+    """
+    recurrent = (
+        "a recurrent state cannot go back behind guesses that were wrong" if context.setup.layout.recurrent else ""
+    )
+    emulated = "the emulated engine's tokens mean nothing" if context.setup.spec.emulated is not None else ""
+    why_not = recurrent or emulated
+    if config.speculative == "ngram" and why_not:
+        raise ConfigError("speculative", why_not)
+    return 0 if config.speculative == "off" or why_not else config.num_speculative_tokens
 
 
 MAX_STORES = 16

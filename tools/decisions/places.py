@@ -9,6 +9,8 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *("stores", "request.width", "starts_in_s", "search", "resumable", "fence", "request.priority"),
         *("request.tenant", "request.transient", "request.logprob_bytes"),
     ),
+    "StartRun": ("step", "batch", "chunks", "copies", "steps", "patient"),
+    "RunDone": ("step", "aborted", "seconds", "ended", "filled", "steps", "candidates", "waited_s", "late"),
     "LoadFacts": (
         *("running", "waiting", "free_blocks", "cached_blocks", "promised_blocks", "context_tokens", "drain_s"),
         *("speeds", "draining", "taken", "answer_tokens"),

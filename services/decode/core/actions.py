@@ -79,6 +79,8 @@ class StartRun:
         step: number of the run.
         copies: blocks copied before the first step writes: (from, to).
         patient: no client waits for single tokens, and no time was promised: the host's other work may go first.
+        drafts: guessed tokens that may be checked in all, within the sequences' blocks. A run that checks some is over
+            after one step.
     """
 
     step: int
@@ -87,6 +89,7 @@ class StartRun:
     copies: tuple[tuple[int, int], ...] = ()
     steps: int = 1
     patient: bool = False
+    drafts: int = 0
 
 
 @frozen

@@ -114,11 +114,11 @@ class RunningBatch:
         self.ticks += steps
         self.context += steps * len(self._sequences)
 
-    def missed(self, sequence: RequestSequence) -> None:
-        """A sequence has got no token in the last step."""
+    def gained(self, sequence: RequestSequence, tokens: int) -> None:
+        """A sequence has got so many more tokens in the last step than the one that `advance` counts; -1 = none."""
         if sequence.id in self._sequences:
-            sequence.tokens -= 1
-            self.context -= 1
+            sequence.tokens += tokens
+            self.context += tokens
             self.grew(sequence)
 
     def grew(self, sequence: RequestSequence) -> None:

@@ -259,7 +259,9 @@ def observe_run(tracker: SpeedTracker, now: float, flight: RunInFlight, event: R
         chunks = [(chunk.count, chunk.start, False) for chunk in flight.run.chunks]
         tracker.observe_prefill(chunks, seconds, known_s=batch_s)
         return
-    tracker.observe_decode(batch, flight.context + batch * (event.steps - 1) // 2, seconds)
+    drafted = sum(draft.tokens for draft in event.drafts) if isinstance(event, RunDone) else 0
+    context = flight.context + batch * (event.steps - 1) // 2
+    tracker.observe_decode(batch + drafted, context + drafted * context // batch, seconds)
 
 
 class BatchPlanner:
@@ -280,6 +282,8 @@ class BatchPlanner:
         slots_kept: slots kept for requests with a promised time between tokens that are not in the batch, by id.
         steps: runs so far.
         recomputed_tokens: so far.
+        drafted_tokens: guessed tokens that were checked so far.
+        accepted_tokens: those of them that were right, and whose answers went on with them.
         prompts: prompts computed here so far.
     """
 
@@ -296,7 +300,7 @@ class BatchPlanner:
         self.slots_kept: dict[int, int] = {}
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
-        self.recomputed_tokens = 0
+        self.recomputed_tokens = self.drafted_tokens = self.accepted_tokens = 0
         self.prompts = 0
         self._batch_changed = False  # by this plan: waiting requests may fit into the next step
         self._turns: dict[str, float] = {}  # while a tenant waits without a place: steps of each, over its weight
@@ -375,7 +379,8 @@ class BatchPlanner:
         self.steps += 1
         steps = 1 if chunks or self._must_ask_after_step else self._run_steps()
         patient, copies = self.batch.patient and not chunks, tuple((it.source, it.block) for it in self.copies)
-        run = StartRun(self.steps, self.batch.ids, chunks, copies, steps, patient)
+        drafts = 0 if chunks else self._draft_tokens()
+        run = StartRun(self.steps, self.batch.ids, chunks, copies, steps, patient, drafts)
         self.run_in_flight = RunInFlight(run, self.batch.context, self._state.now, self.copies, steps)
         self.copies = []
         self._state.act(run)
@@ -388,6 +393,20 @@ class BatchPlanner:
             self.batch.grew(sequence)
             self.update_expected(request)
         return self.batch.covered(steps)
+
+    def _draft_tokens(self) -> int:
+        """Guessed tokens that the next step may check: as many as keep the promised times."""
+        count, context = len(self.batch), self.batch.context
+        most = min(self._settings.draft_tokens * count, self._settings.step_tokens)
+        limit = self.tbt.limit_s if most else 0.0
+        if not limit:
+            return most
+        each = context // count  # a guess costs as much as one more sequence
+
+        def is_late(drafts: int) -> bool:
+            return self.tbt.step_s(count + drafts, context + drafts * each) > limit
+
+        return bisect_left(range(1, most + 1), True, key=is_late)
 
     @property
     def _must_ask_after_step(self) -> bool:

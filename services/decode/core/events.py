@@ -168,6 +168,21 @@ class StreamClosed:
 
 
 @frozen
+class CheckedDraft:
+    """Guesses of one sequence's next tokens that a step checked (`StartRun.drafts`).
+
+    Attributes:
+        id: the sequence.
+        tokens: guessed tokens.
+        accepted: further tokens that the sequence got behind the step's own, because as many guesses were right.
+    """
+
+    id: int
+    tokens: int
+    accepted: int
+
+
+@frozen
 class RunProgress:
     """Some steps of the run have ended; the run continues. No sequence ended in them.
 
@@ -198,6 +213,7 @@ class RunDone:
         candidates: tokens that may follow each sequence of a search.
         waited_s: as in `RunProgress`.
         late: sequences of the batch that got no token in the last step; they ask again.
+        drafts: guesses that the step checked.
     """
 
     step: int
@@ -209,6 +225,7 @@ class RunDone:
     candidates: tuple[tuple[int, Candidates], ...] = ()
     waited_s: float = 0.0
     late: tuple[int, ...] = ()
+    drafts: tuple[CheckedDraft, ...] = ()
 
 
 @frozen

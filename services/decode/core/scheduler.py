@@ -638,14 +638,23 @@ class DecodeScheduler:
         else:
             observe_run(self.tracker, self._state.now, flight, event)
             self.planner.advance(event.steps, over=isinstance(event, RunDone))
+            if isinstance(event, RunDone):
+                self._take_accepted(event)
             self._computed(flight.run, event)
         if isinstance(event, RunDone):
             self._run_over(event)
 
+    def _take_accepted(self, event: RunDone) -> None:
+        for draft in event.drafts:
+            self.planner.drafted_tokens += draft.tokens
+            self.planner.accepted_tokens += draft.accepted
+            if (sequence := self._table.find(draft.id)) is not None:
+                self.planner.batch.gained(sequence, draft.accepted)
+
     def _run_over(self, event: RunDone) -> None:
         for number in event.late:
             if (sequence := self._table.find(number)) is not None:
-                self.planner.batch.missed(sequence)
+                self.planner.batch.gained(sequence, -1)
         self._step_over()
         for number, _ in event.ended:
             self._sequence_ended(number)

@@ -47,6 +47,7 @@ class DecodeSettings:
         log_bytes: most bytes of that output.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         preempt_every: for diagnosis: a request of the batch is preempted every so many steps; 0 = never.
+        draft_tokens: most guessed tokens of a sequence that a step checks; 0 = none.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
     """
 
@@ -71,6 +72,7 @@ class DecodeSettings:
     recurrent: bool = False
     preempt_every: int = 0
     window_blocks: int = 0
+    draft_tokens: int = 0
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""

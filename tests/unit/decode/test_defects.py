@@ -12,12 +12,14 @@ import pytest
 from moonpool.engine.instance import ExecutorParts
 from moonpool.engine.subscriber import Subscriber
 from moonpool.errors import Internal
+from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import Step, StepResult
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import decode_pb2, kv_pb2
 from services.decode.core.actions import StartRun
 from services.decode.core.events import AbortRequest
 from services.decode.executor import RunLoop
+from services.decode.speculation import DraftPlanner
 from tests.unit.decode.calls import Conductor, conducting, reserve, transfer
 from tests.unit.fakes.engine import GARBLED, continuation
 from tests.unit.instances import Decode, decoding, prompt, spec
@@ -69,7 +71,8 @@ async def test_after_a_defect_nothing_is_taken_also_where_the_core_hears_of_it_l
     live: Any = SimpleNamespace(sequences={7: sequence})
     outside: Any = None
     parts = ExecutorParts(engine, outside, Recorder("d", None), lambda *, soon=False: None)
-    running = RunLoop(parts, live, 99, posted.append, lambda _, why: ends.append(why))
+    drafts = DraftPlanner(1, Speeds)
+    running = RunLoop(parts, live, 99, posted.append, lambda _, why: ends.append(why), drafts)
     running.order(StartRun(1, (7,), steps=3))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.0):

@@ -24,7 +24,6 @@ from moonpool.sampling_params import SampleSpec, SamplingParams
 from moonpool.scheduling.steps import SequenceStep, Step
 from tests.layouts import one_tensor
 from tests.unit.engine.stages import GREEDY, PROMPT, ids, stages, whole
-from tests.unit.fakes.engine import further
 
 NATIVE = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -176,7 +175,7 @@ def test_a_run_chooses_as_its_steps_do_one_by_one(way: dict[str, Any], checkpoin
             last = single.run(Step(2 + number, (SequenceStep(ids(token), 40 + number, (4, 1, 6), spec),)))[-1]
             expected.append((last.sampled, last.logprobs))
             token = last.sampled[0] or 0
-            spec = further(spec, token)
+            spec = spec.after(token)
         run = Step(2, (SequenceStep(ids(7), 40, (4, 1, 6), first),), patient=True, steps=5)
         done = [it for told in several.run(run)[1:] for it in (*told.earlier, told)]
         assert [(it.sampled, it.logprobs) for it in done] == expected

@@ -14,7 +14,6 @@ import xxhash
 from moonpool.errors import Unavailable
 from moonpool.kv.layout import KVLayout
 from moonpool.kv.pool import KVPool
-from moonpool.sampling_params import SampleSpec
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.steps import (
     LayerDone,
@@ -69,9 +68,13 @@ def digest_after(tokens: Sequence[int], layout: KVLayout = LAYOUT) -> int:
     return digest.intdigest()
 
 
-def next_token(tokens: Sequence[int]) -> int:
+TOKENS = 200
+"""Different tokens that the engine samples."""
+
+
+def next_token(tokens: Sequence[int], count: int = TOKENS) -> int:
     """What the engine must sample after `tokens`, if all their KV is right."""
-    return 8 + digest_after(tokens) % 200
+    return 8 + digest_after(tokens) % count
 
 
 def most_likely(digest: int, count: int = 200) -> SampledCandidates:
@@ -80,11 +83,11 @@ def most_likely(digest: int, count: int = 200) -> SampledCandidates:
     return SampledCandidates(tokens, tuple(-(n + 1) * (1 + digest % 5) / 4 for n in range(count)))
 
 
-def continuation(tokens: Sequence[int], count: int) -> list[int]:
-    """The right answer."""
+def continuation(tokens: Sequence[int], count: int, different: int = TOKENS) -> list[int]:
+    """The right answer; see `FakeEngine.different`."""
     answer: list[int] = []
     for _ in range(count):
-        answer.append(next_token([*tokens, *answer]))
+        answer.append(next_token([*tokens, *answer], different))
     return answer
 
 
@@ -101,14 +104,6 @@ def _has(sequence: SequenceStep, grammar: str) -> bool:
     return sequence.sample is not None and sequence.sample.params.grammar == grammar
 
 
-def further(spec: SampleSpec, token: int) -> SampleSpec:
-    """For the token after `token`, which was sampled by this; the same tokens are banned."""
-    its = token.to_bytes(4, "little")
-    history = spec.history + its if spec.history is not None else None
-    answer = spec.answer + its if spec.params.response_format else b""
-    return replace(spec, position=spec.position + 1, history=history, answer=answer)
-
-
 def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
     """A run's next step; None when it is over with this one, which has sampled these tokens."""
     if step.steps == 1:
@@ -118,7 +113,7 @@ def after(step: Step, sampled: Sequence[int | None]) -> Step | None:
         if share.sample is None or token is None or token in share.end_token_ids:
             return None
         start = share.start + len(share.token_ids) // 4
-        its = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=further(share.sample, token))
+        its = replace(share, token_ids=token.to_bytes(4, "little"), start=start, sample=share.sample.after(token))
         shares.append(its)
     return replace(step, sequences=tuple(shares), copies=(), steps=step.steps - 1)
 
@@ -150,6 +145,8 @@ class FakeEngine:
         """So long each step says that it has waited for others."""
         self.late_every = 0
         """In each step of such a number, sequences that may skip get no token; 0 = never."""
+        self.different = TOKENS
+        """Tokens that are sampled: with few of them answers repeat themselves."""
         self.together = 1
         """Steps of a patient run that are told at once."""
         self._gates: dict[int, int] = {}
@@ -238,7 +235,7 @@ class FakeEngine:
                     on_layer(LayerDone(step.step_id, layer, began_ns, time.monotonic_ns()))
                 await asyncio.sleep(0)
             sampled = tuple(
-                8 + digest.intdigest() % 200 if sequence.sample is not None else None
+                8 + digest.intdigest() % self.different if sequence.sample is not None else None
                 for sequence, digest in zip(step.sequences, digests, strict=True)
             )
             several = {

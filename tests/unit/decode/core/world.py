@@ -39,6 +39,7 @@ from services.decode.core.actions import (
 from services.decode.core.events import (
     AdoptRequest,
     Candidates,
+    CheckedDraft,
     ComputePrompt,
     Event,
     LoadEnd,
@@ -236,7 +237,7 @@ class World:
         """The running step is done, and the run with it if it was the last one or somebody has ended."""
         assert self.run is not None
         run = self.run
-        ended, filled, candidates = [], [], []
+        ended, filled, candidates, drafts = [], [], [], list[CheckedDraft]()
         context = sum(len(self.sequences[number].tokens) for number in run.batch)
         for source, block in run.copies:
             self.pool[block] = dict(self.pool[source])
@@ -258,28 +259,68 @@ class World:
             if not sample or self.core.requests[it.request].status is RequestStatus.FINISHING:
                 continue
             assert start + count == len(it.tokens)
-            member = self.core.requests[it.request].find(number)
-            assert member is not None
-            if len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys):
-                filled.append((number, it.keys()[-1]))
+            filled += self._filled(number)
             if self.core.requests[it.request].search is not None:
                 candidates.append((number, self._candidates(it)))
                 continue
-            it.tokens.append(it.token_after(len(it.tokens)))
-            self.answers[number].append(it.tokens[-1])
-            if number in self.followers:
-                self.heard[number].append(it.tokens[-1])
+            self._append(number)
+            if number in run.batch:
+                guesses = self._guesses(number, run.drafts - sum(draft.tokens for draft in drafts))
+                drafts += guesses
+                filled += self._check_guesses(number, *guesses)
             if len(self.answers[number]) >= it.answer:
                 ended.append((number, STOP))
         speeds = self.core.settings.speeds
         seconds = decode_step_seconds(speeds, len(run.batch), context) if run.batch else 0.0
         seconds += sum(prefill_seconds(speeds, chunk.count, chunk.start, begins=False) for chunk in run.chunks)
-        self.left -= 1
+        self.left = 0 if drafts else self.left - 1
         if self.left and not ended:
             self.post(RunProgress(run.step, 1, seconds, tuple(filled)))
             return
         self.run = None
-        self.post(RunDone(run.step, False, seconds, tuple(ended), tuple(filled), candidates=tuple(candidates)))
+        told = tuple(ended), tuple(filled), 1, tuple(candidates)
+        self.post(RunDone(run.step, False, seconds, *told, drafts=tuple(drafts)))
+
+    def _append(self, number: int) -> None:
+        """A sequence gets its next token."""
+        it = self.sequences[number]
+        it.tokens.append(it.token_after(len(it.tokens)))
+        self.answers[number].append(it.tokens[-1])
+        if number in self.followers:
+            self.heard[number].append(it.tokens[-1])
+
+    def _filled(self, number: int) -> list[tuple[int, BlockKey]]:
+        """The block that became full with a sequence's tokens so far, all computed."""
+        it = self.sequences[number]
+        member = self.core.requests[it.request].find(number)
+        assert member is not None
+        is_new = len(it.tokens) % BT == 0 and len(it.tokens) // BT > len(member.keys)
+        return [(number, it.keys()[-1])] if is_new else []
+
+    def _guesses(self, number: int, most: int) -> list[CheckedDraft]:
+        """Guesses of a sequence that the step checks; how many, and how many are right, depends on its length."""
+        it = self.sequences[number]
+        room, left = len(it.table) * BT - len(it.tokens) + 1, it.answer - len(self.answers[number])
+        count = min(most, room, left, self.core.settings.draft_tokens, (len(it.tokens) + number) % 7)
+        return [CheckedDraft(number, count, len(it.tokens) % (count + 1))] if count > 0 else []
+
+    def _check_guesses(self, number: int, draft: CheckedDraft | None = None) -> list[tuple[int, BlockKey]]:
+        """The step has computed guesses behind a sequence's token; returns the blocks that became full."""
+        if draft is None:
+            return []
+        it, filled = self.sequences[number], list[tuple[int, BlockKey]]()
+        end = len(it.tokens) - 1 + draft.tokens
+        for block in it.table[(len(it.tokens) - 1) // BT : -(-end // BT)]:
+            assert self.core.blocks.ref_count(block) == 1, "guesses are written to a shared block"
+            assert self.core.blocks.key_of(block) is None, "guesses are written to a full block"
+        for _ in range(draft.accepted):
+            self._write(it, len(it.tokens) - 1)
+            filled += self._filled(number)
+            self._append(number)
+        for position in range(len(it.tokens) - 1, end):
+            written = self.pool[it.table[position // BT]]
+            written[position % BT] = written[~(position % BT)] = b"a wrong guess"
+        return filled
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""

@@ -1,0 +1,216 @@
+"""Speculative decoding: guesses how answers go on, and decides which guesses a step checks.
+
+A guess is what followed an answer's last tokens at their last earlier place, in the prompt or in the answer itself
+(prompt look-up). A step checks a guess by computing a row for each guessed token beside the rows of all answers. An
+answer goes on with the guesses that equal what is sampled there.
+
+Guesses are also compared with the tokens that come anyway. So it is known how often they are right before any is
+checked, and text that does not repeat costs nothing.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Self
+
+import numpy as np
+
+from moonpool.frozen import frozen
+from moonpool.scheduling.latency import Speeds, decode_step_seconds
+
+GRAM = 3
+"""Tokens that must agree before a guess begins."""
+MOST_MATCHED = 32
+"""Agreeing tokens that are counted, at most."""
+MOST_PLACES = 1 << 16
+"""Places that are remembered for an answer, at most."""
+READ_SINGLY = 64
+"""More new tokens than this are read together, as a prompt's."""
+FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
+LOW_BITS = 0xFFFFFFFF
+FIRST_RATES = (0.3, 0.3, 0.5, 0.6, 0.8, 0.9)
+"""Assumed shares of right guesses, by class (`RightGuesses`)."""
+FIRST_WEIGHT = 4.0
+"""Guesses that an assumed share counts as."""
+KEPT, KEPT_IN_COMMON = 0.95, 0.99
+"""What an earlier guess counts after one more in its class: of one answer, and of all."""
+LEAST_GAIN = 1.1
+"""Guesses are checked if tokens a second are predicted to grow by this factor at least."""
+OVERHEAD_WEIGHT = 0.1
+
+
+class RightGuesses:
+    """How often guesses are right, in classes: by how many tokens agreed before (0, 1, 2 and 3, 4 to 7, ...).
+
+    Args:
+        kept: what an earlier guess counts after one more.
+        common: of all answers, from which a class without guesses begins; None: from `FIRST_RATES`.
+    """
+
+    def __init__(self, kept: float, common: Self | None = None) -> None:
+        self._kept, self._common = kept, common
+        self._guesses, self._right = [0.0] * len(FIRST_RATES), [0.0] * len(FIRST_RATES)
+
+    def observe(self, matched: int, *, right: bool) -> None:
+        """Counts a guess behind `matched` agreeing tokens."""
+        at = _class_of(matched)
+        self._guesses[at] = self._guesses[at] * self._kept + 1.0
+        self._right[at] = self._right[at] * self._kept + right
+        if self._common is not None:
+            self._common.observe(matched, right=right)
+
+    def rate(self, matched: int) -> float:
+        """Expected share of right guesses behind `matched` agreeing tokens."""
+        at = _class_of(matched)
+        first = FIRST_RATES[at] if self._common is None else self._common.rate(matched)
+        return (self._right[at] + FIRST_WEIGHT * first) / (self._guesses[at] + FIRST_WEIGHT)
+
+
+def _class_of(matched: int) -> int:
+    return min(matched.bit_length(), len(FIRST_RATES) - 1)
+
+
+class NgramDrafter:
+    """Guesses one answer's next tokens from its own text. Each new token costs the same, however long the text is.
+
+    Args:
+        tokens: prompt and answer; the answer's owner appends to it.
+        most_tokens: longest that the array gets.
+        common: how often guesses of all answers are right.
+    """
+
+    def __init__(self, tokens: "array[int]", most_tokens: int, common: RightGuesses) -> None:
+        self._tokens, self._read = tokens, 0
+        self._bits = (min(2 * most_tokens, MOST_PLACES) - 1).bit_length()
+        self._places = np.zeros(1 << self._bits, np.int32)
+        """By hash of some tokens, the place behind their last occurrence."""
+        self._place_at = self._places.data
+        self._source, self._matched = -1, 0
+        """Place of the guessed next token, or -1; and agreeing tokens before."""
+        self._right = RightGuesses(KEPT, common)
+
+    def guess(self, most: int) -> list[tuple[int, float]]:
+        """Up to `most` next tokens, each with the probability that it and all before it are right."""
+        self._read_new()
+        if self._source < 0:
+            return []
+        tokens, count, found, likely = self._tokens, len(self._tokens), list[tuple[int, float]](), 1.0
+        for number in range(most):
+            place = self._source + number
+            token = tokens[place] if place < count else found[place - count][0]
+            likely *= self._right.rate(self._matched + number)
+            found.append((token, likely))
+        return found
+
+    def _read_new(self) -> None:
+        """Reads the tokens that came since the last call, and compares guesses with them."""
+        if len(self._tokens) - self._read > READ_SINGLY:
+            self._read_together(len(self._tokens) - 1)
+        for place in range(self._read, len(self._tokens)):
+            self._read_one(place)
+        self._read = len(self._tokens)
+
+    def _read_one(self, place: int) -> None:
+        tokens = self._tokens
+        if self._source >= 0:
+            right = tokens[self._source] == tokens[place]
+            self._right.observe(self._matched, right=right)
+            # Behind a wrong guess the text may go on as if one token had been replaced.
+            self._source, self._matched = self._source + 1, min(self._matched + 1, MOST_MATCHED) if right else 0
+        if place + 1 < GRAM:
+            return
+        at = self._hash(*tokens[place + 1 - GRAM : place + 1])
+        if self._matched < GRAM and (earlier := self._place_at[at]):
+            matched = self._agreeing(earlier, place + 1)
+            if matched >= GRAM:
+                self._source, self._matched = earlier, matched
+        self._place_at[at] = place + 1
+
+    def _read_together(self, end: int) -> None:
+        """Remembers the places up to `end`, without guesses."""
+        first = max(self._read - GRAM + 1, 0)
+        new = np.frombuffer(self._tokens, np.int32)[first:end].astype(np.uint64)
+        hashes = np.zeros(len(new) - GRAM + 1, np.uint64)
+        for at, factor in enumerate(FACTORS):
+            hashes += new[at : at + len(hashes)] * np.uint64(factor)
+        rows = (hashes & np.uint64(LOW_BITS)) >> np.uint64(32 - self._bits)
+        self._places[rows] = np.arange(first + GRAM, end + 1)
+        self._source, self._matched, self._read = -1, 0, end
+
+    def _hash(self, first: int, second: int, third: int) -> int:
+        mixed = first * FACTORS[0] + second * FACTORS[1] + third * FACTORS[2]
+        return (mixed & LOW_BITS) >> (32 - self._bits)
+
+    def _agreeing(self, earlier: int, now: int) -> int:
+        """Tokens before two places that agree, one after the other."""
+        tokens = self._tokens
+        most = min(earlier, MOST_MATCHED)
+        return next((n for n in range(most) if tokens[earlier - 1 - n] != tokens[now - 1 - n]), most)
+
+
+@frozen
+class DraftingSequence:
+    """One sequence of a step, for `DraftPlanner`.
+
+    Attributes:
+        drafter: guesses for the sequence; None = nothing is guessed.
+        context: tokens of the sequence.
+        most: guesses that the sequence has blocks for, and may take.
+    """
+
+    drafter: NgramDrafter | None
+    context: int
+    most: int
+
+
+class DraftPlanner:
+    """Decides which guesses a step checks: as many as make tokens a second grow most, by the engine's speeds.
+
+    A guess costs as much as one more sequence. Steps that check guesses are ordered one by one: what that costs is
+    measured.
+
+    Args:
+        most: guesses of one sequence, at most.
+        always: guesses are checked whatever they cost.
+        speeds: the engine's.
+    """
+
+    def __init__(self, most: int, speeds: Callable[[], Speeds], *, always: bool = False) -> None:
+        self._most, self._speeds, self._always = most, speeds, always
+        self._overhead_s = 0.0
+        self._common = RightGuesses(KEPT_IN_COMMON)
+
+    def drafter(self, tokens: "array[int]", most_tokens: int) -> NgramDrafter:
+        """A drafter for one answer; see `NgramDrafter`."""
+        return NgramDrafter(tokens, most_tokens, self._common)
+
+    def observe_overhead(self, seconds: float) -> None:
+        """Learns what a step with guesses takes beside the engine's own seconds."""
+        self._overhead_s += OVERHEAD_WEIGHT * (max(seconds, 0.0) - self._overhead_s)
+
+    def plan(self, sequences: Sequence[DraftingSequence], most: int) -> list[list[int]]:
+        """For each sequence of the next step the guesses to be checked; `most`: of all together."""
+        speeds, context = self._speeds(), sum(it.context for it in sequences)
+        costs = [speeds.decode_per_sequence_s + speeds.decode_per_context_token_s * it.context for it in sequences]
+        plain_s = decode_step_seconds(speeds, len(sequences), context)
+        if not most or not (self._always or min(costs) * len(sequences) < plain_s):
+            return [[] for _ in sequences]  # not even right guesses would pay
+        guesses = [
+            [] if it.drafter is None or it.most < 1 else it.drafter.guess(min(it.most, self._most)) for it in sequences
+        ]
+        counts = self._counts(guesses, costs, plain_s, most)
+        return [[token for token, _ in its[:count]] for its, count in zip(guesses, counts, strict=True)]
+
+    def _counts(
+        self, guesses: Sequence[Sequence[tuple[int, float]]], costs: Sequence[float], plain_s: float, most: int
+    ) -> list[int]:
+        """How many guesses of each sequence are checked."""
+        tokens, seconds, counts = float(len(guesses)), plain_s + self._overhead_s, [0] * len(guesses)
+        each = [(likely, index) for index, its in enumerate(guesses) for _, likely in its]
+        each.sort(key=lambda it: -it[0] / costs[it[1]] if costs[it[1]] else -it[0])
+        for likely, index in each[:most]:
+            if not self._always and likely * seconds <= tokens * costs[index]:
+                break
+            tokens, seconds = tokens + likely, seconds + costs[index]
+            counts[index] += 1
+        pays = tokens * plain_s >= LEAST_GAIN * len(guesses) * seconds
+        return counts if self._always or pays else [0] * len(guesses)
