@@ -48,12 +48,13 @@ CODE = """class Account:
         other.deposit(value)
         self.history.append(("transfer", other.owner, value))
 """
-NEWS = """The harbour of Lindvik was closed for three days after the storm of last Sunday. Two ferries could not leave, and
-four hundred travellers slept in the sports hall of the school. "Nobody went hungry," said the mayor, Anna Berg, "since
-the bakers worked through the night." The repair of the northern pier will take until spring. The insurance pays for
-the pier, but not for the boats, of which eleven sank. The fishermen have asked the county for a loan without interest.
-The county will decide on the first of March. "Without boats there is no fish, and without fish there is no Lindvik,"
-said Per Holm, who has fished here for forty years.
+NEWS = """\
+The harbour of Lindvik was closed for three days after the storm of last Sunday. Two ferries could not leave, and
+four hundred travellers slept in the sports hall of the school. "Nobody went hungry," said the mayor, Anna Berg,
+"since the bakers worked through the night." The repair of the northern pier will take until spring. The insurance
+pays for the pier, but not for the boats, of which eleven sank. The fishermen have asked the county for a loan
+without interest. The county will decide on the first of March. "Without boats there is no fish, and without fish
+there is no Lindvik," said Per Holm, who has fished here for forty years.
 """
 
 
