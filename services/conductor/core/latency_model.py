@@ -182,12 +182,6 @@ class ReadsInFlight:
         assert all(link in (self._links.get(it), self._sends.get(it)) for _, link in both for it in link.reads)
 
 
-_LoadableSource = tuple[PrefixHolder, int, PrefillWork]
-"""A prefix that may be loaded, the prefix's blocks, and the work after the prefix."""
-_RatedSource = tuple[PrefixHolder, int, PrefillWork, float, float]
-"""The same at some speeds: also the work's seconds, and bytes per second of reading."""
-
-
 @frozen
 class Demand:
     """Tokens and blocks that a request needs.
@@ -259,9 +253,8 @@ class PrefillLatencyModel:
         self._block_bytes = shape.block_tokens * shape.token_bytes
         self._threshold = threshold
         self._works: dict[tuple[int, int], PrefillWork] = {}
-        self._asked: tuple[Speeds | None, int] = None, 0
-        self._loads: list[_RatedSource] = []
-        self._loadable_at: dict[int, list[_LoadableSource]] = {}
+        self._loads: dict[int, list[tuple[PrefixHolder, int, PrefillWork]]] = {}
+        """By tokens of a step: prefixes that may be loaded, their blocks, and the work after each."""
 
     def cost(
         self, speeds: Speeds, stages: int, step_tokens: int, local_blocks: int, *, loads: bool = True
@@ -270,29 +263,29 @@ class PrefillLatencyModel:
 
         `loads`: the instance can load a longer prefix from others.
         """
-        if self._asked[0] is not speeds or self._asked[1] != step_tokens:  # those of a class are asked about in a row
-            self._asked, self._loads = (speeds, step_tokens), self._loads_at(speeds, step_tokens)
         local = self._works.get((local_blocks, step_tokens)) or self._work(local_blocks, step_tokens)
         compute_s = least_s = work_seconds(speeds, *local)
         best, least_blocks, shape = None, max(local_blocks, self._threshold * local_blocks), self._shape
-        for load in self._loads if loads else ():
-            source, blocks, rest, rest_s, rate = load
-            if blocks > least_blocks:
+        for load in self._loads.get(step_tokens) or self._loadable(step_tokens) if loads else ():
+            source, blocks, rest = load
+            # A load takes at least the work after its prefix.
+            if blocks > least_blocks and (rest_s := work_seconds(speeds, *rest)) < least_s:
                 nbytes = (rest.prefix_tokens - local.prefix_tokens) * shape.token_bytes
-                load_s = source.read_s(rate, nbytes, source.cold_blocks(local_blocks) * self._block_bytes)
+                cold_bytes = source.cold_blocks(local_blocks) * self._block_bytes
+                load_s = source.read_s(source.rate(speeds), nbytes, cold_bytes)
                 both_s = overlapped_seconds(source.wait_s + load_s, rest_s, shape.layers)
                 if both_s < least_s and load_s:
-                    best, least_s, read_s = load, both_s, load_s
+                    best, least_s, best_s, read_s = load, both_s, rest_s, load_s
         if best is None:
             own_s = compute_s if stages == 1 else pipelined_seconds(compute_s, steps=local.steps, stages=stages)
             fixed_s = fixed_seconds(speeds, local, compute_s, own_s)
             return PrefillCost(0.0, own_s, compute_s / stages, local_blocks, "", 0.0, fixed_s)
-        source, blocks, rest, compute_s, _ = best
-        own_s, busy_s = compute_s, max(compute_s / stages, read_s)
+        source, blocks, rest = best
+        own_s, busy_s = best_s, max(best_s / stages, read_s)
         if stages > 1:
             own_s = pipelined_seconds(own_s, steps=rest.steps, stages=stages)
             least_s = overlapped_seconds(source.wait_s + read_s, own_s, shape.layers)
-        fixed_s, cold = fixed_seconds(speeds, rest, compute_s, own_s), source.cold_blocks(local_blocks)
+        fixed_s, cold = fixed_seconds(speeds, rest, best_s, own_s), source.cold_blocks(local_blocks)
         return PrefillCost(least_s - own_s, own_s, busy_s, blocks, source.id, read_s, fixed_s, cold)
 
     def alone_s(self, speeds: Speeds, stages: int, step_tokens: int, blocks: int) -> float:
@@ -301,16 +294,10 @@ class PrefillLatencyModel:
         compute_s = work_seconds(speeds, *work)
         return compute_s if stages == 1 else pipelined_seconds(compute_s, steps=work.steps, stages=stages)
 
-    def _loads_at(self, speeds: Speeds, step_tokens: int) -> list[_RatedSource]:
-        """What an instance of these speeds could load."""
-        loadable = self._loadable_at.get(step_tokens)
-        if loadable is None:
-            loadable = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self.sources]
-            self._loadable_at[step_tokens] = loadable
-        return [
-            (source, blocks, rest, work_seconds(speeds, *rest), source.rate(speeds))
-            for source, blocks, rest in loadable
-        ]
+    def _loadable(self, step_tokens: int) -> list[tuple[PrefixHolder, int, PrefillWork]]:
+        """The prefixes that may be loaded."""
+        found = self._loads[step_tokens] = [(it, it.blocks, self._work(it.blocks, step_tokens)) for it in self.sources]
+        return found
 
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
         """Work left behind `blocks` leading blocks."""

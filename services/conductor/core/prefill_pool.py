@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from math import exp, inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from moonpool.frozen import frozen
@@ -42,6 +43,10 @@ from services.conductor.placement.base import (
 
 COMPARED_LENGTHS = tuple(sorted({round(2 ** (step / 4)) for step in range(4 * 20)}))
 """Lengths in blocks at which chains are compared."""
+_TAKE_MARKS = [
+    itemgetter(*[mark - 1 for mark in COMPARED_LENGTHS[:marks]]) for marks in range(2, len(COMPARED_LENGTHS) + 1)
+]
+"""By the number of marks, from two on: takes a chain's keys at the marks."""
 REPORTS_AWAITED = 2
 """Load reports after a first token by which the prompt's blocks are reported, or were not kept.
 
@@ -168,7 +173,8 @@ class InFlightPrefixes:
 
 def _keys_at_marks(keys: Sequence[bytes]) -> tuple[bytes, ...]:
     """The keys at the marks."""
-    return tuple([keys[blocks - 1] for blocks in COMPARED_LENGTHS[: bisect_right(COMPARED_LENGTHS, len(keys))]])
+    marks = bisect_right(COMPARED_LENGTHS, len(keys))
+    return _TAKE_MARKS[marks - 2](keys) if marks > 1 else tuple(keys[:marks])
 
 
 def with_in_flight(
@@ -441,10 +447,12 @@ class PrefillInstanceState:
 
     def there(self, now: float) -> InstanceLoad:
         """What is here."""
-        load, facts = self.load, self.facts
-        unreported = [it.tokens for it in self.prompts.values() if not it.covered]
-        prompts = max(load.running + load.waiting + len(unreported), len(self.prompts))
-        tokens = load.queued_tokens + sum(unreported)
+        load, facts, prompts, tokens = self.load, self.facts, 0, 0
+        if self.prompts:
+            unreported = [it.tokens for it in self.prompts.values() if not it.covered]
+            prompts, tokens = len(unreported), sum(unreported)
+        prompts = max(load.running + load.waiting + prompts, len(self.prompts))
+        tokens += load.queued_tokens
         return InstanceLoad(prompts, tokens, self.recent.per_s(now), load.free_blocks, facts.total_blocks, facts.stages)
 
     def observe(self, choice: PrefillChoice, there_s: float) -> None:
@@ -635,8 +643,8 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
         """Recent placements, and the mean queue as a sample of the usual queue; of many instances, some are sampled."""
         count = max(1, len(self))
         looked_at = list(islice(self.by_slot.values(), 0, None, -(-count // SAMPLED)))
-        waits = [max(it.free_at - now, 0.0) for it in looked_at]
-        backlog_s = sum(waits) / len(waits) if waits else 0.0
+        waits = [wait_s for it in looked_at if (wait_s := it.free_at - now) > 0.0]
+        backlog_s = sum(waits) / max(1, len(looked_at))
         self._backlog.sample(backlog_s, now)
         prompts_per_s, work_per_s = self._prompts.per_s(now) / count, self._work.per_s(now) / count
         return Arrivals(prompts_per_s, work_per_s, backlog_s, self._backlog.value)

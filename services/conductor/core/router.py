@@ -809,11 +809,13 @@ class Router:
         source = max(sources, key=lambda it: it.blocks)
         found: list[tuple[float, str, PrefillChoice, PrefillInstanceState]] = []
         for choice in choices:
-            if not choice.excluded and choice.local_blocks < source.blocks and not self._domain(choice.id):
-                instance = self._prefills.by_slot[self._index.slot(choice.id)]
-                facts, learnt = instance.facts, instance.learnt
+            if choice.excluded or choice.local_blocks >= source.blocks:
+                continue
+            instance = self._prefills.by_slot[self._index.slot(choice.id)]
+            facts = instance.facts
+            if not facts.kv_domain:
                 optimism = self._prefills.optimism_factor(instance)
-                alone_s = model.alone_s(learnt.speeds, facts.stages, facts.step_tokens, source.blocks)
+                alone_s = model.alone_s(instance.learnt.speeds, facts.stages, facts.step_tokens, source.blocks)
                 ttft_s = choice.queue_s + choice.tail_s + choice.overhead_s + alone_s * optimism
                 found.append((ttft_s, choice.id, choice, instance))
         if not found:
