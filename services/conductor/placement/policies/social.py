@@ -1,4 +1,4 @@
-"""Own time to first token, and what the placement takes from others; docs/adr/0056-social-placement.md.
+"""Own time to first token, and what the placement takes from others; docs/adr/0068-nobody-gives-more.md.
 
 Both terms are seconds that some prompt waits, so that they need no weights. A prompt that keeps an instance busy for S
 seconds delays by S every prompt that is computed later there: waiting prompts that the new prompt goes before, and
@@ -7,9 +7,11 @@ prompts that come until the queues are empty. With arrival rate r, mean backlog 
 prompts go to the shortest queue: so the longer the queues, the more the rule prefers the cheapest place.
 
 Each instance computes prompts in arrival order, but a prompt can stand behind its arrival by a delay. Short prompts
-have short delays. A long prompt gives up half of the wait that first come, first served would cost the prompt, and a
-quarter of the prompt's work, at most: so the prompt is hardly later than there. Only in a lasting overload, prompts
-that miss their limit go last.
+have short delays.
+
+A prompt gives up half the mean queue at most, by its place as by its delay: half of what first come, first served would
+cost the prompt. So where hardly anything waits, the rule is the least own time to first token, and no length is served
+later than by that rule. Only in a lasting overload, prompts that miss their limit go last.
 """
 
 from collections.abc import Sequence
@@ -23,9 +25,7 @@ MOST_GROWTH = 5.0
 PATIENCE = 10.0
 """A prompt waits for later prompts at most for this multiple of its own work."""
 QUEUE_SHARE = 0.5
-"""Share of the mean queue that a prompt's delay may take at most."""
-WORK_SHARE = 0.25
-"""Share of the prompt's work that comes on top."""
+"""Share of the mean queue that a prompt gives up at most by its place, and by its delay."""
 LATE_PATIENCE = 20.0
 """As `PATIENCE`, for a prompt that misses the limit in an overload."""
 OVERLOADED_SHARE = 0.5
@@ -55,9 +55,13 @@ class Social:
         for at, choice in enumerate(_choices(candidates, limit, 1.0 + later)):
             delay_s, wait = _place_in_queue(candidates, choice, arrivals)
             placed = choice.with_place(delay_s, wait)
-            rated.append((placed.known_s + placed.work_s * (wait.behind + later), choice.there.stages, at, placed))
+            own_s = placed.known_s
+            rated.append((own_s + placed.work_s * (wait.behind + later), choice.there.stages, at, own_s, placed))
         rated.sort()
-        return candidates.keeping([placed for *_, placed in rated[:limit]])
+        most_s = min([own_s for *_, own_s, _ in rated]) + QUEUE_SHARE * arrivals.backlog_s
+        given = [placed for *_, own_s, placed in rated if own_s <= most_s]
+        rest = [placed for *_, own_s, placed in rated if own_s > most_s]
+        return candidates.keeping([*given, *rest][:limit])
 
 
 def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[PrefillChoice]:
@@ -72,13 +76,13 @@ def _choices(candidates: Candidates, limit: int, factor: float) -> Sequence[Pref
 def _place_in_queue(candidates: Candidates, choice: PrefillChoice, arrivals: Arrivals) -> tuple[float, QueueWait]:
     """The prompt's delay in an instance's queue, and the prompt's wait there.
 
-    The delay is at most ten times the work, half the mean queue plus a quarter of the work, and a third of the limit. A
-    prompt that would be late makes room for others, the more, the nearer the usual queue is to half the limit.
+    The delay is at most ten times the work, half the mean queue, and a third of the limit. A prompt that would be late
+    makes room for others, the more, the nearer the usual queue is to half the limit.
     """
     limit_s = candidates.request.limit_s
     within_s = max(0.0, LIMIT_S if limit_s is None else limit_s)
     work_s, given_s = choice.work_s, QUEUE_SHARE * arrivals.backlog_s
-    delay_s = min(PATIENCE * work_s, given_s + WORK_SHARE * work_s, LIMIT_SHARE * within_s)
+    delay_s = min(PATIENCE * work_s, given_s, LIMIT_SHARE * within_s)
     wait = candidates.wait(choice, delay_s)
     if wait.seconds + choice.alone_s <= MARGIN * within_s:
         return delay_s, wait
