@@ -99,8 +99,9 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
     if found.failed:
         typer.echo(f"failed: {found.failed}")
     typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")
-    if found.better:
-        typer.echo(f"in hindsight {found.better} would have been {_seconds_text(found.regret_s)} sooner")
+    for better, lost_s in ((found.better, found.regret_s), (found.better_decode, found.decode_regret_s)):
+        if better:
+            typer.echo(f"in hindsight {better} would have been {_seconds_text(lost_s)} sooner")
     if drawn := request_phases(found):
         console.print(_timeline(drawn))
         for name in dict.fromkeys(phase.name for phase in drawn):

@@ -224,6 +224,9 @@ class Explanation:
         regret_s: seconds to first token that the last placement lost against the best alternative, by later
             measurements; 0 until the request has ended.
         better: instance that would have been sooner; "" if none would.
+        decode_regret_s: seconds from the first token to the last that the placement lost likewise at decode; 0 until
+            the answer is complete.
+        better_decode: decode instance that would have been sooner; "" if none would.
         failed: why the request ended without a whole answer, though it was not refused; "" if it did not.
     """
 
@@ -239,4 +242,6 @@ class Explanation:
     attempts: tuple[Attempt, ...] = ()
     regret_s: float = 0.0
     better: str = ""
+    decode_regret_s: float = 0.0
+    better_decode: str = ""
     failed: str = ""

@@ -338,6 +338,8 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         attempts=tuple(from_message(Attempt, attempt) for attempt in message.attempts),
         regret_s=message.regret_s,
         better=message.better,
+        decode_regret_s=message.decode_regret_s,
+        better_decode=message.better_decode,
     )
 
 

@@ -1767,6 +1767,8 @@ class ExplainResponse(_message.Message):
     REGRET_S_FIELD_NUMBER: _builtins.int
     BETTER_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    DECODE_REGRET_S_FIELD_NUMBER: _builtins.int
+    BETTER_DECODE_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1789,6 +1791,12 @@ class ExplainResponse(_message.Message):
     """Why the request ended without a whole answer, though it was not refused: the client left, the time ran out, or an
     error; empty when it did not.
     """
+    decode_regret_s: _builtins.float
+    """Seconds from the first token to the last that the last placement lost against the best decode instance that had
+    memory, by what was measured since; known once the answer is complete. 0 = none would have been sooner.
+    """
+    better_decode: _builtins.str
+    """The decode instance that would have been sooner; empty when none would."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1823,10 +1831,12 @@ class ExplainResponse(_message.Message):
         regret_s: _builtins.float = ...,
         better: _builtins.str = ...,
         failed: _builtins.str = ...,
+        decode_regret_s: _builtins.float = ...,
+        better_decode: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "candidates", b"candidates", "failed", b"failed", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "better_decode", b"better_decode", "candidates", b"candidates", "decode_regret_s", b"decode_regret_s", "failed", b"failed", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

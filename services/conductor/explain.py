@@ -23,7 +23,7 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.v1 import conductor_pb2
 from services.conductor.client_stream import ClientStream
-from services.conductor.core.hindsight import PlacementRegret
+from services.conductor.core.hindsight import Hindsight
 from services.conductor.core.scheduler import RequestScheduler
 from services.conductor.placement.base import PrefillChoice
 from services.conductor.proto_conversion import candidate_proto
@@ -96,11 +96,15 @@ class DecisionLog:
             del record.attempts[:]
             record.attempts.extend(attempts)
 
-    def regretted(self, request_id: str, regret: PlacementRegret) -> None:
-        """Note what the placement has lost."""
+    def regretted(self, request_id: str, number: int, hindsight: Hindsight) -> None:
+        """Note what the placement of a request, by number, has lost."""
         record = self._records.get(request_id)
-        if record is not None:
+        if record is None:
+            return
+        if (regret := hindsight.prefill.of(number)) is not None:
             record.regret_s, record.better = regret.lost_s, regret.better
+        if (regret := hindsight.decode.of(number)) is not None:
+            record.decode_regret_s, record.better_decode = regret.lost_s, regret.better
 
     def has_ended(self, request_id: str) -> bool:
         """Whether the timeline of a request is known."""
@@ -452,14 +456,14 @@ class RequestReports:
         predictions: for the metrics.
         recent: for the cluster's state.
         recording: the trace recording; None if none is wanted.
-        regret_of: what the placement of a request, by number, has lost.
+        hindsight: what placements have lost.
     """
 
     decisions: DecisionLog
     predictions: PredictionMetrics
     recent: RecentRequests
     recording: TraceRecording | None
-    regret_of: Callable[[int], PlacementRegret | None]
+    hindsight: Hindsight
 
     def opened(self, session: ClientStream) -> None:
         """The core gets a request."""
@@ -497,7 +501,6 @@ class RequestReports:
     def ended(self, session: ClientStream) -> None:
         """The core has ended the request."""
         self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
-        if (regret := self.regret_of(session.number)) is not None:
-            self.decisions.regretted(session.spec.id, regret)
+        self.decisions.regretted(session.spec.id, session.number, self.hindsight)
         if self.recording is not None:
             self.recording.ended(session.number, -(-session.tokens // len(session.choices)))

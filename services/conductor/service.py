@@ -100,7 +100,7 @@ async def assembled(
         calls = InstanceCalls(channels, cluster.steps, cluster.find, driver.post, driver.tell, reserve_limit_s, clock)
         stack.push_async_callback(calls.aclose)
         decisions, recent = DecisionLog(config.explain_history, config.policy), RecentRequests(clock)
-        reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording, core.cluster.hindsight.of)
+        reports = RequestReports(decisions, PredictionMetrics(metrics), recent, recording, core.cluster.hindsight)
         reader = RequestValidator(checkpoint, cluster.registry, tokenizing, checking, config)
         dispatcher = Dispatcher(reader, calls, reports, cluster.order, driver.post, clock)
         stores = partial(cluster.instances, kv_pb2.INSTANCE_KIND_KVSTORE)

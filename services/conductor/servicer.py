@@ -425,17 +425,32 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
     counter(
         "placements_measured_total",
         "Prompts with a measured time to first token compared with the alternatives.",
-        lambda it: it.core.cluster.hindsight.totals.placements,
+        lambda it: it.core.cluster.hindsight.prefill.totals.placements,
     ),
     counter(
         "placements_regretted_total",
         "Of these, those that another instance would have computed sooner, by what is known since.",
-        lambda it: it.core.cluster.hindsight.totals.regretted,
+        lambda it: it.core.cluster.hindsight.prefill.totals.regretted,
     ),
     counter(
         "placement_regret_seconds_total",
         "Seconds to first token that these have lost together.",
-        lambda it: it.core.cluster.hindsight.totals.lost_s,
+        lambda it: it.core.cluster.hindsight.prefill.totals.lost_s,
+    ),
+    counter(
+        "decode_placements_measured_total",
+        "Answers with a measured time per token compared with the alternatives.",
+        lambda it: it.core.cluster.hindsight.decode.totals.placements,
+    ),
+    counter(
+        "decode_placements_regretted_total",
+        "Of these, those that another instance would have ended sooner, by what is known since.",
+        lambda it: it.core.cluster.hindsight.decode.totals.regretted,
+    ),
+    counter(
+        "decode_placement_regret_seconds_total",
+        "Seconds from first to last token that these have lost together.",
+        lambda it: it.core.cluster.hindsight.decode.totals.lost_s,
     ),
     counter(
         "shadow_decisions_total",

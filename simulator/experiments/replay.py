@@ -13,7 +13,7 @@ from simulator.experiments.report import Chart, digits
 
 UNKNOWN = (
     "Each decision meets the queues and caches that the recorded policy has left, not those that the other would have.",
-    "Differences are predicted, each by its own policy's prediction; the other choices were not measured.",
+    "Differences are predicted, in the queues that the recorded policy has left; the other choices were not measured.",
     "Requests that were never asked, or came later because answers were slow, are those of the recording.",
 )
 """What a replay cannot know."""
@@ -48,7 +48,7 @@ def _row(path: Path, policy: str, module: str) -> Row:
         core, entries = read_journal(file, modules)
         if not isinstance(core, ConductorCore):
             continue
-        prefills, totals = core.cluster.prefills, core.cluster.hindsight.totals
+        prefills, totals = core.cluster.prefills, core.cluster.hindsight.prefill.totals
         prefills.shadow_policy = load_policy(policy)
         before = prefills.shadow.decisions, prefills.shadow.agreed, prefills.shadow.sooner_s
         regretted = totals.placements, totals.lost_s

@@ -474,7 +474,12 @@ class AttemptCalls:
             return
         decode = self._cluster.decodes.get(attempt.reservation.decode)
         if once and attempt.tpot.tbt_s and decode is not None and request.spec.choices == 1 and request.tokens > 1:
-            decode.tpot.observe(attempt.tpot, request.tokens - 1, now - attempt.first_token_at)
+            answered_s = now - attempt.first_token_at
+            decode.tpot.observe(attempt.tpot, request.tokens - 1, answered_s)
+            decision, length = attempt.decision, (request.tokens - 1) / attempt.decision.demand.decode_tokens
+            self._cluster.hindsight.answered(
+                request.spec.number, decision.decodes, decode.facts.id, attempt.begun, answered_s, length
+            )
 
     # --- end --------------------------------------------------------------------------------------------------------
 

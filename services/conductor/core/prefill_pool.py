@@ -512,17 +512,22 @@ class ShadowTally:
         decisions: number of compared decisions.
         agreed: decisions with the same instance.
         sooner_s: predicted seconds to first token that the shadow policy's choices would have saved; negative = cost.
+            Both are predicted in the queues as they are, where a prompt without a delay stands at its arrival.
     """
 
     decisions: int = 0
     agreed: int = 0
     sooner_s: float = 0.0
 
-    def compare(self, real: PrefillChoice, shadow: PrefillChoice) -> None:
+    def compare(self, candidates: Candidates, real: PrefillChoice, shadow: PrefillChoice) -> None:
         """Counts a decision."""
         self.decisions += 1
         self.agreed += real.id == shadow.id
-        self.sooner_s += real.ttft_s - shadow.ttft_s if real.id != shadow.id else 0.0
+        real_s, shadow_s = [
+            (it if it.delay_s is not None else it.with_place(0.0, candidates.wait(it, 0.0))).ttft_s
+            for it in (real, shadow)
+        ]
+        self.sooner_s += real_s - shadow_s if real.id != shadow.id else 0.0
 
 
 class PrefillPool(InstancePool[PrefillInstanceState]):
@@ -619,7 +624,7 @@ class PrefillPool(InstancePool[PrefillInstanceState]):
                 if not found:
                     raise ValueError(f"the policy has chosen none of {len(candidates)} instances")
                 if self.shadow_policy is not None and not choices:
-                    self.shadow.compare(found[0], self.shadow_policy.order(candidates, SHORTLIST)[0])
+                    self.shadow.compare(candidates, found[0], self.shadow_policy.order(candidates, SHORTLIST)[0])
                 choices += found
         if len(choices) < SHORTLIST:
             others = islice(slots_in(self.mask & ~able), SHORTLIST - len(choices))

@@ -621,7 +621,7 @@ class RequestScheduler:
             attempt.decision, how.computed_tokens, how.there_s, overhead_s, now, overtaken=attempt.overtaken
         )
         if not attempt.decision.at_decode:
-            self._cluster.hindsight.measured(request.spec.number, attempt.decision.candidates, attempt.begun, now)
+            self._cluster.hindsight.first_token(request.spec.number, attempt.decision.candidates, attempt.begun, now)
         for store, key in how.misses:
             self._cluster.forget(store, [key], attempt.decision.index_version)
 

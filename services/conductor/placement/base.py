@@ -231,7 +231,7 @@ class PrefillChoice(NamedTuple):
         """The choice with a place in the instance's queue, as `Candidates.wait` predicts the place."""
         rest_s = self.rest_s - self.queue_s + wait.seconds
         # Done for each candidate: `_replace` takes three times as long.
-        return PrefillChoice(*self[:3], wait.seconds, *self[4:12], rest_s, *self[13:18], delay_s)
+        return PrefillChoice._make((*self[:3], wait.seconds, *self[4:12], rest_s, *self[13:18], delay_s))
 
     @property
     def alone_s(self) -> float:

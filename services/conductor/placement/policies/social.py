@@ -1,4 +1,4 @@
-"""Own time to first token, and what the placement takes from others; docs/adr/0068-nobody-gives-more.md.
+"""Own time to first token, and what the placement takes from others; docs/adr/0068-half-the-mean-queue.md.
 
 Both terms are seconds that some prompt waits, so that they need no weights. A prompt that keeps an instance busy for S
 seconds delays by S every prompt that is computed later there: waiting prompts that the new prompt goes before, and
