@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from moonpool.engine.emulated.profile import load_profile
 from moonpool.rpc.tuning import tune_gc
 from moonpool.telemetry import logs
 from services.conductor.core.events import AnnouncePlacement
+from services.conductor.placement.policies import DEFAULT_POLICY
 from simulator.clock import PS
 from simulator.cluster.cluster import Cluster as SimulatedCluster
 from simulator.cluster.config import ClusterConfig
@@ -45,6 +46,8 @@ class Run:
         prefill, decode: instances; there is one conductor and one kvstore.
         seed: of the delays of messages.
         jitter_s: mean of what each message takes beyond the constant delay.
+        policy: chooses prefill instances.
+        speed: requests come so many times as fast as in the trace.
     """
 
     trace: Path = TRACE
@@ -53,10 +56,13 @@ class Run:
     decode: int = 1
     seed: int = 1
     jitter_s: float = JITTER_S
+    policy: str = DEFAULT_POLICY
+    speed: float = 1.0
 
     def read(self) -> list[TraceRequest]:
         """The requests."""
-        return read_trace(self.trace, limit=self.requests)
+        requests = read_trace(self.trace, limit=self.requests)
+        return [replace(it, timestamp=it.timestamp / self.speed) for it in requests]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +82,7 @@ async def _serve(simulation: Simulation, run: Run) -> tuple[list[Outcome], list[
     """What became of all requests, and the numbers of those with wrong tokens."""
     engine = ["--block-size", "512"]
     flags = {
+        "conductor": ["--policy", run.policy],
         "kvstore": ["--dram-bytes", str(1 << 28)],
         "prefill": [*engine, "--max-num-batched-tokens", "4096"],
         "decode": engine,
@@ -126,6 +133,7 @@ def simulated(run: Run) -> list[Outcome]:
         delays=CallDelays(LATENCY_S, run.jitter_s),
         seed=run.seed,
         report_s=REPORT_S,
+        policy=run.policy,
     )
     ended: list[Request] = []
     decodes: dict[int, str] = {}
@@ -163,10 +171,12 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=usual.decode, help="instances")
     parser.add_argument("--seed", type=int, default=usual.seed, help="of the delays of messages")
     parser.add_argument("--jitter-s", type=float, default=usual.jitter_s, help="mean delay beyond the constant one")
+    parser.add_argument("--policy", default=usual.policy, help="chooses prefill instances")
+    parser.add_argument("--speed", type=float, default=usual.speed, help="times as fast as in the trace")
     parser.add_argument("--simulated", action="store_true", help="ask the simulator, not the services")
     parser.add_argument("--log", help="file for all messages, a line each")
     args = parser.parse_args()
-    run = Run(args.trace, args.requests, args.prefill, args.decode, args.seed, args.jitter_s)
+    run = Run(args.trace, args.requests, args.prefill, args.decode, args.seed, args.jitter_s, args.policy, args.speed)
     logs.configure("error", "world", False)
     tune_gc()
     result: dict[str, Any] = {"outcomes": simulated(run)} if args.simulated else served(run, args.log)
