@@ -6,6 +6,7 @@ from moonpool.errors import UnsupportedModel
 from moonpool.families.arcee import ARCEE
 from moonpool.families.base import ModelFamily, TensorNames
 from moonpool.families.cohere import COHERE, COHERE2
+from moonpool.families.cwm import CWM
 from moonpool.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from moonpool.families.dots1 import DOTS1
 from moonpool.families.ernie4_5 import ERNIE4_5, ERNIE4_5_MOE
@@ -13,12 +14,14 @@ from moonpool.families.exaone4 import EXAONE4
 from moonpool.families.falcon import FALCON
 from moonpool.families.gemma import GEMMA, GEMMA2, GEMMA3
 from moonpool.families.glm import GLM, GLM4, GLM4_MOE, GLM4_MOE_LITE
-from moonpool.families.gpt2 import GPT2
+from moonpool.families.gpt2 import GPT2, GPT_BIGCODE
 from moonpool.families.gpt_neox import GPT_NEOX
 from moonpool.families.gpt_oss import GPT_OSS
-from moonpool.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE
+from moonpool.families.gptj import GPTJ
+from moonpool.families.granite import GRANITE, GRANITE_HYBRID, GRANITE_MOE, GRANITE_MOE_SHARED, HYPERCLOVAX
 from moonpool.families.helium import HELIUM
 from moonpool.families.hunyuan import HUNYUAN, HUNYUAN_MOE
+from moonpool.families.jais2 import JAIS2
 from moonpool.families.kimi_linear import KIMI_LINEAR
 from moonpool.families.lfm2 import LFM2, LFM2_MOE
 from moonpool.families.llama import LLAMA
@@ -28,6 +31,7 @@ from moonpool.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from moonpool.families.mixtral import MIXTRAL
 from moonpool.families.nemotron import NEMOTRON
 from moonpool.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
+from moonpool.families.opt import OPT
 from moonpool.families.other import other_family
 from moonpool.families.phi import PHI, PHI3
 from moonpool.families.qwen2 import QWEN2, QWEN2_MOE
@@ -42,6 +46,7 @@ _ALL = (
     ARCEE,
     COHERE,
     COHERE2,
+    CWM,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     DOTS1,
@@ -57,14 +62,19 @@ _ALL = (
     GLM4_MOE,
     GLM4_MOE_LITE,
     GPT2,
+    GPTJ,
+    GPT_BIGCODE,
     GPT_NEOX,
     GPT_OSS,
     GRANITE,
     GRANITE_HYBRID,
     GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     HELIUM,
     HUNYUAN,
     HUNYUAN_MOE,
+    HYPERCLOVAX,
+    JAIS2,
     KIMI_LINEAR,
     LFM2,
     LFM2_MOE,
@@ -80,6 +90,7 @@ _ALL = (
     OLMO2,
     OLMO3,
     OLMOE,
+    OPT,
     PHI,
     PHI3,
     QWEN2,

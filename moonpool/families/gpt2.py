@@ -1,4 +1,6 @@
-"""GPT-2: learnt positions, layer norms, weights stored with their inputs first."""
+"""GPT-2: learnt positions, layer norms, weights stored with their inputs first. GPT BigCode: one KV head."""
+
+from dataclasses import replace
 
 from moonpool.errors import UnsupportedModel
 from moonpool.families.base import ModelFamily, TensorNames, activation
@@ -16,7 +18,7 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     layer = LayerSpec(
         AttentionSpec(heads, heads, size, scale, rope=None, qkv_bias=True, output_bias=True),
         FeedForwardSpec(
-            fields.positive("n_inner", 4 * hidden),
+            fields.positive("n_inner", 4 * hidden, null=4 * hidden),
             activation(fields, "activation_function"),
             gated=False,
             bias=True,
@@ -25,6 +27,12 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     )
     positions = fields.positive("max_position_embeddings")
     return DecoderSpec((layer,) * fields.positive("num_hidden_layers"), (), norm, learnt_positions=positions)
+
+
+def _one_kv_head(fields: JsonFields) -> DecoderSpec:
+    if not fields.flag("multi_query", True):
+        raise UnsupportedModel("multi_query", "only one head of keys and values is supported")
+    return _decoder(fields).each(lambda _, layer: layer.with_attention(num_kv_heads=1))
 
 
 GPT2 = ModelFamily(
@@ -53,3 +61,11 @@ GPT2 = ModelFamily(
         down="mlp.c_proj",
     ),
 )  # fmt: skip
+GPT_BIGCODE = replace(
+    GPT2,
+    architecture="GPTBigCodeForCausalLM",
+    model_type="gpt_bigcode",
+    decoder=_one_kv_head,
+    defaults={**GPT2.defaults, "activation_function": "gelu_pytorch_tanh"},
+    names=replace(GPT2.names, inputs_first=False),
+)

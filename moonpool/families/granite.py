@@ -18,12 +18,25 @@ def _decoder(fields: JsonFields) -> DecoderSpec:
     return decoder.each(lambda _, layer: replace(layer, residual_factor=residual).with_attention(scale=scale))
 
 
+def _post_norm_decoder(fields: JsonFields) -> DecoderSpec:
+    """HyperCLOVA X: `logits_scaling` multiplies, and a norm stands behind each part, too."""
+    decoder, normed = _decoder(fields), fields.flag("use_post_norm", True)
+    size = decoder.layers[0].attention.head_dim
+    scale = fields.number("attention_multiplier", size**-0.5)
+    return replace(decoder, logits_factor=fields.number("logits_scaling", 1.0)).each(
+        lambda _, layer: replace(
+            layer.with_attention(scale=scale), attention_out_norm=normed, feed_forward_out_norm=normed
+        )
+    )
+
+
 def _moe_decoder(fields: JsonFields) -> DecoderSpec:
     experts = ExpertsSpec(
         fields.positive("num_local_experts"),
         fields.positive("num_experts_per_tok"),
         fields.positive("intermediate_size"),
         "softmax_chosen",
+        shared_inner=int(fields.number("shared_intermediate_size", 0)),
     )
     return _decoder(fields).each(lambda _, layer: layer.with_feed_forward(experts=experts))
 
@@ -78,6 +91,13 @@ GRANITE = ModelFamily(
     defaults={"max_position_embeddings": 2048},
     gguf=GgufNames(architecture="granite", paired_rows=True, keys=_KEYS),
 )
+HYPERCLOVAX = ModelFamily(
+    architecture="HyperCLOVAXForCausalLM",
+    model_type="hyperclovax",
+    decoder=_post_norm_decoder,
+    defaults={"max_position_embeddings": 2048},
+    names=TensorNames(attention_out_norm="post_norm1", feed_forward_out_norm="post_norm2"),
+)
 GRANITE_MOE = ModelFamily(
     architecture="GraniteMoeForCausalLM",
     model_type="granitemoe",
@@ -93,6 +113,13 @@ GRANITE_MOE = ModelFamily(
         paired_rows=True,
         keys={**_KEYS, "num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"},
     ),
+)
+GRANITE_MOE_SHARED = ModelFamily(
+    architecture="GraniteMoeSharedForCausalLM",
+    model_type="granitemoeshared",
+    decoder=_moe_decoder,
+    defaults=GRANITE_MOE.defaults,
+    names=replace(GRANITE_MOE.names, shared_gate_up="shared_mlp.input_linear", shared_down="shared_mlp.output_linear"),
 )
 GRANITE_HYBRID = ModelFamily(
     architecture="GraniteMoeHybridForCausalLM",
@@ -111,11 +138,9 @@ GRANITE_HYBRID = ModelFamily(
     },
     other_keys={"layer_types": "layers_block_type"},
     names=replace(
-        GRANITE_MOE.names,
+        GRANITE_MOE_SHARED.names,
         gate_up="shared_mlp.input_linear",
         down="shared_mlp.output_linear",
-        shared_gate_up="shared_mlp.input_linear",
-        shared_down="shared_mlp.output_linear",
         recurrent={
             "inputs": ("mamba.in_proj",),
             "conv": ("mamba.conv1d",),

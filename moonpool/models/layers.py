@@ -43,7 +43,7 @@ def in_tiles(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Return `function` of the rows of `x` [T, ...], FIXED_ROWS at a time, the last ones filled up with zeros."""
     filled = -x.shape[0] % FIXED_ROWS
     padded = torch.cat((x, x.new_zeros((filled, *x.shape[1:])))) if filled else x
-    return torch.cat([function(tile) for tile in padded.split(FIXED_ROWS)])[: x.shape[0]]
+    return torch.cat([function(tile) for tile in torch.split(padded, FIXED_ROWS)])[: x.shape[0]]
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor, *, deterministic: bool = True) -> Tensor:
@@ -57,7 +57,7 @@ def elementwise(function: Callable[[Tensor], Tensor], x: Tensor, *, deterministi
     flat = x.flatten(1)
     width = flat.shape[1]
     wide = functional.pad(flat, (0, -width % _VECTOR))
-    parts = [function(part) for part in wide.split(max(1, _ONE_THREAD // wide.shape[1]))]
+    parts = [function(part) for part in torch.split(wide, max(1, _ONE_THREAD // wide.shape[1]))]
     return torch.cat(parts)[:, :width].reshape(x.shape)
 
 

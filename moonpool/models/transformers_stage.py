@@ -30,18 +30,36 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 
 
 class _Given(nn.Module):
-    """Stands in for the decoder when only the head is wanted: returns given hidden states."""
+    """Stands in for the decoder when only the head is wanted: returns given hidden states.
 
-    def __init__(self) -> None:
+    All else that a head reads is the decoder's own, a factor for example.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.hidden: Tensor | None = None
+        self._bodies = (body,)  # not a part of this module
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what this module lacks."""
+        return getattr(self.__dict__["_bodies"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the states as transformers' decoders do."""
         del args, kwargs
-        from transformers.modeling_outputs import MoeModelOutputWithPast
+        return _Output(self.hidden)
 
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+class _Output(tuple[Any, ...]):
+    """A decoder's output with hidden states alone, by number and by name; all else is None."""
+
+    def __new__(cls, hidden: Tensor | None) -> _Output:
+        """Return the output with `hidden`."""
+        return super().__new__(cls, (hidden,))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an output by name."""
+        return self[0] if name == "last_hidden_state" else None
 
 
 class TransformersStage(StageModel):
@@ -58,7 +76,7 @@ class TransformersStage(StageModel):
         self.kernels = prepare(device, dtype)
         self.one_by_one = config.decoder.not_plain
         self._model, self._body = model, getattr(model, model.base_model_prefix)
-        self._given = _Given()
+        self._given = _Given(self._body)
         self._batch: PackedBatch | None = None
         self._kv: tuple[LayersKV, LayersScales | None] | None = None
         self._seen: set[int] = set()
@@ -178,6 +196,8 @@ class TransformersStage(StageModel):
         """
         import transformers
 
+        if getattr(self._model, "_is_stateful", False):
+            raise self._refused("its layers have a recurrent state")
         transformers.AttentionInterface.register(self._name, self._answer)
         generator = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, self.config.vocab_size, (_CHECKED_TOKENS,), generator=generator)
@@ -212,10 +232,10 @@ class TransformersStage(StageModel):
             raise self._refused(f"its attention is not told of the window of {window} tokens")
 
     def _answer(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **how: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **how: Any
     ) -> tuple[Tensor, None]:
         """Attend as transformers calls attention functions; masks come from the batch."""
-        del mask
+        del attention_mask
         return self.attend(module, query, key, value, how.pop("scaling", None), **how), None
 
     def _refused(self, why: str) -> UnsupportedModel:

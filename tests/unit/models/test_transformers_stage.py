@@ -15,7 +15,7 @@ from tests.unit.models.forward import Runner
 from tests.unit.models.test_families import LENGTHS, NEW, TINY, reference
 from tests.unit.models.test_parity import assert_greedy
 
-SERVED = ("apertus", "jais2", "nanochat", "phimoe")
+SERVED = ("apertus", "afmoe", "nanochat", "phimoe")
 
 
 @pytest.mark.parametrize("model_type", SERVED)
@@ -43,9 +43,9 @@ def test_another_configuration_has_kv_of_its_own(tmp_path: Path) -> None:
     assert "transformers' own modelling code" in inspect_checkpoint(tmp_path).computed
 
 
-@pytest.mark.parametrize(("model_type", "words"), [("gptj", "cannot be served"), ("mamba", "cannot be served|heads")])
+@pytest.mark.parametrize(("model_type", "words"), [("codegen", "cannot be served"), ("falcon_h1", "recurrent state")])
 def test_what_does_not_attend_through_the_interface_is_refused(model_type: str, words: str, tmp_path: Path) -> None:
-    """By name, when it is loaded: it has a rotary embedding of its own kind, or no attention."""
+    """By name, when it is loaded: it has a rotary embedding of its own kind, or a state beside KV."""
     config = transformers.AutoConfig.for_model(model_type, **{**TINY, "rotary_dim": 8, "num_hidden_layers": 2})
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     with pytest.raises(UnsupportedModel, match=words):
@@ -86,7 +86,7 @@ def test_masks_that_a_short_prompt_cannot_show_are_refused(
 
 
 def test_two_models_in_one_process_keep_their_pools(tmp_path: Path) -> None:
-    models = [reference(kind, {"head_dim": 16, "num_hidden_layers": 2}) for kind in ("apertus", "jais2")]
+    models = [reference(kind, {"head_dim": 16, "num_hidden_layers": 2}) for kind in ("apertus", "nanochat")]
     for number, model in enumerate(models):
         model.save_pretrained(tmp_path / str(number))
     runners = [Runner(tmp_path / str(number), torch.float32) for number in range(2)]
