@@ -37,6 +37,9 @@ Trace = Annotated[
     typer.Option(help="Trace file, Mooncake's form or a recording.", envvar="MOONPOOL_TRACE", show_envvar=True),
 ]
 Requests = Annotated[int, typer.Option(min=0, help="First requests only; 0 = all of a trace, 1000 generated ones.")]
+Sessions = Annotated[
+    int, typer.Option(min=0, help="Sessions of coding agents to generate if there is no trace; 0 = other requests.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of generated requests, of calls' delays and of random choices.")]
 Profile = Annotated[str, typer.Option(help="Hardware and model: a bundled profile's name, or a path.")]
 Prefill = Annotated[int, typer.Option(min=1, help="Prefill instances.")]
@@ -123,10 +126,11 @@ class Traced(Printed):
 
     trace: Trace = None
     requests: Requests = 0
+    sessions: Sessions = 0
 
     def source(self) -> RequestSource:
         """Return the requests."""
-        return RequestSource(self.trace, self.requests, self.seed)
+        return RequestSource(self.trace, self.requests, self.seed, sessions=self.sessions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,10 +229,13 @@ class RaceOptions(Traced, Machines):
     decode_policy: Annotated[
         str, typer.Option(help="Policies for decode, likewise: each races with each of --policy; empty = the default.")
     ] = ""
-    speed: Annotated[float, typer.Option(min=0.001, help="Requests come so many times as fast as in the trace.")] = 1.0
+    speed: Annotated[
+        str, typer.Option(help="Requests come so many times as fast as in the trace; several with commas.")
+    ] = "1"
     link_gb: Annotated[
-        float, typer.Option(min=0.0, help="GB per second that an instance loads over its link; 0 = own caches only.")
-    ] = 100.0
+        str,
+        typer.Option(help="GB per second that an instance loads over its link; 0 = own caches; several with commas."),
+    ] = "100"
     jitter_seeds: Annotated[
         int, typer.Option(min=1, help="Runs of each policy; each moves arrivals within the grain of the trace's clock.")
     ] = 3
@@ -239,11 +246,21 @@ class RaceOptions(Traced, Machines):
 @app.command()
 @verb
 def race(options: RaceOptions) -> None:
-    """Placement policies side by side: one trace, one load, one speed of links, several seeds of arrivals."""
-    config = race_experiment.linked(options.machines(options.prefill, options.decode, options.speed), options.link_gb)
+    """Placement policies side by side: one trace, loads and speeds of links, several seeds of arrivals."""
+    config = options.machines(options.prefill, options.decode, 1.0)
     decode = options.decode_policy.split(",") if options.decode_policy else [DEFAULT_DECODE_POLICY]
     racers = race_experiment.Racers(options.policy.split(",") if options.policy else list(POLICIES), decode)
-    options.print(lambda say: race_experiment.race(config, options.source(), racers, options.jitter_seeds, say))
+    courses = race_experiment.Courses(
+        _parse_numbers("speed", options.speed), _parse_numbers("link_gb", options.link_gb), options.jitter_seeds
+    )
+    options.print(lambda say: race_experiment.race(config, options.source(), racers, courses, say))
+
+
+def _parse_numbers(field: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(field, f"is a number, or several with commas, not {text!r}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

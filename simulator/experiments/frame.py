@@ -8,6 +8,7 @@ from pathlib import Path
 from simulator.cluster.cluster import Cluster
 from simulator.cluster.config import ClusterConfig
 from simulator.experiments.report import Chart, Collector, Summary
+from simulator.traces.agentic import AgenticWorkload
 from simulator.traces.mooncake import BLOCK_TOKENS, Trace, TraceRequest
 from simulator.traces.workload import Workload, WorkloadMix
 
@@ -26,12 +27,14 @@ class RequestSource:
         requests: at most; 0 = the whole trace, 1,000 generated requests.
         seed: for generated requests.
         mix: what is generated.
+        sessions: so many sessions of agents are generated instead; 0 = none.
     """
 
     path: Path | None = None
     requests: int = 0
     seed: int = 1
     mix: WorkloadMix = field(default_factory=WorkloadMix)
+    sessions: int = 0
 
     def read(self) -> Iterable[TraceRequest]:
         """The requests; a trace file's requests come one after the other.
@@ -41,6 +44,8 @@ class RequestSource:
         """
         if self.path is not None:
             return Trace(self.path, self.requests)
+        if self.sessions:
+            return AgenticWorkload(self.seed).requests(self.sessions)[: self.requests or None]
         return Workload(self.seed, self.mix).requests(self.requests or GENERATED_REQUESTS)
 
     @property
@@ -53,6 +58,8 @@ class RequestSource:
         first = f", first {self.requests}" if self.requests else ""
         if self.path is not None:
             return f"{self.path.name}{first}"
+        if self.sessions:
+            return f"generated agents, seed {self.seed}, {self.sessions} sessions{first}"
         return f"generated, seed {self.seed}, {self.requests or GENERATED_REQUESTS} requests"
 
 

@@ -1,8 +1,8 @@
-"""Race between placement policies: one trace, one load, one link speed, several arrival seeds."""
+"""Races between placement policies: one trace, loads, link speeds, and several arrival seeds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 
 from moonpool.errors import ConfigError
@@ -83,25 +83,106 @@ class Racers:
             load_decode_policy(policy)
 
 
-def race(config: ClusterConfig, source: RequestSource, racers: Racers, seeds: int, progress: Progress) -> Result:
-    """A row per policy pair, over all arrival and delay seeds together."""
+@dataclass(frozen=True, slots=True)
+class Courses:
+    """Where policies race: each speed with each link.
+
+    Attributes:
+        speeds: requests come so many times as fast as in the trace.
+        links_gb: as for `linked`.
+        seeds: of arrivals and delays; a row has the requests of all.
+    """
+
+    speeds: Sequence[float] = (1.0,)
+    links_gb: Sequence[float] = (100.0,)
+    seeds: int = 3
+
+    def __post_init__(self) -> None:
+        for field, values in (("speed", self.speeds), ("link_gb", self.links_gb)):
+            if len(set(values)) < len(values):
+                raise ConfigError(field, f"names a value twice: {', '.join(map(str, values))}")
+        if min(self.speeds) <= 0.0:
+            raise ConfigError("speed", f"must be positive, is {min(self.speeds):g}")
+        if min(self.links_gb) < 0.0:
+            raise ConfigError("link_gb", f"must not be negative, is {min(self.links_gb):g}")
+
+
+def race(config: ClusterConfig, source: RequestSource, racers: Racers, courses: Courses, progress: Progress) -> Result:
+    """A row per link, speed and policy pair, over all arrival and delay seeds together."""
     requests = list(source.read())
     rows: list[Row] = []
-    for decode_policy in racers.decode_policies:
-        for policy in racers.policies:
-            rows.append(_row(replace(config, policy=policy, decode_policy=decode_policy), requests, seeds))
-            ttft_s, within = rows[-1]["ttft_mean_s"], rows[-1]["within"]
-            progress(f"{policy}, {decode_policy}: mean TTFT {ttft_s} s, within limits {within}")
-    series = {
-        name: [(place, float(str(row[f"ttft_{name}_s"]))) for place, row in enumerate(rows)]
-        for name in ("mean", "p50", "p99")
-    }
-    chart = Chart(
-        "Time to first token by policy", "", "seconds", series, names=tuple(_name(row, racers) for row in rows)
-    )
-    facts = {name: value for name, value in assumptions(config, source).items() if name != "policy"}
-    links = f"{config.load_bytes_per_s / GB:g} GB/s" if config.peers else "none: own caches only"
-    return Result("race", {**facts, "links": links, "jitter_seeds": seeds}, rows, chart)
+    for link_gb, speed in product(courses.links_gb, courses.speeds):
+        there = replace(linked(config, link_gb), rate=speed)
+        for decode_policy, policy in product(racers.decode_policies, racers.policies):
+            row = _row(replace(there, policy=policy, decode_policy=decode_policy), requests, courses.seeds)
+            rows.append({**row, "speed": speed, "link_gb": link_gb})
+            progress(
+                f"{link_gb:g} GB/s, {speed:g} x, {policy}, {decode_policy}: mean TTFT {row['ttft_mean_s']} s, "
+                f"within limits {row['within']}"
+            )
+    facts = {name: value for name, value in assumptions(config, source).items() if name not in ("policy", "rate")}
+    facts |= {"jitter_seeds": courses.seeds}
+    if missed := misses(rows):
+        facts["missed"] = missed
+    return Result("race", facts, rows, _chart(rows, racers, courses))
+
+
+REFERENCE = "kvcache_centric"
+"""The rule that Algorithm 1 of the Mooncake paper is; the default is held against this rule, too."""
+WORST_MEAN, WORST_SHARE, WORST_SLOWDOWN = 1.02, 0.005, 1.02
+"""The default's figures: mean TTFT over the best of all rules; the share within limits may be so much below the
+reference's; and p99 of the slowdown over the reference's, in each length class."""
+
+
+def misses(rows: Sequence[Row]) -> list[str]:
+    """Where the default placement misses its figures, a line each; none if default or reference did not race."""
+    found: list[str] = []
+    for course in dict.fromkeys((row["link_gb"], row["speed"], row["decode_policy"]) for row in rows):
+        here = {
+            str(row["policy"]): row for row in rows if (row["link_gb"], row["speed"], row["decode_policy"]) == course
+        }
+        if not {DEFAULT_POLICY, REFERENCE} <= here.keys():
+            continue
+        own, reference = here[DEFAULT_POLICY], here[REFERENCE]
+        best = min(here.values(), key=lambda row: _figure(row, "ttft_mean_s"))
+        told: list[str] = []
+        if _figure(own, "ttft_mean_s") > WORST_MEAN * _figure(best, "ttft_mean_s"):
+            told.append(f"mean {own['ttft_mean_s']} s, {best['policy']} {best['ttft_mean_s']} s")
+        if _figure(own, "within") < _figure(reference, "within") - WORST_SHARE:
+            told.append(f"within {own['within']}, {REFERENCE} {reference['within']}")
+        own_p99, reference_p99 = own["slowdown_p99"], reference["slowdown_p99"]
+        assert isinstance(own_p99, dict)
+        assert isinstance(reference_p99, dict)
+        told += [
+            f"slowdown of {name} {p99}, {REFERENCE} {reference_p99[name]}"
+            for name, p99 in own_p99.items()
+            if p99 > WORST_SLOWDOWN * reference_p99[name]
+        ]
+        found += [f"{course[0]:g} GB/s, {course[1]:g} x: {line}" for line in told]
+    return found
+
+
+def _figure(row: Row, name: str) -> float:
+    return float(str(row[name]))
+
+
+def _chart(rows: Sequence[Row], racers: Racers, courses: Courses) -> Chart:
+    """Bars of one course; of several, a line per policy, over the speeds or, at one speed, over the links."""
+    title, names = "Time to first token by policy", [_name(row, racers) for row in rows]
+    if len(rows) == len(racers.policies) * len(racers.decode_policies):
+        series = {
+            name: [(float(place), _figure(row, f"ttft_{name}_s")) for place, row in enumerate(rows)]
+            for name in ("mean", "p50", "p99")
+        }
+        return Chart(title, "", "seconds", series, names=tuple(names))
+    across = "speed" if len(courses.speeds) > 1 else "link_gb"
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row, name in zip(rows, names, strict=True):
+        both = len(courses.speeds) > 1 < len(courses.links_gb)
+        line = lines.setdefault(f"{name}, {row['link_gb']:g} GB/s" if both else name, [])
+        line.append((_figure(row, across), _figure(row, "ttft_mean_s")))
+    label = "times as fast as in the trace" if across == "speed" else "GB/s of each link"
+    return Chart(f"Mean t{title[1:]}", label, "seconds", {name: sorted(line) for name, line in lines.items()})
 
 
 def _name(row: Row, racers: Racers) -> str:
@@ -109,7 +190,7 @@ def _name(row: Row, racers: Racers) -> str:
     return f"{row['policy']}{decode}"
 
 
-def _row(config: ClusterConfig, requests: Sequence[TraceRequest], seeds: int) -> Row:
+def _row(config: ClusterConfig, requests: Sequence[TraceRequest], seeds: int) -> dict[str, object]:
     collector, slowdowns = Collector(config.slo), Slowdowns(config)
 
     def ended(request: Request) -> None:
