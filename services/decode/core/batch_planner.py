@@ -16,7 +16,8 @@ from services.decode.core import batch
 from services.decode.core.actions import AppendBlock, Chunk, StartRun, StopRun
 from services.decode.core.batch import BlockCopy, RunningBatch
 from services.decode.core.events import RunDone, RunProgress
-from services.decode.core.preemption import PreemptedRequests, choose_victim
+from services.decode.core.overdue import OverdueTurns
+from services.decode.core.preemption import PreemptedRequests, block_use, choose_victim
 from services.decode.core.request import DecodeRequest, RequestSequence, RequestStatus
 from services.decode.core.state import DecodeState
 from services.decode.core.tenant_shares import (
@@ -279,6 +280,7 @@ class BatchPlanner:
         recomputing: requests that compute missing KV, in order.
         run_in_flight: the run that the engine executes.
         copies: block copies to be made before the next step.
+        overdue: turns of preempted requests that waited long.
         slots_kept: slots kept for requests with a promised time between tokens that are not in the batch, by id.
         steps: runs so far.
         recomputed_tokens: so far.
@@ -297,6 +299,9 @@ class BatchPlanner:
         self.recomputing: list[DecodeRequest] = []
         self.run_in_flight: RunInFlight | None = None
         self.copies: list[BlockCopy] = []
+        self.overdue = OverdueTurns(state, preempted)
+        self._places_due = 0  # for the holder of the turn, of places and blocks that are free
+        self._blocks_due = 0
         self.slots_kept: dict[int, int] = {}
         self._blocks_awaited = 0  # of the blocks being freed, those that running requests wait for
         self.steps = 0
@@ -367,6 +372,7 @@ class BatchPlanner:
         self._blocks_awaited, self._batch_changed = 0, False
         self._preempt_for_diagnosis()
         self._keep_tbt()
+        self._serve_overdue()
         self._fill_slots()
         self._grow()
         gave_way = self._batch_changed and not len(self.batch) and not self._blocks_awaited
@@ -419,6 +425,8 @@ class BatchPlanner:
         assert flight is not None
         assert steps <= flight.left, "the engine continued without asking"
         self.batch.advance(steps)
+        self._preempted.steps += steps
+        self.overdue.advance(steps, self.batch)
         if self._turns:
             weights = {request.spec.tenant: request.spec.weight for request in self.batch.requests}
             self._turns |= {tenant: self._turns.get(tenant, 0.0) + steps / weights[tenant] for tenant in weights}
@@ -450,7 +458,9 @@ class BatchPlanner:
         while self._preempted.queue and not self._blocks_awaited:
             active = self._active
             request = self._preempted.next_in_turn(active)
-            if request is None or not self._has_slots(request) or not self._preempted.restore(request, active):
+            if request is None or not self._has_slots(request):
+                break
+            if not self._preempted.restore(request, active, self._blocks_due):
                 break
             self.restored(request)
             count += 1
@@ -459,7 +469,7 @@ class BatchPlanner:
     # --- slots -----------------------------------------------------------------------------------------------------
 
     def _has_slots(self, request: DecodeRequest) -> bool:
-        return self.slots_taken + len(request.sequences) <= self._settings.max_batch
+        return self.slots_taken + self._places_due + len(request.sequences) <= self._settings.max_batch
 
     @property
     def slots_taken(self) -> int:
@@ -477,7 +487,7 @@ class BatchPlanner:
         A request that does not fit, preempted or not, blocks later ones. If its tenant has no place, others take the
         free places, and `_make_way` gives the tenant its turn.
         """
-        queues = by_tenant(self.waiting)
+        queues = by_tenant(it for it in self.waiting if it is not self.overdue.holder)
         use, first, changed = TenantUse({}), None, True
         while queues:
             if changed:
@@ -531,8 +541,8 @@ class BatchPlanner:
         if not is_waiting or not use.taken or not self.tbt.may_join(request, self.recomputing):
             return False
         kept = 0 if request.tbt_slo_s else sum(self.slots_kept.values())
-        lacking = self.slots_taken + kept + len(request.sequences) - self._settings.max_batch
-        running = self.batch.requests
+        lacking = self.slots_taken + self._places_due + kept + len(request.sequences) - self._settings.max_batch
+        running = [it for it in self.batch.requests if it is not self.overdue.holder]
         leaving = leave_for_share(running, request, lacking, use)
         if not leaving and not use.of(request) and request.spec.tenant in self._turns:
             leaving = leave_for_turn(running, request, lacking, self._turns)
@@ -559,7 +569,7 @@ class BatchPlanner:
         if not self.slots_taken:
             return True  # one must run, or requests with kept slots would never get blocks
         if not request.tbt_slo_s:
-            taken = self.slots_taken + sum(self.slots_kept.values())
+            taken = self.slots_taken + self._places_due + sum(self.slots_kept.values())
             if taken + len(request.sequences) > self._settings.max_batch:
                 return False
         return self.tbt.may_join(request, self.recomputing)
@@ -568,6 +578,7 @@ class BatchPlanner:
         """Takes a request into the batch."""
         request.set_status(RequestStatus.RUNNING)
         self.batch.join(request)
+        request.preemption.since = None
         self.slots_kept.pop(request.id, None)
 
     def end(self, request: DecodeRequest, sequence: RequestSequence) -> None:
@@ -591,6 +602,67 @@ class BatchPlanner:
         self._undo_copies(request)
         self._vacate(request)
         self.add(request)
+
+    # --- overdue requests ------------------------------------------------------------------------------------------
+
+    def _serve_overdue(self) -> None:
+        """Restores the request with the turn, and lets it join, at the cost of others.
+
+        What the request still lacks is kept for it, if others can give enough; if not, another one gets the turn.
+        """
+        self._places_due = self._blocks_due = 0
+        candidates = self.overdue.choose(self._active, self.waiting)
+        self.overdue.give(next((it for it in candidates if self._can_serve(it)), None))
+        holder = self.overdue.holder
+        if holder is None:
+            return
+        if holder.status is RequestStatus.PREEMPTED:
+            self._free_places(holder)
+            self._restore_overdue(holder)
+        if holder.status is RequestStatus.WAITING:
+            self._free_places(holder)
+            if self._give_blocks(holder):
+                self.waiting.remove(holder)
+                self.join(holder)
+                self._batch_changed = True
+        if holder.status in (RequestStatus.WAITING, RequestStatus.SWAPPING_IN):
+            self._places_due = len(holder.sequences)
+
+    def _can_serve(self, holder: DecodeRequest) -> bool:
+        """Whether a request with the turn can have what it lacks, from others or soon from the copies under way."""
+        if holder.status not in (RequestStatus.PREEMPTED, RequestStatus.WAITING):
+            return True
+        giving = self.overdue.giving_way(holder, self.batch.requests)
+        if sum(len(it.sequences) for it in giving) < self._lacking_places(holder):
+            return False
+        if holder.status is RequestStatus.WAITING:
+            return self.tbt.may_join(holder, self.recomputing)
+        return self.overdue.lacking_blocks(holder, self.overdue.giving_way(holder, self._active)) is not None
+
+    def _restore_overdue(self, holder: DecodeRequest) -> None:
+        giving = self.overdue.giving_way(holder, self._active)
+        while not self._preempted.restore(holder, []):
+            lacking = self.overdue.lacking_blocks(holder, giving)
+            if not giving or lacking is None or lacking <= self._preempted.blocks_being_freed:
+                self._places_due, self._blocks_due = len(holder.sequences), self._budget.available
+                return
+            victim = max(giving, key=block_use(self._active).order)
+            giving.remove(victim)
+            self._preempt(victim)
+        self.restored(holder)
+
+    def _lacking_places(self, holder: DecodeRequest) -> int:
+        kept = 0 if holder.tbt_slo_s else sum(self.slots_kept.values())
+        lacking = self.slots_taken + kept + len(holder.sequences) - self._settings.max_batch
+        return min(lacking, self.slots_taken)  # one must run, whatever is kept for others
+
+    def _free_places(self, holder: DecodeRequest) -> None:
+        """Lets others wait until a request with the turn has its places."""
+        lacking, use = self._lacking_places(holder), self._place_use()
+        for victim in sorted(self.overdue.giving_way(holder, self.batch.requests), key=use.order, reverse=True):
+            if lacking > 0:
+                lacking -= len(victim.sequences)
+                self._back_to_waiting(victim)
 
     # --- time between tokens ---------------------------------------------------------------------------------------
 
@@ -629,11 +701,14 @@ class BatchPlanner:
         """Gives each sequence an unshared block for the last token; preempts others, or the request, if needed."""
         blocks_for = self._settings.blocks_for
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
-        while self._budget.available < (lacking := batch.count_lacking_blocks(writes, self._state.blocks)):
+        kept = 0 if request is self.overdue.holder else self._blocks_due
+        while self._budget.available - kept < (lacking := batch.count_lacking_blocks(writes, self._state.blocks)):
+            if kept:
+                return False  # until the holder of the turn has them
             if self._preempted.blocks_being_freed > self._blocks_awaited:
                 self._blocks_awaited += lacking
                 return False
-            victim = choose_victim(self._active, request)
+            victim = choose_victim(self._active, request, self.overdue.holder)
             if victim is None:
                 return False
             self._preempt(victim)
@@ -719,11 +794,12 @@ class BatchPlanner:
         counts = (self.batch.ids, self.batch.ticks, self.batch.context, self.steps, self.recomputed_tokens)
         turns = list(self._turns.items())
         run = self.run_in_flight.run if self.run_in_flight is not None else None
-        return digest_of(counts, run, lists, list(self.slots_kept), turns)
+        return digest_of(counts, run, lists, list(self.slots_kept), turns, self.overdue.digest())
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Asserts that every request is where the status says, with blocks for all tokens."""
         self.batch.check_invariants()
+        self.overdue.check_invariants(requests)
         finishing = [request for request in requests if request.status is RequestStatus.FINISHING]
         assert all(request.status is RequestStatus.RUNNING or request in finishing for request in self.batch.requests)
         for status, found in (

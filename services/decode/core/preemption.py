@@ -216,18 +216,25 @@ SWAP_WEIGHT = 0.2
 """One measured copy's weight."""
 
 
-def choose_victim(active: list[DecodeRequest], wanting: DecodeRequest) -> DecodeRequest | None:
+def choose_victim(
+    active: list[DecodeRequest], wanting: DecodeRequest, holder: DecodeRequest | None = None
+) -> DecodeRequest | None:
     """Chooses the request to preempt so that `wanting` gets a block.
 
     The tenant with most blocks for its weight gives up its last request in order. The first request of the tenant with
     fewest is never chosen, so this request can always finish. Requests preempted twice are spared if possible.
+
+    Args:
+        active: requests that run or could run.
+        wanting: wants the block.
+        holder: has the turn (`OverdueTurns`): never chosen, in place of the first request.
 
     Returns:
         A request, maybe `wanting`; None if no request may be preempted.
     """
     everyone = [*active, *(() if wanting in active else (wanting,))]
     use = block_use(everyone) if several_tenants(everyone) else TenantUse({})
-    first = min(everyone, key=use.order)
+    first = holder if holder is not None and holder in everyone else min(everyone, key=use.order)
     free = [request for request in active if request is not first]
     most = max(map(use.of, free), default=0.0)
     giving = [request for request in free if use.of(request) == most]
@@ -250,6 +257,7 @@ class PreemptedRequests:
         swap_bytes_per_s: measured rate of copies.
         preemptions: so far.
         swaps: requests swapped out so far.
+        steps: of the engine so far.
     """
 
     def __init__(self, state: DecodeState, stored_blocks: StoredBlocks) -> None:
@@ -262,6 +270,7 @@ class PreemptedRequests:
         self.swap_bytes_per_s = SWAP_BYTES_PER_S
         self.preemptions = 0
         self.swaps = 0
+        self.steps = 0
 
     @property
     def loading(self) -> int:
@@ -274,6 +283,7 @@ class PreemptedRequests:
         """Takes the blocks of a request that is in no list and no step any more."""
         request.preemption.count += 1
         self.preemptions += 1
+        self._note_wait(request)
         sharing = request.preemption.sharing = batch.block_sharing_of(request, self._settings)
         whole = request.status is not RequestStatus.RECOMPUTING
         blocks = tuple(request.blocks_of(sharing)) if whole else ()
@@ -321,9 +331,14 @@ class PreemptedRequests:
     def enqueue(self, request: DecodeRequest) -> None:
         """Lets a request without blocks wait until restored."""
         request.set_status(RequestStatus.PREEMPTED)
+        self._note_wait(request)
         needed = batch.blocks_to_resume(request, self._settings)
         self._budget.expect(request, max(request.expected_blocks, needed))
         self.queue.append(request)
+
+    def _note_wait(self, request: DecodeRequest) -> None:
+        if request.preemption.since is None:
+            request.preemption.since = self.steps
 
     def recompute_known(self, request: DecodeRequest) -> None:
         """Lets a request begin behind known tokens, with KV computed as after preemption."""
@@ -340,24 +355,30 @@ class PreemptedRequests:
             return self.queue[0] if self.queue else None
         return min(self.queue, key=block_use(active).of)
 
-    def restore(self, request: DecodeRequest, active: list[DecodeRequest]) -> bool:
+    def blocks_to_restore(self, request: DecodeRequest) -> tuple[list[int], int]:
+        """Cached blocks of a request of the queue, and how many new ones the request needs to be restored."""
+        held = list(self._stored_blocks.cached_blocks(request).values())
+        return held, batch.blocks_to_resume(request, self._settings) - len(held)
+
+    def restore(self, request: DecodeRequest, active: list[DecodeRequest], kept: int = 0) -> bool:
         """Restores a request of the queue if its blocks fit now, and all blocks as the requests grow and end.
 
         Args:
             request: `next_in_turn`; WAITING, RECOMPUTING, SWAPPING_IN or LOADING afterwards.
             active: requests that run or could run. If there is none, the growth of others does not matter.
+            kept: available blocks that are kept for another request.
 
         Returns:
             Whether the request fits.
         """
         # A request that grows as expected takes as much from available as from expected blocks: the balance is
         # unchanged.
-        asked = request.id, self._budget.available - self._budget.expected, len(self.queue), len(active)
+        asked = request.id, self._budget.available - kept - self._budget.expected, len(self.queue), len(active)
         if active and asked == self._refused:
             return False
         held = self._stored_blocks.cached_blocks(request)
         new = batch.blocks_to_resume(request, self._settings) - len(held)
-        left = self._budget.available - self._budget.cost(list(held.values()), new)
+        left = self._budget.available - kept - self._budget.cost(list(held.values()), new)
         growth = request.expected_growth - len(held) - new
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked

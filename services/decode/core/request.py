@@ -134,6 +134,7 @@ class PreemptionState:
         swapped_blocks: leading blocks of `sharing` that are in DRAM.
         swapped_partial: those of them that lack the slices of layers with a window.
         recompute: all its KV is to be computed again.
+        since: step of the first preemption since the request last was in the batch; None if there was none.
     """
 
     count: int = 0
@@ -141,6 +142,7 @@ class PreemptionState:
     swapped_blocks: int = 0
     swapped_partial: frozenset[int] = frozenset()
     recompute: bool = False
+    since: int | None = None
 
     @property
     def blocks(self) -> BlockSharing:

@@ -48,6 +48,9 @@ class DecodeSettings:
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
         preempt_every: for diagnosis: a request of the batch is preempted every so many steps; 0 = never.
         draft_tokens: most guessed tokens of a sequence that a step checks; 0 = none.
+        patience_steps: steps that a preempted request waits beside other tenants for a turn (`OverdueTurns`). A request
+            that needs more than its tenant's share of the blocks waits longer.
+        turn_steps: steps of a turn.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
     """
 
@@ -71,6 +74,8 @@ class DecodeSettings:
     log_bytes: int = 16 << 20
     recurrent: bool = False
     preempt_every: int = 0
+    patience_steps: int = 64
+    turn_steps: int = 64
     window_blocks: int = 0
     draft_tokens: int = 0
 

@@ -1,9 +1,13 @@
-"""A world that looks at each run: no step of it is longer than a promise that can be kept. Transfers break in it."""
+"""A world that looks at each run: no step of it is longer than a promise that can be kept, and no preempted request
+starves beside other tenants. Transfers break in it.
+"""
 
 from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from services.decode.core.actions import Action, StartRun
 from services.decode.core.events import AbortRequest, Event, TransferOpened
+from services.decode.core.settings import DecodeSettings
 from tests.unit.decode.core.sequence import BT
+from tests.unit.decode.core.waits import WaitLimit
 from tests.unit.decode.core.world import World
 
 STEEP = Speeds(
@@ -13,10 +17,19 @@ STEEP = Speeds(
 
 
 class PacedWorld(World):
-    """Looks at each run when it is ordered; transfers may break."""
+    """Looks at each run when it is ordered, and at who waits; transfers may break.
+
+    Attributes:
+        waits: how long preempted requests wait.
+    """
+
+    def __init__(self, config: DecodeSettings) -> None:
+        self.waits = WaitLimit()
+        super().__init__(config)
 
     def post(self, event: Event) -> list[Action]:
         out = super().post(event)
+        self.waits.look(self.core, len(self.ios))
         for action in out:
             if isinstance(action, StartRun):
                 assert_paced(self, action)

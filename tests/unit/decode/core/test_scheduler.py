@@ -32,9 +32,19 @@ class DecodeMachine(RuleBasedStateMachine):
         every=st.sampled_from([0, 0, 1, 3]),
         steps=st.sampled_from([(1, 0), (5, 0), (5, 5), (40, 40)]),
         speeds=st.sampled_from([SPEEDS, STEEP]),
+        turns=st.sampled_from([(64, 64), (2, 1), (4, 5)]),
     )
-    def begin(self, way: Preemption, swap: int, every: int, steps: tuple[int, int], speeds: Speeds) -> None:
+    def begin(
+        self,
+        way: Preemption,
+        swap: int,
+        every: int,
+        steps: tuple[int, int],
+        speeds: Speeds,
+        turns: tuple[int, int],
+    ) -> None:
         run_steps, ahead_steps = steps
+        patience_steps, turn_steps = turns
         self.world = PacedWorld(
             config(
                 12,
@@ -47,6 +57,8 @@ class DecodeMachine(RuleBasedStateMachine):
                 assumed_answer_tokens=8,
                 run_steps=run_steps,
                 ahead_steps=ahead_steps,
+                patience_steps=patience_steps,
+                turn_steps=turn_steps,
                 speeds=speeds,
                 grace_s=2.0,
                 log_ttl_s=30.0,

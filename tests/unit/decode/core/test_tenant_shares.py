@@ -196,6 +196,12 @@ def test_the_first_of_the_tenant_with_fewest_blocks_can_finish() -> None:
     assert choose_victim([calm], calm) is None
 
 
+def test_the_holder_of_a_turn_is_never_chosen() -> None:
+    calm, group = of("calm", 2, 1), of("flood", 1, 9)
+    assert choose_victim([group, calm], calm, group) is calm
+    assert choose_victim([calm], calm, group) is None, "the holder has no blocks"
+
+
 def test_a_tenant_grows_at_the_cost_of_the_one_above_its_share() -> None:
     world = World(config(10, assumed_answer_tokens=1, step_tokens=20))
     big = [world.go(prompt(BT, 1 + index), 3 * BT, tenant="flood") for index in range(3)]

@@ -153,3 +153,36 @@ def test_promised_times_hold(seed: int, runs: int) -> None:
     assert set(world.failed.values()) <= {"the prompt cannot be computed here now"}
     assert len(world.answers) == asked - len(world.refused)
     print(f"seed {seed}: {world.core.planner.steps} steps, {len(world.refused)} refused, {len(world.failed)} failed")
+
+
+TENANTS = {"calm": 1.0, "heavy": 3.0, "light": 0.25}
+
+
+@pytest.mark.parametrize("way", Preemption)
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed > 0 else ()) for seed in range(6)])
+def test_no_tenant_starves_whose_requests_are_preempted(seed: int, way: Preemption) -> None:
+    """A stream of small requests and of groups that need every place; `PacedWorld` asserts the bound at each event."""
+    rng = random.Random(f"starving {seed} {way}")
+    crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 60, "assumed_answer_tokens": 8, "max_batch": 6}
+    stores = int(way is Preemption.STORE)
+    world = PacedWorld(config(40, **crowded, watermark_blocks=1, patience_steps=10, turn_steps=10))
+    while world.core.planner.steps < 300 or world.core.requests:
+        if world.core.planner.steps < 300 and len(world.core.requests) < 25 and rng.random() < 0.5:
+            tenant, width = rng.choice(list(TENANTS)), rng.choice([1, 1, 1, 2, 6])
+            most = (10 if width == 1 else 3) * BT
+            start = prompt(rng.randint(1, 3 * BT), rng.randrange(1000))
+            answers, total = (rng.randint(2, most),) * width, len(start) + most + 2 * BT * (width == 1)
+            number = world.reserve(start, answers, total=total, stores=stores, tenant=tenant, weight=TENANTS[tenant])
+            if number is not None:
+                world.arrive(number)
+                world.start(number)
+        while world.ios:
+            world.end_io(rng.choice(sorted(world.ios)))
+        if world.run is not None:
+            world.step()
+        assert world.core.planner.steps < 4_000
+    while world.ios:
+        world.end_io(min(world.ios))
+    world.assert_at_rest()
+    world.assert_reruns()
+    print(f"{way}, seed {seed}: the longest of {world.core.preempted.preemptions} waits: {world.waits.longest} steps")

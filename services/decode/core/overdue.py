@@ -1,0 +1,112 @@
+"""Turns of preempted requests that waited long beside other tenants: one at a time is restored at the cost of others.
+
+Other rules say who is restored first; none of them bounds the wait, because a stream of others can take each block and
+each place that becomes free. A turn bounds the wait: its holder gets blocks and places of others, and keeps them for
+some steps. A turn makes tokens, which preemption does not lose, so each turn brings all requests nearer to their end.
+Tenants hold turns one after the other. So a tenant's first request waits for its patience, and for a turn of each other
+tenant.
+"""
+
+from collections import Counter
+
+from services.decode.core import batch
+from services.decode.core.batch import RunningBatch
+from services.decode.core.preemption import PreemptedRequests, block_use
+from services.decode.core.request import DecodeRequest, RequestStatus
+from services.decode.core.state import DecodeState
+from services.decode.core.tenant_shares import TenantUse, by_tenant
+
+MOST_PATIENCE = 8.0
+"""A request that needs many times its tenant's share of the blocks waits at most so many times as long as others."""
+
+_OVER = (RequestStatus.FINISHING, RequestStatus.PARKED)
+
+
+class OverdueTurns:
+    """Gives turns to preempted requests.
+
+    Requests with a promised time between tokens never give way. Earlier requests of the holder's tenant do not, either.
+
+    Args:
+        state: shared state of the scheduler.
+        preempted: the preempted requests.
+
+    Attributes:
+        holder: the request with the turn; None if no request is overdue, or none can be served.
+    """
+
+    def __init__(self, state: DecodeState, preempted: PreemptedRequests) -> None:
+        self._state = state
+        self._preempted = preempted
+        self.holder: DecodeRequest | None = None
+        self._left = 0  # steps of the turn
+        self._last: dict[str, int] = {}  # by tenant, when its last turn began
+
+    def choose(self, active: list[DecodeRequest], waiting: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Requests that may hold the turn now, best first: the holder, or one of each tenant with overdue requests.
+
+        Args:
+            active: requests that run or could run.
+            waiting: those of them that wait for a place.
+        """
+        if self.holder is not None and (self._left <= 0 or self.holder.status in _OVER):
+            self.holder = None
+        if self.holder is not None:
+            return [self.holder]
+        stopped = [*self._preempted.queue, *(it for it in waiting if it.preemption.since is not None)]
+        everyone = [*active, *self._preempted.queue] if stopped else []
+        tenants = {request.spec.tenant for request in everyone}
+        self._last = {tenant: at for tenant, at in self._last.items() if tenant in tenants}
+        if len(tenants) < 2:
+            return []
+        use = block_use(everyone, self._state.settings.num_blocks)
+        overdue = by_tenant(request for request in stopped if self._is_overdue(request, use))
+        firsts = [min(queue, key=lambda it: it.order_key) for queue in overdue.values()]
+        return sorted(firsts, key=lambda it: (self._last.get(it.spec.tenant, -1), it.preemption.since, it.order_key))
+
+    def _is_overdue(self, request: DecodeRequest, use: TenantUse) -> bool:
+        since, settings = request.preemption.since, self._state.settings
+        waited = self._preempted.steps - since if since is not None else 0
+        if waited < settings.patience_steps:
+            return False
+        shares = batch.blocks_to_resume(request, settings) / request.spec.weight / use.level
+        return waited >= settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
+
+    def give(self, request: DecodeRequest | None) -> None:
+        """Gives the turn to a request, or to none."""
+        if request is not self.holder:
+            self.holder, self._left = request, self._state.settings.turn_steps
+
+    def advance(self, steps: int, running: RunningBatch) -> None:
+        """Counts steps that the holder ran."""
+        if self.holder is not None and self.holder in running:
+            self._left -= steps
+            self._last[self.holder.spec.tenant] = self._preempted.steps
+
+    def giving_way(self, holder: DecodeRequest, requests: list[DecodeRequest]) -> list[DecodeRequest]:
+        """Of some requests, those that give way to one with the turn."""
+        return [
+            request
+            for request in requests
+            if not request.tbt_slo_s
+            and (request.spec.tenant != holder.spec.tenant or request.order_key > holder.order_key)
+        ]
+
+    def lacking_blocks(self, holder: DecodeRequest, giving: list[DecodeRequest]) -> int | None:
+        """Blocks that a preempted request lacks now; None if it lacked some though all of `giving` gave theirs."""
+        blocks, budget = self._state.blocks, self._state.budget
+        held, new = self._preempted.blocks_to_restore(holder)
+        refs = Counter(block for request in giving for block in request.refs)
+        freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
+        soon = budget.available + self._preempted.blocks_being_freed + len(freed)
+        if soon < budget.cost(held, new) + len(freed.intersection(held)):
+            return None
+        return max(0, budget.cost(held, new) - budget.available)
+
+    def digest(self) -> tuple[object, ...]:
+        """Hash input: the turn, and the tenants' last ones."""
+        return self.holder.id if self.holder is not None else None, self._left, list(self._last.items())
+
+    def check_invariants(self, requests: list[DecodeRequest]) -> None:
+        """Asserts that the holder is a request of the instance."""
+        assert self.holder is None or self.holder.status in _OVER or self.holder in requests
