@@ -337,6 +337,11 @@ def _middle_token(allowed: bytes) -> int:
     return tokens[len(tokens) // 2]
 
 
+def prepare_checks() -> None:
+    """Builds what `check_grammar` needs, so that the first check takes no longer than others."""
+    _probe()
+
+
 @functools.cache
 def _probe() -> LLTokenizer:
     """The bundled model's vocabulary, with which the cost of a grammar is measured."""

@@ -77,7 +77,7 @@ class ParserCache:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Ask for this only once there is a parser, which is made with the tokenizer on the thread."""
+        """Ask for this on the thread, or once there is a parser. Making it can take seconds; no other thread runs then."""
         tokenizer = self._load()
         size = max(self._vocab_size, tokenizer.vocab_size)
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
@@ -130,6 +130,10 @@ class ParserCache:
         self._grammars.clear()
         release_memory()
         return True
+
+    def warm(self) -> None:
+        """Makes the tokenizer. If that fails, each grammar tries anew, and fails by itself."""
+        wait([self._thread.submit(lambda: self.tokenizer)])
 
     def close(self) -> None:
         """Ends the thread."""
@@ -374,6 +378,10 @@ class MaskBuilder:
     def advance(self, tokens: Sequence[int]) -> PendingMasks | None:
         """Begins the masks for the run's next step, when each sequence in the step has got a token."""
         return PendingMasks(partial(self._next, tokens)) if self._goes_on else None
+
+    def warm(self) -> None:
+        """Makes what the first grammar needs; call this before the engine serves, whose steps would stand still."""
+        self._parsers.warm()
 
     def close(self) -> None:
         """Ends the threads."""

@@ -255,7 +255,11 @@ class StageLoader:
         aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         if self.native is not None:
             aside = self.native.aside
-        return MaskBuilder(lambda: Tokenizer.load(path), self.config.vocab_size, self.config.eos_token_ids, aside, full)
+        vocab_size, ends = self.config.vocab_size, self.config.eos_token_ids
+        masks = MaskBuilder(lambda: Tokenizer.load(path), vocab_size, ends, aside, full)
+        self.channel.send(StageStarting("preparing structured answers"))
+        masks.warm()
+        return masks
 
 
 def _build_kernels(channel: BlockingChannel) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from moonpool import world
+from moonpool.grammar import prepare_checks
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
@@ -86,6 +87,7 @@ async def assembled(
     async with AsyncExitStack() as stack:
         tokenizing = stack.enter_context(world.thread_pool(config.tokenizer_threads, "tokenize"))
         checking = stack.enter_context(world.thread_pool(1, "grammars"))
+        checking.submit(prepare_checks)
         recording = await _recording(config, stack)
         core = _core(config)
         driver: Driver[Event, Action] = Driver(

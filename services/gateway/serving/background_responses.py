@@ -6,8 +6,10 @@ A response requested as a stream has an event log, which clients read from any e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -18,29 +20,58 @@ from services.gateway.serving.generation import AsgiReply, ClientGoneError, whil
 
 Phase = Literal["queued", "in_progress"]
 MAX_LOG_BYTES = 16 << 20
-"""Bytes for events in one tenant's ended responses; the oldest responses' events are forgotten first."""
+"""Bytes for events of one tenant's responses. The oldest ended responses' events are forgotten first.
+
+If only responses under way are left, the largest one's first events are forgotten.
+"""
 _END = b"\n\n"
+_FORGOTTEN = (
+    b'event: error\ndata: {"type": "error", "code": "events_forgotten", "message": '
+    b'"the next events are no longer kept; read the response without stream"}' + _END
+)
 
 
 class EventLog:
-    """One response's server-sent events, by number."""
+    """One response's server-sent events, by number.
+
+    Attributes:
+        first: number of the first event that is not forgotten.
+        num_bytes: size of the events that are not forgotten.
+        ended: whether no event comes any more.
+        grew: called after events were added, with their bytes.
+    """
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
         self._changed = asyncio.Event()
+        self.first = 0
         self.num_bytes = 0
-        """Size of the events."""
         self.ended = False
-        """Whether no event comes any more."""
+        self.grew: Callable[[int], None] = lambda num_bytes: None
 
     def __len__(self) -> int:
-        return len(self._events)
+        """Events so far, with the forgotten ones."""
+        return self.first + len(self._events)
 
     def add(self, content: bytes) -> None:
         """Add one or more whole events."""
-        self._events += [event + _END for event in content.split(_END) if event]
-        self.num_bytes += len(content)
+        events = [event + _END for event in content.split(_END) if event]
+        added = sum(map(len, events))
+        self._events += events
+        self.num_bytes += added
         self._wake()
+        self.grew(added)
+
+    def forget(self, num_bytes: int) -> int:
+        """Forget the first events, at least so many bytes of them; returns how many bytes."""
+        count = forgotten = 0
+        while forgotten < num_bytes and count < len(self._events):
+            forgotten += len(self._events[count])
+            count += 1
+        del self._events[:count]
+        self.first += count
+        self.num_bytes -= forgotten
+        return forgotten
 
     def end(self) -> None:
         """Note that no event comes any more."""
@@ -53,11 +84,17 @@ class EventLog:
             self.add(content)
 
     async def from_number(self, number: int) -> AsyncGenerator[bytes, None]:
-        """Iterate over the events from a number on, up to the last; events that are there already are one item."""
+        """Iterate over the events from a number on, up to the last; events that are there already are one item.
+
+        If the next event is forgotten, an event says so and is the last one.
+        """
         while True:
-            changed, count = self._changed, len(self._events)
+            changed, count = self._changed, len(self)
+            if number < self.first:
+                yield _FORGOTTEN
+                return
             if number < count:
-                yield b"".join(self._events[number:count])
+                yield b"".join(self._events[number - self.first :])
                 number = count
             elif self.ended:
                 return
@@ -108,6 +145,7 @@ class BackgroundResponses:
         self._tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._placed: set[tuple[str, str]] = set()
         self._logs: dict[tuple[str, str], EventLog] = {}  # the oldest first
+        self._log_bytes = Counter[str]()  # by tenant
         self.timeout_s = timeout_s
         """Time limit of a response.
 
@@ -137,6 +175,8 @@ class BackgroundResponses:
         key = (tenant, response_id)
         if events is not None:
             self._logs[key] = events
+            events.grew = partial(self._grew, tenant)
+            self._grew(tenant, events.num_bytes)
         self._tasks[key] = asyncio.create_task(work)
         self._tasks[key].add_done_callback(lambda _: self._ended(key))
 
@@ -164,7 +204,8 @@ class BackgroundResponses:
     async def delete(self, tenant: str, response_id: str) -> None:
         """End a response, if under way here, and forget the response's events."""
         await self.cancel(tenant, response_id)
-        self._logs.pop((tenant, response_id), None)
+        if (tenant, response_id) in self._logs:
+            self._forget((tenant, response_id))
 
     async def close(self) -> None:
         """End all responses."""
@@ -177,12 +218,22 @@ class BackgroundResponses:
             return
         events.end()
         self._logs[key] = events  # the last to be forgotten
-        kept = [it for it, log in self._logs.items() if it[0] == key[0] and log.ended]
-        num_bytes = sum(self._logs[it].num_bytes for it in kept)
-        for oldest in kept:
-            if num_bytes <= MAX_LOG_BYTES:
-                return
-            num_bytes -= self._logs.pop(oldest).num_bytes
+
+    def _grew(self, tenant: str, num_bytes: int) -> None:
+        self._log_bytes[tenant] += num_bytes
+        while self._log_bytes[tenant] > MAX_LOG_BYTES:
+            of_tenant = {key: events for key, events in self._logs.items() if key[0] == tenant}
+            ended = next((key for key, events in of_tenant.items() if events.ended), None)
+            if ended is not None:
+                self._forget(ended)
+            else:
+                largest = max(of_tenant.values(), key=lambda events: events.num_bytes)
+                self._log_bytes[tenant] -= largest.forget(max(1, largest.num_bytes // 2))
+
+    def _forget(self, key: tuple[str, str]) -> None:
+        self._log_bytes[key[0]] -= self._logs.pop(key).num_bytes
+        if not self._log_bytes[key[0]]:
+            del self._log_bytes[key[0]]
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:

@@ -278,3 +278,18 @@ def test_without_a_tokenizer_no_format_can_be_followed(tmp_path: Path) -> None:
     masks = MaskBuilder(lambda: Tokenizer.load(tmp_path), CONFIG.vocab_size, CONFIG.eos_token_ids)
     assert "no tokenizer" in refused(masks, SampleSpec(SamplingParams(response_format="json_object")))
     masks.close()
+
+
+def test_the_tokenizer_is_made_before_the_first_grammar_if_it_can_be(tmp_path: Path) -> None:
+    loads = iter([Tokenizer.load])
+    warm = MaskBuilder(lambda: next(loads)(FOLDER), CONFIG.vocab_size, CONFIG.eos_token_ids)
+    warm.warm()
+    assert not list(loads)
+    made = warm.begin(MaskRequest.of(step_of(SampleSpec(SamplingParams(response_format="json_object")))))
+    assert made is not None
+    assert not made.now().failed, "the tokenizer is not made again"
+    warm.close()
+    without = MaskBuilder(lambda: Tokenizer.load(tmp_path), CONFIG.vocab_size, CONFIG.eos_token_ids)
+    without.warm()
+    assert "no tokenizer" in refused(without, SampleSpec(SamplingParams(response_format="json_object")))
+    without.close()

@@ -20,6 +20,7 @@ from moonpool.client.transport import GenerateCall
 from moonpool.errors import Internal
 from moonpool.v1 import conductor_pb2 as pb
 from services.gateway.serving import background_responses
+from services.gateway.serving.background_responses import BackgroundResponses, EventLog
 
 from .fakes import answering, make_gateway, ready, scope, settings, tokenizer
 from .test_stored_responses import client_of, numbered
@@ -274,6 +275,37 @@ async def test_old_events_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
             await client.responses.retrieve(names[0], stream=True)
         assert await numbers(await client.responses.retrieve(names[-1], stream=True))
         assert (await client.responses.retrieve(names[0])).status == "completed"
+
+
+async def test_events_of_a_response_under_way_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_responses, "MAX_LOG_BYTES", 100)
+    responses, work = BackgroundResponses(4, 60.0), asyncio.Event()
+    logs = [EventLog(), EventLog(), EventLog()]
+    for name, (tenant, events) in enumerate(zip("aab", logs, strict=True)):
+        responses.start(tenant, str(name), until_set(work), events)
+    small, large, other = logs
+    reader = large.from_number(0)
+    for number in range(20):
+        large.add(b"data: %d\n\n" % number)
+        assert sum(events.num_bytes for events in logs[:2]) <= 100
+        if number == 3:
+            assert await anext(reader) == b"".join(b"data: %d\n\n" % number for number in range(4))
+    small.add(b"data: a\n\n")
+    other.add(b"data: b\n\n")
+    assert (len(large), len(small), small.first, other.first) == (20, 1, 0, 0)
+    assert large.first > 4
+    assert b"events_forgotten" in await anext(reader), "a reader that is too slow is told"
+    with pytest.raises(StopAsyncIteration):
+        await anext(reader)
+    assert await anext(large.from_number(large.first)) == b"".join(
+        b"data: %d\n\n" % number for number in range(large.first, 20)
+    )
+    work.set()
+    await responses.close()
+
+
+async def until_set(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 async def completed(client: openai.AsyncOpenAI, ask: dict[str, Any]) -> str:
