@@ -98,6 +98,8 @@ def run_explain(client: Client, request_id: str, *, as_json: bool) -> None:
         typer.echo(f"refused: {found.refused}")
     if found.failed:
         typer.echo(f"failed: {found.failed}")
+    if found.cancelled:
+        typer.echo("cancelled: the client stopped the request, or left")
     typer.echo(f"TTFT {_seconds_text(found.measured_ttft_s)}, TPOT {_seconds_text(found.measured_tpot_s)}")
     for better, lost_s in ((found.better, found.regret_s), (found.better_decode, found.decode_regret_s)):
         if better:
@@ -301,5 +303,6 @@ def _request_table(last: tuple[EndedRequest, ...]) -> RecordTable:
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         times = (f"{1e3 * timing.ttft_s:.0f}", f"{1e3 * timing.tpot_s:.1f}")
         refused, failed = each.refused and f"refused: {each.refused}", each.failed and f"failed: {each.failed}"
-        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times, refused or failed)
+        end = refused or failed or ("cancelled" if each.cancelled else "")
+        table.add_row(each.request_id, each.tenant or "-", *map(str, counts), *times, end)
     return table

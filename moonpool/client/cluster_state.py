@@ -83,7 +83,8 @@ class EndedRequest:
         usage: tokens counted.
         timing: times measured.
         refused: why the request was refused; "" if not refused.
-        failed: why the request ended without a whole answer, though not refused; "" if it did not.
+        failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if it did not.
+        cancelled: the client stopped the request, or left, before the answer was whole.
     """
 
     request_id: str
@@ -92,6 +93,7 @@ class EndedRequest:
     timing: Timing
     refused: str = ""
     failed: str = ""
+    cancelled: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,7 +227,8 @@ class Explanation:
         decode_regret_s: seconds from the first token to the last that the placement lost likewise at decode; 0 until
             the answer is complete.
         better_decode: decode instance that would have been sooner; "" if none would.
-        failed: why the request ended without a whole answer, though it was not refused; "" if it did not.
+        failed: why the request ended without a whole answer, though neither refused nor cancelled; "" if it did not.
+        cancelled: the client stopped the request, or left, before the answer was whole.
     """
 
     placement: Placement | None
@@ -245,3 +246,4 @@ class Explanation:
     decode_regret_s: float = 0.0
     better_decode: str = ""
     failed: str = ""
+    cancelled: bool = False

@@ -331,6 +331,7 @@ def explanation(message: conductor_pb2.ExplainResponse) -> Explanation:
         measured_tpot_s=message.measured_tpot_s,
         refused=message.refused,
         failed=message.failed,
+        cancelled=message.cancelled,
         policy=message.policy,
         waited_s=message.waited_s,
         timeline=from_message(Timeline, message.timeline),

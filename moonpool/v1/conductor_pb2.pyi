@@ -1769,6 +1769,7 @@ class ExplainResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     DECODE_REGRET_S_FIELD_NUMBER: _builtins.int
     BETTER_DECODE_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     measured_ttft_s: _builtins.float
     """Measured time to first token, seconds; 0 before it."""
     refused: _builtins.str
@@ -1788,7 +1789,7 @@ class ExplainResponse(_message.Message):
     better: _builtins.str
     """The instance that would have been sooner; empty when none would."""
     failed: _builtins.str
-    """Why the request ended without a whole answer, though it was not refused: the client left, the time ran out, or an
+    """Why the request ended without a whole answer, though it was neither refused nor cancelled: the time ran out, or an
     error; empty when it did not.
     """
     decode_regret_s: _builtins.float
@@ -1797,6 +1798,8 @@ class ExplainResponse(_message.Message):
     """
     better_decode: _builtins.str
     """The decode instance that would have been sooner; empty when none would."""
+    cancelled: _builtins.bool
+    """The client stopped the request, or left, before the answer was whole."""
     @_builtins.property
     def placement(self) -> Global___Placement:
         """The placement; unset when it was refused."""
@@ -1833,10 +1836,11 @@ class ExplainResponse(_message.Message):
         failed: _builtins.str = ...,
         decode_regret_s: _builtins.float = ...,
         better_decode: _builtins.str = ...,
+        cancelled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "timeline", b"timeline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "better_decode", b"better_decode", "candidates", b"candidates", "decode_regret_s", b"decode_regret_s", "failed", b"failed", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "better", b"better", "better_decode", b"better_decode", "cancelled", b"cancelled", "candidates", b"candidates", "decode_regret_s", b"decode_regret_s", "failed", b"failed", "lane", b"lane", "measured_tpot_s", b"measured_tpot_s", "measured_ttft_s", b"measured_ttft_s", "placement", b"placement", "policy", b"policy", "refused", b"refused", "regret_s", b"regret_s", "timeline", b"timeline", "waited_s", b"waited_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2005,6 +2009,7 @@ class EndedRequest(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    CANCELLED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Its id."""
     tenant: _builtins.str
@@ -2013,6 +2018,8 @@ class EndedRequest(_message.Message):
     """Why it was refused; empty when it was not."""
     failed: _builtins.str
     """As `ExplainResponse.failed`."""
+    cancelled: _builtins.bool
+    """As `ExplainResponse.cancelled`."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens counted."""
@@ -2030,10 +2037,11 @@ class EndedRequest(_message.Message):
         timing: Global___Timing | None = ...,
         refused: _builtins.str = ...,
         failed: _builtins.str = ...,
+        cancelled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled", b"cancelled", "failed", b"failed", "refused", b"refused", "request_id", b"request_id", "tenant", b"tenant", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -289,8 +289,10 @@ class Dispatcher:
                     self._reports.failed(session, str(failure))
                 session.outgoing.end(error_of(failure))
             case DropRequest():
-                late = self._clock() > session.spec.deadline - DEADLINE_MARGIN_S
-                self._reports.failed(session, "the request took longer than it may" if late else "the client has left")
+                if self._clock() > session.spec.deadline - DEADLINE_MARGIN_S:
+                    self._reports.failed(session, "the request took longer than it may")
+                else:
+                    self._reports.cancelled(session)
                 session.outgoing.end()
         self._reports.ended(session)
         del self._sessions[action.request]

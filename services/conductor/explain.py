@@ -80,11 +80,12 @@ class DecisionLog:
         if record is not None:
             record.measured_tpot_s = tpot_s
 
-    def failed(self, request_id: str, reason: str) -> None:
+    def unanswered(self, request_id: str, *, failed: str = "", cancelled: bool = False) -> None:
         """Note why a request that was not refused has no whole answer. The request may never have been placed."""
         if request_id not in self._records:
             self._keep(request_id, conductor_pb2.ExplainResponse())
-        self._records[request_id].failed = reason
+        record = self._records[request_id]
+        record.failed, record.cancelled = failed, cancelled
 
     def ended(
         self, request_id: str, timeline: conductor_pb2.Timeline, attempts: Iterable[conductor_pb2.Attempt]
@@ -168,7 +169,7 @@ _Figures = tuple[float, int, int, int, float, float]
 
 
 class RecentRequests:
-    """Figures about the last answered requests, and a list of the last answered, refused and failed requests.
+    """Figures about the last answered requests, and a list of the last requests, however they ended.
 
     `clock` gives seconds.
     The figures are plain numbers because the event loop waits while they are added up.
@@ -193,7 +194,9 @@ class RecentRequests:
         """List a refused request; the request's figures count nowhere."""
         self._last.append(conductor_pb2.EndedRequest(request_id=request_id, tenant=tenant, refused=reason))
 
-    def add_failed(self, request_id: str, timeline: conductor_pb2.Timeline, reason: str) -> None:
+    def add_unanswered(
+        self, request_id: str, timeline: conductor_pb2.Timeline, *, failed: str = "", cancelled: bool = False
+    ) -> None:
         """List a request without a whole answer; the request's figures count nowhere."""
         self._last.append(
             conductor_pb2.EndedRequest(
@@ -201,7 +204,8 @@ class RecentRequests:
                 tenant=timeline.tenant,
                 usage=timeline.usage,
                 timing=timeline.timing,
-                failed=reason,
+                failed=failed,
+                cancelled=cancelled,
             )
         )
 
@@ -494,9 +498,14 @@ class RequestReports:
         self.recent.add(session.spec.id, session.timeline(over=True))
 
     def failed(self, session: ClientStream, reason: str) -> None:
-        """The request has no whole answer, and was not refused; `ended` follows."""
-        self.decisions.failed(session.spec.id, reason)
-        self.recent.add_failed(session.spec.id, session.timeline(over=True), reason)
+        """The request has no whole answer, and was neither refused nor cancelled; `ended` follows."""
+        self.decisions.unanswered(session.spec.id, failed=reason)
+        self.recent.add_unanswered(session.spec.id, session.timeline(over=True), failed=reason)
+
+    def cancelled(self, session: ClientStream) -> None:
+        """The client stopped the request, or left, before the answer was whole; `ended` follows."""
+        self.decisions.unanswered(session.spec.id, cancelled=True)
+        self.recent.add_unanswered(session.spec.id, session.timeline(over=True), cancelled=True)
 
     def ended(self, session: ClientStream) -> None:
         """The core has ended the request."""

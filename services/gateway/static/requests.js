@@ -1,4 +1,4 @@
-// Where a request's time went, the requests that ended lately, and what was refused or failed.
+// Where a request's time went, the requests that ended lately, and what was refused, failed or cancelled.
 
 import { get, text } from "./api.js";
 import { bar, byId, bytes, count, el, seconds, svg, table } from "./dom.js";
@@ -42,13 +42,13 @@ function list() {
   byId("lately").replaceChildren(lately(found));
 }
 
-function outcome({ refused, failed }) {
-  return refused ? "refused" : failed ? "failed" : "answered";
+function outcome({ refused, failed, cancelled }) {
+  return refused ? "refused" : failed ? "failed" : cancelled ? "cancelled" : "answered";
 }
 
 /** Why a request has no whole answer. */
-function reason({ refused, failed }) {
-  return refused || failed;
+function reason({ refused, failed, cancelled }) {
+  return refused || failed || (cancelled ? "cancelled" : "");
 }
 
 function lately(requests) {
@@ -58,7 +58,7 @@ function lately(requests) {
     usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, seconds(timing.ttft_s), seconds(timing.e2e_s),
     reason(why),
   ]);
-  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end", "refused or failed"], rows);
+  return table("The newest first", ["request", "tenant", "prompt", "cached", "answer", "TTFT", "end", "refused, failed or cancelled"], rows);
 }
 
 /** Error responses of this gateway by status and code, of all its clients. */
@@ -73,10 +73,11 @@ function failures(metrics) {
 }
 
 function story(found) {
-  const { timeline, phases, placement, refused, failed, attempts } = found;
+  const { timeline, phases, placement, refused, failed, cancelled, attempts } = found;
   const { usage, timing } = timeline;
   if (!placement) {
-    return [el("p", {}, refused ? `Refused: ${refused}` : `Failed before it was placed: ${failed}`), candidates(found)];
+    const why = refused ? `Refused: ${refused}` : cancelled ? "Cancelled before it was placed." : `Failed before it was placed: ${failed}`;
+    return [el("p", {}, why), candidates(found)];
   }
   const where = placement.prefill === placement.decode
     ? `on ${placement.decode} alone` : `on ${placement.prefill}, then ${placement.decode || "nowhere: one token was all"}`;
@@ -95,6 +96,7 @@ function story(found) {
       `${attempt.cause}: ${count(attempt.prompt_tokens)} tokens to compute or find, ` +
       `${count(attempt.local_tokens + attempt.loaded_tokens)} of them found, ${count(attempt.tokens)} new tokens.`)),
     failed ? el("p", {}, `Failed: ${failed}.`) : null,
+    cancelled ? el("p", {}, "Cancelled: the client stopped the request, or left.") : null,
     timing.e2e_s ? null : el("p", { class: "hint" }, "It still runs."),
     phases.length ? chart(found) : null,
     candidates(found),

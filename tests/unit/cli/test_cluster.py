@@ -61,7 +61,8 @@ def explained() -> FakeConductor:
     alone = pb.Placement(prefill="decode-0", decode="decode-0", predicted_ttft_s=0.25, predicted_tpot_s=0.01)
     fake.explanations["r3"] = pb.ExplainResponse(placement=alone, attempts=[pb.Attempt(placement=alone)])
     fake.explanations["r2"] = pb.ExplainResponse(refused="predicted time to first token 9 s exceeds the limit")
-    fake.explanations["r4"] = pb.ExplainResponse(failed="the client has left")
+    fake.explanations["r4"] = pb.ExplainResponse(failed="the engine died")
+    fake.explanations["r5"] = pb.ExplainResponse(cancelled=True)
     return fake
 
 
@@ -146,7 +147,9 @@ def test_explain_says_why_a_request_was_refused(capsys: pytest.CaptureFixture[st
 def test_explain_says_why_a_request_has_no_whole_answer(capsys: pytest.CaptureFixture[str]) -> None:
     with explained().client() as client:
         run_explain(client, "r4", as_json=False)
-    assert "failed: the client has left" in capsys.readouterr().out
+        assert "failed: the engine died" in capsys.readouterr().out
+        run_explain(client, "r5", as_json=False)
+        assert "cancelled: the client stopped the request, or left" in capsys.readouterr().out
 
 
 def test_explain_says_that_decode_computed_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,8 +144,10 @@ async def test_conversation() -> None:
 async def test_cluster_and_requests() -> None:
     fake = ready(cluster())
     fake.state.recent.last.add(request_id="of-eve", refused="queue_full")
-    fake.state.recent.last.add(request_id="of-sue", failed="the client has left")
-    fake.explanations["of-sue"] = pb.ExplainResponse(failed="the client has left")
+    fake.state.recent.last.add(request_id="of-sue", failed="the engine died")
+    fake.explanations["of-sue"] = pb.ExplainResponse(failed="the engine died")
+    fake.state.recent.last.add(request_id="of-max", cancelled=True)
+    fake.explanations["of-max"] = pb.ExplainResponse(cancelled=True)
     async with serving(fake.async_client()) as (_, port), opened(port) as page:
         await page.locator("#model", has_text="tiny").wait_for()
         await page.goto(f"http://127.0.0.1:{port}/nothing")
@@ -156,7 +158,7 @@ async def test_cluster_and_requests() -> None:
         assert "decode generates the answer" in await page.locator("#story").text_content()
         assert (await page.locator("#failures tbody").text_content()).startswith("404unknown_url")
         found = page.locator("#lately tbody a")
-        await found.nth(4).wait_for()
+        await found.nth(5).wait_for()
         await page.fill("#name", "queue")
         assert await found.all_text_contents() == ["of-eve"]
         await page.fill("#name", "")
@@ -164,4 +166,7 @@ async def test_cluster_and_requests() -> None:
         assert await found.all_text_contents() == ["of-ann", "of-bob", "of-"]
         await page.select_option("#kind", "failed")
         await found.first.click()
-        await page.locator("#story", has_text="before it was placed: the client has left").wait_for()
+        await page.locator("#story", has_text="before it was placed: the engine died").wait_for()
+        await page.select_option("#kind", "cancelled")
+        await found.first.click()
+        await page.locator("#story", has_text="Cancelled before it was placed").wait_for()
