@@ -77,7 +77,7 @@ class ParserCache:
 
     @cached_property
     def tokenizer(self) -> LLTokenizer:
-        """Ask for this on the thread, or once there is a parser. Making it takes up to seconds; no other thread runs."""
+        """Ask for this on the thread, or once there is a parser. Making it takes seconds; no other thread runs."""
         tokenizer = self._load()
         size = max(self._vocab_size, tokenizer.vocab_size)
         return LLTokenizer(tokenizer.definition(), n_vocab=size, eos_token=list(self._ends) or None, slices=SLICES)
