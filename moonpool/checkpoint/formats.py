@@ -17,6 +17,9 @@ from moonpool.errors import CheckpointError, InvalidRequest
 from moonpool.families import names_of
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
 
+_STEP_TOKENS = 512
+"""Tokens of an engine's largest step, unless a flag says another number."""
+
 
 def load_config(path: Path | str) -> ModelConfig:
     """Read the configuration of the checkpoint `path`. If the files suggest no sampling, the model's card does.
@@ -80,8 +83,9 @@ class CheckpointReport:
     `weight_bytes` is what the weights take in memory in `dtype`, `file_bytes` what they take on disk. `kv_token_bytes`
     is one token's KV over all layers, `kv_block_bytes` one block's, `state_bytes` the part of a block that is
     recurrent states. `kv_groups` divides them by kind of layer.
-    `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory; None when none was
-    given. `context_tokens` is the longest sequence, `kv_context_bytes` that sequence's KV.
+    `fit_blocks` and `fit_tokens` say how much KV fits beside the weights into the given memory, as a pool divides it;
+    None when none was given. `context_tokens` is the longest sequence, `kv_context_bytes` what it holds in a pool: of
+    layers with a window, the window.
     `computed`: how layers compute on a CPU.
     """
 
@@ -129,7 +133,7 @@ def inspect_checkpoint(
     if memory_bytes is not None:
         if memory_bytes < 0:
             raise InvalidRequest("memory_bytes", "must not be negative")
-        blocks = max(0, memory_bytes - weight_bytes) // layout.block_bytes
+        blocks = layout.blocks_in(max(0, memory_bytes - weight_bytes), _STEP_TOKENS, context)
     return CheckpointReport(
         config=config,
         dtype=chosen,
@@ -142,7 +146,7 @@ def inspect_checkpoint(
         state_bytes=layout.state_bytes,
         kv_groups="; ".join(_described(group, layout) for group in layout.groups),
         context_tokens=context,
-        kv_context_bytes=layout.blocks_for(context) * layout.block_bytes,
+        kv_context_bytes=layout.sequence_bytes(context),
         computed=_computed(config),
         fit_blocks=blocks,
         fit_tokens=None if blocks is None else blocks * block_tokens,

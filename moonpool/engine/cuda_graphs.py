@@ -113,7 +113,9 @@ class GraphCache:
 log = logging.getLogger(__name__)
 _PADDING = {"token_ids": 0, "positions": 0, "block_ids": -1, "offsets": 0, "context_lens": 1, "block_tables": 0}
 """Values for rows without a sequence: such rows read one pool slot and write none."""
-_INT32 = ("context_lens", "block_tables")
+_SLOT_PADDING = {"slot_ids": -1, "slot_tables": 0}
+"""The same, of inputs that there are only if the pool has window slots."""
+_INT32 = ("context_lens", "block_tables", "slot_tables")
 """The other inputs are int64."""
 _ALIGNED = 128
 """Each input begins at a multiple of so many bytes: kernels are compiled for aligned addresses."""
@@ -125,13 +127,15 @@ class _Inputs:
     Args:
         shape: the graph's shape.
         blocks: that a row's table has.
+        slots: whether the pool has window slots.
     """
 
-    def __init__(self, shape: GraphShape, blocks: int) -> None:
+    def __init__(self, shape: GraphShape, blocks: int, *, slots: bool) -> None:
+        self._padding = _PADDING | (_SLOT_PADDING if slots else {})
         self._parts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         self.nbytes = 0
-        for name in _PADDING:
-            size = (shape.rows, blocks) if name == "block_tables" else (shape.rows,)
+        for name in self._padding:
+            size = (shape.rows, blocks) if name.endswith("_tables") else (shape.rows,)
             length = math.prod(size) * (4 if name in _INT32 else 8)
             self._parts[name] = self.nbytes, self.nbytes + length, size
             self.nbytes += -(-length // _ALIGNED) * _ALIGNED
@@ -148,7 +152,7 @@ class _Inputs:
         memory = torch.empty(self.nbytes, dtype=torch.uint8)
         for name, view in self.views(memory).items():
             array = view.numpy()
-            array.fill(_PADDING[name])
+            array.fill(self._padding[name])
             if batch is not None:
                 given = getattr(batch, name).numpy()[..., : array.shape[-1]] if array.ndim > 1 else getattr(batch, name)
                 array[tuple(map(slice, given.shape))] = given
@@ -222,7 +226,8 @@ class DecodeGraphs:
 
     def _inputs(self, shape: GraphShape) -> _Inputs:
         if shape not in self._inputs_of:
-            self._inputs_of[shape] = _Inputs(shape, -(-shape.context // self._block_tokens))
+            blocks = -(-shape.context // self._block_tokens)
+            self._inputs_of[shape] = _Inputs(shape, blocks, slots=self._memory.slot_of is not None)
         return self._inputs_of[shape]
 
     def _fill(self, shape: GraphShape, batch: PackedBatch | None) -> None:
@@ -247,6 +252,8 @@ class DecodeGraphs:
             query_start=self._query_start[: shape.rows + 1],
             last_rows=self._last_rows[: shape.rows],
             block_tokens=self._block_tokens,
+            slot_tables=its.get("slot_tables", its["block_tables"]),
+            slot_ids=its.get("slot_ids", its["block_ids"]),
             most_context=shape.context,
         )
         model, memory = self._model, self._memory

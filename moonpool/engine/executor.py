@@ -174,10 +174,10 @@ class PoolMemory:
         self.files = [shared_memory() for _ in layer_ranges]
         self.pool: KVPool | None = None
 
-    def make(self, layout: KVLayout, blocks: int) -> None:
+    def make(self, layout: KVLayout, blocks: int, slots: int) -> None:
         """Make the pool; raises as `KVPool.create`."""
         files, self.files = self.files, []
-        self.pool = KVPool.create(layout, blocks, self._ranges, files=files)
+        self.pool = KVPool.create(layout, blocks, self._ranges, files=files, slots=slots)
         self.files = [part.fd for part in self.pool.parts]
 
     def close(self) -> None:
@@ -353,8 +353,8 @@ class ProcessEngine:
             config = load_config(Path(self._spec.checkpoint))
             sizes = choose_sizes(config, self._spec, rooms, available_bytes())
             self._spec = replace(self._spec, blocks=sizes.blocks, step_tokens=sizes.step_tokens)
-            self._memory.make(self._spec.layout, sizes.blocks)
-            kv_mib = sizes.blocks * self._spec.layout.block_bytes >> 20
+            self._memory.make(self._spec.layout, sizes.blocks, self._spec.slots)
+            kv_mib = self._spec.layout.pool_bytes(sizes.blocks, self._spec.slots) >> 20
             log.info("sizes", blocks=sizes.blocks, kv_mib=kv_mib, step_tokens=sizes.step_tokens, why=sizes.why)
             for worker in self._workers:
                 worker.channel.send(sizes)
@@ -617,7 +617,7 @@ async def start_processes(
         memory = PoolMemory(ranges)
         stack.callback(memory.close)
         if spec.sized:
-            memory.make(spec.layout, spec.blocks)
+            memory.make(spec.layout, spec.blocks, spec.slots)
         rendezvous = ""
         if spec.stages > 1:
             rendezvous = tempfile.mkdtemp(prefix="moonpool-engine-")  # readable by us alone

@@ -72,6 +72,11 @@ class EngineSpec:
     """Set if compute is emulated: then there is no engine process, and the checkpoint's weights are not read."""
 
     @property
+    def slots(self) -> int:
+        """Window slots of the pool (`KVLayout.window_slots`)."""
+        return self.layout.window_slots(self.blocks, self.step_tokens, self.max_tokens)
+
+    @property
     def sized(self) -> bool:
         """Whether no size waits for what the devices have room for."""
         return self.blocks > 0 and self.step_tokens > 0

@@ -602,7 +602,8 @@ class StageRunner:
         """Return a run with a first step that goes layer by layer, or as a graph."""
         parts = [(it.token_ids, it.start, it.block_table) for it in step.sequences]
         full_hits = [index for index, it in enumerate(step.sequences) if it.full_hit]
-        packed = PackedBatch.build(parts, self.platform.memory.block_tokens, full_hits=full_hits)
+        memory = self.platform.memory
+        packed = PackedBatch.build(parts, memory.block_tokens, full_hits=full_hits, slot_of=memory.slot_of)
         return StepRun(step, packed, masks, self._last_rows(step), self.model.layer_begin, step.steps - 1)
 
     def _begin_native(self, step: Step, masks: PendingMasks | None) -> StepRun | None:

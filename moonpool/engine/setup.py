@@ -281,7 +281,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         dtype=dtype,
         layout=layout,
         quantization=config.quantization,
-        blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES),
+        blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
         step_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
         memory_share=config.gpu_memory_utilization,
         stages=stages,
@@ -371,7 +371,7 @@ def _emulated_setup(
         checkpoint=str(folder),
         dtype=layout.dtype,
         layout=layout,
-        blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale)),
+        blocks=_blocks(config, layout, int((profile.pool_bytes or DEFAULT_KV_BYTES) * profile.kv_scale), 0),
         stages=stages,
         max_tokens=min(config.max_model_len or profile.max_tokens, profile.max_tokens),
         emulated=emulated,
@@ -401,10 +401,10 @@ def _instance_setup(config: EngineConfig, model: ModelConfig, spec: EngineSpec, 
     return EngineSetup(spec, info, model.vocab_size, spec.max_tokens, rate)
 
 
-def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int) -> int:
+def _blocks(config: EngineConfig, layout: KVLayout, default_bytes: int, longest: int) -> int:
     """`default_bytes` 0: no blocks, where no setting says how many."""
     kv_bytes = config.kv_cache_memory_bytes or default_bytes
-    blocks = config.blocks or kv_bytes // layout.block_bytes
+    blocks = config.blocks or layout.blocks_in(kv_bytes, config.most_step_tokens or STEP_TOKENS, longest)
     if blocks < 1 and kv_bytes:
         raise ConfigError("kv_cache_memory_bytes", f"{kv_bytes} bytes hold no block of {layout.block_bytes} bytes")
     return blocks

@@ -45,17 +45,21 @@ def choose_sizes(
     Raises:
         ConfigError: there is no room for a block; names the field `kv_cache_memory_bytes`.
     """
-    slices = [spec.layout.layers_bytes(range(*its)) for its in stage_ranges(spec.layout.layers, spec.stages)]
+    layout, longest = spec.layout, spec.max_tokens
+    stages = [range(*its) for its in stage_ranges(layout.layers, spec.stages)]
     lefts = _left(spec, rooms)
-    given = [spec.blocks * nbytes for nbytes in slices]
+    slots = layout.window_slots(spec.blocks, spec.step_tokens or _STEPS[-1], longest)
+    given = [layout.pool_bytes(spec.blocks, slots, layers) for layers in stages]
     least = min(left - pool for left, pool in zip(lefts, given, strict=True))
     tokens = spec.step_tokens or _step_tokens(model, spec, rooms, least)
     beside = _beside(model, spec, tokens)
-    by_stage = [(left - beside) // nbytes for left, nbytes in zip(lefts, slices, strict=True)]
+    by_stage = [
+        layout.blocks_in(left - beside, tokens, longest, layers) for left, layers in zip(lefts, stages, strict=True)
+    ]
     blocks, bound = min(by_stage), "device's memory"
-    on_host = (
-        blocks if host_free is None else int(spec.memory_share * _HOST_SHARE * host_free) // spec.layout.block_bytes
-    )
+    on_host = blocks
+    if host_free is not None:
+        on_host = layout.blocks_in(int(spec.memory_share * _HOST_SHARE * host_free), tokens, longest)
     if on_host < blocks:
         blocks, bound = on_host, "host's free memory, where the same blocks lie"
     room = rooms[by_stage.index(min(by_stage))]
@@ -66,7 +70,7 @@ def choose_sizes(
     if spec.blocks:
         return EngineSizes(spec.blocks, tokens, f"blocks as set; {why}")
     if blocks < 1:
-        raise ConfigError("kv_cache_memory_bytes", f"no room for a block of {spec.layout.block_bytes} bytes: {why}")
+        raise ConfigError("kv_cache_memory_bytes", f"no room for a block of {layout.block_bytes} bytes: {why}")
     return EngineSizes(blocks, tokens, why)
 
 

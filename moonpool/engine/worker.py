@@ -153,7 +153,9 @@ class StageLoader:
         self.model = self._load_weights()
         if not self.engine.sized:
             self.engine = self._sized(sizes)
-        self.part = PoolPart.attach(pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end)
+        self.part = PoolPart.attach(
+            pool_fd, self.engine.layout, self.engine.blocks, spec.layer_begin, spec.layer_end, self.engine.slots
+        )
         self.native = library.get() if self.model.native else None
 
     def load(self) -> "tuple[StageRunner, Footprint]":

@@ -25,6 +25,12 @@ UNIFORM_VERSION, GROUPED_VERSION, WINDOWED_VERSION = 1, 2, 3
 (2).
 """
 _BLOCK_TOKENS_MULTIPLE = 16
+NO_SLOT = -1
+"""In place of a window slot: the block lacks the slices of layers with a window or a recurrent state."""
+TYPICAL_TOKENS = 4096
+"""Tokens of the sequences for which a pool's bytes are divided between blocks and window slots."""
+STATES_IN_WORK = 3
+"""Recurrent states that a step writes for one sequence beyond those held: its last, and two chosen borders'."""
 
 KVKind = Literal["full", "window", "latent", "recurrent"]
 """What a group's layers attend to: keys and values of all tokens; keys and values of the last tokens; one latent vector
@@ -268,6 +274,60 @@ class KVLayout:
         A recurrent state stands for all earlier tokens: the last block has the state.
         """
         return max(int(self.recurrent), -(-max(group.window for group in self.groups) // self.block_tokens))
+
+    @cached_property
+    def windowed_bytes(self) -> int:
+        """Bytes for all windowed layers in one block: a window slot of a pool."""
+        return sum(self._sizes[layer] for layer in self.windowed_layers)
+
+    @cached_property
+    def states_alone(self) -> bool:
+        """Whether all windowed layers have a recurrent state: then a step need not write a state for each block."""
+        return self.recurrent and all(self.group(layer).kind == "recurrent" for layer in self.windowed_layers)
+
+    def window_slots(self, blocks: int, step_tokens: int, longest: int) -> int:
+        """Window slots of a pool with `blocks` blocks: as many as sequences of `TYPICAL_TOKENS` tokens hold there.
+
+        At least those of one sequence whose tokens are computed in steps of `step_tokens`, and at most one a block.
+        0 where no layer has a window.
+
+        Args:
+            blocks: of the pool.
+            step_tokens: tokens of the largest step.
+            longest: tokens of the longest sequence, if that is shorter than `TYPICAL_TOKENS`; 0 = it is not.
+        """
+        if not self.windowed_layers:
+            return 0
+        held, typical = self.window_blocks + 1, self.blocks_for(min(longest or TYPICAL_TOKENS, TYPICAL_TOKENS))
+        in_work = STATES_IN_WORK if self.states_alone else self.blocks_for(step_tokens) + 1
+        return min(blocks, max(-(-blocks * held // typical), held + in_work))
+
+    def pool_bytes(self, blocks: int, slots: int, layers: range | None = None) -> int:
+        """Bytes of a pool, or of some consecutive layers there."""
+        of = range(self.layers) if layers is None else layers
+        return sum(self._sizes[it] * (slots if it in self.windowed_layers else blocks) for it in of)
+
+    def blocks_in(self, nbytes: int, step_tokens: int, longest: int, layers: range | None = None) -> int:
+        """Most blocks of a pool that takes at most `nbytes` with its window slots; or of some layers of a pool.
+
+        `step_tokens`, `longest`: see `window_slots`.
+        """
+        of = range(self.layers) if layers is None else layers
+        if not self.windowed_layers:
+            return nbytes // self.layers_bytes(of)
+
+        def fits(blocks: int) -> bool:
+            return self.pool_bytes(blocks, self.window_slots(blocks, step_tokens, longest), of) <= nbytes
+
+        most = 1
+        while fits(most):
+            most *= 2
+        return bisect_left(range(1, most), True, key=lambda blocks: not fits(blocks))
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes that one sequence of `tokens` tokens holds in a pool: behind its window, full layers alone."""
+        blocks = self.blocks_for(tokens)
+        return self.pool_bytes(blocks, min(blocks, self.window_blocks + 1))
 
     def first_windowed_block(self, tokens: int) -> int:
         """First block whose windowed slices a sequence with `tokens` tokens needs: earlier slices are not sent.

@@ -9,14 +9,14 @@ import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from moonpool.errors import ConfigError
 from moonpool.kv.keys import slice_hash
-from moonpool.kv.layout import KVLayout
+from moonpool.kv.layout import NO_SLOT, KVLayout
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.argtypes, _new_bytearray.restype = (ctypes.c_char_p, ctypes.c_ssize_t), ctypes.py_object
@@ -88,12 +88,16 @@ F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python names the flag from 3.13 on
 class PoolPart:
     """One stage's share, mapped shared from a file descriptor: layer after layer, each with all blocks' slices.
 
+    With `slots`, layers with a window or a recurrent state have so many slices instead, and a block has those of the
+    slot that `slot_of` names, if any.
+
     Behind these `nbytes` lie numbers of 8 bytes: the slices' hashes, `[layer_end - layer_begin, blocks]`, `written`,
-    alike, and `landed`. A slice lands when the slice has come from elsewhere. `map` supports the buffer protocol. The
-    part
-    owns `fd`: closed with the part.
+    alike, `landed`, and `slot_of`, `[blocks]`. A slice lands when the slice has come from elsewhere. `map` supports the
+    buffer protocol. The part owns `fd`: closed with the part.
 
     Attributes:
+        slots: window slots; 0 = all layers have all blocks' slices.
+        slot_of: each block's window slot; `NO_SLOT` = the block lacks the slices of layers with a window.
         written: how often each slice landed.
         landed: how many slices landed in each layer, then in all layers, and then `NO_DEVICE`, `DEVICE_KNOWS` or
             `TELL_DEVICE`. Slices are counted if a device has a copy of the pool.
@@ -102,6 +106,7 @@ class PoolPart:
 
     layout: KVLayout
     blocks: int
+    slots: int
     layer_begin: int
     layer_end: int
     fd: int
@@ -111,42 +116,54 @@ class PoolPart:
     hashes: memoryview = field(repr=False)
     written: memoryview = field(repr=False)
     landed: memoryview = field(repr=False)
+    slot_of: memoryview = field(repr=False)
     on_landed: Callable[[], None] | None = None
     _landing: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    _places: list[tuple[int, int]] = field(init=False, repr=False)  # for each layer: first byte, bytes per slice
+    _places: list[tuple[int, int, bool]] = field(init=False, repr=False)  # first byte, bytes per slice, by slots
 
     def __post_init__(self) -> None:
-        layout, first = self.layout, self.layer_begin
-        self._places = [
-            (layout.place(layer, first).start * self.blocks, layout.slice_bytes(layer))
-            for layer in range(first, self.layer_end)
-        ]
+        layout, start = self.layout, 0
+        self._places = []
+        for layer in range(self.layer_begin, self.layer_end):
+            size, by_slots = layout.slice_bytes(layer), self.slots > 0 and layer in layout.windowed_layers
+            self._places.append((start, size, by_slots))
+            start += size * (self.slots if by_slots else self.blocks)
 
     @classmethod
-    def attach(cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int) -> PoolPart:
+    def attach(
+        cls, fd: int, layout: KVLayout, blocks: int, layer_begin: int, layer_end: int, slots: int = 0
+    ) -> PoolPart:
         """Maps a part from an inherited descriptor, and takes ownership of the descriptor.
 
         Raises:
             ConfigError: The descriptor's memory is not what the arguments say.
         """
-        slices = (layer_end - layer_begin) * blocks
-        needed, size = _mapped_bytes(layout, range(layer_begin, layer_end), blocks), os.fstat(fd).st_size
+        layers = range(layer_begin, layer_end)
+        slices = len(layers) * blocks
+        needed, size = _mapped_bytes(layout, layers, blocks, slots), os.fstat(fd).st_size
         if size != needed or slices <= 0:
             raise ConfigError("pool", f"layers {layer_begin} to {layer_end} need {needed} bytes, the pool has {size}")
         mapped = mmap.mmap(fd, needed, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        view, nbytes = memoryview(mapped), blocks * layout.layers_bytes(range(layer_begin, layer_end))
+        view, nbytes = memoryview(mapped), layout.pool_bytes(blocks, slots or blocks, layers)
         numbers = view[-(-nbytes // _NUMBER_BYTES) * _NUMBER_BYTES :]
         written, landed = (slices * _NUMBER_BYTES * times for times in (1, 2))
-        hashes = numbers[:written].cast("Q")
-        views = view[:nbytes], hashes, numbers[written:landed].cast("q"), numbers[landed:].cast("q")
-        return cls(layout, blocks, layer_begin, layer_end, fd, nbytes, mapped, *views)
+        slot_of = landed + (len(layers) + 2) * _NUMBER_BYTES
+        views = view[:nbytes], numbers[:written].cast("Q"), numbers[written:landed].cast("q")
+        counts = numbers[landed:slot_of].cast("q"), numbers[slot_of:].cast("q")
+        return cls(layout, blocks, slots, layer_begin, layer_end, fd, nbytes, mapped, *views, *counts)
+
+    def has(self, layer: int, block: int) -> bool:
+        """Whether a block has a layer's slice."""
+        return not self._places[layer - self.layer_begin][2] or self.slot_of[block] != NO_SLOT
 
     def slice(self, layer: int, block: int) -> memoryview:
-        """One layer's (index in the model) writable bytes in one block."""
+        """One layer's (index in the model) writable bytes in one block, which `has` the slice."""
         assert self.layer_begin <= layer < self.layer_end, "no such layer in this part"
         assert 0 <= block < self.blocks, "no such block"
-        start, size = self._places[layer - self.layer_begin]
-        start += block * size
+        start, size, by_slots = self._places[layer - self.layer_begin]
+        at = self.slot_of[block] if by_slots else block
+        assert at != NO_SLOT, f"block {block} has no slice of layer {layer}"
+        start += at * size
         return self.view[start : start + size]
 
     def populate(self) -> None:
@@ -184,7 +201,12 @@ class PoolPart:
             self.on_landed()
 
     def seal(self, layer: int, block: int, valid_tokens: int) -> None:
-        """Makes the hash of a slice that was computed here, with invalid token slots as zeros."""
+        """Makes the hash of a slice that was computed here, with invalid token slots as zeros.
+
+        A slice for which the block has no place was not computed.
+        """
+        if not self.has(layer, block):
+            return
         data = self.slice(layer, block)
         if valid_tokens < self.layout.block_tokens:
             data = memoryview(bytearray(data))
@@ -192,8 +214,10 @@ class PoolPart:
         self.set_hash(layer, block, slice_hash(data))
 
     def copy(self, source: int, block: int) -> None:
-        """Copies a block's slices in all layers, with the hashes."""
+        """Copies a block's slices in all layers, with the hashes. Both blocks have the same layers."""
         for layer in range(self.layer_begin, self.layer_end):
+            if not (self.has(layer, source) and self.has(layer, block)):
+                continue
             self.slice(layer, block)[:] = self.slice(layer, source)
             self.set_hash(layer, block, self.hash_of(layer, source))
 
@@ -205,6 +229,8 @@ class PoolPart:
         self.fd = -1
         self.hashes.release()
         self.landed.release()
+        with contextlib.suppress(BufferError):  # steps read it
+            self.slot_of.release()
         with contextlib.suppress(BufferError):  # a device may still read the memory
             self.written.release()
         self.view.release()
@@ -218,6 +244,7 @@ class KVPool:
     def __init__(self, layout: KVLayout, blocks: int, parts: Sequence[PoolPart]) -> None:
         self.layout = layout
         self.blocks = blocks
+        self.slots = parts[0].slots
         self.parts = list(parts)
         self._by_layer = [part for part in self.parts for _ in range(part.layer_begin, part.layer_end)]
 
@@ -229,6 +256,8 @@ class KVPool:
         layer_ranges: Sequence[tuple[int, int]],
         available: Callable[[], int | None] | None = None,
         files: Sequence[int] | None = None,
+        *,
+        slots: int = 0,
     ) -> KVPool:
         """Makes a pool with `blocks` blocks, one part per stage.
 
@@ -239,24 +268,38 @@ class KVPool:
             available: Bytes that may be taken at most, None for any; `available_bytes` unless given.
             files: Descriptors for empty memory (`shared_memory`), one per part; closed with the pool, or after an
                 error.
+            slots: Window slots for layers with a window or a recurrent state, which no block has yet; 0 = all blocks
+                have the slices of all layers.
 
         Raises:
             ConfigError: There is no room for a single block, or more is asked for than the machine has.
         """
         fds, parts = list(files or (shared_memory() for _ in layer_ranges)), list[PoolPart]()
         try:
-            _check_room(layout, blocks, available or available_bytes)
+            _check_room(layout, blocks, slots or blocks, available or available_bytes)
             _check_ranges(layout, layer_ranges)
             for fd, (begin, end) in zip(fds, layer_ranges, strict=True):
-                os.truncate(fd, _mapped_bytes(layout, range(begin, end), blocks))
-                parts.append(PoolPart.attach(fd, layout, blocks, begin, end))
+                os.truncate(fd, _mapped_bytes(layout, range(begin, end), blocks, slots))
+                parts.append(PoolPart.attach(fd, layout, blocks, begin, end, slots))
         except BaseException:
             for part in parts:
                 part.close()
             for fd in fds[len(parts) :]:
                 os.close(fd)
             raise
-        return cls(layout, blocks, parts)
+        made = cls(layout, blocks, parts)
+        if slots:
+            made.move_slots((block, NO_SLOT) for block in range(blocks))
+        return made
+
+    def move_slots(self, changes: Iterable[tuple[int, int]]) -> None:
+        """Gives blocks their window slots, or takes them: block, and slot or `NO_SLOT`.
+
+        No step and no I/O uses slots that are taken.
+        """
+        for block, slot in changes:
+            for part in self.parts:
+                part.slot_of[block] = slot
 
     @property
     def nbytes(self) -> int:
@@ -276,6 +319,10 @@ class KVPool:
         except (OSError, AttributeError):  # no memfd, or a kernel without such seals
             return []
         return [(part.fd, part.view) for part in self.parts]
+
+    def has(self, layer: int, block: int) -> bool:
+        """Whether a block has a layer's slice: blocks without window slot lack those of layers with a window."""
+        return self._by_layer[layer].has(layer, block)
 
     def slice(self, layer: int, block: int) -> memoryview:
         """One layer's writable bytes in one block."""
@@ -306,7 +353,10 @@ class KVPool:
 
 
 class PoolTarget:
-    """Blocks of a pool that take what is read from elsewhere (`BlockReader.read`)."""
+    """Blocks of a pool that take what is read from elsewhere (`BlockReader.read`).
+
+    Slices for which a block has no place are dropped.
+    """
 
     def __init__(self, pool: KVPool, blocks: Sequence[int]) -> None:
         """Takes the blocks' numbers in the pool, in the order of the read's keys."""
@@ -314,8 +364,10 @@ class PoolTarget:
         self._blocks = blocks
         self._given: dict[tuple[int, int], memoryview] = {}
 
-    def into(self, layer: int, index: int) -> memoryview:
-        """Where a slice may land; bytes there do not count until `take`."""
+    def into(self, layer: int, index: int) -> memoryview | None:
+        """Where a slice may land; bytes there do not count until `take`. None: in memory of the reader's."""
+        if not self._pool.has(layer, self._blocks[index]):
+            return None
         memory = self._given[layer, index] = self._pool.slice(layer, self._blocks[index])
         return memory
 
@@ -323,20 +375,21 @@ class PoolTarget:
         """Takes a verified slice with hash, from the memory where the slice should land or from other memory."""
         if self._given.pop((layer, index), None) is data:
             self._pool.set_hash(layer, self._blocks[index], value)
-        else:
+        elif self._pool.has(layer, self._blocks[index]):
             self._pool.write(layer, self._blocks[index], data, value)
 
 
-def _mapped_bytes(layout: KVLayout, layers: range, blocks: int) -> int:
+def _mapped_bytes(layout: KVLayout, layers: range, blocks: int, slots: int) -> int:
     """Memory of a part: slices, and their numbers, which are aligned to their size."""
-    slices, values = len(layers) * blocks, blocks * layout.layers_bytes(layers)
-    return (-(-values // _NUMBER_BYTES) + 2 * slices + len(layers) + 2) * _NUMBER_BYTES
+    slices, values = len(layers) * blocks, layout.pool_bytes(blocks, slots or blocks, layers)
+    numbers = 2 * slices + len(layers) + 2 + (blocks if slots else 0)
+    return (-(-values // _NUMBER_BYTES) + numbers) * _NUMBER_BYTES
 
 
-def _check_room(layout: KVLayout, blocks: int, available: Callable[[], int | None]) -> None:
+def _check_room(layout: KVLayout, blocks: int, slots: int, available: Callable[[], int | None]) -> None:
     if blocks < 1:
         raise ConfigError("kv_cache_memory_bytes", f"no room for a single block; one takes {layout.block_bytes} bytes")
-    needed, free = blocks * layout.block_bytes, available()
+    needed, free = layout.pool_bytes(blocks, slots), available()
     if free is not None and needed > free:
         raise ConfigError(
             "kv_cache_memory_bytes",

@@ -44,6 +44,10 @@ class PackedBatch:
     offsets: Tensor  # [T] int64: and the token slot inside
     last_rows: Tensor  # [S] int64: each sequence's last row, whose logits choose the next token
     block_tokens: int
+    # As `block_tables` and `block_ids`, of layers with a window or a recurrent state: by window slots if the pool has
+    # such, else the same tensors. A block without slot is 0 in tables, where no row sees it, and -1 in ids.
+    slot_tables: Tensor
+    slot_ids: Tensor
     most_context: int | None = None
     """Set if the contents change between two uses, as in a captured graph: every sequence has one row, and a context
     with at most this many tokens.
@@ -53,6 +57,7 @@ class PackedBatch:
     arrays: dict[str, NDArray[Any]] = field(default_factory=dict)
     room: int = 0  # steps that the tables have room for, this one included; 0: not looked at yet
     within: int = 0  # further steps in which no sequence begins a block
+    slot_of: NDArray[np.int64] | None = None  # each block's window slot; None: the pool has no such slots
     # What a stage's layers compute once per batch:
     angles: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[Any, AttentionPlan] = field(default_factory=dict)
@@ -71,10 +76,12 @@ class PackedBatch:
         device: torch.device | str = "cpu",
         *,
         full_hits: Collection[int] = (),
+        slot_of: NDArray[np.int64] | None = None,
     ) -> PackedBatch:
         """Pack `sequences`, each (token ids as little-endian int32, position of the first, block table).
 
-        Those at the indices `full_hits` have all tokens' KV: the KV is read, and none is written.
+        Those at the indices `full_hits` have all tokens' KV: the KV is read, and none is written. `slot_of`: see
+        `KVMemory.slot_of`.
 
         Raises:
             InvalidRequest: no sequence, a sequence without tokens, or a block table too short for its tokens; names
@@ -94,10 +101,10 @@ class PackedBatch:
             starts.append(start)
             counts.append(count)
             tables.append(table)
-        batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens))
+        batch = cls(**_packed(b"".join(item[0] for item in sequences), starts, counts, tables, block_tokens, slot_of))
         for index in full_hits:
             begin, end = batch.query_start[index : index + 2].tolist()
-            batch.block_ids[begin:end] = -1
+            batch.block_ids[begin:end] = batch.slot_ids[begin:end] = -1
         return batch if torch.device(device).type == "cpu" else batch.to(device)
 
     def after(self, tokens: Sequence[int]) -> PackedBatch:
@@ -125,11 +132,13 @@ class PackedBatch:
         else:
             np.remainder(positions, size, out=its["offsets"])
             its["block_ids"][:] = tables[np.arange(len(tables)), positions // size]
+            if self.slot_of is not None:
+                its["slot_ids"][:] = self.slot_of[its["block_ids"]]
             self.within = size - 1 - int(its["offsets"].max())
         self.angles.clear()
         self.spans = None
         for plan in self.plans.values():
-            plan.go_on(tables)
+            plan.go_on(tables if plan.window is None else its["slot_tables"])
         return self
 
     def filled(self) -> list[int]:
@@ -143,13 +152,17 @@ class PackedBatch:
         """Return the same batch on another device."""
         names = ("token_ids", "positions", "query_start", "context_lens", "block_tables", "block_ids", "offsets")
         moved = {name: getattr(self, name).to(device) for name in (*names, "last_rows")}
-        return PackedBatch(**moved, block_tokens=self.block_tokens)
+        slots = moved["block_tables"], moved["block_ids"]
+        if self.slot_of is not None:
+            slots = self.slot_tables.to(device), self.slot_ids.to(device)
+        return PackedBatch(**moved, block_tokens=self.block_tokens, slot_tables=slots[0], slot_ids=slots[1])
 
     def _packed_anew(self, tokens: Sequence[int]) -> PackedBatch:
         used = (self.arrays["capacity"] // self.block_tokens).tolist()
         tables = [row[:count] for row, count in zip(self.block_tables.tolist(), used, strict=True)]
         ids = [array("i", [token]).tobytes() for token in tokens]
-        return PackedBatch.build(list(zip(ids, self.context_lens.tolist(), tables, strict=True)), self.block_tokens)
+        parts = list(zip(ids, self.context_lens.tolist(), tables, strict=True))
+        return PackedBatch.build(parts, self.block_tokens, slot_of=self.slot_of)
 
 
 def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> InvalidRequest:
@@ -159,7 +172,12 @@ def _too_short(index: int, tokens: int, blocks: int, block_tokens: int) -> Inval
 
 
 def _packed(
-    tokens: bytes, starts: Sequence[int], counts: Sequence[int], tables: Sequence[Sequence[int]], block_tokens: int
+    tokens: bytes,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    block_tokens: int,
+    slot_of: NDArray[np.int64] | None,
 ) -> dict[str, Any]:
     """Return the fields of a batch."""
     padded = np.zeros((len(tables), max(map(len, tables))), np.int32)
@@ -178,9 +196,13 @@ def _packed(
         "offsets": positions % block_tokens,
         "last_rows": ends - 1,
     }
+    arrays["slot_tables"], arrays["slot_ids"] = arrays["block_tables"], arrays["block_ids"]
+    if slot_of is not None:
+        arrays["slot_tables"] = np.maximum(slot_of[padded], 0).astype(np.int32)
+        arrays["slot_ids"] = slot_of[arrays["block_ids"]]
     fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     capacity = np.array([len(table) for table in tables]) * block_tokens
-    return {**fields, "block_tokens": block_tokens, "arrays": {**arrays, "capacity": capacity}}
+    return {**fields, "block_tokens": block_tokens, "slot_of": slot_of, "arrays": {**arrays, "capacity": capacity}}
 
 
 @dataclass(slots=True)

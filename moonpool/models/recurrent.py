@@ -1,8 +1,8 @@
 """Layers with a recurrent state: short convolutions, Mamba-2, and delta rules with decay. In torch alone.
 
 A state lies in the pool as KV does: a block's slice holds the state behind the block's last token so far. A step reads
-the state behind the token before the step's first token, and writes one state for each block with computed tokens. So
-each full block's border is a place where a prefix can be continued.
+the state behind the token before the step's first token, and writes one state for each block with computed tokens that
+has a window slot. So the border of a full block with a slot is a place where a prefix can be continued.
 
 Sources: Liquid AI's LFM2; Dao and Gu 2024 (Mamba-2); Yang et al. 2024 (Gated DeltaNet, computed chunk by chunk with one
 triangular system each); Kimi Linear, 2025.
@@ -30,8 +30,8 @@ _FINE = 16
 class StateSpan:
     """One sequence's tokens in one block: the batch's rows `begin` to `end`.
 
-    `source`: block of the state before them; None: not there yet, or in the span before. `target`: block that takes the
-    state behind them; None: already there.
+    `source`: slot with the state before them; None: not there yet, or in the span before. `target`: slot that takes the
+    state behind them; None: already there, or not kept.
     """
 
     sequence: int
@@ -44,8 +44,8 @@ class StateSpan:
 def state_spans(batch: PackedBatch) -> list[list[StateSpan]]:
     """Return each sequence's spans in a batch."""
     size, found = batch.block_tokens, list[list[StateSpan]]()
-    starts, tables = batch.query_start.tolist(), batch.block_tables.tolist()
-    positions, written = batch.positions.tolist(), batch.block_ids.tolist()
+    starts, tables = batch.query_start.tolist(), batch.slot_tables.tolist()
+    positions, written = batch.positions.tolist(), batch.slot_ids.tolist()
     for sequence, (first, last) in enumerate(pairwise(starts)):
         spans, begin = list[StateSpan](), first
         while begin < last:

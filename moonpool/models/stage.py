@@ -392,8 +392,10 @@ class StageModel:
         if spec.rope is not None and (factors := self._ropes[spec.rope].query_factors(batch.positions)) is not None:
             q = q * factors
         plan = self._plan(batch, kv, spec)
-        write_kv(*stored, kv, batch.block_ids, batch.offsets, scales=scales)
-        tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
+        windowed = spec.window is not None
+        write_kv(*stored, kv, batch.slot_ids if windowed else batch.block_ids, batch.offsets, scales=scales)
+        tables = batch.slot_tables if windowed else batch.block_tables
+        starts, lengths = batch.query_start, batch.context_lens
         kind = AttentionKind(spec.window, spec.soft_cap, sinks, spec.chunked)
         return paged_attention(q, kv, tables, starts, lengths, spec.scale, kind=kind, scales=scales, plan=plan)
 
@@ -416,9 +418,9 @@ class StageModel:
         if batch.most_context is not None and choice.choose("attention", kv.device, self.dtype) == "triton":
             shapes = kv, batch.num_tokens, batch.most_context
             return plan_of_shapes(*shapes, deterministic=self.deterministic, window=spec.window, chunked=spec.chunked)
-        tables, starts, lengths = batch.block_tables, batch.query_start, batch.context_lens
+        tables = batch.block_tables if spec.window is None else batch.slot_tables
         return make_plan(
-            kv, tables, starts, lengths,
+            kv, tables, batch.query_start, batch.context_lens,
             deterministic=self.deterministic, window=spec.window, chunked=spec.chunked,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from moonpool.kv.pool import PoolPart
 from moonpool.platforms.base import DeviceEvent
-from moonpool.platforms.kv_memory import OnDone, StageSlices, pool_bytes
+from moonpool.platforms.kv_memory import OnDone, StageSlices, pool_bytes, slot_table
 from moonpool.scheduling.steps import Step, finished_blocks
 
 
@@ -37,7 +37,7 @@ class CpuKVMemory:
 
     def __init__(self, part: PoolPart) -> None:
         self.kv, self.scales = StageSlices.of_pool(part, pool_bytes(part)).typed()
-        self.blocks, self.block_tokens = part.blocks, part.layout.block_tokens
+        self.blocks, self.block_tokens, self.slot_of = part.blocks, part.layout.block_tokens, slot_table(part)
         self.host_bytes = part.nbytes
         self._part = part
         self._finished: Sequence[tuple[int, int]] = ()

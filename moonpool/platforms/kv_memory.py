@@ -13,6 +13,7 @@ A slice on the way to the device:
     LOADED      steps may read it; if it lands again, it is brought again
 """
 
+import itertools
 import queue
 import threading
 from collections import deque
@@ -21,12 +22,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import kv_quantization
 from kernels.attention import copy_blocks
-from moonpool.kv.layout import KVGroup, KVLayout
+from moonpool.kv.layout import NO_SLOT, KVGroup
 from moonpool.kv.pool import NO_DEVICE, TELL_DEVICE, PoolPart
 from moonpool.models.batch import LayersKV, LayersScales
 from moonpool.models.loader import torch_dtype
@@ -109,6 +112,9 @@ class KVMemory(Protocol):
     """For each layer in the stage [blocks, kv_heads, planes, block_tokens, head_dim]; belongs to the compute stream."""
     scales: LayersScales | None
     """For quantised KV, for each layer [blocks, kv_heads, planes, block_tokens] float32; of the compute stream."""
+    slot_of: NDArray[np.int64] | None
+    """Each block's window slot, as the pool has it now (`PoolPart.slot_of`); None if layers with a window have all
+    blocks."""
     blocks: int
     block_tokens: int
     host_bytes: int
@@ -150,27 +156,46 @@ def pool_bytes(part: PoolPart) -> Tensor:
     return torch.frombuffer(part.map, dtype=torch.uint8, count=part.nbytes)
 
 
+def slot_table(part: PoolPart) -> NDArray[np.int64] | None:
+    """See `KVMemory.slot_of`."""
+    return np.frombuffer(part.slot_of, np.int64) if part.slots else None
+
+
 class StageSlices:
     """All a stage's slices in one memory, numbered row * blocks + block.
 
     Attributes:
         flat: the memory, uint8 [nbytes].
-        parts: uint8 [rows, blocks, slice_bytes]: consecutive rows with equally large slices.
+        parts: uint8 [rows, blocks, slice_bytes]: consecutive rows with equally large slices; [rows, slots, slice_bytes]
+            where layers have window slots.
     """
 
-    def __init__(self, flat: Tensor, layout: KVLayout, layers: range, blocks: int) -> None:
+    def __init__(self, flat: Tensor, part: PoolPart) -> None:
         self.flat = flat
-        self._layout, self._layers = layout, layers
+        self._layout, self._blocks = part.layout, part.blocks
+        self._layers = range(part.layer_begin, part.layer_end)
+        self._slot_of = torch.frombuffer(part.slot_of, dtype=torch.int64) if part.slots else None
         self.parts: list[Tensor] = []
-        for same, size in layout.equal_slices(layers):
-            begin = blocks * layout.place(same.start, layers.start).start
-            part = flat[begin : begin + len(same) * blocks * size]
-            self.parts.append(part.view(len(same), blocks, size))
+        self._by_slots: list[bool] = []
+        begin = 0
+        for (size, by_slots), same in itertools.groupby(self._layers, partial(_shape_of, part)):
+            rows, count = sum(1 for _ in same), part.slots if by_slots else part.blocks
+            end = begin + rows * count * size
+            self.parts.append(flat[begin:end].view(rows, count, size))
+            self._by_slots.append(by_slots)
+            begin = end
 
     @classmethod
     def of_pool(cls, part: PoolPart, flat: Tensor) -> "StageSlices":
         """The slices in a stage's pool, or in a device's copy of the pool."""
-        return cls(flat, part.layout, range(part.layer_begin, part.layer_end), part.blocks)
+        return cls(flat, part)
+
+    def _places(self, by_slots: bool, blocks: Tensor) -> Tensor:
+        """Where blocks lie in a row; `NO_SLOT` if the row lacks a block."""
+        if not by_slots:
+            return blocks
+        assert self._slot_of is not None
+        return self._slot_of[blocks]
 
     def typed(self) -> tuple[LayersKV, LayersScales | None]:
         """(`KVMemory.kv`, `KVMemory.scales`) over the same memory."""
@@ -189,12 +214,28 @@ class StageSlices:
             device.copy_slices(self.parts[0].flatten(0, 1), source.parts[0].flatten(0, 1), slices)
             return
         first = 0
-        for target, its in zip(self.parts, source.parts, strict=True):
-            end = first + target.shape[0] * target.shape[1]
-            chosen = slices[(slices >= first) & (slices < end)]
+        for target, its, by_slots in zip(self.parts, source.parts, self._by_slots, strict=True):
+            end = first + target.shape[0] * self._blocks
+            chosen = slices[(slices >= first) & (slices < end)] - first
+            if by_slots:  # a slice that came for a slot that is gone by now is left out
+                places = self._places(by_slots, chosen % self._blocks)
+                chosen = (chosen // self._blocks * target.shape[1] + places)[places != NO_SLOT].sort().values
             if len(chosen):
-                device.copy_slices(target.flatten(0, 1), its.flatten(0, 1), chosen - first)
+                device.copy_slices(target.flatten(0, 1), its.flatten(0, 1), chosen)
             first = end
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks, where they have the same layers, within this memory."""
+        for part, by_slots in zip(self.parts, self._by_slots, strict=True):
+            pairs = torch.stack([self._places(by_slots, blocks) for blocks in (sources, targets)])
+            its, to = pairs[:, (pairs != NO_SLOT).all(0)].to(part.device)
+            if len(to):
+                copy_blocks(part, its, to)
+
+
+def _shape_of(part: PoolPart, layer: int) -> tuple[int, bool]:
+    """Bytes of a layer's slices, and whether they lie by window slots."""
+    return part.layout.slice_bytes(layer), part.slots > 0 and layer in part.layout.windowed_layers
 
 
 def _typed(slices: Tensor, group: KVGroup, block_tokens: int) -> tuple[Tensor, Tensor | None]:
@@ -372,7 +413,7 @@ class TieredKVMemory:
         self._batch_slices = batch_slices or max(1, _BATCH_BYTES // part.layout.largest_slice_bytes)
         its = StageSlices.of_pool(part, device.memory((part.nbytes,), beside))
         self.kv, self.scales = its.typed()
-        self.blocks, self.block_tokens = part.blocks, part.layout.block_tokens
+        self.blocks, self.block_tokens, self.slot_of = part.blocks, part.layout.block_tokens, slot_table(part)
         part.populate()
         device.register(host.flat)
         self._copy_home = partial(host.copy, device, its)
@@ -477,8 +518,7 @@ class TieredKVMemory:
             for row in range(self._part.layer_end - self._part.layer_begin):
                 self._await(row)
         sources, targets = (torch.tensor(blocks) for blocks in zip(*copies, strict=True))
-        for part in self._device_slices.parts:
-            self._device.compute.run(partial(_copy_blocks, part, sources, targets))
+        self._device.compute.run(partial(self._device_slices.copy_blocks, sources, targets))
 
     def _store(self, blocks: Sequence[tuple[int, int]]) -> None:
         """Store blocks, rising, for the leaving layers, as one batch, with a hash if they have valid tokens."""
@@ -498,7 +538,3 @@ class TieredKVMemory:
         for layer, block, valid_tokens in batch:
             if valid_tokens:
                 self._part.seal(layer, block, valid_tokens)
-
-
-def _copy_blocks(slices: Tensor, sources: Tensor, targets: Tensor) -> None:
-    copy_blocks(slices, sources.to(slices.device), targets.to(slices.device))

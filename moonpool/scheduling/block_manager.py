@@ -7,14 +7,20 @@ Each block is in exactly one state:
                                           unused for `COLD_S` are evicted before
     used    referenced, with or without a key
 
-A block is whole, or lacks the slices of layers with a window. A chain is continued behind a block if the last
-`window_blocks` blocks up to there are whole.
+Layers with a window or a recurrent state have window slots of their own. A block with a slot is whole; a block without
+one lacks the slices of such layers. A chain is continued behind a block if the last `window_blocks` blocks up to there
+are whole. Each slot is in exactly one state:
+
+    free     no block has the slot
+    needed   somebody refers to the block who may still read these slices
+    passed   all who refer to the block are past its window; taken first, oldest first
+    cached   nobody refers to the block, which has a key; taken next, least recently used first
 
 Prefill and decode share the rules here for deleting KV from the pool and for lending blocks to other instances.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from moonpool.errors import MoonpoolError
@@ -22,6 +28,7 @@ from moonpool.frozen import frozen
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.delete_kv import KVSelection, ttl_of
 from moonpool.kv.keys import BlockKey, window_key
+from moonpool.kv.layout import NO_SLOT
 from moonpool.scheduling.state_machine import digest_of
 
 
@@ -57,15 +64,23 @@ class BlockManager:
     Args:
         num_blocks: of the pool.
         window_blocks: full blocks that layers with a window need before a token; 0 = no layer has a window.
+        num_slots: window slots of the pool; only if a layer has a window.
 
     Attributes:
         now: time of the current event, seconds; set by the scheduler that owns the manager.
     """
 
-    def __init__(self, num_blocks: int, window_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, window_blocks: int = 0, num_slots: int = 0) -> None:
+        assert (window_blocks > 0) == (num_slots > 0), "slots are of layers with a window"
         self.num_blocks = num_blocks
+        self.num_slots = num_slots
         self._window_blocks = window_blocks
-        self._partial: set[int] = set()
+        self._slot_of = [NO_SLOT if window_blocks else 0] * num_blocks
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._past = [0] * num_blocks  # references of those who are past the block's window
+        self._passed_slots: OrderedDict[int, None] = OrderedDict()  # by block, first = next to be taken
+        self._cached_slots: OrderedDict[int, None] = OrderedDict()
+        self._moved_slots: dict[int, int] = {}
         # A stack: the block freed last is used first, so that a lightly loaded pool touches little memory.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # first = next to be evicted
@@ -111,13 +126,13 @@ class BlockManager:
     def match_behind(self, keys: Sequence[BlockKey], blocks: int) -> list[int]:
         """As `match`, if all further KV arrives: the chain is continued behind `blocks` blocks."""
         found, first = self.find(keys), max(0, blocks - self._window_blocks)
-        end = next((index for index in range(first, len(found)) if found[index] in self._partial), len(found))
+        end = next((index for index in range(first, len(found)) if self.is_partial(found[index])), len(found))
         return found[:end]
 
     def match_whole(self, keys: Iterable[BlockKey]) -> list[int]:
         """As `match`, but only whole blocks."""
         found = self.find(keys)
-        return found[: next((index for index, block in enumerate(found) if block in self._partial), len(found))]
+        return found[: next((index for index, block in enumerate(found) if self.is_partial(block)), len(found))]
 
     def continuable(self, blocks: Sequence[int]) -> int:
         """The most leading blocks behind which a chain with these blocks can be continued."""
@@ -125,26 +140,104 @@ class BlockManager:
         for index in reversed(range(end)):
             if end - index > self._window_blocks:
                 break
-            if blocks[index] in self._partial:
+            if self.is_partial(blocks[index]):
                 end = index
         return end
 
     def is_partial(self, block: int) -> bool:
-        """Whether a block lacks the slices of layers with a window."""
-        return block in self._partial
-
-    def drop_windows(self, blocks: Iterable[int]) -> None:
-        """Notes that used blocks without key lack the slices of layers with a window."""
-        self._partial.update(blocks)
-
-    def drop_unread_windows(self, blocks: Sequence[int]) -> None:
-        """As `drop_windows`, of consecutive blocks that were read from elsewhere: the last ones came with windows."""
-        if self._window_blocks:
-            self.drop_windows(blocks[: max(0, len(blocks) - self._window_blocks)])
+        """Whether a block lacks the slices of layers with a window: it has no window slot."""
+        return self._slot_of[block] == NO_SLOT
 
     def is_lacking(self, blocks: Sequence[int], whole_from: int) -> bool:
         """Whether one of the blocks from index `whole_from` on lacks the slices of layers with a window."""
-        return bool(self._partial) and not self._partial.isdisjoint(blocks[whole_from:])
+        return any(map(self.is_partial, blocks[whole_from:]))
+
+    # --- window slots ----------------------------------------------------------------------------------------------
+
+    @property
+    def num_slots_available(self) -> int:
+        """Window slots that `give_slots` could give now: free ones, and those that nobody needs."""
+        return len(self._free_slots) + len(self._passed_slots) + len(self._cached_slots)
+
+    def is_spare(self, block: int) -> bool:
+        """Whether the block has a window slot that nobody needs: acquiring the block makes one slot less available."""
+        return block in self._passed_slots or block in self._cached_slots
+
+    def give_slots(self, blocks: Iterable[int]) -> None:
+        """Gives used blocks without key a window slot each, if they have none; takes slots that nobody needs.
+
+        Raises:
+            OutOfBlocks: Too few slots are available; nothing changed.
+        """
+        if not self._window_blocks:
+            return
+        lacking = [block for block in blocks if self.is_partial(block)]
+        if len(lacking) > self.num_slots_available:
+            raise OutOfBlocks(f"{len(lacking)} window slots wanted, {self.num_slots_available} available")
+        for block in lacking:
+            assert self._refs[block] > self._past[block], f"nobody needs the window of block {block}"
+            assert self._key_of[block] is None, f"block {block} is complete without"
+            self._put_slot(block, self._take_slot())
+
+    def pass_windows(self, blocks: Iterable[int], kept: Container[int] = ()) -> None:
+        """One who refers to the blocks is past their window: from now on it does not read windowed slices there.
+
+        `kept`: blocks at places where others may continue; their slots are taken as those of cached blocks.
+        """
+        if not self._window_blocks:
+            return
+        for block in blocks:
+            self._past[block] += 1
+            assert self._past[block] <= self._refs[block], f"block {block} is passed more often than referenced"
+            if self._past[block] == self._refs[block]:
+                self._spare_slot(block, self._cached_slots if block in kept else self._passed_slots)
+
+    def need_windows(self, blocks: Iterable[int]) -> None:
+        """Takes `pass_windows` back, where blocks have not lost their slots."""
+        if not self._window_blocks:
+            return
+        for block in blocks:
+            self._past[block] -= 1
+            assert self._past[block] >= 0, f"nobody has passed block {block}"
+            self._passed_slots.pop(block, None)
+            self._cached_slots.pop(block, None)
+
+    def take_slot_moves(self) -> "list[MoveSlots]":
+        """An action for blocks whose window slot has changed since the last call, if there are any."""
+        if not self._moved_slots:
+            return []
+        moved, self._moved_slots = self._moved_slots, {}
+        return [MoveSlots(tuple(moved.items()))]
+
+    def _put_slot(self, block: int, slot: int) -> None:
+        self._slot_of[block] = self._moved_slots[block] = slot
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        block = next(iter(self._passed_slots or self._cached_slots))
+        key = self._key_of[block]
+        assert key is not None, "a block without key keeps no slot that nobody needs"
+        self._note_name(window_key(key), now=self._removed, before=self._stored)
+        self._drop_slot(block)
+        return self._free_slots.pop()
+
+    def _drop_slot(self, block: int) -> None:
+        """Frees a block's slot, if it has one. What the block is called without was told before."""
+        if self._window_blocks and not self.is_partial(block):
+            self._passed_slots.pop(block, None)
+            self._cached_slots.pop(block, None)
+            self._free_slots.append(self._slot_of[block])
+            self._put_slot(block, NO_SLOT)
+
+    def _spare_slot(self, block: int, queue: OrderedDict[int, None]) -> None:
+        """Nobody needs the block's windowed slices: without a key, nobody will."""
+        if self._key_of[block] is None:
+            self._drop_slot(block)
+        elif not self.is_partial(block) and not self.is_spare(block):
+            queue[block] = None
+
+    # --- references ------------------------------------------------------------------------------------------------
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest run of leading keys in the pool, whole or not. Not acquired."""
@@ -168,8 +261,11 @@ class BlockManager:
         """References to the block."""
         return self._refs[block]
 
-    def acquire(self, blocks: Sequence[int]) -> None:
-        """Adds a reference to blocks that are cached or used (as found by `match`)."""
+    def acquire(self, blocks: Sequence[int], past: int = 0) -> None:
+        """Adds a reference to blocks that are cached or used (as found by `match`).
+
+        `past`: leading blocks whose window the new reference has passed (`pass_windows`).
+        """
         refs, cached = self._refs, self._cached
         for block in blocks:
             if refs[block] == 0:
@@ -177,13 +273,21 @@ class BlockManager:
                 del cached[block]
                 self._copies.pop(block, None)
             refs[block] += 1
+        if self._window_blocks:
+            for block in blocks[:past]:
+                self._past[block] += 1
+            for block in blocks[past:]:
+                self._passed_slots.pop(block, None)
+                self._cached_slots.pop(block, None)
 
     def can_allocate(self, n: int) -> bool:
         """Whether `allocate(n)` would succeed."""
         return n <= self.num_available
 
     def allocate(self, n: int) -> list[int]:
-        """Takes n blocks without key, each with one reference. Evicts cached blocks if too few are free.
+        """Takes n blocks without key, each with one reference; without window slots.
+
+        Evicts cached blocks if too few are free.
 
         Raises:
             OutOfBlocks: Fewer than n are free or cached.
@@ -195,7 +299,6 @@ class BlockManager:
         for _ in range(n):
             block = self._free.pop() if self._free else self._evict()
             self._refs[block] = 1
-            self._partial.discard(block)
             taken.append(block)
         return taken
 
@@ -216,7 +319,7 @@ class BlockManager:
             return False
         held = self._block_of.get(key, block)
         if held != block:
-            if held not in self._partial or block in self._partial:
+            if not self.is_partial(held) or self.is_partial(block):
                 return False
             self.forget([key])
         self._block_of[key] = block
@@ -226,13 +329,15 @@ class BlockManager:
             self._note(key, block, now=self._stored, before=self._removed)
         return True
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], past: int = 0) -> None:
         """Drops a reference to blocks, given in the order of their chain.
 
         Blocks without further references become cached if they have a key, else free. The tail of the chain is evicted
-        before the head: a chain without head is useless.
+        before the head: a chain without head is useless. `past`: as the reference was acquired, or passed them since.
         """
         refs, keys, cached = self._refs, self._key_of, self._cached
+        if self._window_blocks:
+            self._release_windows(blocks, past)
         for block in reversed(blocks):
             left = refs[block] - 1
             assert left >= 0, f"block {block} is released more often than acquired"
@@ -243,6 +348,14 @@ class BlockManager:
                 self._free.append(block)
             else:
                 cached[block] = None
+
+    def _release_windows(self, blocks: Sequence[int], past: int) -> None:
+        """Before the references are dropped. The last windows of a chain are those that others continue with."""
+        for index, block in enumerate(blocks):
+            self._past[block] -= index < past
+            assert 0 <= self._past[block] < self._refs[block], f"block {block} was not passed so often"
+            if self._past[block] == self._refs[block] - 1:
+                self._spare_slot(block, self._cached_slots)
 
     def note_copies(self, blocks: Sequence[int]) -> None:
         """Marks blocks, in the order of their chain, as replicas that no request has used yet."""
@@ -258,6 +371,8 @@ class BlockManager:
                 continue
             self._key_of[block] = None
             self._note(key, block, now=self._removed, before=self._stored)
+            if self.is_spare(block):
+                self._drop_slot(block)
             if block in self._cached:
                 del self._cached[block]
                 self._copies.pop(block, None)
@@ -292,6 +407,7 @@ class BlockManager:
         self._key_of[block] = None
         del self._block_of[key]
         self._note(key, block, now=self._removed, before=self._stored)
+        self._drop_slot(block)
         return block
 
     def _coldest(self) -> int:
@@ -303,19 +419,25 @@ class BlockManager:
 
     def _names(self, key: BlockKey, block: int) -> tuple[BlockKey, ...]:
         """By which keys a block is told to others."""
-        return (key, window_key(key)) if self._window_blocks and block not in self._partial else (key,)
+        return (key, window_key(key)) if self._window_blocks and not self.is_partial(block) else (key,)
 
     def _note(self, key: BlockKey, block: int, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
         for name in self._names(key, block):
-            if name in before:  # stored and removed, or removed and stored, since the last call: no change
-                del before[name]
-            else:
-                now[name] = None
+            self._note_name(name, now=now, before=before)
+
+    def _note_name(self, name: BlockKey, *, now: dict[BlockKey, None], before: dict[BlockKey, None]) -> None:
+        if name in before:  # stored and removed, or removed and stored, since the last call: no change
+            del before[name]
+        else:
+            now[name] = None
 
     def digest(self) -> bytes:
         """Hash of the whole state."""
         owned = [self._owned[block] for block in self._block_of.values()]
-        cached = list(self._cached), self._copies, sorted(self._partial)
+        slots: list[object] = []
+        if self._window_blocks:
+            slots = [self._slot_of, self._past, list(self._passed_slots), list(self._cached_slots), self._free_slots]
+        cached = list(self._cached), self._copies, slots
         return digest_of(self._free, *cached, self._refs, self._key_of, owned, self._stored, self._removed)
 
     def check_invariants(self) -> None:
@@ -331,12 +453,35 @@ class BlockManager:
             assert block not in free or key is None, f"free block {block} has a key"
             assert block not in cached or key is not None, f"cached block {block} has no key"
             assert key is None or self._block_of[key] == block, f"block {block} and its key disagree"
+        self._check_slots()
         assert self._copies.keys() <= cached, "a copy that is not cached"
         assert len(self._block_of) == sum(key is not None for key in self._key_of)
         told = set(self.keys())
         assert not self._stored.keys() & self._removed.keys()
         assert self._stored.keys() <= told
         assert not self._removed.keys() & told
+
+    def _check_slots(self) -> None:
+        assert all(0 <= past <= refs for past, refs in zip(self._past, self._refs, strict=True))
+        if not self._window_blocks:
+            return
+        held = [slot for slot in self._slot_of if slot != NO_SLOT]
+        assert sorted([*held, *self._free_slots]) == list(range(self.num_slots)), "a slot is lost, or of two blocks"
+        assert not self._passed_slots.keys() & self._cached_slots.keys()
+        for block, slot in enumerate(self._slot_of):
+            needed = self._refs[block] > self._past[block]
+            assert self.is_spare(block) == (slot != NO_SLOT and not needed), f"slot of block {block}"
+            assert slot == NO_SLOT or needed or self._key_of[block] is not None
+
+
+@frozen
+class MoveSlots:
+    """From now on blocks have these window slots in the pool: block, and slot or `NO_SLOT`. Not answered.
+
+    Comes before the event's other actions.
+    """
+
+    moves: tuple[tuple[int, int], ...]
 
 
 @frozen
@@ -432,6 +577,7 @@ class BlockLending:
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._lent: dict[int, tuple[int, ...]] = {}
+        self._past: dict[int, int] = {}  # leading blocks of a loan whose windowed slices are not read
         self._loans: dict[int, int] = {}  # by block
         self._most = max(1, manager.num_blocks // LENDABLE_PART)
 
@@ -439,35 +585,41 @@ class BlockLending:
         """All lent blocks; a block lent twice appears twice."""
         return (block for blocks in self._lent.values() for block in blocks)
 
-    def handle(self, event: LendBlocks | ReturnBlocks, spare: int) -> list[BlocksLent]:
-        """Lends blocks or takes them back. `spare`: free and cached blocks that may be lent."""
+    def handle(self, event: LendBlocks | ReturnBlocks, spare: int, promised_slots: int = 0) -> list[BlocksLent]:
+        """Lends blocks or takes them back. `spare`: free and cached blocks that may be lent.
+
+        `promised_slots`: available window slots that loans leave.
+        """
         if isinstance(event, LendBlocks):
-            return [self._lend(event, spare)]
-        self._take_back(self._lent.pop(event.number, ()))
+            return [self._lend(event, spare, self._manager.num_slots_available - promised_slots)]
+        self._take_back(self._lent.pop(event.number, ()), self._past.pop(event.number, 0))
         self._manager.forget(event.damaged)
         return []
 
-    def _take_back(self, blocks: Sequence[int]) -> None:
-        self._manager.release(blocks)
+    def _take_back(self, blocks: Sequence[int], past: int) -> None:
+        self._manager.release(blocks, past)
         for block in blocks:
             self._loans[block] -= 1
             if not self._loans[block]:
                 del self._loans[block]
 
-    def _lend(self, event: LendBlocks, spare: int) -> BlocksLent:
+    def _lend(self, event: LendBlocks, spare: int, spare_slots: int) -> BlocksLent:
         blocks = []
         left = self._most - len(self._loans)
         for block in self._manager.find(event.keys):
             left -= block not in self._loans
             spare -= self._manager.is_cached(block)
-            if min(left, spare) < 0:
+            spare_slots -= self._manager.is_spare(block)
+            if min(left, spare, spare_slots) < 0:
                 break
             blocks.append(block)
         lacking = event.windows_from if len(blocks) == len(event.keys) else 0
         if self._manager.is_lacking(blocks, lacking):
             del blocks[next(index for index, block in enumerate(blocks) if self._manager.is_partial(block)) :]
+            lacking = 0
         if blocks:
-            self._manager.acquire(blocks)
+            self._manager.acquire(blocks, lacking)
+            self._past[event.number] = lacking
             for block in blocks:
                 self._loans[block] = self._loans.get(block, 0) + 1
             self._lent[event.number] = tuple(blocks)

@@ -17,7 +17,7 @@ from moonpool.kv.layout import KVLayout
 from moonpool.kv_transfer.receiver import InboundTransfer, TransferState
 from moonpool.kv_transfer.stored_parts import PartedReader
 from moonpool.runtime.driver import Driver
-from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
+from moonpool.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
 from moonpool.scheduling.steps import SequenceStep, Step, StepResult
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.spans import Recorder
@@ -98,6 +98,10 @@ def sequence_lengths(incoming: IncomingRequest, config: DecodeSettings, max_toke
     if needed > config.num_blocks:
         have = f"this instance has {config.num_blocks}"
         raise InvalidRequest("sequence.sampling.max_tokens", f"needs {needed} blocks, {have}")
+    slots = min(needed, incoming.spec.width * (config.window_blocks + 2)) if config.window_blocks else 0
+    if slots > config.window_slots:
+        have = f"this instance has {config.window_slots}"
+        raise InvalidRequest("sequence.sampling.n", f"needs {slots} window slots, {have}")
     return tokens, total
 
 
@@ -646,8 +650,15 @@ class DecodeExecutor:
                 self.io.swap(action)
             case StopReceiving(_, number):
                 self.io.stop(action, self._live.requests[number])
-            case KVDeleted() | BlocksLent():
-                self.pool.answered(action)
+            case MoveSlots() | KVDeleted() | BlocksLent():
+                self._move_or_answer(action)
+
+    def _move_or_answer(self, action: MoveSlots | KVDeleted | BlocksLent) -> None:
+        """Moves window slots in the pool, or takes the answer to an order about the pool."""
+        if isinstance(action, MoveSlots):
+            self._engine.pool.move_slots(action.moves)
+        else:
+            self.pool.answered(action)
 
     def _report(self, action: FinishSequence | ForkSequences | AnswersRanked | RequestAborted | RequestFreed) -> None:
         """Reports the end of an answer or a request. An internal error ends this request only."""

@@ -20,7 +20,7 @@ from services.decode.core.actions import LoadStoredBlocks, StopReceiving, StoreB
 from services.decode.core.events import IoEnd, LoadEnd, ReceiveEnd, StoreEnd, SwapEnd
 from services.decode.live_requests import LiveRequest, LiveSequence
 
-_SwappedBlock = list[tuple[bytes, int]]  # a slice and its hash for each layer
+_SwappedBlock = list[tuple[bytes, int] | None]  # a slice and its hash for each layer, None if the block lacks the slice
 
 
 class SwapSpace:
@@ -43,14 +43,18 @@ class SwapSpace:
     def restore(self, number: int, first: int, blocks: Sequence[int]) -> None:
         """Copies the saved blocks, from block `first` on, into these blocks, and forgets the copy."""
         for saved, block in zip(self._saved.pop(number)[first:], blocks, strict=True):
-            for layer, (data, value) in enumerate(saved):
-                self._pool.write(layer, block, memoryview(data), value)
+            for layer, found in enumerate(saved):
+                if found is not None and self._pool.has(layer, block):
+                    data, value = found
+                    self._pool.write(layer, block, memoryview(data), value)
 
     def drop(self, number: int) -> None:
         """Forgets a sequence; unknown ones are fine."""
         self._saved.pop(number, None)
 
-    def _read(self, layer: int, block: int) -> tuple[bytes, int]:
+    def _read(self, layer: int, block: int) -> tuple[bytes, int] | None:
+        if not self._pool.has(layer, block):
+            return None
         data, value = self._pool.read(layer, block)
         return bytes(data), value
 

@@ -324,7 +324,9 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         log_bytes=config.log_bytes,
         preempt_every=config.preempt_every,
         window_blocks=layout.window_blocks,
+        window_slots=engine.pool.slots,
         recurrent=layout.recurrent,
+        states_alone=layout.states_alone,
         draft_tokens=_draft_tokens(context, config),
     )
 

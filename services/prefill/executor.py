@@ -14,7 +14,7 @@ from moonpool.errors import Internal, InvalidRequest, MoonpoolError, Overloaded,
 from moonpool.kv.keys import tokens_to_bytes
 from moonpool.kv_transfer.sender import DamagedInTransfer
 from moonpool.runtime.driver import Driver
-from moonpool.scheduling.block_manager import BlocksLent, DeleteKV, KVDeleted, LendBlocks
+from moonpool.scheduling.block_manager import BlocksLent, DeleteKV, KVDeleted, LendBlocks, MoveSlots
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from moonpool.scheduling.steps import LayerDone, SequenceStep, Step, StepResult
 from moonpool.telemetry.logs import get_logger
@@ -138,6 +138,8 @@ class PrefillExecutor:
         match action:
             case actions.RunStep():
                 self._start_step(action)
+            case MoveSlots(moves):
+                self._engine.pool.move_slots(moves)
             case actions.OpenKVGate() | actions.DropSequenceSlice() | actions.GiveUpStep():
                 self._steer(action)
             case actions.WriteBackBlocks():

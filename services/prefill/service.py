@@ -231,7 +231,9 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         verdict_timeout_s=config.verdict_timeout_s,
         windowed_layers=layout.windowed_layers,
         window_blocks=layout.window_blocks,
+        window_slots=context.engine.pool.slots,
         recurrent=layout.recurrent,
+        states_alone=layout.states_alone,
     )
 
 

@@ -1,7 +1,7 @@
 """Actions of the decode scheduler. Plain values: counts, keys and reasons, never tokens or bytes."""
 
 from moonpool.frozen import frozen
-from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
+from moonpool.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
 
 
 @frozen
@@ -279,4 +279,5 @@ Action = (
     | StopReceiving
     | KVDeleted
     | BlocksLent
+    | MoveSlots
 )

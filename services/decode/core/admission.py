@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from moonpool.scheduling.latency import decode_step_seconds
 from moonpool.scheduling.state_machine import thin_out
+from services.decode.core import batch
 from services.decode.core.batch_planner import MEDIAN_PERCENTILE, BatchPlanner, OutputLengths
 from services.decode.core.events import ReserveBlocks
 from services.decode.core.preemption import block_use
@@ -157,8 +158,9 @@ class DecodeAdmission:
     def _admit(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> tuple[str, str] | None:
         """Promises blocks for the prompt if the blocks expected to be needed later fit as well; else says why not."""
         [sequence], budget = request.sequences, self._state.budget
-        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // self._state.settings.block_tokens)
-        new = self._state.settings.blocks_for(sequence.tokens) - len(held)
+        settings, whole_from = self._state.settings, self._state.settings.first_windowed_block(sequence.tokens)
+        held = budget.blocks.match_behind(sequence.keys, sequence.tokens // settings.block_tokens)
+        new = settings.blocks_for(sequence.tokens) - len(held)
         cost = budget.cost(held, new)
         sequence.table, request.promised = held, new
         self._planner.update_expected(request)
@@ -170,8 +172,25 @@ class DecodeAdmission:
                 f"no room for {needed} blocks, {budget.available} are free and not promised, "
                 f"{max(0, reserve - request.expected_growth)} of them expected to be needed"
             )
-        budget.promise(request, held, new)
+        if (lacking := self._lacking_slots(request, whole_from, others)) > 0:
+            budget.expect(request, 0)
+            return "no_decode_room", f"no room: {lacking} more window slots would have to be free and not expected"
+        budget.promise(request, held, new, whole_from)
         return None
+
+    def _lacking_slots(self, request: DecodeRequest, whole_from: int, others: Collection[DecodeRequest]) -> int:
+        """Window slots that lack for a prompt, and for what it and others are expected to need later."""
+        settings, budget = self._state.settings, self._state.budget
+        if not settings.window_blocks:
+            return 0
+        [sequence] = request.sequences
+        held, blocks = sequence.table, len(sequence.table) + request.promised
+        needed = blocks - max(len(held), whole_from) + sum(map(budget.blocks.is_spare, held[whole_from:]))
+        if others:
+            most = request.slots * (settings.window_blocks + 1) - (blocks - whole_from)
+            needed += max(0, min(request.expected_growth, most))
+            needed += sum(batch.expected_slots(it, settings) for it in others)
+        return needed - budget.slots
 
     def _expected_beside(self, request: DecodeRequest, others: Collection[DecodeRequest]) -> int:
         """Blocks expected to be needed later that an admission leaves free.

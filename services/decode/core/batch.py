@@ -202,8 +202,10 @@ def fork_sequences(request: DecodeRequest, manager: BlockManager) -> None:
     """Forks a request's one sequence into `width` sequences that refer to the same blocks."""
     [first] = request.sequences
     for number in range(first.id + 1, first.id + request.spec.width):
-        manager.acquire(first.table)
-        copy = RequestSequence(number, list(first.keys), first.tokens, list(first.table), stored=list(first.stored))
+        manager.acquire(first.table, first.past)
+        copy = RequestSequence(
+            number, list(first.keys), first.tokens, list(first.table), stored=list(first.stored), past=first.past
+        )
         request.sequences.append(copy)
 
 
@@ -221,6 +223,43 @@ def most_blocks(settings: DecodeSettings, prompt: int, total: int, width: int) -
     """Blocks for `width` sequences, each up to `total` tokens, that share the prompt's full blocks."""
     shared = prompt // settings.block_tokens
     return shared + width * (settings.blocks_for(total) - shared)
+
+
+# --- window slots ----------------------------------------------------------------------------------------------------
+
+
+def pass_windows(sequence: RequestSequence, tokens: int, settings: DecodeSettings, manager: BlockManager) -> None:
+    """A sequence reads windowed slices only from the window of the token behind `tokens` tokens on."""
+    first = min(settings.first_windowed_block(tokens), len(sequence.table))
+    if first > sequence.past:
+        manager.pass_windows(sequence.table[sequence.past : first])
+        sequence.past = first
+
+
+def count_lacking_slots(writes: list[tuple[RequestSequence, int]], manager: BlockManager) -> int:
+    """Window slots lacking for the KV of the last tokens, beside those for lacking blocks; as `writes` below."""
+    if not manager.num_slots:
+        return 0
+    return sum(index < len(sequence.table) and manager.is_partial(sequence.table[index]) for sequence, index in writes)
+
+
+def slots_to_resume(request: DecodeRequest, settings: DecodeSettings) -> int:
+    """Window slots that a preempted request is restored with, at most."""
+    if not settings.window_blocks:
+        return 0
+    numbers, growth = set[int](), 0
+    for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
+        numbers.update(table[settings.first_windowed_block(sequence.tokens - 1) :])
+        growth += growth_blocks(sequence, table, settings)
+    return len(numbers) + growth
+
+
+def expected_slots(request: DecodeRequest, settings: DecodeSettings) -> int:
+    """Window slots that a request is expected to need beyond its own, and beyond those promised."""
+    if not settings.window_blocks:
+        return 0
+    have = sum(len(sequence.table) - sequence.past for sequence in request.sequences) + request.promised_slots
+    return max(0, min(request.expected_growth, request.slots * (settings.window_blocks + 1) - have))
 
 
 # --- copy on write and forks -----------------------------------------------------------------------------------------
@@ -246,6 +285,7 @@ def copy_on_write(
     if state.blocks.ref_count(source) == 1:
         return None
     [block] = state.blocks.allocate(1)
+    state.blocks.give_slots([block])
     _replace_block(state, sequence, index, block)
     return BlockCopy(request, sequence, index, source, block)
 
@@ -282,15 +322,16 @@ def advance_search(state: DecodeState, request: DecodeRequest, candidates: Seque
 
 def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], parents: list[int]) -> None:
     """Each sequence takes the parent's blocks."""
-    before = [(sequence.table, sequence.keys, sequence.stored) for sequence in sequences]
+    before = [(sequence.table, sequence.keys, sequence.stored, sequence.past) for sequence in sequences]
     pairs = zip(sequences, (before[parent] for parent in parents), strict=True)
     moved = [(sequence, taken) for sequence, taken in pairs if taken[0] != sequence.table]
-    for _, (table, _, _) in moved:
-        state.blocks.acquire(table)
+    for _, (table, _, _, past) in moved:
+        state.blocks.acquire(table, past)
     for sequence, _ in moved:
-        state.blocks.release(sequence.table)
-    for sequence, (table, keys, stored) in moved:
+        state.blocks.release(sequence.table, sequence.past)
+    for sequence, (table, keys, stored, past) in moved:
         sequence.table, sequence.keys, sequence.stored = list(table), list(keys), list(stored)
+        sequence.past = past
         state.act(SetBlockTable(sequence.id, tuple(table)))
 
 
@@ -360,8 +401,11 @@ def rebuild_tables(
         The `BlockSharing`'s blocks, in order.
     """
     sharing = request.preemption.blocks
-    for table in sharing.tables:
-        manager.acquire([held[number] for number in table if number in held])
+    leading = count_leading_blocks(request, held)
+    for sequence, table in zip(request.sequences, sharing.tables, strict=True):
+        if len(sharing.tables) == 1:  # a group may continue behind any block that is held
+            sequence.past = settings.first_windowed_block(leading * settings.block_tokens)
+        manager.acquire([held[number] for number in table if number in held], sequence.past)
     missing = [number for number in range(sharing.blocks) if number not in held]
     block_of = held | dict(zip(missing, manager.allocate(len(missing)), strict=True))
     fresh = set(missing)
@@ -391,9 +435,13 @@ def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
     return next((number for number in table if number not in held), len(table))
 
 
-def resume_with_blocks(request: DecodeRequest, held: Collection[int], settings: DecodeSettings) -> None:
+def resume_with_blocks(
+    request: DecodeRequest, held: Collection[int], settings: DecodeSettings, manager: BlockManager
+) -> None:
     """Restores a request that holds some blocks: WAITING if no KV is missing, else RECOMPUTING."""
     _skip_held(request, held, settings)
+    for sequence in request.sequences:
+        pass_windows(sequence, sequence.computed, settings, manager)
     request.set_status(RequestStatus.WAITING if is_recomputed(request) else RequestStatus.RECOMPUTING)
 
 
@@ -402,20 +450,15 @@ def _skip_held(request: DecodeRequest, held: Collection[int], settings: DecodeSe
     done = set(held)
     for sequence, table in zip(request.sequences, request.preemption.blocks.tables, strict=True):
         blocks = next((index for index, number in enumerate(table) if number not in done), len(table))
-        if (
-            settings.recurrent and sequence.shared >= sequence.tokens
-        ):  # a full hit: the last token has its state already
-            blocks = min(blocks, (sequence.tokens - 1) // settings.block_tokens)
         sequence.computed = min(blocks * settings.block_tokens, sequence.tokens - 1)
         sequence.shared = sequence.computed
         done.update(table)
 
 
-def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSettings) -> None:
+def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSettings, manager: BlockManager) -> None:
     """Lets a request compute the prompt behind the first `held` blocks, as after preemption.
 
-    If it holds the whole prompt in full blocks, which may not be written again, it computes the last token as a chunk;
-    with a recurrent state, the last block.
+    If it holds the whole prompt in full blocks, which may not be written again, it computes the last token as a chunk.
     """
     [sequence] = request.sequences
     # A full last block gets a key on being computed, as an answer's block does.
@@ -424,12 +467,10 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
     request.prompt_here, request.preemption.sharing = True, block_sharing_of(request, settings)
     if held * settings.block_tokens >= sequence.tokens:
         _skip_held(request, range(held), settings)
-        if settings.recurrent:
-            sequence.computed -= settings.block_tokens - 1
         sequence.shared = sequence.tokens
         request.set_status(RequestStatus.RECOMPUTING)
     else:
-        resume_with_blocks(request, range(held), settings)
+        resume_with_blocks(request, range(held), settings, manager)
 
 
 def tokens_to_recompute(request: DecodeRequest, settings: DecodeSettings) -> int:
@@ -454,22 +495,45 @@ def is_recomputed(request: DecodeRequest) -> bool:
     return all(sequence.computed >= sequence.tokens - 1 for sequence in request.sequences)
 
 
-def plan_chunks(recomputing: list[DecodeRequest], tokens: int) -> tuple[Chunk, ...]:
+def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeState) -> tuple[Chunk, ...]:
     """Chunks of up to `tokens` tokens in all, first request first. Blocks that a sequence shares are computed first.
 
-    A chunk of tokens whose KV is held is a full hit, even if its block is not found by key any more. It is not divided:
-    a recurrent state is not kept between two of them.
+    Their blocks get window slots; without enough of those, chunks are shorter. A chunk of tokens whose KV is held is a
+    full hit, even if its block is not found by key any more.
     """
     found = []
     for request in recomputing:
         for sequence in request.sequences:
             left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
-            count = left if full_hit and tokens > 0 else min(tokens, left)
+            count = min(tokens, left)
+            if count > 0 and _may_recompute(request, sequence):
+                count = count if full_hit else _give_chunk_slots(state, sequence, count)
             if count > 0 and _may_recompute(request, sequence):
                 tokens -= count
                 sample = sequence.computed + count == sequence.tokens
                 found.append(Chunk(sequence.id, sequence.computed, count, sample, full_hit))
     return tuple(found)
+
+
+def _give_chunk_slots(state: DecodeState, sequence: RequestSequence, count: int) -> int:
+    """Gives the blocks of a sequence's next `count` tokens their window slots; for how many tokens those suffice.
+
+    States are written behind the chunk and behind the sequence's last full block, other KV in each block.
+    """
+    settings, manager, size = state.settings, state.blocks, state.settings.block_tokens
+    if not settings.window_blocks:
+        return count
+    start, end = sequence.computed, sequence.computed + count
+    last, border = settings.blocks_for(end), sequence.tokens // size
+    written = list(range(start // size, last))
+    if settings.states_alone:
+        written = [last - 1, *({border - 1} - {last - 1} if start < border * size <= end else ())]
+    lacking = [block for index in written if manager.is_partial(block := sequence.table[index])]
+    room = max(0, state.budget.slots)
+    if len(lacking) > room and not settings.states_alone:
+        end = max(start, (last - len(lacking) + room) * size)
+    manager.give_slots(lacking[:room])
+    return end - start if end > start and not manager.is_partial(sequence.table[settings.blocks_for(end) - 1]) else 0
 
 
 def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:
@@ -487,6 +551,7 @@ def take_computed_chunk(
     sequence.computed = chunk.start + chunk.count
     for index in range(chunk.start // size, min(sequence.computed // size, len(sequence.keys))):
         manager.register(sequence.table[index], sequence.keys[index], request.owner)
+    pass_windows(sequence, sequence.computed, settings, manager)
     return sequence
 
 

@@ -14,7 +14,7 @@ from moonpool.scheduling.state_machine import digest_of
 from moonpool.scheduling.steps import REPORT_WITHIN_S, longest_wait_s
 from services.decode.core import batch
 from services.decode.core.actions import AppendBlock, Chunk, StartRun, StopRun
-from services.decode.core.batch import BlockCopy, RunningBatch
+from services.decode.core.batch import BlockCopy, RunningBatch, pass_windows
 from services.decode.core.events import RunDone, RunProgress
 from services.decode.core.overdue import OverdueTurns
 from services.decode.core.preemption import PreemptedRequests, block_use, choose_victim
@@ -239,6 +239,9 @@ def sequences_short_ahead(
     ahead = batch.blocks_ahead if batch.soonest(steps := min(steps, settings.ahead_steps)) else 0
     while (short := batch.soonest(steps)) is not None and ahead < budget.surplus:
         request, sequence = short
+        pass_windows(sequence, batch.tokens_of(sequence) - 1, settings, state.blocks)
+        if state.blocks.num_slots and budget.slots < 1:
+            return
         if len(sequence.table) == settings.blocks_for(request.total_tokens - 1):
             return  # the answer ends in this block: the last token is never computed
         ahead += 1
@@ -587,7 +590,7 @@ class BatchPlanner:
             self.batch.end(sequence)
         request.sequences.remove(sequence)
         request.ended_tokens += sequence.tokens - request.spec.prompt_tokens
-        self._state.blocks.release(sequence.table)
+        self._state.blocks.release(sequence.table, sequence.past)
         if request.id in self.slots_kept:
             self.keep_slots(request)
         request.expected_blocks = 0
@@ -694,15 +697,22 @@ class BatchPlanner:
 
     def _add_block(self, sequence: RequestSequence) -> None:
         [block] = self._state.blocks.allocate(1)
+        self._state.blocks.give_slots([block])
         sequence.table.append(block)
         self._state.act(AppendBlock(sequence.id, block))
 
     def _give_blocks(self, request: DecodeRequest) -> bool:
         """Gives each sequence an unshared block for the last token; preempts others, or the request, if needed."""
-        blocks_for = self._settings.blocks_for
+        blocks_for, blocks = self._settings.blocks_for, self._state.blocks
         writes = [(sequence, blocks_for(self.batch.tokens_of(sequence)) - 1) for sequence in request.sequences]
+        for sequence in request.sequences:
+            batch.pass_windows(sequence, self.batch.tokens_of(sequence) - 1, self._settings, blocks)
         kept = 0 if request is self.overdue.holder else self._blocks_due
-        while self._budget.available - kept < (lacking := batch.count_lacking_blocks(writes, self._state.blocks)):
+        while True:
+            lacking = batch.count_lacking_blocks(writes, blocks)
+            slots = lacking + batch.count_lacking_slots(writes, blocks) if blocks.num_slots else 0
+            if lacking <= self._budget.available - kept and slots <= self._budget.slots:
+                break
             if kept:
                 return False  # until the holder of the turn has them
             if self._preempted.blocks_being_freed > self._blocks_awaited:
@@ -717,7 +727,10 @@ class BatchPlanner:
         for sequence, index in writes:
             if index == len(sequence.table):
                 self._add_block(sequence)
-            elif (copied := batch.copy_on_write(self._state, request, sequence, index)) is not None:
+                continue
+            if blocks.is_partial(sequence.table[index]):
+                blocks.give_slots([sequence.table[index]])
+            if (copied := batch.copy_on_write(self._state, request, sequence, index)) is not None:
                 self.copies.append(copied)
         self.update_expected(request)
         return True
@@ -757,18 +770,28 @@ class BatchPlanner:
         """
         kept = sum(self.slots_kept.values()) - self.slots_kept.get(request.id, 0)
         is_full = self.slots_taken + kept >= self._settings.max_batch
-        if request.is_group or self._preempted.queue or is_full or not self._budget.keep_continuable(request):
+        if request.is_group or self._preempted.queue or is_full:
+            return False
+        settings = self._settings
+        most = (request.spec.tokens - settings.recurrent) // settings.block_tokens
+        if not self._budget.keep_continuable(request, most, settings.window_blocks):
             return False
         held = len(request.blocks)
         self._budget.bind(request)
-        batch.begin_prompt_here(request, held, self._settings)
+        batch.begin_prompt_here(request, held, settings, self._state.blocks)
         self.restored(request)
         self.prompts += 1
         return True
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        """Chunks computed beside the batch."""
-        return batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing)) if self.recomputing else ()
+        """Chunks computed beside the batch. If nothing else could free the window slots for one, requests give up."""
+        while self.recomputing:
+            chunks = batch.plan_chunks(self.recomputing, self.tbt.chunk_tokens(self.recomputing), self._state)
+            stuck = not chunks and not len(self.batch) and not self._preempted.blocks_being_freed
+            if not stuck or len(self.recomputing) == 1 or not self._state.blocks.num_slots:
+                return chunks
+            self._preempt(self.recomputing[-1])
+        return ()
 
     def chunk_computed(self, chunk: Chunk, request: DecodeRequest) -> None:
         """Counts a computed chunk.

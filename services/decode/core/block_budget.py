@@ -32,14 +32,20 @@ class BlockBudget:
         blocks: the pool's block manager.
         watermark: blocks that an admission leaves free beyond those expected to be needed.
         promised: blocks promised and not bound. A promise is always kept.
+        promised_slots: window slots, alike.
         expected: blocks that requests are expected to need beyond theirs. A forecast, not a promise.
     """
 
     def __init__(self, blocks: BlockManager, watermark: int) -> None:
         self.blocks = blocks
         self.watermark = watermark
-        self.promised = 0
+        self.promised = self.promised_slots = 0
         self.expected = 0
+
+    @property
+    def slots(self) -> int:
+        """Window slots that can be taken now without breaking a promise; 0 where no layer has a window."""
+        return self.blocks.num_slots_available - self.promised_slots
 
     @property
     def available(self) -> int:
@@ -62,41 +68,60 @@ class BlockBudget:
         table = request.blocks
         return len(table) - bisect_left(table, True, key=lambda block: self.blocks.ref_count(block) == 1)
 
-    def promise(self, request: DecodeRequest, held: list[int], new: int) -> None:
-        """Acquires the cached prefix and promises `new` blocks for the remainder."""
-        self.blocks.acquire(held)
+    def promise(self, request: DecodeRequest, held: list[int], new: int, whole_from: int) -> None:
+        """Acquires the cached prefix and promises `new` blocks for the remainder.
+
+        Also promises the window slots of those from `whole_from` on, counted in the prompt's blocks.
+        """
         [sequence] = request.sequences
-        sequence.table = held
+        sequence.table, sequence.past = held, min(len(held), whole_from)
+        self.blocks.acquire(held, sequence.past)
         request.promised = new
         self.promised += new
+        if self.blocks.num_slots:
+            request.promised_slots = len(held) + new - max(len(held), whole_from)
+            self.promised_slots += request.promised_slots
 
     def bind(self, request: DecodeRequest) -> None:
-        """Turns the promise into blocks; cannot fail."""
+        """Turns the promise into blocks, which have no window slots yet; cannot fail."""
         [sequence] = request.sequences
-        self.promised -= request.promised
         sequence.table += self.blocks.allocate(request.promised)
-        request.promised = 0
+        self._promise_over(request)
 
     def bind_to_receive(self, request: DecodeRequest, whole_from: int) -> None:
         """As `bind`, of blocks that the prompt's KV arrives in: those before `whole_from` arrive without windows."""
         [sequence] = request.sequences
-        held = len(sequence.table)
         self.bind(request)
-        self.blocks.drop_windows(sequence.table[held : max(held, whole_from)])
+        self.blocks.pass_windows(sequence.table[sequence.past : whole_from])
+        sequence.past = max(sequence.past, min(whole_from, len(sequence.table)))
+        self.blocks.give_slots(sequence.table[whole_from:])
 
-    def keep_continuable(self, request: DecodeRequest) -> bool:
+    def _promise_over(self, request: DecodeRequest) -> None:
+        self.promised -= request.promised
+        self.promised_slots -= request.promised_slots
+        request.promised = request.promised_slots = 0
+
+    def keep_continuable(self, request: DecodeRequest, most: int, window_blocks: int) -> bool:
         """Gives back matched blocks behind which the prompt cannot be continued here, for a promise of new ones.
 
+        Args:
+            request: has no more than its promise and the matched blocks.
+            most: blocks behind which it may be continued, at most.
+            window_blocks: full blocks that layers with a window need before a token.
+
         Returns:
-            False, with no effect, if the pool has too few available blocks.
+            False, with no effect, if the pool has too few available blocks or window slots.
         """
         [sequence] = request.sequences
-        end = self.blocks.continuable(sequence.table)
-        given_back = sequence.table[end:]
+        end = self.blocks.continuable(sequence.table[:most])
+        given_back, past = sequence.table[end:], min(sequence.past, max(0, end - window_blocks))
         freed = sum(self.blocks.ref_count(block) == 1 for block in given_back)
-        if self.available + freed < len(given_back):
+        needed = sequence.table[past : min(end, sequence.past)]
+        if self.available + freed < len(given_back) or self.slots < sum(map(self.blocks.is_spare, needed)):
             return False
-        self.blocks.release(given_back)
+        self.blocks.release(given_back, max(0, sequence.past - end))
+        self.blocks.need_windows(needed)
+        sequence.past = past
         del sequence.table[end:]
         request.promised += len(given_back)
         self.promised += len(given_back)
@@ -116,16 +141,17 @@ class BlockBudget:
     def release(self, request: DecodeRequest) -> None:
         """Takes all blocks and any promise from a request."""
         for sequence in request.sequences:
-            self.blocks.release(sequence.table)
-            sequence.table = []
-        self.promised -= request.promised
-        request.promised = 0
+            self.blocks.release(sequence.table, sequence.past)
+            sequence.table, sequence.past = [], 0
+        self._promise_over(request)
 
     def check_invariants(self, requests: list[DecodeRequest]) -> None:
         """Asserts that the counts are those of the requests, and that promises can be kept."""
         self.blocks.check_invariants()
         assert 0 <= self.promised <= self.blocks.num_available, "a promise could not be kept"
+        assert 0 <= self.promised_slots <= self.blocks.num_slots_available, "a promise of window slots, alike"
         assert self.promised == sum(request.promised for request in requests)
+        assert self.promised_slots == sum(request.promised_slots for request in requests)
         assert self.expected == sum(request.expected_growth for request in requests)
         assert all(request.expected_growth >= 0 for request in requests)
 

@@ -93,15 +93,20 @@ class OverdueTurns:
         ]
 
     def lacking_blocks(self, holder: DecodeRequest, giving: list[DecodeRequest]) -> int | None:
-        """Blocks that a preempted request lacks now; None if it lacked some though all of `giving` gave theirs."""
+        """Blocks, or window slots, that a preempted request lacks now.
+
+        None if it lacked some though all of `giving` gave theirs.
+        """
         blocks, budget = self._state.blocks, self._state.budget
         held, new = self._preempted.blocks_to_restore(holder)
         refs = Counter(block for request in giving for block in request.refs)
         freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
         soon = budget.available + self._preempted.blocks_being_freed + len(freed)
-        if soon < budget.cost(held, new) + len(freed.intersection(held)):
+        slots = batch.slots_to_resume(holder, self._state.settings) - budget.slots
+        given = sum(len(sequence.table) - sequence.past for request in giving for sequence in request.sequences)
+        if soon < budget.cost(held, new) + len(freed.intersection(held)) or slots > given:
             return None
-        return max(0, budget.cost(held, new) - budget.available)
+        return max(0, budget.cost(held, new) - budget.available, slots)
 
     def digest(self) -> tuple[object, ...]:
         """Hash input: the turn, and the tenants' last ones."""

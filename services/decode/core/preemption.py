@@ -142,6 +142,10 @@ class StoredBlocks:
         if source is None or source.blocks <= first or not self._pays(request, first, source):
             return False
         blocks = tuple(sequence.table[first : source.blocks])
+        windows = blocks[len(blocks) - min(len(blocks), self._settings.window_blocks) :]
+        if sum(map(self._state.blocks.is_partial, windows)) > max(0, self._state.budget.slots):
+            return False
+        self._state.blocks.give_slots(windows)
         request.set_status(RequestStatus.LOADING)
         self.loading += request.slots
         self._loading_blocks += len(blocks)
@@ -159,11 +163,11 @@ class StoredBlocks:
         self._learn(pin, result)
         if request.status is not RequestStatus.LOADING:
             return
-        if result.blocks == len(pin.blocks):  # of the last blocks alone the windowed slices were read
-            self._state.blocks.drop_unread_windows(pin.blocks)
-        for block, key in zip(pin.blocks[: result.blocks], pin.sequence.keys[pin.first : end], strict=True):
-            self._state.blocks.register(block, key, request.owner)
-        batch.resume_with_blocks(request, pin.held.union(range(end)), self._settings)
+        if end < len(pin.blocks):  # with windows, fewer than wanted may be worth nothing
+            end = self._state.blocks.continuable(pin.sequence.table[:end])
+        for index in range(pin.first, end):
+            self._state.blocks.register(pin.sequence.table[index], pin.sequence.keys[index], request.owner)
+        batch.resume_with_blocks(request, pin.held.union(range(end)), self._settings, self._state.blocks)
 
     def _load_s(self, blocks: int) -> float:
         """Seconds of loading alone. A load that waits for the link does not delay the batch; a chunk does."""
@@ -320,9 +324,6 @@ class PreemptedRequests:
     def _swap_out(self, request: DecodeRequest, blocks: tuple[int, ...]) -> None:
         request.set_status(RequestStatus.SWAPPING_OUT)
         request.preemption.swapped_blocks = len(blocks)
-        request.preemption.swapped_partial = frozenset(
-            number for number, block in enumerate(blocks) if self._state.blocks.is_partial(block)
-        )
         self.swapped_blocks += len(blocks)
         self.blocks_being_freed += len(request.blocks)
         self.swaps += 1
@@ -380,6 +381,9 @@ class PreemptedRequests:
         new = batch.blocks_to_resume(request, self._settings) - len(held)
         left = self._budget.available - kept - self._budget.cost(list(held.values()), new)
         growth = request.expected_growth - len(held) - new
+        slots = self._budget.slots - batch.slots_to_resume(request, self._settings)
+        if slots < sum(batch.expected_slots(it, self._settings) for it in active):
+            return False
         if left < 0 or (active and left < self._budget.watermark + self._needed(active, growth, new)):
             self._refused = asked
             return False
@@ -400,17 +404,17 @@ class PreemptedRequests:
         """Chooses how the KV that is not cached is restored."""
         if request.preemption.swapped_blocks > len(held):
             copied = tuple(blocks[len(held) : request.preemption.swapped_blocks])
-            partial = request.preemption.swapped_partial
-            self._state.blocks.drop_windows(
-                block for number, block in enumerate(copied, len(held)) if number in partial
-            )
+            for sequence in request.sequences:
+                batch.pass_windows(sequence, sequence.tokens - 1, self._settings, self._state.blocks)
+            needed = {block for sequence in request.sequences for block in sequence.table[sequence.past :]}
+            self._state.blocks.give_slots(block for block in copied if block in needed)
             request.set_status(RequestStatus.SWAPPING_IN)
             io = self._state.ios.begin(SwapPin(request, False, copied))
             self._state.act(SwapIn(io, request.id, len(held), copied))
             return
         self.drop_swapped(request)
         if not self._stored_blocks.load(request, frozenset(held)):
-            batch.resume_with_blocks(request, frozenset(held), self._settings)
+            batch.resume_with_blocks(request, frozenset(held), self._settings, self._state.blocks)
 
     def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
         """A copy has ended. The caller handles a request that has ended meanwhile."""

@@ -98,6 +98,7 @@ class RequestSequence:
         computed: leading tokens that have KV, or get KV from an earlier sequence; while recomputing.
         stored: for each of the request's kvstores, leading full blocks believed to be there.
         shared: leading tokens whose KV another sequence writes; while recomputing.
+        past: leading blocks whose windowed slices the sequence does not read any more.
     """
 
     id: int
@@ -107,6 +108,7 @@ class RequestSequence:
     computed: int = 0
     stored: list[int] = field(default_factory=list)
     shared: int = 0
+    past: int = 0
 
 
 @dataclass(slots=True)
@@ -132,7 +134,6 @@ class PreemptionState:
         count: preemptions so far.
         sharing: how the sequences shared blocks; None before the first preemption.
         swapped_blocks: leading blocks of `sharing` that are in DRAM.
-        swapped_partial: those of them that lack the slices of layers with a window.
         recompute: all its KV is to be computed again.
         since: step of the first preemption since the request last was in the batch; None if there was none.
     """
@@ -140,7 +141,6 @@ class PreemptionState:
     count: int = 0
     sharing: BlockSharing | None = None
     swapped_blocks: int = 0
-    swapped_partial: frozenset[int] = frozenset()
     recompute: bool = False
     since: int | None = None
 
@@ -170,6 +170,7 @@ class DecodeRequest:
         until: when the promise ends, however often the lease is renewed, seconds.
         status: set by `set_status` only.
         promised: blocks promised and not bound.
+        promised_slots: window slots, alike.
         expected_blocks: blocks expected at the end.
         expected_growth: part of `expected_blocks` neither present nor promised.
         stream: stream of the conductor that started the request or took the request over; None before.
@@ -196,6 +197,7 @@ class DecodeRequest:
     preemption: PreemptionState = field(default_factory=PreemptionState)
     status: RequestStatus = RequestStatus.PROMISED
     promised: int = 0
+    promised_slots: int = 0
     expected_blocks: int = 0
     expected_growth: int = 0
     stream: int | None = None
@@ -311,6 +313,7 @@ class DecodeRequest:
         assert 1 <= len(self.sequences) <= self.spec.width
         for sequence in self.sequences:
             assert len(set(sequence.table)) == len(sequence.table), "a block is twice in a table"
+            assert sequence.past <= len(sequence.table)
         assert (self.promised > 0) <= (self.status is RequestStatus.PROMISED)
         assert leased == (self.status in TRANSFERRING)
         self._check_search()

@@ -432,6 +432,7 @@ class DecodeScheduler:
             self.planner.plan()
             if not isinstance(event, RunProgress | RunDone):
                 self.planner.stop_run(leaving=bool(self._finishing) or self.orphans.waits_for_run)
+        out[:0] = self.blocks.take_slot_moves()
         self._state.out = []
 
     # --- before a request starts -----------------------------------------------------------------------------------
@@ -616,7 +617,7 @@ class DecodeScheduler:
             self._step_over()
             self._abort(list(self.requests.values()), event.why)
         else:
-            self._state.out += self.lending.handle(event, self.budget.surplus)
+            self._state.out += self.lending.handle(event, self.budget.surplus, self.budget.promised_slots)
 
     def _delete_kv(self, event: DeleteKV) -> None:
         """Deletes KV; no block of the requests concerned is kept from now on, nor looked up in kvstores."""

@@ -52,6 +52,8 @@ class DecodeSettings:
             that needs more than its tenant's share of the blocks waits longer.
         turn_steps: steps of a turn.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
+        window_slots: of these layers, slots in the pool.
+        states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
     """
 
     num_blocks: int
@@ -78,11 +80,13 @@ class DecodeSettings:
     turn_steps: int = 64
     window_blocks: int = 0
     draft_tokens: int = 0
+    window_slots: int = 0
+    states_alone: bool = False
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
     def first_windowed_block(self, tokens: int) -> int:
-        """First block of which a sequence of `tokens` tokens needs the windowed slices."""
+        """First block of which the token behind `tokens` tokens needs the windowed slices."""
         return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0

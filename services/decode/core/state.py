@@ -23,7 +23,7 @@ class DecodeState:
 
     def __init__(self, settings: DecodeSettings) -> None:
         self.settings = settings
-        self.blocks = BlockManager(settings.num_blocks, settings.window_blocks)
+        self.blocks = BlockManager(settings.num_blocks, settings.window_blocks, settings.window_slots)
         self.budget = BlockBudget(self.blocks, settings.watermark_blocks)
         self.tracker = SpeedTracker(settings.speeds)
         self.ios: PendingIo[BlockPin] = PendingIo()

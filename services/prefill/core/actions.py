@@ -6,7 +6,7 @@ Each action with an `io` is answered by exactly one `IoEnded`; other actions are
 from enum import Enum
 
 from moonpool.frozen import frozen
-from moonpool.scheduling.block_manager import BlocksLent, KVDeleted
+from moonpool.scheduling.block_manager import BlocksLent, KVDeleted, MoveSlots
 from moonpool.scheduling.state_machine import CancelIo
 
 
@@ -296,5 +296,6 @@ Action = (
     | WriteBackBlocks
     | KVDeleted
     | BlocksLent
+    | MoveSlots
     | CancelIo
 )

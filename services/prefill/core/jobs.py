@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import STATES_IN_WORK
 from moonpool.scheduling.block_manager import BlockLending, BlockManager, KVOwner
 from moonpool.scheduling.fair_share import FairQueue, FairShares, QueueKey, priority_rank
 from moonpool.scheduling.latency import Speeds, SpeedTracker
@@ -116,10 +117,12 @@ class PrefillSettings:
         max_started: most jobs with blocks.
         max_queue: most jobs; more are refused.
         recurrent: layers have a recurrent state: a prompt's last token cannot be computed behind its own state.
+        states_alone: all windowed layers have one (`KVLayout.states_alone`).
         load_timeout_s: seconds that a load may take beyond the prediction.
         verdict_timeout_s: longest wait for decode's verdict, seconds.
         windowed_layers: layers that need the slices of a sequence's last blocks only.
         window_blocks: of these layers, full blocks that are needed before a token (`KVLayout.window_blocks`).
+        window_slots: of these layers, slots in the pool.
     """
 
     blocks: int
@@ -134,7 +137,9 @@ class PrefillSettings:
     verdict_timeout_s: float = 30.0
     windowed_layers: frozenset[int] = frozenset()
     window_blocks: int = 0
+    window_slots: int = 0
     recurrent: bool = False
+    states_alone: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -145,6 +150,21 @@ class PrefillSettings:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
 
+    def first_windowed_block(self, tokens: int) -> int:
+        """First block whose windowed slices the token behind `tokens` tokens needs."""
+        return max(0, tokens // self.block_tokens - self.window_blocks) if self.window_blocks else 0
+
+    def held_slots(self, tokens: int) -> int:
+        """Window slots that a prompt of `tokens` tokens holds between two steps."""
+        return min(self.blocks_for(tokens), self.window_blocks + 1) if self.window_blocks else 0
+
+    @property
+    def slots_in_work(self) -> int:
+        """Window slots that the steps in flight need beyond those."""
+        if not self.window_blocks:
+            return 0
+        return self.stages * (STATES_IN_WORK if self.states_alone else self.blocks_for(self.step_tokens) + 1)
+
     def reused_tokens(self, tokens: int, blocks: int) -> int:
         """Tokens of a prompt that need not be computed if `blocks` leading blocks have KV; the last token always is."""
         return min(blocks * self.block_tokens, tokens - 1)
@@ -152,9 +172,13 @@ class PrefillSettings:
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """A job's blocks. They are released when neither the job nor any I/O pins them."""
+    """A job's blocks. They are released when neither the job nor any I/O pins them.
+
+    `past`: leading blocks whose windowed slices the job does not read any more.
+    """
 
     blocks: list[int]
+    past: int = 0
     pins: int = 1
 
 
@@ -252,6 +276,7 @@ class PrefillJob:
         gated: the slice in flight follows the load: no further slice is planned until that slice is done.
         blocked_by: I/O on blocks that are to be computed again: until the I/O ends, no slice is planned.
         put_until: for each copy, blocks before this index were written or need not be.
+        borders: numbers of leading full blocks behind which this prompt or others may be continued.
     """
 
     asked: SubmitJob
@@ -272,6 +297,7 @@ class PrefillJob:
     gated: bool = False
     blocked_by: set[int] = field(default_factory=set)
     put_until: list[int] = field(default_factory=list)
+    borders: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, event: SubmitJob, settings: PrefillSettings, now: float) -> "PrefillJob":
@@ -411,9 +437,10 @@ class SendFlight:
 
 @dataclass(slots=True, eq=False)
 class WriteBackFlight:
-    """Blocks being written to a kvstore."""
+    """Blocks being written to a kvstore; of the first `past` blocks, without their windowed slices."""
 
     blocks: tuple[int, ...]
+    past: int
     tables: tuple[BlockTable, ...] = ()
 
 
@@ -441,7 +468,7 @@ class PrefillState:
 
     def __init__(self, settings: PrefillSettings, speeds: Speeds) -> None:
         self.settings = settings
-        self.manager = BlockManager(settings.blocks, settings.window_blocks)
+        self.manager = BlockManager(settings.blocks, settings.window_blocks, settings.window_slots)
         self.lending = BlockLending(self.manager)
         self.tracker = SpeedTracker(speeds)
         self.core_share = 1.0
@@ -489,7 +516,7 @@ class PrefillState:
         """Drops one pin; the last one releases the blocks."""
         table.pins -= 1
         if not table.pins:
-            self.manager.release(table.blocks)
+            self.manager.release(table.blocks, table.past)
 
     def unbind(self, job: PrefillJob) -> None:
         """Drops the job's own pin on the blocks."""
@@ -501,10 +528,36 @@ class PrefillState:
         """Leading blocks that may be cached or loaded: the full ones; with recurrent states, before the last token."""
         return (job.spec.tokens - self.settings.recurrent) // self.settings.block_tokens if job.reuse else 0
 
-    def hold_prefix(self, job: PrefillJob, blocks: int) -> None:
-        """The leading `blocks` of a job without steps were cached."""
+    def hold_prefix(self, job: PrefillJob, held: list[int], more: list[int]) -> None:
+        """The leading blocks of a job without steps were cached: `held` before, and `more`. Acquires those."""
+        assert job.table is not None
+        blocks = len(held) + len(more)
+        first = self.settings.first_windowed_block(blocks * self.settings.block_tokens)
+        self.manager.acquire(more, max(0, first - len(held)))
+        self.manager.pass_windows(held[job.table.past : first])
+        job.table.past = first
         job.prefix.blocks = blocks
         job.prefix.cached = job.computed = job.scheduled = self.settings.reused_tokens(job.spec.tokens, blocks)
+
+    def note_borders(self, job: PrefillJob) -> None:
+        """Notes behind which blocks the prompt, or another that leaves the chain, may be continued."""
+        if not self.settings.window_blocks:
+            return
+        tokens, size = job.spec.tokens, self.settings.block_tokens
+        found = len(self.manager.find(job.spec.keys))
+        # The same prompt is continued behind its last full block, or before it if a state must not be reused.
+        ends = (tokens // size, (tokens - self.settings.recurrent) // size, job.prefix.blocks, found)
+        job.borders = frozenset((*ends, *(copy.held or 0 for copy in job.copies)))
+
+    def pass_windows(self, job: PrefillJob) -> None:
+        """The job reads no windowed slices behind the window of the next token."""
+        table, first = job.table, self.settings.first_windowed_block(job.computed)
+        if table is not None and first > table.past:
+            window = self.settings.window_blocks
+            at = {index for border in job.borders for index in range(max(0, border - window), border)}
+            kept = [table.blocks[index] for index in range(table.past, first) if index in at]
+            self.manager.pass_windows(table.blocks[table.past : first], kept)
+            table.past = first
 
     def advance(self, job: PrefillJob, end: int) -> None:
         """Tokens up to `end` have KV: registers the keys of the blocks that they fill."""

@@ -102,16 +102,16 @@ class PrefixLoads:
         if result.missing is not None and not flight.source.peer:  # a peer may lend fewer, and reports lost blocks
             job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing))
         if result.blocks == flight.wanted:
-            assert job.table is not None
-            self._state.manager.drop_unread_windows(job.table.blocks[load.first : load.end])
             job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)
         # Once a layer is handed on, the layer's blocks may be on the way to decode: another source's copy may differ in
         # the last bit and must not be written over them.
         elif result.blocks or load.layers or not self._load_from_next(job, load):
             job.prefix.load = None
-            self._steps.rewind(job, load.first + result.blocks)
-            self._load_over(job, load.first + result.blocks)
+            assert job.table is not None
+            end = self._state.manager.continuable(job.table.blocks[: load.first + result.blocks])
+            self._steps.rewind(job, end)
+            self._load_over(job, end)
 
     def digest(self) -> bytes:
         """Hash of the paused sources, the undecided jobs and the counters."""
@@ -123,6 +123,7 @@ class PrefixLoads:
         job.prefix.load, job.prefix.blocks = None, end
         job.prefix.loaded = tokens - job.prefix.cached
         self._state.advance(job, tokens)
+        self._state.pass_windows(job)
         self._sends.leading(job, end)
         self._steps.open_gates(job)
 
@@ -144,6 +145,7 @@ class PrefixLoads:
         io = state.begin(flight)
         job.prefix.load = PrefixLoad(io, index, first, end, state.now)
         blocks = tuple(job.table.blocks[first:end])
+        state.manager.give_slots(blocks[-state.settings.window_blocks :])
         state.act(LoadBlocks(io, job.number, index, first, blocks, self.timeout_s(source, nbytes)))
 
     def _worth(self, job: PrefillJob) -> int:
@@ -151,6 +153,8 @@ class PrefixLoads:
         source, settings = job.sources[job.prefix.next_source], self._state.settings
         blocks = min(source.blocks, self._state.reusable_blocks(job))
         if self.is_paused(source) or blocks <= job.prefix.blocks:
+            return 0
+        if self._state.manager.num_slots_available < min(settings.window_blocks, blocks - job.prefix.blocks):
             return 0
         cheaper = load_is_cheaper(
             self._speeds(source),
@@ -227,12 +231,15 @@ class Replication:
         held = manager.match(event.keys)
         missing = len(event.keys) - len(held)
         spare = manager.num_available - sum(map(manager.is_cached, held))
+        windows = min(missing, state.settings.window_blocks)
+        full = missing * REPLICA_PART > spare or windows * REPLICA_PART > manager.num_slots_available
         busy = self._io is not None or len(state.waiting) or self._loads.is_paused(event.source)
-        if busy or not missing or missing * REPLICA_PART > spare:
+        if busy or not missing or full:
             state.act(EndReplication(event.number, 0))
             return
-        manager.acquire(held)
+        manager.acquire(held, len(held))
         blocks = (*held, *manager.allocate(missing))
+        manager.give_slots(blocks[len(blocks) - windows :])
         nbytes = missing * state.settings.layers * state.settings.slice_bytes
         flight = ReplicaFlight(event.number, event.keys, KVOwner(event.tenant), blocks, len(held), event.source, nbytes)
         self._io = state.begin(flight)
@@ -245,11 +252,9 @@ class Replication:
         self._loads.learn(flight.source, flight.nbytes, len(flight.keys) - flight.first, result)
         manager, end = self._state.manager, flight.first + result.blocks
         fresh = flight.blocks[flight.first : end]
-        if end == len(flight.keys):
-            self._state.manager.drop_unread_windows(fresh)
         for block, key in zip(fresh, flight.keys[flight.first : end], strict=True):
             manager.register(block, key, flight.owner)
-        manager.release(flight.blocks)
+        manager.release(flight.blocks, flight.first)
         manager.note_copies(fresh)
         self.copied_blocks += result.blocks
         self._state.act(EndReplication(flight.number, result.blocks))

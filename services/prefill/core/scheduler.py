@@ -195,6 +195,7 @@ class PrefillScheduler:
                 self._stop()
         if not isinstance(event, LayerComputed):  # frees nothing, and comes often
             self._go_on()
+            out[:0] = self.state.manager.take_slot_moves()
         self.state.out = []
 
     def due(self) -> float | None:
@@ -367,12 +368,13 @@ class PrefillScheduler:
                 assert isinstance(result, IoDone | IoFailed)
                 self._transfer_ended(flight, result)
             case WriteBackFlight():
-                self.state.manager.release(flight.blocks)
+                self.state.manager.release(flight.blocks, flight.past)
 
     def _step_ended(self, io: int, flight: StepFlight, result: StepEnded) -> None:
         news = self.steps.ended(io, flight, result)
         for job in news.counted:
             self._write_back(job)
+            self.state.pass_windows(job)
             if job.finished:
                 self._computed(job)
         for job in news.given_up:
@@ -429,7 +431,6 @@ class PrefillScheduler:
         if not window:
             return ()
         tokens, size = job.spec.tokens, self.state.settings.block_tokens
-        # The same prompt is continued behind its last full block, or before it if a recurrent state must not be reused.
         ends = (tokens // size, (tokens - self.state.settings.recurrent) // size, held or 0)
         wanted = [index for index in blocks if any(end - window <= index < end for end in ends)]
         return tuple(index for index in wanted if not self.state.manager.is_partial(table[index]))
@@ -445,8 +446,11 @@ class PrefillScheduler:
         for copy, first in enumerate(job.put_until):
             if job.table is not None and first < full:
                 blocks = tuple(job.table.blocks[first:full])
-                self.state.manager.acquire(blocks)
                 windowed = self._windowed(job, job.table.blocks, range(first, full), job.copies[copy].held)
-                flight = self.state.begin(WriteBackFlight(blocks))
+                read = {job.table.blocks[index] for index in windowed}
+                pinned = tuple(sorted(blocks, key=read.__contains__))
+                past = len(blocks) - len(read) if self.state.settings.window_blocks else 0
+                self.state.manager.acquire(pinned, past)
+                flight = self.state.begin(WriteBackFlight(pinned, past))
                 self.state.act(WriteBackBlocks(flight, job.number, copy, first, blocks, windowed))
                 job.put_until[copy] = full

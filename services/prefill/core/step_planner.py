@@ -83,18 +83,29 @@ class StepPlanner:
         if not self._is_short_of_work(first):
             return None
         job = state.jobs[first.number]
+        if not self._has_slots(job):
+            return None
         held = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])
-        state.manager.acquire(held)
         missing = state.settings.blocks_for(job.spec.tokens) - len(held)
-        if not state.manager.can_allocate(missing):
-            state.manager.release(held)
+        if missing > state.manager.num_available - sum(map(state.manager.is_cached, held)):
             return None
         state.waiting.remove(job.number)
-        job.table = BlockTable(held + state.manager.allocate(missing))
-        state.hold_prefix(job, len(held))
+        job.table = BlockTable(held)
+        state.hold_prefix(job, [], held)
+        state.note_borders(job)
+        job.table.blocks = held + state.manager.allocate(missing)
         job.set_status(JobStatus.STARTED)
         state.started[job.number] = job
         return job
+
+    def _has_slots(self, job: PrefillJob) -> bool:
+        """Whether the window slots of all started jobs, and of this one, leave those of the steps in flight."""
+        settings = self._state.settings
+        tokens = [it.spec.tokens for it in self._state.started.values() if it.table is not None]
+        if not settings.window_blocks or not tokens:
+            return True
+        held = sum(map(settings.held_slots, [*tokens, job.spec.tokens]))
+        return held + settings.slots_in_work <= settings.window_slots
 
     def _is_short_of_work(self, first: QueueKey) -> bool:
         """Whether the started jobs before `first` have less to compute than the steps in flight at most, plus one.
@@ -155,6 +166,8 @@ class StepPlanner:
             with_it = seconds + self._seconds(part)
             if job.prefix.load is not None and not self._ready(job, with_it):
                 continue
+            if not self._give_slots(job, part):
+                continue
             self._schedule(job, part)
             under_way.update(self._keys(job, part))
             slices.append(part)
@@ -162,6 +175,36 @@ class StepPlanner:
             if budget <= 0:
                 break
         return slices
+
+    def _give_slots(self, job: PrefillJob, part: SequenceSlice) -> bool:
+        """Gives the blocks of a slice their window slots; makes the slice shorter if they do not suffice.
+
+        KV of layers with a window is written in each block; states behind the slice and behind the prompt's last full
+        block, and behind further borders if there are slots.
+
+        Returns:
+            False if no token can be computed.
+        """
+        settings, manager, size = self._state.settings, self._state.manager, self._state.settings.block_tokens
+        if not settings.window_blocks or part.full_hit:
+            return True
+        assert job.table is not None
+        first, end = part.start // size, settings.blocks_for(part.end)
+        needed, further = set(range(first, end)), set[int]()
+        if settings.states_alone:
+            further = {border - 1 for border in job.borders if first < border <= part.end // size}
+            needed = {end - 1, *further.intersection((job.spec.tokens // size - 1,))}
+        lacking = [block for index in sorted(needed) if manager.is_partial(block := job.table.blocks[index])]
+        short = len(lacking) - manager.num_slots_available
+        if short > 0:
+            if settings.states_alone:
+                return False
+            del lacking[-short:]
+            part.end, part.last = (end - short) * size, False
+        manager.give_slots(lacking)
+        more = [block for index in sorted(further) if manager.is_partial(block := job.table.blocks[index])]
+        manager.give_slots(more[: manager.num_slots_available])
+        return part.end > part.start
 
     def _fair_order(self) -> Iterator[PrefillJob]:
         """Started jobs that have something to compute, in fair order."""
@@ -269,10 +312,11 @@ class StepPlanner:
         more = state.manager.match(job.spec.keys[: state.reusable_blocks(job)])[held:]
         if not more:
             return
-        state.manager.acquire(more)
-        state.manager.release(job.table.blocks[held : held + len(more)])
+        own = job.table.blocks[held : held + len(more)]
+        state.hold_prefix(job, job.table.blocks[:held], more)
+        state.note_borders(job)
+        state.manager.release(own)
         job.table.blocks[held : held + len(more)] = more
-        state.hold_prefix(job, held + len(more))
 
     def _schedule(self, job: PrefillJob, part: SequenceSlice) -> None:
         if job.first_step_at is None:
@@ -338,8 +382,6 @@ class StepPlanner:
     def _count(self, job: PrefillJob, part: SequenceSlice) -> None:
         if job.prefix.load is not None:  # every gate was open, so every layer has arrived
             assert job.prefix.load.layers == self._state.settings.layers
-            assert job.table is not None
-            self._state.manager.drop_unread_windows(job.table.blocks[job.prefix.load.first : job.prefix.load.end])
             job.prefix.loaded, job.prefix.blocks = part.start - job.prefix.cached, job.prefix.load.end
             self._state.advance(job, part.start)
             job.prefix.load = None

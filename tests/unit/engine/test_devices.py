@@ -5,6 +5,7 @@
 
 import importlib.util
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from moonpool.errors import ConfigError
 from moonpool.kv.pool import KVPool
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
+from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
 from moonpool.platforms.base import CapturedGraph, Device, DeviceCapacity, DeviceEvent
 from moonpool.platforms.cpu import CpuKVMemory, CpuStream
@@ -160,10 +162,12 @@ def rig(
     kv_dtype: str = "auto",
     *,
     graphs: bool = False,
+    slots: Sequence[int] = (),
 ) -> Iterator[Rig]:
-    """On a plain CPU without a device; with `graphs`, decode steps are captured."""
+    """On a plain CPU without a device; with `graphs`, decode steps are captured. `slots`: of the blocks."""
     layout = kv_layout(model.config, "float32", SIZE, kv_dtype)
-    pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)])
+    pool = KVPool.create(layout, BLOCKS, [(0, layout.layers)], slots=len(slots))
+    pool.move_slots(enumerate(slots))
     [part] = pool.parts
     if device is None:
         place = StagePlatform(torch.device("cpu"), CpuStream(), CpuKVMemory(part), CallbackThread(nothing_fails))
@@ -276,6 +280,23 @@ def test_nor_with_layers_whose_slices_differ(checkpoint: Path, kv_dtype: str, tm
         expected = story(it)
     for seed in FEW[:2]:
         with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True) as it:
+            assert story(it) == expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_nor_with_window_slots_in_another_order_than_blocks(kv_dtype: str, tmp_path: Path) -> None:
+    """Every second layer has a window of one block and a half."""
+    create("tiny-gemma3", tmp_path / "model", seed=1, dtype="float32")
+    config = load_config(tmp_path / "model")
+    model = load_stage(tmp_path / "model", config, torch.float32, 0, config.num_layers)
+    with rig(model, None, kv_dtype=kv_dtype) as it:
+        assert 0 < len(it.pool.layout.windowed_layers) < config.num_layers
+        expected = story(it)
+    slots = random.Random(2).sample(range(BLOCKS), BLOCKS)
+    with rig(model, None, kv_dtype=kv_dtype, slots=slots) as it:
+        assert story(it) == expected
+    for seed in FEW[:2]:
+        with rig(model, StagedDevice(seed), kv_dtype=kv_dtype, graphs=True, slots=slots) as it:
             assert story(it) == expected
 
 

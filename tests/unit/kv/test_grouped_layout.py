@@ -10,8 +10,8 @@ import pytest
 from moonpool.errors import ConfigError, FrameError, InvalidRequest, Mismatch
 from moonpool.kv.frames import FrameOpener, pack_frames, run_bytes, whole_runs
 from moonpool.kv.keys import namespace, slice_hash
-from moonpool.kv.layout import KVGroup, KVLayout, LayerKV
-from moonpool.kv.pool import KVPool
+from moonpool.kv.layout import NO_SLOT, KVGroup, KVLayout, LayerKV
+from moonpool.kv.pool import KVPool, PoolTarget
 from moonpool.v1 import kv_pb2
 from tests.layouts import GROUPED, uniform_like
 from tests.slices import slice_to_send
@@ -230,6 +230,59 @@ def test_a_run_of_a_layer_that_there_is_not_is_refused() -> None:
     ((header, pieces),) = pack_frames(1, 1, [slice_to_send(GROUPED, 3, 0, filled(3, 0))], GROUPED)
     with pytest.raises(FrameError, match="no such layer"):
         FrameOpener(UNIFORM).parse(header, memoryview(b"".join(pieces)))
+
+
+def test_a_pool_has_slices_of_windowed_layers_for_its_slots_alone() -> None:
+    pool = KVPool.create(GROUPED, 5, [(0, 1), (1, 4)], slots=2)
+    assert pool.nbytes == 5 * 2 * 1024 + 2 * 2 * 2048 == GROUPED.pool_bytes(5, 2)
+    assert [pool.has(layer, 3) for layer in range(4)] == [True, False, True, False]
+    pool.move_slots([(3, 1), (0, 0)])
+    for layer in range(4):
+        for block in (3, 0):
+            pool.write(layer, block, memoryview(filled(layer, block)), 7)
+    pool.write(0, 4, memoryview(filled(0, 4)), 7)
+    pool.move_slots([(0, NO_SLOT), (4, 0)])
+    assert [pool.has(1, block) for block in range(5)] == [False, False, False, True, True]
+    assert bytes(pool.read(1, 4)[0]) == bytes(filled(1, 0)), "what lay there"
+    assert bytes(pool.read(3, 3)[0]) == bytes(filled(3, 3))
+    target = PoolTarget(pool, [0, 3])
+    assert target.into(1, 0) is None
+    target.take(1, 0, memoryview(filled(1, 0)), 9)
+    landed = target.into(1, 1)
+    assert landed is not None
+    landed[:] = filled(1, 2)
+    target.take(1, 1, landed, 9)
+    assert bytes(pool.read(1, 3)[0]) == bytes(filled(1, 2))
+    pool.parts[1].seal(1, 0, 16)  # nothing was computed there
+    pool.parts[1].copy(3, 1)
+    assert bytes(pool.read(2, 1)[0]) == bytes(filled(2, 3))
+    pool.close()
+
+
+@pytest.mark.parametrize(("blocks", "longest", "slots"), [(4, 0, 4), (40, 0, 7), (1000, 0, 12), (1000, 320, 150)])
+def test_a_pool_is_divided_by_a_typical_sequence(blocks: int, longest: int, slots: int) -> None:
+    """Windows of two blocks: a sequence holds three of its 256, or of its 20, blocks; steps of 40 tokens take four."""
+    assert GROUPED.window_slots(blocks, 40, longest) == slots
+    nbytes = GROUPED.pool_bytes(blocks, slots)
+    assert GROUPED.blocks_in(nbytes, 40, longest) == blocks
+    assert GROUPED.blocks_in(nbytes - 1, 40, longest) == blocks - 1
+    assert GROUPED.blocks_in(100, 40, longest) == 0
+
+
+def test_a_sequence_holds_all_its_blocks_of_full_layers_and_of_others_its_window() -> None:
+    assert GROUPED.sequence_bytes(20) == 2 * GROUPED.block_bytes
+    assert GROUPED.sequence_bytes(1600) == 100 * 2 * 1024 + 3 * 2 * 2048
+    assert UNIFORM.sequence_bytes(33) == 3 * UNIFORM.block_bytes
+    assert UNIFORM.window_slots(100, 40, 0) == 0
+    assert UNIFORM.blocks_in(10 * UNIFORM.block_bytes + 1, 40, 0) == 10
+
+
+def test_a_hybrid_needs_few_states() -> None:
+    layout = KVLayout.of_layers(64, [LayerKV(2, 8, "float32"), LayerKV(2, 64, "float32", "recurrent")])
+    assert layout.states_alone
+    assert not GROUPED.states_alone
+    assert layout.window_slots(1000, 512, 0) == 32, "two of 64 blocks"
+    assert layout.window_slots(64, 512, 0) == 5, "a sequence and a step"
 
 
 def test_a_pool_holds_slices_of_all_sizes() -> None:

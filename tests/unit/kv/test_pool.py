@@ -52,6 +52,7 @@ def test_slices_are_taken_where_they_landed_or_from_other_memory() -> None:
     pool = KVPool.create(LAYOUT, 4, [(0, 3)])
     target = PoolTarget(pool, [3, 1])
     landed = target.into(2, 0)
+    assert landed is not None
     landed[:] = b"l" * LAYOUT.slice_bytes(0)
     target.into(0, 1)
     other = memoryview(b"o" * LAYOUT.slice_bytes(0))

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -19,10 +20,16 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World()
 
-    @initialize(stages=st.integers(1, 3), window_blocks=st.integers(0, 2))
-    def begin(self, stages: int, window_blocks: int) -> None:
-        layers = frozenset({1} if window_blocks else ())
-        self.world = World(staged(stages, windowed_layers=layers, window_blocks=window_blocks))
+    @initialize(
+        stages=st.integers(1, 3), window_blocks=st.integers(0, 2), spare=st.integers(0, 8), states=st.booleans()
+    )
+    def begin(self, stages: int, window_blocks: int, spare: int = 8, states: bool = False) -> None:
+        """A window of one block may be a state's; `spare`: window slots beyond what one prompt needs."""
+        windows: dict[str, Any] = {"windowed_layers": frozenset({1}), "window_blocks": window_blocks}
+        windows |= {"window_slots": window_blocks + 2 + spare}
+        if window_blocks == 1 and states:
+            windows |= {"recurrent": True, "states_alone": True}
+        self.world = World(staged(stages, **(windows if window_blocks else {})))
 
     @rule(
         n=st.integers(1, 5 * BT),
@@ -164,7 +171,7 @@ TestPrefillMachine = PrefillMachine.TestCase
 def walk(seed: int, stages: int) -> World:
     rng = random.Random(seed)
     machine = PrefillMachine()
-    machine.begin(stages, window_blocks=seed % 2)
+    machine.begin(stages, window_blocks=seed % 3, spare=rng.choice([0, 1, 8]), states=rng.random() < 0.5)
     for _ in range(1000):
         choice = rng.random()
         if choice < 0.12 and len(machine.world.core.state.jobs) < 8:

@@ -317,7 +317,8 @@ def test_a_complete_load_needs_no_gate() -> None:
 def test_a_failed_load_is_computed(whole: int, start: int) -> None:
     it = world()
     _, load = loading(it, 60, 3)
-    it.pool.update({(layer, load.blocks[0]): it.clients[1].content(0) for layer in range(SETTINGS.layers)})
+    for layer in range(SETTINGS.layers):
+        it.pool[layer, load.blocks[0]] = it.clients[1].content(0)
     it.end(load.io, events.LoadEnded(whole, missing=whole))
     assert run(it)[0] == [(1, start, start + 32)]
     told = it.clients[1].token

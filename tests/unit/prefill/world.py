@@ -5,10 +5,12 @@ read the same right contents from their begin to their end, and nobody writes wh
 """
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.kv.layout import NO_SLOT
+from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, MoveSlots, ReturnBlocks
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
@@ -52,6 +54,34 @@ class Client:
         return ("tail", self.arrive.request.keys, self.arrive.request.tokens)
 
 
+class Pool:
+    """What slices hold, by layer and block; those of windowed layers lie by window slot, and are lost with the slot."""
+
+    def __init__(self, windowed: Collection[int]) -> None:
+        self._windowed = windowed
+        self._slices: dict[tuple[int, int], Content] = {}
+        self._slot_of: dict[int, int] = {}
+
+    def move(self, moves: Iterable[tuple[int, int]]) -> None:
+        self._slot_of.update(moves)
+        held = [slot for slot in self._slot_of.values() if slot != NO_SLOT]
+        assert len(held) == len(set(held)), "two blocks have one slot"
+
+    def _place(self, layer: int, block: int) -> tuple[int, int] | None:
+        if layer not in self._windowed:
+            return layer, block
+        slot = self._slot_of.get(block, NO_SLOT)
+        return None if slot == NO_SLOT else (layer, slot)
+
+    def __getitem__(self, at: tuple[int, int]) -> Content | None:
+        place = self._place(*at)
+        return None if place is None else self._slices.get(place)
+
+    def __setitem__(self, at: tuple[int, int], content: Content) -> None:
+        if (place := self._place(*at)) is not None:
+            self._slices[place] = content
+
+
 @dataclass
 class Flying:
     """A step in the engine."""
@@ -71,7 +101,7 @@ class World:
         self.settings = settings
         self.now = 0.0
         self.clients: dict[int, Client] = {}
-        self.pool: dict[tuple[int, int], Content] = {}
+        self.pool = Pool(settings.windowed_layers)
         self.steps: dict[int, Flying] = {}
         self.ios: dict[int, actions.Action] = {}
         self.loaded: dict[int, int] = {}
@@ -222,11 +252,13 @@ class World:
             if index < seen // BT:
                 continue
             if index < first or chunk.full_hit:
-                right = garbage or self.pool.get((layer, block)) == client.content(index)
+                right = garbage or self.pool[layer, block] == client.content(index)
                 assert right, f"block {index} of job {chunk.job} is not there in layer {layer}"
             else:
                 whole = chunk.last or (index + 1) * BT <= chunk.end
                 self.pool[layer, block] = ("garbage",) if garbage or not whole else client.content(index)
+                is_read = not self.settings.states_alone or index == len(chunk.blocks) - 1
+                assert not is_read or self.pool[layer, block], f"block {index} of job {chunk.job} has no slot"
 
     def end_step(self, io: int, *, aborted: bool = False) -> None:
         """A step ends; the engine gives it up by itself where it was not told so."""
@@ -254,6 +286,8 @@ class World:
             assert io not in self.ios
             self.ios[io] = action
         match action:
+            case MoveSlots(moves):
+                self.pool.move(moves)
             case actions.RunStep():
                 assert all(step.order.io < action.io for step in self.steps.values())
                 assert len({chunk.job for chunk in action.chunks}) == len(action.chunks)

@@ -63,12 +63,15 @@ def test_what_is_not_held_is_computed_and_gives_the_first_token(
     world.assert_reruns()
 
 
-@pytest.mark.parametrize(("length", "computed"), [(3 * BT, [(32, 16, True)]), (3 * BT + 1, [])])
-def test_the_last_block_of_a_full_hit_is_computed_again_where_there_is_a_recurrent_state(
+@pytest.mark.parametrize(
+    ("length", "computed"),
+    [(3 * BT, [(15, 20, False), (35, 13, True)]), (3 * BT + 1, [])],
+)
+def test_a_token_is_not_computed_behind_its_own_recurrent_state(
     length: int, computed: list[tuple[int, int, bool]]
 ) -> None:
-    """Whole, also if a step has room for fewer tokens: the state within the block is kept nowhere."""
-    world = holding(3, step_tokens=20, recurrent=True)
+    """Decode has the state behind the last block alone, and goes back to where there is one, here to the begin."""
+    world = holding(3, step_tokens=20, recurrent=True, window_blocks=1, window_slots=12, states_alone=True)
     others = [asked(world, 5), asked(world, 5)]
     number = asked(world, length)
     for it in (*others, number):
@@ -90,7 +93,7 @@ def test_the_last_block_of_a_full_hit_is_computed_again_where_there_is_a_recurre
 )
 def test_a_prompt_is_computed_behind_a_block_with_a_window(length: int, held: int, start: int) -> None:
     """Of the four blocks that came, only the last one has the slices of layers with a window."""
-    world = holding(4, step_tokens=100, window_blocks=1)
+    world = holding(4, step_tokens=100, window_blocks=1, window_slots=40)
     number = asked(world, length)
     assert world.held[number] == held
     world.compute(number)

@@ -34,13 +34,29 @@ def advance(world: World, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize("way", Preemption)
-@pytest.mark.parametrize(("every", "window_blocks", "drafts"), [(0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 0, 9), (3, 1, 9)])
+@pytest.mark.parametrize(
+    ("every", "window_blocks", "states", "drafts"),
+    [
+        (0, 0, False, 0),
+        (1, 0, False, 0),
+        (1, 1, False, 0),
+        (0, 0, False, 9),
+        (3, 1, False, 9),
+        (0, 2, False, 0),
+        (1, 1, True, 0),
+    ],
+)
 @pytest.mark.parametrize("groups", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_overcommitted(way: Preemption, every: int, groups: bool, window_blocks: int, drafts: int) -> None:
-    """Answers three times longer than expected, in a pool for a few of them."""
+def test_overcommitted(
+    way: Preemption, every: int, groups: bool, window_blocks: int, states: bool, drafts: int
+) -> None:
+    """Answers three times longer than expected, in a pool for a few of them, with few window slots."""
     rng = random.Random(f"{way} {every}")
     crowded = {"preemption": way, "swap_blocks": 40, "step_tokens": 40, "assumed_answer_tokens": 20}
-    crowded |= {"window_blocks": window_blocks, "draft_tokens": drafts}
+    crowded |= {"draft_tokens": drafts}
+    if window_blocks:
+        slots = window_blocks + 2 + 40 // BT if not groups else 4 * (window_blocks + 2) + 40 // BT
+        crowded |= {"window_blocks": window_blocks, "window_slots": slots, "recurrent": states, "states_alone": states}
     runs = {"preempt_every": every} if every else {"run_steps": BT + 2, "ahead_steps": BT + 2}
     world = World(config(24, **crowded, **runs))
     left = count = (5 if every else 15) if groups else (6 if every else 20)
@@ -76,7 +92,7 @@ def test_overcommitted(way: Preemption, every: int, groups: bool, window_blocks:
     planner, preempted = world.core.planner, world.core.preempted
     assert (drafts > 0) == (planner.accepted_tokens > 0) == (planner.drafted_tokens > planner.accepted_tokens)
     print(f"{way}: {world.core.planner.steps} steps, {preempted.preemptions} preemptions, {preempted.swaps} swaps")
-    assert preempted.preemptions > (3 if groups else 10)
+    assert preempted.preemptions > (3 if groups or window_blocks else 10)
     assert (preempted.swaps > 0) == (way in (Preemption.SWAP, Preemption.AUTO))
     loads = world.core.stored_blocks.loaded_blocks > 0
     assert loads == (way is Preemption.STORE) or way is Preemption.AUTO

@@ -1,7 +1,7 @@
 """A world for the decode core: performs its actions on a pool whose slots remember which KV they hold.
 
 Each step checks that every block holds the KV of its sequence's tokens, so a wrong block is found at once. KV of layers
-with a window lies at the slot's complement (`~slot`), and is checked in the window.
+with a window lies at the slot's complement (`~slot`), is checked in the window, and is lost with the window slot.
 """
 
 import pickle
@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Callable
 
 from moonpool.kv.keys import BlockKey
+from moonpool.kv.layout import NO_SLOT
+from moonpool.scheduling.block_manager import MoveSlots
 from moonpool.scheduling.latency import Speeds, decode_step_seconds, prefill_seconds
 from moonpool.scheduling.request import EngineRequest
 from moonpool.scheduling.state_machine import IoEnded, Tick, digest_of
@@ -90,6 +92,8 @@ class World:
         self.core = DecodeScheduler(config)
         self.now, self.begun = 0.0, pickle.dumps(self.core)
         self.pool: list[dict[int, bytes]] = [{} for _ in range(config.num_blocks)]
+        self.with_slot: set[int] = set()
+        """Blocks that have a window slot."""
         self.sequences: dict[int, Sequence] = {}
         self.answers: dict[int, list[int]] = {}
         self.actions: list[Action] = []
@@ -250,9 +254,7 @@ class World:
             for position in range(start + count * full_hit):
                 held = self.pool[it.table[position // BT]].get(position % BT)
                 assert held == it.content(position), f"wrong KV at {position} of sequence {number}"
-            for position in range(max(0, start + 1 - self.core.settings.window_blocks * BT), start + count * full_hit):
-                held = self.pool[it.table[position // BT]].get(~(position % BT))
-                assert held == it.content(position), f"no KV of the window at {position} of sequence {number}"
+            self._check_window(it, start, start + count * full_hit)
             for position in () if full_hit else range(start, start + count):
                 assert self.core.blocks.key_of(it.table[position // BT]) is None, "a full block is written again"
                 self._write(it, position)
@@ -313,6 +315,7 @@ class World:
         for block in it.table[(len(it.tokens) - 1) // BT : -(-end // BT)]:
             assert self.core.blocks.ref_count(block) == 1, "guesses are written to a shared block"
             assert self.core.blocks.key_of(block) is None, "guesses are written to a full block"
+            assert block in self.with_slot or not self.core.settings.window_blocks, "no slot for a guess"
         for _ in range(draft.accepted):
             self._write(it, len(it.tokens) - 1)
             filled += self._filled(number)
@@ -321,6 +324,18 @@ class World:
             written = self.pool[it.table[position // BT]]
             written[position % BT] = written[~(position % BT)] = b"a wrong guess"
         return filled
+
+    def _check_window(self, it: Sequence, start: int, end: int) -> None:
+        """What layers with a window read before position `end`, or the state before position `start`, is right."""
+        first = max(0, start + 1 - self.core.settings.window_blocks * BT)
+        for position in range(first, end):
+            block, at = it.table[position // BT], position % BT
+            if self.core.settings.states_alone and position < start - 1:
+                continue
+            assert block in self.with_slot, f"no slot at {position} of sequence {it}"
+            assert self.pool[block].get(~at) == it.content(position), f"no KV of the window at {position} of {it}"
+            later = [other for other in self.pool[block] if other < ~at]
+            assert not (self.core.settings.states_alone and later), f"the state at {position} of {it} is a later one"
 
     def abort(self) -> None:
         """The running step is given up: nothing was copied or computed."""
@@ -433,6 +448,10 @@ class World:
 
     def _perform(self, action: Action) -> None:
         match action:
+            case MoveSlots(moves):
+                for block, slot in moves:
+                    self.pool[block] = {at: it for at, it in self.pool[block].items() if at >= 0}
+                    (self.with_slot.discard if slot == NO_SLOT else self.with_slot.add)(block)
             case SetBlockTable(number, blocks):
                 self.sequences[number].table = list(blocks)
             case AppendBlock(number, block):
@@ -448,6 +467,7 @@ class World:
                 if isinstance(action, StoreBlock):
                     self._writing[action.io] = self.sequences[action.id].keys()[action.index]
                     whole = sum(at < 0 for at in self.pool[action.block]) == BT
+                    whole &= action.block in self.with_slot or not self.core.settings.window_blocks
                     assert whole or not action.windowed, "slices that are not there are stored"
             case SwapDrop(number):
                 self.sequences[number].saved = {}
