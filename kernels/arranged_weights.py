@@ -16,6 +16,8 @@ from kernels.native.library import TYPES, Library
 from kernels.packed import PackedMatrix
 
 _PLAIN, _WIDE = 0, 2  # enum End of panels.h
+_TABLE_ZERO = 128
+"""Added to a table's values, which native code holds as bytes without a sign."""
 
 
 class ArrangedWeight:
@@ -91,22 +93,40 @@ def arrange_packed(
 ) -> ArrangedWeight | None:
     """Return a packed weight arranged in memory from `arena`, or None where native kernels do not take the weight.
 
-    The weight multiplies rows of `dtype`, which `bias` has too. Native kernels take weights without a value table, with
-    inputs that are a multiple of 32, and groups of 16 or a multiple of 32.
+    The weight multiplies rows of `dtype`, which `bias` has too. Native kernels take inputs that are a multiple of 32,
+    groups of 16 or a multiple of 32 (with 5 bits of 32), and tables of 16 whole numbers from -128 to 127.
     """
-    if choose("linear", weight.codes.device, dtype) != "native" or weight.values is not None:
+    values = weight.values
+    if choose("linear", weight.codes.device, dtype) != "native" or not _in_bytes(values):
         return None
-    scales, offsets = weight.scales, weight.offsets
+    scales, offsets, units, offset_units = (
+        None if part is None else part.contiguous()
+        for part in (weight.scales, weight.offsets, weight.units, weight.offset_units)
+    )
+    assert scales is not None
+    blocks = next((part.shape[1] for part in (units, offset_units) if part is not None), scales.shape[1])
     parts = structures.Panels(
         None, None if bias is None else bias.data_ptr(), *weight.shape, TYPES[dtype], int(gated),
-        weight.bits, weight.zero, scales.element_size(), 0 if offsets is None else offsets.element_size(), weight.group,
+        weight.bits, weight.zero if values is None else _TABLE_ZERO, scales.element_size(),
+        0 if offsets is None else offsets.element_size(), weight.group, weight.shape[1] // blocks,
     )  # fmt: skip
+    if values is not None:
+        parts.has_table = 1
+        parts.table[:] = (values.int() + _TABLE_ZERO).tolist()
     made = _in_memory(parts, bias, arena)
     if made is not None:
-        made.native.arrange_packed(
-            parts, weight.codes.contiguous(), scales.contiguous(), None if offsets is None else offsets.contiguous()
-        )
+        codes = weight.codes.contiguous()
+        its = (None if part is None else part.data_ptr() for part in (scales, offsets, units, offset_units))
+        made.native.arrange_packed(parts, structures.PackedMatrix(codes.data_ptr(), *its))
     return made
+
+
+def _in_bytes(values: Tensor | None) -> bool:
+    """Tell whether native kernels take such a table."""
+    if values is None:
+        return True
+    whole = bool((values == values.round()).all()) and float(values.min()) >= -128 and float(values.max()) <= 127
+    return len(values) == 16 and whole
 
 
 def _in_memory(parts: structures.Panels, bias: Tensor | None, arena: WeightArena) -> ArrangedWeight | None:

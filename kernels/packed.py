@@ -21,7 +21,7 @@ class PackedMatrix(Protocol):
 
     @property
     def codes(self) -> Tensor:
-        """uint8 [outputs, inputs * bits / 8]."""
+        """uint8 [outputs, inputs], or [outputs, inputs / 2] of nibbles."""
         ...
 
     @property
@@ -54,6 +54,28 @@ class PackedMatrix(Protocol):
         """Table of values by code."""
         ...
 
+    @property
+    def units(self) -> Tensor | None:
+        """[outputs, blocks], what 1 stands for in scales of one byte."""
+        ...
+
+    @property
+    def offset_units(self) -> Tensor | None:
+        """[outputs, blocks], what 1 stands for in offsets of one byte."""
+        ...
+
+
+def byte_codes(weight: PackedMatrix) -> Tensor:
+    """Return the codes one a byte, uint8 [outputs, inputs]."""
+    codes = weight.codes
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1) if weight.bits == 4 else codes
+
+
+def in_units(numbers: Tensor, units: Tensor | None) -> Tensor:
+    """Return scales or offsets [outputs, groups] as float32, from whole numbers of `units` [outputs, blocks] if any."""
+    wide = numbers.float()
+    return wide if units is None else wide * units.float().repeat_interleave(wide.shape[1] // units.shape[1], 1)
+
 
 def bytes_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return rows [M, K] as products with packed weights read them: whole numbers -127 to 127, and scales [M, K / 32].
@@ -70,7 +92,7 @@ def bytes_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_linear(
     x: Tensor,  # [M, K]
-    weight: PackedMatrix,  # [N, K], without a table of values
+    weight: PackedMatrix,  # [N, K]; a table of values has whole numbers
     bias: Tensor | None,  # [N]
     out: Tensor,  # [M, N], contiguous
 ) -> None:
@@ -81,18 +103,19 @@ def packed_linear(
     """
     outputs, inputs = weight.shape
     part = min(weight.group, CHUNK)
-    codes = weight.codes
-    if weight.bits == 4:
-        codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
+    codes = byte_codes(weight)
+    whole = codes.float() - weight.zero if weight.values is None else weight.values[codes.long()]
+    scales_of = in_units(weight.scales, weight.units)
+    offsets_of = None if weight.offsets is None else in_units(weight.offsets, weight.offset_units)
     numbers, scales = bytes_of_rows(x)
     total = torch.zeros(x.shape[0], outputs)
     for begin in range(0, inputs, part):
         some, its = numbers[:, begin : begin + part], scales[:, begin // CHUNK, None]
-        sums = some @ (codes[:, begin : begin + part].float() - weight.zero).t()
+        sums = some @ whole[:, begin : begin + part].t()
         group = begin // weight.group
-        both = its * weight.scales[:, group].float()
+        both = its * scales_of[:, group]
         total = (total.double() + sums.double() * both.double()).float()
-        if weight.offsets is not None:
+        if offsets_of is not None:
             more = its * some.sum(-1, keepdim=True)
-            total = (total.double() + more.double() * weight.offsets[:, group].double()).float()
+            total = (total.double() + more.double() * offsets_of[:, group].double()).float()
     out.copy_(total if bias is None else total + bias.float())

@@ -26,6 +26,7 @@ from kernels.native.structures import (
     Model,
     NativeProgress,
     NativeStep,
+    PackedMatrix,
     Panels,
     Sampling,
     sampling_row,
@@ -50,7 +51,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "mp_outside": (_P, _L, _L, _L),
     "mp_copy_blocks": (_P, _L, _L, _L, _L, _P, _P, _L, _I),
     "mp_arrange": (_pointer(Panels), _P, _I),
-    "mp_arrange_packed": (_pointer(Panels), _P, _P, _P, _I),
+    "mp_arrange_packed": (_pointer(Panels), _pointer(PackedMatrix), _I),
     "mp_rows": (_pointer(Panels), _P, _L, _P, _I),
     "mp_product": (_pointer(Panels), _P, _L, _L, _P, _I, _I),
     "mp_int8_panels": (_pointer(Panels), _pointer(Int8Panels), _I),
@@ -209,12 +210,9 @@ class Library:
         """Write `weight` [outputs, inputs], contiguous, to where `panels` says, arranged for products."""
         self._done(self._c.mp_arrange(panels, weight.data_ptr(), torch.get_num_threads()))
 
-    def arrange_packed(self, panels: Panels, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> None:
-        """Write a packed weight, with contiguous parts, to the memory in `panels`, arranged for products."""
-        self._c.mp_arrange_packed(
-            panels, codes.data_ptr(), scales.data_ptr(), None if offsets is None else offsets.data_ptr(),
-            torch.get_num_threads(),
-        )  # fmt: skip
+    def arrange_packed(self, panels: Panels, weight: PackedMatrix) -> None:
+        """Write a packed weight to the memory in `panels`, arranged for products."""
+        self._c.mp_arrange_packed(panels, weight, torch.get_num_threads())
 
     def rows(self, panels: Panels, index: Tensor, out: Tensor) -> None:
         """Write the rows `index` (int64, contiguous, checked) of an arranged matrix to `out`, dequantised if packed."""

@@ -14,59 +14,102 @@ static const int64_t PACKED_BLOCK = 1 << 20;  // bytes of rows that go through a
 enum { PACKED_AHEAD = 4096 };                  // bytes of a panel that are fetched ahead
 
 // ---- products of bytes ----
-// Codes: of W outputs some inputs. Row: the same inputs of one row. Sums: of W outputs; `whole` gives them as integers.
-template <int BITS> constexpr int STEP_INPUTS = BITS == 4 ? 8 : SIDE_BY_SIDE;             // of one load of codes
-template <int BITS> constexpr int STEP_BYTES = STEP_INPUTS<BITS> * BITS / 8 * (int)PANEL;  // from it to the next one
-template <int BITS> constexpr int HALVES = BITS == 4 ? 2 : 1;                              // that a load gives
-// Rows' numbers are bytes only where the machine multiplies bytes of this many bits as they are.
-template <bool BYTES> struct NumberOf { typedef int8_t type; };
-template <> struct NumberOf<false> { typedef int16_t type; };
-template <int BITS> using Number = typename NumberOf<W != 4 && (BITS == 4 || SIDE_BY_SIDE == 4)>::type;
+// Codes: of W outputs four inputs each. Row: the same inputs of one row. Sums: of W outputs; `whole` gives them as integers.
+enum Form { BYTES, NIBBLES, TABLE, FIVE, SIX };
+template <int FORM> constexpr int BITS = FORM == BYTES ? 8 : FORM == FIVE ? 5 : FORM == SIX ? 6 : 4;
+template <int FORM> constexpr int MOST = FORM == TABLE ? 255 : (1 << BITS<FORM>) - 1;  // of codes
+template <int FORM, int PART> constexpr int PART_BYTES = PART * BITS<FORM> / 8 * (int)PANEL;
+typedef uint8_t Codes __attribute__((vector_size(4 * W)));
+typedef uint16_t Halves __attribute__((vector_size(4 * W)));
 
+// W of the table's 16 bytes at a time, by codes below 16.
+INLINE Codes table_of(const uint8_t* table) {
+    Codes all;
+    for (int i = 0; i < W / 4; i++) memcpy((char*)&all + 16 * i, table, 16);
+    return all;
+}
+INLINE Codes chosen(Codes table, Codes a) {
 #if defined(MP_AVX512)
-typedef __m512i Codes, Row, Sums;
-INLINE Codes low_nibbles(Codes a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
-INLINE Codes high_nibbles(Codes a) { return low_nibbles(_mm512_srli_epi16(a, 4)); }
-INLINE Row row_of(const void* numbers) { return _mm512_set1_epi32(load_as<int32_t>(numbers)); }
-#if defined(MP_BF16)
-INLINE Codes bytes_of(const uint8_t* p) { return _mm512_loadu_si512(p); }
-template <int BITS> INLINE void dot(Sums& sums, Codes codes, Row row) { sums = _mm512_dpbusd_epi32(sums, codes, row); }
-template <int BITS> INLINE vi whole(Sums sums) { return (vi)sums; }
-#else
-INLINE Codes bytes_of(const uint8_t* p) { return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
-template <int BITS> INLINE void dot(Sums& sums, Codes codes, Row row) {
-    if (BITS == 4) sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(codes, row));
-    else sums = _mm512_add_epi32(sums, _mm512_madd_epi16(codes, row));
-}
-template <int BITS> INLINE vi whole(Sums sums) { return (vi)(BITS == 4 ? _mm512_madd_epi16(sums, _mm512_set1_epi16(1)) : sums); }
-#endif
+    return (Codes)_mm512_shuffle_epi8((__m512i)table, (__m512i)a);
 #elif defined(MP_AVX2)
-typedef __m256i Codes, Row, Sums;
-INLINE Codes low_nibbles(Codes a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
-INLINE Codes high_nibbles(Codes a) { return low_nibbles(_mm256_srli_epi16(a, 4)); }
-INLINE Row row_of(const void* numbers) { return _mm256_set1_epi32(load_as<int32_t>(numbers)); }
-INLINE Codes bytes_of(const uint8_t* p) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)); }
-// A chunk's sums of nibbles fit into 16 bits: 16 * 15 * 127 of each half of a lane.
-template <int BITS> INLINE void dot(Sums& sums, Codes codes, Row row) {
-    if (BITS == 4) sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(codes, row));
-    else sums = _mm256_add_epi32(sums, _mm256_madd_epi16(codes, row));
-}
-template <int BITS> INLINE vi whole(Sums sums) { return (vi)(BITS == 4 ? _mm256_madd_epi16(sums, _mm256_set1_epi16(1)) : sums); }
+    return (Codes)_mm256_shuffle_epi8((__m256i)table, (__m256i)a);
+#elif defined(__aarch64__)
+    return (Codes)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)a);
 #else
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef int16_t Row __attribute__((vector_size(16)));  // four inputs, twice
-struct Codes { Row low, high; };                       // of outputs 0 and 1, and of 2 and 3
-struct Sums { Row low, high; };                        // of bytes as four integers each
-INLINE Codes widened_codes(Bytes b) {
-    typedef uint8_t Eight __attribute__((vector_size(8)));
-    Eight half[2];
-    memcpy(half, &b, sizeof b);
-    return {__builtin_convertvector(half[0], Row), __builtin_convertvector(half[1], Row)};
+    for (int i = 0; i < 4 * W; i++) a[i] = table[a[i]];
+    return a;
+#endif
 }
-INLINE Codes low_nibbles(Bytes a) { return widened_codes(a & 15); }
-INLINE Codes high_nibbles(Bytes a) { return widened_codes(a >> 4); }
-INLINE Codes bytes_of(const uint8_t* p) { return widened_codes(load_as<Bytes>(p)); }
-INLINE Row row_of(const void* numbers) {
+// The codes that quad q of a part has for W outputs, from lane `lane` on.
+template <int FORM> INLINE Codes quad(const uint8_t* part, int q, int lane, Codes table) {
+    if (FORM == BYTES) return load_as<Codes>(part + (q * PANEL + lane) * 4);
+    constexpr int HIGHER = FORM == FIVE ? 8 : FORM == SIX ? 4 : 2;  // quads whose nibbles lie together
+    const uint8_t* run = part + q / HIGHER * (HIGHER * 4 * BITS<FORM> / 8 * PANEL);
+    q %= HIGHER;
+    Codes both = load_as<Codes>(run + (q / 2 * PANEL + lane) * 4), low = (q % 2 ? (Codes)((Halves)both >> 4) : both) & 15;
+    if (FORM == NIBBLES) return low;
+    if (FORM == TABLE) return chosen(table, low);
+    Halves higher = load_as<Halves>(run + (HIGHER / 2 * PANEL + lane) * 4);
+    constexpr uint8_t mask = FORM == FIVE ? 16 : 48;
+    int right = q * (BITS<FORM> - 4) - 4;
+    return low | ((Codes)(right < 0 ? higher << -right : higher >> right) & mask);
+}
+
+#if defined(MP_AVX512) || defined(MP_AVX2)
+typedef int8_t Number;
+typedef vi Row;
+typedef vi Sums;
+INLINE Row row_of(const Number* numbers) { return load_as<int32_t>(numbers) - (vi){}; }
+#if defined(MP_AVX512) && defined(__AVX512VNNI__)
+enum { VNNI = 1 };
+INLINE vi dpbusd(vi sums, Codes codes, Row row) { return (vi)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, (__m512i)row); }
+#elif defined(MP_AVX2) && defined(__AVXVNNI__)
+enum { VNNI = 1 };
+INLINE vi dpbusd(vi sums, Codes codes, Row row) { return (vi)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)codes, (__m256i)row); }
+#else
+enum { VNNI = 0 };
+INLINE vi dpbusd(vi sums, Codes, Row) { return sums; }
+#endif
+#if defined(MP_AVX512)
+INLINE vi pairs(Codes codes, Row row) { return (vi)_mm512_maddubs_epi16((__m512i)codes, (__m512i)row); }
+INLINE vi added(vi a, vi b) { return (vi)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+INLINE vi quads(vi pairs) { return (vi)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1)); }
+INLINE Codes magnitude(Codes a) { return (Codes)_mm512_abs_epi8((__m512i)a); }
+INLINE Row with_sign(Row row, Codes a) {
+    return (vi)_mm512_mask_sub_epi8((__m512i)row, _mm512_movepi8_mask((__m512i)a), _mm512_setzero_si512(), (__m512i)row);
+}
+#else
+INLINE vi pairs(Codes codes, Row row) { return (vi)_mm256_maddubs_epi16((__m256i)codes, (__m256i)row); }
+INLINE vi added(vi a, vi b) { return (vi)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+INLINE vi quads(vi pairs) { return (vi)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1)); }
+INLINE Codes magnitude(Codes a) { return (Codes)_mm256_abs_epi8((__m256i)a); }
+INLINE Row with_sign(Row row, Codes a) { return (vi)_mm256_sign_epi8((__m256i)row, (__m256i)a); }
+#endif
+// Without VNNI products are added as pairs in 16 bits, as many as fit; bytes only as magnitudes of signed ones.
+template <int FORM> constexpr bool SIGNED = !VNNI && MOST<FORM> == 255;
+template <int FORM, int PART> constexpr bool NARROW = !VNNI && PART / 2 * MOST<FORM> * 127 <= 32767;  // of a whole part
+template <int FORM> constexpr int RUN = VNNI || SIGNED<FORM> ? 1 : FORM == FIVE ? 4 : 2;                 // quads together
+template <int FORM> INLINE Codes prepared(Codes a) { return SIGNED<FORM> ? a ^ 128 : a; }
+template <int FORM> constexpr int ZERO = SIGNED<FORM> ? 128 : 0;  // what `prepared` takes off codes
+template <int FORM, int PART> INLINE void dot(Sums& sums, const Codes* codes, const Row* rows) {
+    constexpr int N = RUN<FORM>;
+    if (VNNI) {
+        for (int i = 0; i < N; i++) sums = dpbusd(sums, codes[i], rows[i]);
+    } else if (SIGNED<FORM>) {
+        sums += quads(pairs(magnitude(codes[0]), with_sign(rows[0], codes[0])));
+    } else {
+        vi all = pairs(codes[0], rows[0]);
+        for (int i = 1; i < N; i++) all = added(all, pairs(codes[i], rows[i]));
+        if (NARROW<FORM, PART>) sums = added(sums, all);
+        else sums += quads(all);
+    }
+}
+template <int FORM, int PART> INLINE vi whole(Sums sums) { return NARROW<FORM, PART> ? quads(sums) : sums; }
+#else
+typedef int16_t Number;
+typedef int16_t Row __attribute__((vector_size(16)));  // four inputs, twice
+struct Sums { Row low, high; };                        // of outputs 0 and 1, and of 2 and 3
+INLINE Row row_of(const Number* numbers) {
     typedef int64_t Two __attribute__((vector_size(16)));
     return (Row)(load_as<int64_t>(numbers) - (Two){});
 }
@@ -83,26 +126,26 @@ INLINE Row add_pairs(Row sums, Row codes, Row row) {
     return (Row)all;
 #endif
 }
-template <int BITS> INLINE void dot(Sums& sums, const Codes& codes, Row row) {
-    if (BITS == 4) sums.low += codes.low * row, sums.high += codes.high * row;  // 8 * 15 * 127 at most
-    else sums.low = add_pairs(sums.low, codes.low, row), sums.high = add_pairs(sums.high, codes.high, row);
+template <int FORM, int PART> constexpr bool NARROW = PART / 4 * MOST<FORM> * 127 <= 32767;  // sums of a part fit into 16 bits
+enum { VNNI = 0 };
+template <int FORM> constexpr int RUN = 1;
+template <int FORM> constexpr int ZERO = 0;
+template <int FORM> INLINE Codes prepared(Codes a) { return a; }
+template <int FORM, int PART> INLINE void dot(Sums& sums, const Codes* codes, const Row* rows) {
+    typedef uint8_t Eight __attribute__((vector_size(8)));
+    Eight half[2];
+    memcpy(half, codes, sizeof half);
+    Row low = __builtin_convertvector(half[0], Row), high = __builtin_convertvector(half[1], Row);
+    if (NARROW<FORM, PART>) sums.low += low * *rows, sums.high += high * *rows;
+    else sums.low = add_pairs(sums.low, low, *rows), sums.high = add_pairs(sums.high, high, *rows);
 }
-template <int BITS> INLINE vi whole(const Sums& sums) {
+template <int FORM, int PART> INLINE vi whole(const Sums& sums) {
     const Row one = (Row){} + 1;
-    vi low = (vi)(BITS == 4 ? add_pairs((Row){}, sums.low, one) : sums.low), high = (vi)(BITS == 4 ? add_pairs((Row){}, sums.high, one) : sums.high);
+    bool narrow = NARROW<FORM, PART>;
+    vi low = (vi)(narrow ? add_pairs((Row){}, sums.low, one) : sums.low), high = (vi)(narrow ? add_pairs((Row){}, sums.high, one) : sums.high);
     return (vi){low[0] + low[1], low[2] + low[3], high[0] + high[1], high[2] + high[3]};
 }
 #endif
-template <int BITS> INLINE void codes_of(const uint8_t* p, Codes* codes) {
-#if defined(MP_AVX512)
-    if (BITS == 4) { __m512i both = _mm512_loadu_si512(p); codes[0] = low_nibbles(both), codes[1] = high_nibbles(both); }
-#elif defined(MP_AVX2)
-    if (BITS == 4) { __m256i both = _mm256_loadu_si256((const __m256i*)p); codes[0] = low_nibbles(both), codes[1] = high_nibbles(both); }
-#else
-    if (BITS == 4) { Bytes both = load_as<Bytes>(p); codes[0] = low_nibbles(both), codes[1] = high_nibbles(both); }
-#endif
-    else codes[0] = bytes_of(p);
-}
 
 // ---- rows in bytes ----
 // Inputs that are summed as whole numbers, and what makes a number of their sum.
@@ -110,12 +153,12 @@ struct Part {
     float scale, sum;  // sum: of the row's numbers, times the scale
     int32_t less;      // sum of the row's numbers, times the weight's zero
 };
-template <class N> struct PackedRows {
-    N* numbers;   // [rows, inputs]
-    Part* parts;  // [rows, count]
+struct PackedRows {
+    Number* numbers;  // [rows, inputs]
+    Part* parts;      // [rows, count]
     int64_t inputs, count;
 };
-template <class T, class N> static void quantise_row(const T* x, int64_t K, int part, int zero, N* numbers, Part* parts) {
+template <class T> static void quantise_row(const T* x, int64_t K, int part, int zero, Number* numbers, Part* parts) {
     for (int64_t k = 0; k < K; k += CHUNK, numbers += CHUNK) {
         vf v[CHUNK / W];
         vi top = {};
@@ -129,8 +172,8 @@ template <class T, class N> static void quantise_row(const T* x, int64_t K, int 
         int32_t sums[2] = {};
         for (int i = 0; i < CHUNK / W; i++) {
             vi q = some ? nearest(v[i] / scale) : (vi){};  // a product would be fused with what rounds it
-            if (sizeof(N) == 1) store_bytes(numbers + i * W, q);
-            else for (int j = 0; j < W; j++) numbers[i * W + j] = (N)q[j];
+            if (sizeof(Number) == 1) store_bytes(numbers + i * W, q);
+            else for (int j = 0; j < W; j++) numbers[i * W + j] = (Number)q[j];
             for (int j = 0; j < W; j++) sums[i * W / (CHUNK / 2)] += q[j];
         }
         if (part == CHUNK) sums[0] += sums[1];
@@ -152,48 +195,58 @@ INLINE vf fused(vf c, vf a, vf b) {
 }
 
 // ---- sums of M rows by NV vectors of a panel, from vector `from` on ----
-template <int M, int NV, int BITS, int PART>
-static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows<Number<BITS>>& x, int64_t row, const char* group, int from, float* out) {
-    constexpr int STEPS = PART / STEP_INPUTS<BITS>, LOAD = STEP_BYTES<BITS> / VECTORS;
-    constexpr int CHAINS = SIDE_BY_SIDE == 4 && W != 4 && M * NV <= 4 ? 2 : 1;  // that do not wait for one another
-    const Number<BITS>* numbers = x.numbers + row * x.inputs;
+// Scales or offsets of W outputs: whole numbers of `unit`, or as they are.
+INLINE vf scales_at(const char* p, int bytes, int at, vf unit) {
+    if (bytes == 1) return widen((const int8_t*)p + at) * unit;
+    return bytes == 2 ? widen((const f16*)p + at) : load((const float*)p + at);
+}
+template <int M, int NV, int FORM, int PART>
+static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows& x, int64_t row, const char* at, int from, float* out) {
+    constexpr int RUNS = PART / 4 / RUN<FORM>;
+    constexpr int CHAINS = VNNI && M * NV <= 4 ? 2 : 1;  // that do not wait for one another
+    const Number* numbers = x.numbers + row * x.inputs;
     const Part* parts = x.parts + row * x.count;
-    int64_t inner = p.group / PART, scales = PANEL * p.scale_bytes, code_bytes = PANEL * p.group * BITS / 8;
-    vf total[M][NV] = {};
-    for (int64_t left = x.inputs; left > 0; left -= p.group) {
-        const char* offsets = group + scales;
-        const uint8_t* codes = (const uint8_t*)offsets + PANEL * p.offset_bytes;
-        group = (const char*)codes + code_bytes;
-        codes += from * LOAD;
-        vf scale[NV], offset[NV] = {};
-        for (int v = 0; v < NV; v++) {
-            int at = (from + v) * W;
-            scale[v] = p.scale_bytes == 2 ? widen((const f16*)(offsets - scales) + at) : load((const float*)(offsets - scales) + at);
-            if (p.offset_bytes) offset[v] = p.offset_bytes == 2 ? widen((const f16*)offsets + at) : load((const float*)offsets + at);
-        }
-        for (int64_t i = 0; i < inner; i++, numbers += PART, parts++) {
-            Sums sums[CHAINS][M][NV] = {};
-#pragma GCC unroll 4
-            for (int k = 0; k < STEPS; k++, codes += STEP_BYTES<BITS>) {
-                Codes its[NV][2];
-                for (int v = 0; v < NV; v++) {
-                    __builtin_prefetch(codes + v * LOAD + PACKED_AHEAD, 0, 2);
-                    codes_of<BITS>(codes + v * LOAD, its[v]);
-                }
-                for (int m = 0; m < M; m++) {
-                    for (int half = 0; half < HALVES<BITS>; half++) {
-                        Row four = row_of(numbers + m * x.inputs + k * STEP_INPUTS<BITS> + half * 4);
-                        for (int v = 0; v < NV; v++) dot<BITS>(sums[(k + half) % CHAINS][m][v], its[v][half], four);
+    const Codes table = FORM == TABLE ? table_of(p.table) : (Codes){};
+    const int lane = from * W;
+    int64_t scales = PANEL * p.scale_bytes, offsets = PANEL * p.offset_bytes, groups = p.block / p.group, inner = p.group / PART;
+    vf total[M][NV] = {}, unit[NV] = {}, offset_unit[NV] = {};
+    for (int64_t left = x.inputs; left > 0; left -= p.block) {
+        const f16* units = (const f16*)at + lane;
+        if (p.scale_bytes == 1) for (int v = 0; v < NV; v++) unit[v] = widen(units + v * W);
+        if (p.offset_bytes == 1) for (int v = 0; v < NV; v++) offset_unit[v] = widen(units + (p.scale_bytes == 1) * PANEL + v * W);
+        at += p.unit_bytes();
+        for (int64_t g = 0; g < groups; g++) {
+            vf scale[NV], offset[NV] = {};
+            for (int v = 0; v < NV; v++) {
+                scale[v] = scales_at(at, p.scale_bytes, lane + v * W, unit[v]);
+                if (p.offset_bytes) offset[v] = scales_at(at + scales, p.offset_bytes, lane + v * W, offset_unit[v]);
+            }
+            at += scales + offsets;
+            for (int64_t i = 0; i < inner; i++, numbers += PART, parts++, at += PART_BYTES<FORM, PART>) {
+                const uint8_t* codes = (const uint8_t*)at;
+                Sums sums[CHAINS][M][NV] = {};
+                for (int b = 0; b < PART_BYTES<FORM, PART> * NV / VECTORS; b += 64)
+                    __builtin_prefetch(codes + from * (PART_BYTES<FORM, PART> / VECTORS) + b + PACKED_AHEAD, 0, 2);
+#pragma GCC unroll 8
+                for (int k = 0; k < RUNS; k++) {
+                    Codes its[NV][RUN<FORM>];
+                    for (int v = 0; v < NV; v++)
+                        for (int q = 0; q < RUN<FORM>; q++)
+                            its[v][q] = prepared<FORM>(quad<FORM>(codes, k * RUN<FORM> + q, lane + v * W, table));
+                    for (int m = 0; m < M; m++) {
+                        Row some[RUN<FORM>];
+                        for (int q = 0; q < RUN<FORM>; q++) some[q] = row_of(numbers + m * x.inputs + (k * RUN<FORM> + q) * 4);
+                        for (int v = 0; v < NV; v++) dot<FORM, PART>(sums[k % CHAINS][m][v], its[v], some);
                     }
                 }
-            }
-            for (int m = 0; m < M; m++) {
-                const Part& its = parts[m * x.count];
-                for (int v = 0; v < NV; v++) {
-                    vi sum = whole<BITS>(sums[0][m][v]) - its.less;
-                    if (CHAINS == 2) sum += whole<BITS>(sums[CHAINS - 1][m][v]);
-                    total[m][v] = fused(total[m][v], __builtin_convertvector(sum, vf), scale[v] * its.scale);
-                    if (p.offset_bytes) total[m][v] = fused(total[m][v], offset[v], splat(its.sum));
+                for (int m = 0; m < M; m++) {
+                    const Part& its = parts[m * x.count];
+                    for (int v = 0; v < NV; v++) {
+                        vi sum = whole<FORM, PART>(sums[0][m][v]) - its.less;
+                        if (CHAINS == 2) sum += whole<FORM, PART>(sums[CHAINS - 1][m][v]);
+                        total[m][v] = fused(total[m][v], __builtin_convertvector(sum, vf), scale[v] * its.scale);
+                        if (p.offset_bytes) total[m][v] = fused(total[m][v], offset[v], splat(its.sum));
+                    }
                 }
             }
         }
@@ -201,26 +254,26 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
     for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) store(out + m * PANEL + (from + v) * W, total[m][v]);
 }
 // Vectors of a panel that M rows take at once, as many as there are registers for their sums.
-template <int M> constexpr int packed_at_once() { return W == 16 ? (M <= 7 ? 2 : 1) : M * VECTORS <= 12 ? (int)VECTORS : 2; }
-template <int M, int BITS, int PART>
-static void packed_tile(const Panels& p, int rows, const PackedRows<Number<BITS>>& x, int64_t row, const char* panel, float* out) {
-    if constexpr (M > 1) if (rows < M) return packed_tile<M - 1, BITS, PART>(p, rows, x, row, panel, out);
-    constexpr int NV = packed_at_once<M>();
-    for (int from = 0; from < VECTORS; from += NV) packed_sums<M, NV, BITS, PART>(p, x, row, panel, from, out);
+template <int M, int FORM> constexpr int packed_at_once() { return W == 16 ? (M <= 7 ? 2 : 1) : M * VECTORS <= 12 ? (int)VECTORS : 2; }
+template <int M, int FORM, int PART>
+static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, float* out) {
+    if constexpr (M > 1) if (rows < M) return packed_tile<M - 1, FORM, PART>(p, rows, x, row, panel, out);
+    constexpr int NV = packed_at_once<M, FORM>();
+    for (int from = 0; from < VECTORS; from += NV) packed_sums<M, NV, FORM, PART>(p, x, row, panel, from, out);
 }
 
-template <class T, int BITS, int PART>
+template <class T, int FORM, int PART>
 static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
     static thread_local Memory room;
     int64_t K = p.inputs, width = p.width(), begin = r.first / width, panels = (r.last + width - 1) / width - begin;
     if (!rows || panels <= 0) return 0;
-    PackedRows<Number<BITS>> packed{nullptr, nullptr, K, K / PART};
-    packed.parts = (Part*)room.get(rows * (K * sizeof(Number<BITS>) + packed.count * sizeof(Part)));
+    PackedRows packed{nullptr, nullptr, K, K / PART};
+    packed.parts = (Part*)room.get(rows * (K * sizeof(Number) + packed.count * sizeof(Part)));
     if (!packed.parts) return 1;
-    packed.numbers = (Number<BITS>*)(packed.parts + rows * packed.count);
+    packed.numbers = (Number*)(packed.parts + rows * packed.count);
     split(rows, worth(rows * K, threads), [&](int64_t row, int64_t end) {
         for (; row < end; row++)
-            quantise_row(x + row * stride, K, PART, p.zero, packed.numbers + row * K, packed.parts + row * packed.count);
+            quantise_row(x + row * stride, K, PART, p.zero - ZERO<FORM>, packed.numbers + row * K, packed.parts + row * packed.count);
     });
     int64_t tiles = (rows + PACKED_ROWS - 1) / PACKED_ROWS, size = PACKED_BLOCK / (K * PACKED_ROWS) + 1, blocks = (tiles + size - 1) / size;
     int64_t shared = threads > 1 ? 4 * threads / panels : 0;  // of few panels every thread has a block of its own
@@ -233,17 +286,24 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
         for (int64_t tile = tiles * block / blocks; tile < tiles * (block + 1) / blocks; tile++) {
             int64_t row = rows * tile / tiles;
             int count = (int)(rows * (tile + 1) / tiles - row);
-            packed_tile<PACKED_ROWS, BITS, PART>(p, count, packed, row, p.weight + panel * p.bytes(), sums);
+            packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, p.weight + panel * p.bytes(), sums);
             finish<T>(p, panel, row, count, sums, r);
         }
     });
     return 0;
 }
+template <class T, int PART>
+static int product_by_form(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
+    if (p.bits == 8) return product_of<T, BYTES, PART>(p, x, stride, rows, r, threads);
+    if (p.bits == 6) return product_of<T, SIX, PART>(p, x, stride, rows, r, threads);
+    if (p.has_table) return product_of<T, TABLE, PART>(p, x, stride, rows, r, threads);
+    return product_of<T, NIBBLES, PART>(p, x, stride, rows, r, threads);
+}
 template <class T>
 int packed_product(const Panels& p, const T* x, int64_t stride, int64_t rows, const Result& r, int threads) {
-    bool half = p.group == CHUNK / 2;
-    if (p.bits == 8) return half ? product_of<T, 8, CHUNK / 2>(p, x, stride, rows, r, threads) : product_of<T, 8, CHUNK>(p, x, stride, rows, r, threads);
-    return half ? product_of<T, 4, CHUNK / 2>(p, x, stride, rows, r, threads) : product_of<T, 4, CHUNK>(p, x, stride, rows, r, threads);
+    if (p.group == CHUNK / 2) return product_by_form<T, CHUNK / 2>(p, x, stride, rows, r, threads);
+    if (p.bits == 5) return product_of<T, FIVE, CHUNK>(p, x, stride, rows, r, threads);
+    return product_by_form<T, CHUNK>(p, x, stride, rows, r, threads);
 }
 template int packed_product<float>(const Panels&, const float*, int64_t, int64_t, const Result&, int);
 template int packed_product<bf16>(const Panels&, const bf16*, int64_t, int64_t, const Result&, int);

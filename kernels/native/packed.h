@@ -3,21 +3,31 @@
 // A weight is scale * (code - zero) + offset. Rows become signed bytes, with a scale for each chunk of 32 inputs, so that
 // a chunk's sum (of 16 inputs, if a group has no more) is a whole number: it is the same on every machine and in every
 // order. Chunks are added in their order, each by one multiplication with the product of both scales.
+//
+// Scales and offsets of one byte are whole numbers of a unit (float16). Groups with the same units are a block: the
+// outputs' units of scales, then those of offsets, then the groups.
 #pragma once
 #include "panels.h"
 
 enum { CHUNK = 32 };  // inputs of a row that share a scale
 
-// Where bytes lie as the machine's products of bytes take them: four inputs of an output side by side, or two.
-#if defined(MP_BF16) || W == 4
-enum { SIDE_BY_SIDE = 4 };
-#else
-enum { SIDE_BY_SIDE = 2 };
-#endif
-INLINE int64_t byte_place(int64_t k, int lane) { return (k / SIDE_BY_SIDE * PANEL + lane) * SIDE_BY_SIDE + k % SIDE_BY_SIDE; }
-// Nibbles: four inputs of an output in the low halves of four bytes, the next four in the high ones.
+// Four inputs of an output lie side by side: a quad. Bytes: quad by quad. Nibbles: a quad in the low halves of four bytes,
+// the next quad in the high ones. Higher bits of codes with 5 and 6 bits lie behind the nibbles of 32 and 16 inputs: of
+// each byte 1 or 2 bits belong to the first quad, the next ones to the second.
+INLINE int64_t byte_place(int64_t k, int lane) { return (k / 4 * PANEL + lane) * 4 + k % 4; }
 INLINE int64_t nibble_place(int64_t k, int lane) { return (k / 8 * PANEL + lane) * 4 + k % 4; }
 INLINE int nibble_shift(int64_t k) { return k / 4 % 2 * 4; }
+INLINE int64_t higher_inputs(int bits) { return bits == 5 ? 32 : bits == 6 ? 16 : 8; }  // whose nibbles lie together
+// Where the nibble of input k lies, and the byte with higher bits, in front of which the shift says how many there are.
+struct CodePlace { int64_t nibble, higher; int shift; };
+INLINE CodePlace code_place(int bits, int64_t k, int lane) {
+    int64_t together = higher_inputs(bits), run = k / together * (together * bits / 8 * PANEL), in = k % together;
+    return {run + nibble_place(in, lane), run + together / 2 * PANEL + lane * 4 + k % 4, (int)(in / 4 * (bits - 4))};
+}
+
+// A packed weight as it comes: codes [outputs, inputs] one a byte, nibbles two a byte; the others [outputs, groups], and
+// units [outputs, blocks] in float16. Mirrors kernels/native/structures.py.
+struct PackedMatrix { const uint8_t* codes; const char *scales, *offsets, *units, *offset_units; };
 
 // `product` of packed weights.
 template <class T>

@@ -19,14 +19,18 @@ struct Panels {
     const char* bias;  // [outputs] in the matrix's type, or null
     int64_t outputs, inputs;
     int32_t type, gated;  // gated: outputs are gates, then as many ups; results are half as many
-    // Of packed weights, see packed.h; bits 0: weights are of `type`. Of a scale or an offset bytes: 2 or 4; no offsets: 0.
+    // Of packed weights, see packed.h; bits 0: weights are of `type`. Of a scale or an offset bytes: 1, 2 or 4; no offsets: 0.
     int32_t bits, zero, scale_bytes, offset_bytes;
-    int64_t group;
+    int64_t group, block;  // inputs that share a scale; that share units, else the same as group
+    int32_t has_table;     // nibbles choose from `table`
+    uint8_t table[16];
     int64_t columns() const { return gated ? outputs / 2 : outputs; }       // of the result
     int64_t width() const { return gated ? PANEL / 2 : PANEL; }              // columns of a panel
     int64_t count() const { return (columns() + width() - 1) / width(); }    // panels
-    int64_t bytes() const { return bits ? inputs / group * group_bytes() : PANEL * inputs * type_bytes[type]; }  // of a panel
+    int64_t bytes() const { return bits ? inputs / block * block_bytes() : PANEL * inputs * type_bytes[type]; }  // of a panel
     int64_t group_bytes() const { return PANEL * (scale_bytes + offset_bytes + group * bits / 8); }
+    int64_t unit_bytes() const { return PANEL * 2 * ((scale_bytes == 1) + (offset_bytes == 1)); }  // in front of a block
+    int64_t block_bytes() const { return unit_bytes() + block / group * group_bytes(); }
     // The output that lane `lane` of panel `panel` stands for, or `outputs` or more for none.
     int64_t output(int64_t panel, int lane) const {
         if (!gated) return panel * PANEL + lane;

@@ -29,8 +29,15 @@ class Panels(ctypes.Structure):
 
     _fields_ = (
         ("weight", _P), ("bias", _P), ("outputs", _L), ("inputs", _L), ("type", _I), ("gated", _I),
-        ("bits", _I), ("zero", _I), ("scale_bytes", _I), ("offset_bytes", _I), ("group", _L),
+        ("bits", _I), ("zero", _I), ("scale_bytes", _I), ("offset_bytes", _I), ("group", _L), ("block", _L),
+        ("has_table", _I), ("table", ctypes.c_uint8 * 16),
     )  # fmt: skip
+
+
+class PackedMatrix(ctypes.Structure):
+    """In packed.h."""
+
+    _fields_ = (("codes", _P), ("scales", _P), ("offsets", _P), ("units", _P), ("offset_units", _P))
 
 
 class Int8Panels(ctypes.Structure):

@@ -91,7 +91,7 @@ class Linear:
         if isinstance(weight, PackedWeight):
             assert dtype is not None
             self.dtype, self.device = dtype, weight.codes.device
-            packed = weight.for_products()
+            packed = weight.for_products() or weight.rounded()
             weight = weight.dequantise().to(dtype) if packed is None else packed
         if isinstance(weight, PackedWeight):
             self.panels = arrange_packed(weight, bias, self.dtype, gated=gated, arena=arena)

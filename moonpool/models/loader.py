@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.arranged_weights import ArrangedWeight
 from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, WeightArena, mapped
+from kernels.packed import CHUNK
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, TensorType, is_gguf
@@ -41,7 +42,7 @@ from moonpool.families.spec import (
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
-from moonpool.models.packed import CHUNK, PackedWeight, join_rows, pack_int4, pack_int8
+from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.models.recurrent import RecurrentWeights
 from moonpool.models.stage import StageModel

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-CHUNK = 32
-"""Inputs of a row that share a scale in products (`kernels.packed`)."""
+from kernels.packed import CHUNK, byte_codes, in_units
+
 _PIECE_GROUPS = 1 << 12  # groups that are packed at a time stay in the cache
 _SCALE_TYPES = (torch.float16, torch.float32)
 _SHRUNK = tuple(1 - 0.025 * step for step in range(13))  # parts of a group's range that a search tries
@@ -26,43 +26,45 @@ class PackedWeight:
     """A linear weight [outputs, inputs] as codes.
 
     The number that a code stands for is `scale * (code - zero) + offset`, computed in float32. With a table of values
-    the number is `scale * values[code]`.
+    the number is `scale * values[code]`. Scales and offsets of one byte are whole numbers of a unit.
 
     Raises:
         ValueError: a field does not fit the others; names the field.
     """
 
     codes: Tensor
-    """uint8. 8 bits: [outputs, inputs]. 4 bits: [outputs, inputs / 2], of two inputs the first in the low nibble."""
+    """uint8. 4 bits: [outputs, inputs / 2], of two inputs the first in the low nibble. Else [outputs, inputs]."""
     bits: int
-    """Of a code: 4 or 8."""
+    """Of a code: 4, 5, 6 or 8."""
     group: int
     """Inputs that share a scale: a multiple of 16, or all inputs."""
     scales: Tensor
-    """[outputs, inputs / group], float16 or float32."""
+    """[outputs, inputs / group], float16 or float32; int8 with `units`."""
     zero: int = 0
     """The code that stands for 0 (or for the offset); 0 with a table of values."""
     offsets: Tensor | None = None
-    """[outputs, inputs / group], float16 or float32; None: 0."""
+    """[outputs, inputs / group], float16 or float32; int8 with `offset_units`. None: 0."""
     values: Tensor | None = None
     """float32 [16] or [256], by code; None: codes are whole numbers."""
+    units: Tensor | None = None
+    """float16 [outputs, blocks], what 1 stands for in `scales`; a block is some groups."""
+    offset_units: Tensor | None = None
+    """float16 [outputs, blocks], what 1 stands for in `offsets`."""
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
-            raise ValueError(f"bits: must be 4 or 8, not {self.bits}")
+        if self.bits not in (4, 5, 6, 8):
+            raise ValueError(f"bits: must be 4, 5, 6 or 8, not {self.bits}")
         if self.codes.dtype != torch.uint8 or self.codes.dim() != 2:
             raise ValueError(f"codes: must be uint8 [outputs, bytes], not {self.codes.dtype} {list(self.codes.shape)}")
         inputs = self.inputs
         if self.group < 1 or inputs % self.group or (self.group % 16 and self.group != inputs):
             raise ValueError(f"group: must be a multiple of 16 that divides {inputs} inputs, or {inputs}: {self.group}")
-        for name, part in (("scales", self.scales), ("offsets", self.offsets)):
-            if part is None:
-                continue
-            if part.dtype not in _SCALE_TYPES or part.shape != (self.outputs, inputs // self.group):
-                raise ValueError(
-                    f"{name}: must be float16 or float32 [{self.outputs}, {inputs // self.group}], "
-                    f"not {part.dtype} {list(part.shape)}"
-                )
+        for name, part, units in (
+            ("scales", self.scales, self.units),
+            ("offsets", self.offsets, self.offset_units),
+        ):
+            if part is not None:
+                self._check_scales(name, part, units)
         if not 0 <= self.zero < 1 << self.bits:
             raise ValueError(f"zero: must be a code of {self.bits} bits, not {self.zero}")
         if self.values is not None:
@@ -70,6 +72,22 @@ class PackedWeight:
                 raise ValueError(f"values: must be float32 [{1 << self.bits}], not {list(self.values.shape)}")
             if self.zero or self.offsets is not None:
                 raise ValueError("values: a table of values has neither zero nor offsets")
+
+    def _check_scales(self, name: str, part: Tensor, units: Tensor | None) -> None:
+        groups = self.inputs // self.group
+        types = _SCALE_TYPES if units is None else (torch.int8,)
+        if part.dtype not in types or part.shape != (self.outputs, groups):
+            raise ValueError(
+                f"{name}: must be {' or '.join(str(its).removeprefix('torch.') for its in types)} "
+                f"[{self.outputs}, {groups}], not {part.dtype} {list(part.shape)}"
+            )
+        if units is None:
+            return
+        blocks = units.shape[1] if units.dim() == 2 else 0
+        if units.dtype != torch.float16 or units.shape != (self.outputs, blocks) or not blocks or groups % blocks:
+            raise ValueError(f"{name}: units must be float16 [{self.outputs}, blocks of {groups} groups]")
+        if self.units is not None and blocks != self.units.shape[1]:
+            raise ValueError("offset_units: must have as many blocks as units")
 
     @property
     def outputs(self) -> int:
@@ -79,7 +97,7 @@ class PackedWeight:
     @property
     def inputs(self) -> int:
         """Number of columns."""
-        return self.codes.shape[1] * 8 // self.bits
+        return self.codes.shape[1] * (2 if self.bits == 4 else 1)
 
     @property
     def shape(self) -> torch.Size:
@@ -88,69 +106,95 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory of codes, scales, offsets and table, bytes."""
-        parts = (self.codes, self.scales, self.offsets, self.values)
-        return sum(part.nbytes for part in parts if part is not None)
+        """Memory of codes, scales, offsets and table, bytes; arranged codes of 5 and 6 bits take less."""
+        return sum(part.nbytes for part in (*self._by_row(), self.values) if part is not None)
 
     @property
     def kind(self) -> str:
         """Bits and group, for example "int4/32"; with a table "table4/32"."""
         return f"{'int' if self.values is None else 'table'}{self.bits}/{self.group}"
 
-    def byte_codes(self) -> Tensor:
-        """Return the codes one a byte, uint8 [outputs, inputs]."""
-        if self.bits == 8:
-            return self.codes
-        return torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(1)
-
     def dequantise(self) -> Tensor:
         """Return the numbers that the codes stand for, float32 [outputs, inputs]."""
-        codes = self.byte_codes()
+        codes = byte_codes(self)
         numbers = codes.float() - self.zero if self.values is None else self.values[codes.long()]
-        grouped = numbers.view(self.outputs, -1, self.group) * self.scales.float()[..., None]
+        grouped = numbers.view(self.outputs, -1, self.group) * in_units(self.scales, self.units)[..., None]
         if self.offsets is not None:
-            grouped += self.offsets.float()[..., None]
+            grouped += in_units(self.offsets, self.offset_units)[..., None]
         return grouped.flatten(1)
 
     def select(self, rows: Tensor | slice) -> PackedWeight:
         """Return some rows, by int64 [n] or a slice, as a packed weight."""
-        offsets = None if self.offsets is None else self.offsets[rows]
-        return replace(self, codes=self.codes[rows], scales=self.scales[rows], offsets=offsets)
+        return self._with_rows([None if part is None else part[rows] for part in self._by_row()])
 
     def to(self, device: torch.device) -> PackedWeight:
         """Return the weight on another device."""
-        offsets, values = (None if part is None else part.to(device) for part in (self.offsets, self.values))
-        return replace(self, codes=self.codes.to(device), scales=self.scales.to(device), offsets=offsets, values=values)
+        moved = self._with_rows([None if part is None else part.to(device) for part in self._by_row()])
+        return moved if self.values is None else replace(moved, values=self.values.to(device))
+
+    def _by_row(self) -> list[Tensor | None]:
+        return [self.codes, self.scales, self.offsets, self.units, self.offset_units]
+
+    def _with_rows(self, parts: Sequence[Tensor | None]) -> PackedWeight:
+        codes, scales, offsets, units, offset_units = parts
+        assert codes is not None
+        assert scales is not None
+        return replace(self, codes=codes, scales=scales, offsets=offsets, units=units, offset_units=offset_units)
 
     def for_products(self) -> PackedWeight | None:
-        """Return the weight in the products' form, or None if inputs or groups do not fit.
+        """Return the same numbers in a form that products take, or None if no such form holds them exactly.
 
-        Products take whole numbers as codes. A table of other values becomes bytes, each the nearest number.
+        Products take whole numbers as codes, or a table of 16 whole numbers that are bytes.
         """
-        if self.inputs % CHUNK or (self.group != CHUNK // 2 and self.group % CHUNK):
+        if not self._fits_products():
             return None
-        exact = self.without_table()
-        return pack_int8(self.dequantise()) if exact is None else exact
+        weight = replace(self, bits=6) if self.bits == 5 and self.group % CHUNK else self
+        if weight.values is None:
+            return weight
+        for doublings in range(4) if self.bits == 4 else ():
+            numbers = weight.values * 2**doublings
+            if bool((numbers == numbers.round()).all()) and float(numbers.min()) >= -128 and float(numbers.max()) < 128:
+                return replace(weight, values=numbers, **_divided(weight, 2**doublings))
+        return None
+
+    def rounded(self) -> PackedWeight | None:
+        """Return the nearest numbers in a form that products take, or None if inputs or groups do not fit products.
+
+        The values of a table of 16 become the nearest bytes; other tables become bytes with new scales.
+        """
+        if not self._fits_products():
+            return None
+        if self.values is None or self.bits != 4:
+            return pack_int8(self.dequantise())
+        most = float(self.values.abs().max()) or 1.0
+        scales = in_units(self.scales, self.units) * (most / 127)
+        return replace(self, values=(self.values * (127 / most)).round(), scales=scales, units=None)
+
+    def _fits_products(self) -> bool:
+        return not self.inputs % CHUNK and (self.group == CHUNK // 2 or not self.group % CHUNK)
 
     def without_table(self) -> PackedWeight | None:
         """Return the same numbers as bytes without a table of values; None: no bytes hold them exactly."""
-        if self.values is None:
-            return self
-        for doublings in range(4):
-            numbers = self.values * 2**doublings
-            if bool((numbers == numbers.round()).all()) and float(numbers.min()) >= -128 and float(numbers.max()) < 128:
-                codes = (numbers + 128).to(torch.uint8)[self.byte_codes().long()]
-                scales = self.scales / 2**doublings
-                if not torch.equal(scales * 2**doublings, self.scales):  # float16 has no smaller one
-                    scales = self.scales.float() / 2**doublings
-                return PackedWeight(codes, 8, self.group, scales, zero=128)
-        return None
+        whole = self if self.values is None else self.for_products()
+        if whole is None or whole.values is None:
+            return whole
+        codes = (whole.values + 128).to(torch.uint8)[byte_codes(self).long()]
+        return replace(whole, codes=codes, bits=8, zero=128, values=None)
+
+
+def _divided(weight: PackedWeight, by: int) -> dict[str, Tensor]:
+    """Return the fields with the weight's scales divided by a power of two."""
+    name, scales = ("scales", weight.scales) if weight.units is None else ("units", weight.units)
+    divided = scales / by
+    if torch.equal(divided * by, scales):
+        return {name: divided}
+    return {"scales": in_units(weight.scales, weight.units) / by, "units": None}  # float16 has no smaller one
 
 
 def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     """Return weights with the same inputs as one weight, the rows one below the other; None: no form holds all exactly.
 
-    If forms differ, the joined weight has the finest: bytes, the smallest group, float32, offsets.
+    If forms differ, the joined weight has the finest: the most bits, the smallest group, float32, offsets.
     """
     if any(weight.values is not None for weight in weights):
         tables = [weight.values for weight in weights]
@@ -158,38 +202,68 @@ def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
         if any(first is None or its is None or not torch.equal(first, its) for its in tables):
             exact = [its for weight in weights if (its := weight.without_table()) is not None]
             return join_rows(exact) if len(exact) == len(weights) else None
-    bits = max(weight.bits for weight in weights)
-    if bits == 4 and len({weight.zero for weight in weights}) > 1:
-        bits = 8
     group = min(weight.group for weight in weights)
-    zero = max(weight.zero for weight in weights)
     if any(weight.group % group for weight in weights):
         return None
+    zero = max(weight.zero for weight in weights)
     moved = [zero - weight.zero for weight in weights]
-    codes = [weight.codes if bits == weight.bits else weight.byte_codes() for weight in weights]
-    if any(by and int(its.max()) + by > 255 for its, by in zip(codes, moved, strict=True)):
+    bits = max(weight.bits for weight in weights)
+    codes = [weight.codes for weight in weights]
+    if bits > min(weight.bits for weight in weights) or any(moved):
+        codes = [byte_codes(weight) for weight in weights]
+        most = max(int(its.max()) + by for its, by in zip(codes, moved, strict=True))
+        bits = next((its for its in (5, 6, 8) if its >= bits and most < 1 << its), 0)
+    if not bits:
         return None
+    plain = len({_block(weight) for weight in weights}) > 1 or _block(weights[0]) == 0
+    parts = [_plain_scales(weight) if plain else weight for weight in weights]
+    repeats = [weight.group // group for weight in weights]
     return PackedWeight(
         torch.cat([its + by if by else its for its, by in zip(codes, moved, strict=True)]),
         bits,
         group,
-        _join_scales([(weight.scales, weight.group // group) for weight in weights]),
+        _joined([its.scales for its in parts], repeats),
         zero,
-        None
-        if all(weight.offsets is None for weight in weights)
-        else _join_scales(
-            [
-                (torch.zeros_like(weight.scales) if weight.offsets is None else weight.offsets, weight.group // group)
-                for weight in weights
-            ]
-        ),
+        _joined_offsets([its.offsets for its in parts], [its.scales for its in parts], repeats),
         weights[0].values,
+        None if plain else torch.cat([its.units for its in parts if its.units is not None]),
+        None if plain else _joined_offsets([its.offset_units for its in parts], [its.units for its in parts]),
     )
 
 
-def _join_scales(parts: Sequence[tuple[Tensor, int]]) -> Tensor:
+def _block(weight: PackedWeight) -> int:
+    """Return the inputs that share units; 0: scales or offsets have none."""
+    if weight.units is None or (weight.offsets is not None and weight.offset_units is None):
+        return 0
+    return weight.inputs // weight.units.shape[1]
+
+
+def _plain_scales(weight: PackedWeight) -> PackedWeight:
+    """Return the weight with scales and offsets without units."""
+    scales = weight.scales if weight.units is None else in_units(weight.scales, weight.units)
+    offsets = weight.offsets
+    if offsets is not None and weight.offset_units is not None:
+        offsets = in_units(offsets, weight.offset_units)
+    return replace(weight, scales=scales, offsets=offsets, units=None, offset_units=None)
+
+
+def _joined(parts: Sequence[Tensor], repeats: Sequence[int]) -> Tensor:
     """Return scales one below the other, each repeated so many times."""
-    return torch.cat([scales.repeat_interleave(times, 1) for scales, times in parts])
+    return torch.cat([its.repeat_interleave(times, 1) for its, times in zip(parts, repeats, strict=True)])
+
+
+def _joined_offsets(
+    parts: Sequence[Tensor | None], scales: Sequence[Tensor | None], repeats: Sequence[int] = ()
+) -> Tensor | None:
+    """As `_joined`; None is 0 in the shape of the scales, or None if all are."""
+    if all(its is None for its in parts):
+        return None
+    found = [
+        torch.zeros_like(like) if its is None else its
+        for its, like in zip(parts, scales, strict=True)
+        if like is not None
+    ]
+    return _joined(found, repeats or [1] * len(found))
 
 
 def pack_int8(weight: Tensor, group: int = 32) -> PackedWeight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,32 +41,37 @@ def packed_of_folder(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> Pack
 def _weight(
     codes: Tensor,
     bits: int,
-    scales: Tensor,
+    scales: Tensor | _Whole,
     zero: int = 0,
-    offsets: Tensor | None = None,
+    offsets: Tensor | _Whole | None = None,
     values: Tensor | None = None,
 ) -> PackedWeight | None:
     """Return the weight from codes, one a byte; None: the scales' groups differ in size."""
-    codes, scales = codes.flatten(1), scales.flatten(1)
+    codes, (scales, units) = codes.flatten(1), _stored(scales)
     inputs, groups = codes.shape[1], scales.shape[1]
     group = inputs // groups
     if inputs % groups or inputs % 2 or (group % 16 and groups > 1):
         return None
-    return PackedWeight(
-        codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4,
-        bits,
-        group,
-        _narrow(scales),
-        zero,
-        None if offsets is None else _narrow(offsets.flatten(1)),
-        values,
-    )
+    added, offset_units = (None, None) if offsets is None else _stored(offsets)
+    if bits == 4:
+        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+    return PackedWeight(codes, bits, group, scales, zero, added, values, units, offset_units)
 
 
-def _narrow(scales: Tensor) -> Tensor:
-    """Return `scales` in float16, if float16 holds them, else in float32."""
+class _Whole(NamedTuple):
+    """Whole numbers [outputs, ..., groups], -128 to 127, of units [outputs, blocks, 1] that float16 holds."""
+
+    numbers: Tensor
+    units: Tensor
+
+
+def _stored(scales: Tensor | _Whole) -> tuple[Tensor, Tensor | None]:
+    """Return scales [outputs, groups] in the narrowest type that holds them, and their units."""
+    if isinstance(scales, _Whole):
+        return scales.numbers.flatten(1).to(torch.int8), scales.units.flatten(1).half()
+    scales = scales.flatten(1)
     half = scales.half()
-    return half if torch.equal(half.float(), scales.float()) else scales.float()
+    return (half if torch.equal(half.float(), scales.float()) else scales.float()), None
 
 
 def _float16(blocks: Tensor, begin: int) -> Tensor:
@@ -104,12 +110,12 @@ def _q4_1(blocks: Tensor) -> PackedWeight | None:
 
 def _q5_0(blocks: Tensor) -> PackedWeight | None:
     codes = _nibbles(blocks[..., 6:]) | _bits(blocks[..., 2:6]) << 4
-    return _weight(codes, 8, _float16(blocks, 0), zero=16)
+    return _weight(codes, 5, _float16(blocks, 0), zero=16)
 
 
 def _q5_1(blocks: Tensor) -> PackedWeight | None:
     codes = _nibbles(blocks[..., 8:]) | _bits(blocks[..., 4:8]) << 4
-    return _weight(codes, 8, _float16(blocks, 0), offsets=_float16(blocks, 2))
+    return _weight(codes, 5, _float16(blocks, 0), offsets=_float16(blocks, 2))
 
 
 def _q8_0(blocks: Tensor) -> PackedWeight | None:
@@ -118,22 +124,23 @@ def _q8_0(blocks: Tensor) -> PackedWeight | None:
 
 def _q2_k(blocks: Tensor) -> PackedWeight | None:
     scales, codes = blocks[..., :16], _shifted(_split(blocks[..., 16:80], 2, 32), 2)
-    scale, offset = _float16(blocks, 80) * (scales & 15), _float16(blocks, 82) * (scales >> 4)
-    return _weight(codes, 4, scale, offsets=-offset)
+    return _weight(
+        codes, 4, _Whole(scales & 15, _float16(blocks, 80)), offsets=_Whole(scales >> 4, -_float16(blocks, 82))
+    )
 
 
 def _q3_k(blocks: Tensor) -> PackedWeight | None:
     high, low = _shifted(blocks[..., :32], 1), _shifted(_split(blocks[..., 32:96], 2, 32), 2).flatten(-2)
     scales = _nibbles(blocks[..., 96:104]) | _shifted(blocks[..., 104:108], 2) << 4
-    return _weight(low | high << 2, 4, _float16(blocks, 108) * (scales.float() - 32), zero=4)
+    return _weight(low | high << 2, 4, _Whole(scales.to(torch.int8) - 32, _float16(blocks, 108)), zero=4)
 
 
-def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _k_scales(blocks: Tensor) -> tuple[_Whole, _Whole]:
     """Return scales and offsets [outputs, blocks, 8] of Q4_K and Q5_K; 6 bits each are in bytes 4 to 15."""
     first, second, last = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
     scales = torch.cat((first & 63, last & 15 | (first >> 2) & 48), dim=-1)
     offsets = torch.cat((second & 63, last >> 4 | (second >> 2) & 48), dim=-1)
-    return _float16(blocks, 0) * scales, -(_float16(blocks, 2) * offsets)
+    return _Whole(scales, _float16(blocks, 0)), _Whole(offsets, -_float16(blocks, 2))
 
 
 def _q4_k(blocks: Tensor) -> PackedWeight | None:
@@ -144,14 +151,14 @@ def _q4_k(blocks: Tensor) -> PackedWeight | None:
 def _q5_k(blocks: Tensor) -> PackedWeight | None:
     scales, offsets = _k_scales(blocks)
     low = _nibbles(_split(blocks[..., 48:], 4, 32)).flatten(-2)
-    return _weight(low | _shifted(blocks[..., 16:48], 1) << 4, 8, scales, offsets=offsets)
+    return _weight(low | _shifted(blocks[..., 16:48], 1) << 4, 5, scales, offsets=offsets)
 
 
 def _q6_k(blocks: Tensor) -> PackedWeight | None:
     low = _nibbles(_split(blocks[..., :128], 2, 64)).flatten(-2)
     high = _shifted(_split(blocks[..., 128:192], 2, 32), 2).flatten(-2)
     scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    return _weight(low | high << 4, 8, _float16(blocks, 208) * scales, zero=32)
+    return _weight(low | high << 4, 6, _Whole(scales, _float16(blocks, 208)), zero=32)
 
 
 def _iq4_nl(blocks: Tensor) -> PackedWeight | None:
@@ -162,8 +169,8 @@ def _iq4_xs(blocks: Tensor) -> PackedWeight | None:
     low, high = blocks[..., 4:8], blocks[..., 2:4]
     scales = torch.stack((low & 15, low >> 4), dim=-1).flatten(-2)
     pairs = (high[..., None] >> torch.arange(0, 8, 2, dtype=torch.uint8)) & 3
-    scale = _float16(blocks, 0) * ((scales | pairs.flatten(-2) << 4).float() - 32)
-    return _weight(_nibbles(_split(blocks[..., 8:], 8, 16)), 4, scale, values=_IQ4)
+    whole = (scales | pairs.flatten(-2) << 4).to(torch.int8) - 32
+    return _weight(_nibbles(_split(blocks[..., 8:], 8, 16)), 4, _Whole(whole, _float16(blocks, 0)), values=_IQ4)
 
 
 def _gguf_mxfp4(blocks: Tensor) -> PackedWeight | None:
@@ -252,6 +259,11 @@ def _fp4(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> PackedWeight | N
     return _weight(torch.stack((stored & 15, stored >> 4), dim=-1), 4, scales, values=FP4)
 
 
+def _kept_bits(bits: int) -> int:
+    """Return the bits in which codes of some bits are held."""
+    return next(kept for kept in (4, 5, 6, 8) if kept >= bits)
+
+
 def _in_groups(form: QuantisedFormat, parts: Mapping[str, Tensor], inputs: int) -> bool:
     """Tell whether groups are runs of inputs."""
     return torch.equal(group_of(form, parts, inputs), group_of(form, {}, inputs))
@@ -264,7 +276,7 @@ def _gptq(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> PackedWeight | 
     if not _in_groups(form, parts, codes.shape[1]):
         return None
     zeros = (unpacked(parts["zeros"], bits).t().int() + int(form.v1)) % (1 << bits)
-    return _with_zeros(codes, 4 if bits <= 4 else 8, scales, zeros.float())
+    return _with_zeros(codes, _kept_bits(bits), scales, zeros.float())
 
 
 def _awq(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> PackedWeight | None:
@@ -277,7 +289,7 @@ def _compressed(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> PackedWei
     outputs, inputs = (int(size) for size in parts["shape"])
     if not _in_groups(form, parts, inputs):
         return None
-    codes, kept = unpacked(parts["values"], bits)[:, :inputs], 4 if bits <= 4 else 8
+    codes, kept = unpacked(parts["values"], bits)[:, :inputs], _kept_bits(bits)
     if "zeros" not in parts:
         return _weight(codes, kept, scales.view(outputs, -1), zero=1 << (bits - 1))
     zeros = unpacked(parts["zeros"].t(), bits)[:, :outputs].t()

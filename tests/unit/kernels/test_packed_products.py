@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product as combinations
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from kernels.choice import DTYPES
 from kernels.memory import WeightArena
 from kernels.native import build, library
 from kernels.native.library import Library
-from kernels.packed import bytes_of_rows, packed_linear
+from kernels.packed import byte_codes, bytes_of_rows, in_units, packed_linear
 
 pytestmark = pytest.mark.skipif(library.get() is None, reason=f"no native kernels: {library.failure()}")
 
@@ -31,27 +30,54 @@ class Packed:
     zero: int
     offsets: Tensor | None
     values: Tensor | None = None
+    units: Tensor | None = None
+    offset_units: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.codes.shape[0], self.codes.shape[1] * 8 // self.bits))
+        return torch.Size((self.codes.shape[0], self.codes.shape[1] * (2 if self.bits == 4 else 1)))
 
     def dense(self) -> Tensor:
-        codes = self.codes
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)
-        grouped = (codes.float() - self.zero).view(len(codes), -1, self.group) * self.scales.float()[..., None]
-        return (grouped if self.offsets is None else grouped + self.offsets.float()[..., None]).flatten(1)
+        codes = byte_codes(self)
+        whole = codes.float() - self.zero if self.values is None else self.values[codes.long()]
+        grouped = whole.view(len(codes), -1, self.group) * in_units(self.scales, self.units)[..., None]
+        if self.offsets is not None:
+            grouped = grouped + in_units(self.offsets, self.offset_units)[..., None]
+        return grouped.flatten(1)
 
 
-def packed(outputs: int, inputs: int, bits: int, group: int, *, offsets: bool, wide: bool = False) -> Packed:
-    """Random codes of the whole range; `wide`: scales and offsets in float32."""
+@dataclass(frozen=True)
+class Kind:
+    """A form of codes; `scales`: how scales and offsets are held."""
+
+    bits: int
+    group: int
+    offsets: bool = False
+    scales: str = "half"  # or wide: float32; units: whole numbers
+    table: bool = False
+
+
+def packed(outputs: int, inputs: int, kind: Kind) -> Packed:
+    """Random codes of the whole range."""
+    bits, group = kind.bits, kind.group
     generator = torch.Generator().manual_seed(outputs + 100 * inputs + bits + 7 * group)
-    codes = torch.randint(0, 256, (outputs, inputs * bits // 8), generator=generator, dtype=torch.uint8)
-    dtype = torch.float32 if wide else torch.float16
-    scales = torch.rand(outputs, inputs // group, generator=generator).to(dtype) / 100
-    added = torch.randn(outputs, inputs // group, generator=generator).to(dtype) / 10 if offsets else None
-    return Packed(codes, bits, group, scales, 0 if offsets else 1 << (bits - 1), added)
+
+    def scaled(numbers: Tensor) -> tuple[Tensor, Tensor | None]:
+        if kind.scales != "units":
+            return numbers.to(torch.float32 if kind.scales == "wide" else torch.float16), None
+        blocks = inputs // group // (2 if inputs // group % 2 == 0 else 1)
+        units = torch.rand(outputs, blocks, generator=generator).half() / 1000
+        return torch.randint(-128, 128, numbers.shape, generator=generator, dtype=torch.int8), units
+
+    top = 256 if bits == 4 else 1 << bits
+    codes = torch.randint(0, top, (outputs, inputs // (2 if bits == 4 else 1)), generator=generator, dtype=torch.uint8)
+    scales, units = scaled(torch.rand(outputs, inputs // group, generator=generator) / 100)
+    offsets, offset_units = None, None
+    if kind.offsets:
+        offsets, offset_units = scaled(torch.randn(outputs, inputs // group, generator=generator) / 10)
+    values = torch.randint(-128, 128, (16,), generator=generator).float() if kind.table else None
+    zero = 0 if kind.offsets or kind.table else 1 << (bits - 1)
+    return Packed(codes, bits, group, scales, zero, offsets, values, units, offset_units)
 
 
 def arranged(weight: Packed, dtype: torch.dtype, bias: Tensor | None = None, *, gated: bool = False) -> ArrangedWeight:
@@ -77,16 +103,23 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
 
 
-SHAPES = [(bits, group, offsets) for bits, group, offsets in combinations((4, 8), (16, 32, 128, 640), (False, True))]
+KINDS = [
+    *(Kind(bits, group, offsets) for bits in (4, 6, 8) for group in (16, 32, 640) for offsets in (False, True)),
+    *(Kind(bits, 128, offsets, "wide") for bits in (4, 5, 8) for offsets in (False, True)),
+    *(Kind(bits, 32, offsets, "units") for bits in (4, 5, 6) for offsets in (False, True)),
+    *(Kind(6, 16, offsets, "units") for offsets in (False, True)),
+    *(Kind(5, group) for group in (32, 640)),
+    *(Kind(4, group, scales=scales, table=True) for group in (16, 32) for scales in ("half", "units")),
+]
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("bits", "group", "offsets"), SHAPES)
-def test_products_are_the_reference_to_the_bit(bits: int, group: int, offsets: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_products_are_the_reference_to_the_bit(kind: Kind) -> None:
     """Also of any number of rows: the same bits as each row alone."""
-    weight = packed(75, 640, bits, group, offsets=offsets, wide=group == 128)
+    weight = packed(75, 640, kind)
     for dtype in DTYPES:
-        bias = rows(1, 75, dtype)[0] if offsets else None
+        bias = rows(1, 75, dtype)[0] if kind.offsets else None
         panels = arranged(weight, dtype, bias)
         x = rows(64, 640 + 8, dtype)[:, :640]
         want = exactly(x, weight, bias)
@@ -104,8 +137,8 @@ def test_other_instruction_sets(target: str, monkeypatch: pytest.MonkeyPatch) ->
     """SSE2 has no fused multiplication, so that sums differ in their last bits."""
     built = Library(build.build(target))
     monkeypatch.setattr(library, "loader", library.Loader(lambda: built.path))
-    for bits, group, offsets in SHAPES:
-        weight, x = packed(75, 640, bits, group, offsets=offsets), rows(40, 640, torch.float32)
+    for kind in KINDS:
+        weight, x = packed(75, 640, kind), rows(40, 640, torch.float32)
         panels, want = arranged(weight, torch.float32), exactly(x, weight)
         for count in (1, 2, 3, 5, 6, 7, 11, 14, 40):
             got = panels.product(x[:count])
@@ -119,7 +152,7 @@ def test_other_instruction_sets(target: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gates_and_ups(bits: int, dtype: torch.dtype) -> None:
-    weight, x = packed(2 * 45, 96, bits, 32, offsets=True), rows(9, 96, dtype)
+    weight, x = packed(2 * 45, 96, Kind(bits, 32, True)), rows(9, 96, dtype)
     gates, ups = exactly(x, weight).chunk(2, dim=1)
     want = torch.nn.functional.silu(gates.float()).to(dtype).float() * ups.float()
     step = {torch.float32: 2e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
@@ -130,7 +163,7 @@ def test_gates_and_ups(bits: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_sum_is_added_to_what_is_there(bits: int) -> None:
     weight, x, residual = (
-        packed(70, 64, bits, 32, offsets=False),
+        packed(70, 64, Kind(bits, 32)),
         rows(5, 64, torch.bfloat16),
         rows(5, 70, torch.bfloat16),
     )
@@ -144,20 +177,20 @@ def test_a_sum_is_added_to_what_is_there(bits: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_many_rows_and_a_head_in_parts(bits: int) -> None:
-    weight = packed(100_010, 64, bits, 32, offsets=False)
+    weight = packed(100_010, 64, Kind(bits, 32))
     x = rows(3, 64, torch.float32)
     assert torch.equal(arranged(weight, torch.float32).product(x), exactly(x, weight))
-    small, many = packed(40, 1120, bits, 32, offsets=True), rows(3000, 1120, torch.bfloat16)
+    small, many = packed(40, 1120, Kind(bits, 32, True)), rows(3000, 1120, torch.bfloat16)
     assert torch.equal(arranged(small, torch.bfloat16).product(many), exactly(many, small))
 
 
-@pytest.mark.parametrize(("bits", "group", "offsets"), SHAPES)
-def test_rows_come_back_dequantised(bits: int, group: int, offsets: bool) -> None:
-    weight = packed(75, 640, bits, group, offsets=offsets)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_come_back_dequantised(kind: Kind) -> None:
+    weight = packed(75, 640, kind)
     index = torch.randperm(75, generator=torch.Generator().manual_seed(1))
     got = arranged(weight, torch.float32).rows(index)
     torch.testing.assert_close(got, weight.dense()[index], rtol=1e-6, atol=1e-6)
-    gated = packed(2 * 37, 640, bits, group, offsets=offsets)
+    gated = packed(2 * 37, 640, kind)
     index = torch.arange(74)
     torch.testing.assert_close(
         arranged(gated, torch.float32, gated=True).rows(index), gated.dense(), rtol=1e-6, atol=1e-6
@@ -176,7 +209,7 @@ def test_the_worst_numbers_do_not_overflow() -> None:
 
 
 def test_numbers_that_are_not_finite_stay_in_their_row() -> None:
-    weight, x = packed(40, 64, 4, 32, offsets=False), rows(4, 64, torch.float32)
+    weight, x = packed(40, 64, Kind(4, 32)), rows(4, 64, torch.float32)
     clean = arranged(weight, torch.float32).product(x)
     x[1, 40], x[2, 3] = torch.nan, torch.inf
     got = arranged(weight, torch.float32).product(x)
@@ -196,11 +229,30 @@ def test_rows_in_bytes_are_within_half_a_step() -> None:
 
 @pytest.mark.parametrize(("inputs", "group"), [(48, 16), (96, 48), (80, 80)])
 def test_a_matrix_that_chunks_do_not_fit_stays_as_it_is(inputs: int, group: int) -> None:
-    weight = packed(8, inputs, 8, group, offsets=False)
+    weight = packed(8, inputs, Kind(8, group))
     assert arrange_packed(weight, None, torch.float32, gated=False, arena=WeightArena()) is None
 
 
-def test_a_table_of_values_is_not_arranged() -> None:
-    weight = packed(8, 64, 4, 32, offsets=False)
-    weight.values = torch.zeros(16)
+@pytest.mark.parametrize("values", [torch.linspace(-1, 1, 16), torch.full((16,), 128.0), torch.arange(256) / 2])
+def test_a_table_of_numbers_that_are_no_bytes_is_not_arranged(values: Tensor) -> None:
+    weight = packed(8, 64, Kind(4 if len(values) == 16 else 8, 32, table=True))
+    weight.values = values
     assert arrange_packed(weight, None, torch.float32, gated=False, arena=WeightArena()) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [
+        (Kind(4, 32), 4.5),
+        (Kind(4, 32, offsets=True), 5),
+        (Kind(5, 32), 5.5),
+        (Kind(8, 32), 8.5),
+        (Kind(4, 32, table=True), 4.5),
+        (Kind(4, 32, True, "units"), 4 + 0.5 + 0.5),
+        (Kind(6, 16, scales="units"), 6 + 0.5 + 0.5),
+    ],
+    ids=str,
+)
+def test_arranged_weights_take_what_their_codes_take(kind: Kind, bits: float) -> None:
+    """Units of 16 bits are for two groups."""
+    assert arranged(packed(64, 256, kind), torch.bfloat16).memory.nbytes == 64 * 256 * bits / 8

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.packed import byte_codes
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 
 
@@ -38,19 +39,24 @@ def test_a_number_is_scale_by_code_less_zero_plus_offset() -> None:
 def test_a_table_gives_values_by_code() -> None:
     table = torch.arange(16).float().square()
     weight = packed(values=table)
-    assert torch.equal(weight.dequantise(), table[weight.byte_codes().long()])
+    assert torch.equal(weight.dequantise(), table[byte_codes(weight).long()])
     assert weight.kind == "table4/32"
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bits": 5}, "bits: must be 4 or 8, not 5"),
+        ({"bits": 7}, "bits: must be 4, 5, 6 or 8, not 7"),
         ({"codes": torch.zeros(4, 32)}, "codes: must be uint8"),
         ({"group": 24}, "group: must be a multiple of 16 that divides 64 inputs"),
         ({"scales": torch.ones(4, 3)}, r"scales: must be float16 or float32 \[4, 2\]"),
         ({"scales": torch.ones(4, 2, dtype=torch.bfloat16)}, r"scales: .* not torch.bfloat16"),
         ({"offsets": torch.ones(3, 2)}, r"offsets: must be float16 or float32 \[4, 2\]"),
+        ({"units": torch.ones(4, 1).half()}, r"scales: must be int8 \[4, 2\]"),
+        (
+            {"scales": torch.ones(4, 2, dtype=torch.int8), "units": torch.ones(4, 3).half()},
+            r"scales: units must be float16 \[4, blocks of 2 groups\]",
+        ),
         ({"zero": 16}, "zero: must be a code of 4 bits, not 16"),
         ({"values": torch.zeros(15)}, r"values: must be float32 \[16\]"),
         ({"values": torch.zeros(16), "zero": 8}, "values: a table of values has neither zero nor offsets"),
