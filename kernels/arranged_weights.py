@@ -37,6 +37,11 @@ class ArrangedWeight:
         self.structure = parts
         self.dtype = next(dtype for dtype, code in TYPES.items() if code == parts.type)
 
+    @property
+    def nbytes(self) -> int:
+        """Memory, bytes."""
+        return self.memory.nbytes
+
     def product(self, x: Tensor, *, wide: bool = False, out: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias for x [M, inputs] in the weight's type; `wide`: as float32, after rounding.
 

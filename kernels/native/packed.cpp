@@ -5,13 +5,19 @@
 #include <emmintrin.h>
 #endif
 
+// Rows of a tile. On AVX2 as many as take all vectors of a panel at once: a panel that is walked over twice by the same
+// rows waits for memory in the first walk, and has half the rate.
 #if defined(MP_AVX512)
 enum { PACKED_ROWS = 14 };
+#elif defined(MP_AVX2)
+enum { PACKED_ROWS = 3 };
 #else
 enum { PACKED_ROWS = 6 };
 #endif
 static const int64_t PACKED_BLOCK = 1 << 20;  // bytes of rows that go through all panels together
-enum { PACKED_AHEAD = 4096 };                  // bytes of a panel that are fetched ahead
+enum { PACKED_AHEAD = 4096 };                  // bytes of a panel that a single tile fetches ahead
+// What a tile fetches meanwhile: `pace` bytes with each part, from `at` on.
+struct Ahead { const char* at; int64_t pace; };
 
 // ---- products of bytes ----
 // Codes: of W outputs four inputs each. Row: the same inputs of one row. Sums: of W outputs; `whole` gives them as integers.
@@ -201,7 +207,7 @@ INLINE vf scales_at(const char* p, int bytes, int at, vf unit) {
     return bytes == 2 ? widen((const f16*)p + at) : load((const float*)p + at);
 }
 template <int M, int NV, int FORM, int PART>
-static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows& x, int64_t row, const char* at, int from, float* out) {
+static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedRows& x, int64_t row, const char* at, int from, Ahead ahead, float* out) {
     constexpr int RUNS = PART / 4 / RUN<FORM>;
     constexpr int CHAINS = VNNI && M * NV <= 4 ? 2 : 1;  // that do not wait for one another
     const Number* numbers = x.numbers + row * x.inputs;
@@ -225,8 +231,8 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
             for (int64_t i = 0; i < inner; i++, numbers += PART, parts++, at += PART_BYTES<FORM, PART>) {
                 const uint8_t* codes = (const uint8_t*)at;
                 Sums sums[CHAINS][M][NV] = {};
-                for (int b = 0; b < PART_BYTES<FORM, PART> * NV / VECTORS; b += 64)
-                    __builtin_prefetch(codes + from * (PART_BYTES<FORM, PART> / VECTORS) + b + PACKED_AHEAD, 0, 2);
+                for (int64_t b = 0; b < ahead.pace; b += 64) __builtin_prefetch(ahead.at + b, 0, 2);
+                ahead.at += ahead.pace;
 #pragma GCC unroll 8
                 for (int k = 0; k < RUNS; k++) {
                     Codes its[NV][RUN<FORM>];
@@ -254,12 +260,14 @@ static __attribute__((noinline)) void packed_sums(const Panels& p, const PackedR
     for (int m = 0; m < M; m++) for (int v = 0; v < NV; v++) store(out + m * PANEL + (from + v) * W, total[m][v]);
 }
 // Vectors of a panel that M rows take at once, as many as there are registers for their sums.
-template <int M, int FORM> constexpr int packed_at_once() { return W == 16 ? (M <= 7 ? 2 : 1) : M * VECTORS <= 12 ? (int)VECTORS : 2; }
+template <int M> constexpr int packed_at_once() { return W == 16 ? (M <= 7 ? 2 : 1) : M * VECTORS <= 12 ? (int)VECTORS : 2; }
 template <int M, int FORM, int PART>
-static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, float* out) {
-    if constexpr (M > 1) if (rows < M) return packed_tile<M - 1, FORM, PART>(p, rows, x, row, panel, out);
-    constexpr int NV = packed_at_once<M, FORM>();
-    for (int from = 0; from < VECTORS; from += NV) packed_sums<M, NV, FORM, PART>(p, x, row, panel, from, out);
+static void packed_tile(const Panels& p, int rows, const PackedRows& x, int64_t row, const char* panel, Ahead ahead, float* out) {
+    if constexpr (M > 1) if (rows < M) return packed_tile<M - 1, FORM, PART>(p, rows, x, row, panel, ahead, out);
+    constexpr int NV = packed_at_once<M>();
+    ahead.pace = ahead.pace * NV / VECTORS;
+    for (int from = 0; from < VECTORS; from += NV, ahead.at += ahead.pace * x.count)
+        packed_sums<M, NV, FORM, PART>(p, x, row, panel, from, ahead, out);
 }
 
 template <class T, int FORM, int PART>
@@ -283,10 +291,14 @@ static int product_of(const Panels& p, const T* x, int64_t stride, int64_t rows,
     parallel_runs(blocks * panels, 1, threads, [&](int64_t task, int64_t) {
         int64_t panel = begin + task % panels, block = task / panels;
         float sums[PACKED_ROWS * PANEL] __attribute__((aligned(64)));
-        for (int64_t tile = tiles * block / blocks; tile < tiles * (block + 1) / blocks; tile++) {
+        const char* weight = p.weight + panel * p.bytes();
+        // Several tiles fetch the next panel together, a share each; a single tile fetches what comes soon.
+        int64_t first = tiles * block / blocks, last = tiles * (block + 1) / blocks, part = p.bytes() / packed.count;
+        Ahead ahead = last - first > 1 ? Ahead{weight + p.bytes(), part / (last - first)} : Ahead{weight + PACKED_AHEAD, part};
+        for (int64_t tile = first; tile < last; tile++, ahead.at += ahead.pace * packed.count) {
             int64_t row = rows * tile / tiles;
             int count = (int)(rows * (tile + 1) / tiles - row);
-            packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, p.weight + panel * p.bytes(), sums);
+            packed_tile<PACKED_ROWS, FORM, PART>(p, count, packed, row, weight, ahead, sums);
             finish<T>(p, panel, row, count, sums, r);
         }
     });

@@ -10,6 +10,7 @@ from typing import Literal
 
 Quantization = Literal["auto", "file", "int8", "int4", "none"]
 """Weights as an engine holds them: as the checkpoint has them, packed in 8 or 4 bits, or dense."""
+_NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
 Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", "bnb_4bit"]
 
 
@@ -72,3 +73,13 @@ class TensorInfo:
     def elements(self) -> int:
         """Number of elements."""
         return prod(self.shape)
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the checkpoint holds codes instead of numbers."""
+        return self.quantised is not None or self.dtype not in _NUMBERS
+
+    @property
+    def stored_type(self) -> str:
+        """How the tensor is stored, for people."""
+        return self.dtype if self.quantised is None else f"{self.quantised.format.method} ({self.dtype})"

@@ -400,6 +400,8 @@ class ProcessEngine:
             "loaded", stage=worker.stage, seconds=round(message.load_s, 2), peak_mib=message.peak_bytes >> 20,
             checkpoint=self._spec.checkpoint,
         )  # fmt: skip
+        if message.changed_weights:
+            log.warning("weights are not held as in the file", stage=worker.stage, tensors=message.changed_weights)
         self.footprints[worker.stage] = message.footprint
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
 

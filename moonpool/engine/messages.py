@@ -302,6 +302,8 @@ class WorkerReady:
     """Upper bound for the memory from now on."""
     computing: str
     """What computes the steps, for people: kernels, whether layers run in one native call or why not, and graphs."""
+    changed_weights: str = ""
+    """Which quantised weights are not held as the checkpoint has them, for people; "" if all are."""
 
 
 @dataclass(frozen=True, slots=True)

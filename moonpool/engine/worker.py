@@ -353,7 +353,8 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.load = runner.load
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, describe_compute(runner)))
+    changed = runner.model.changed_weights
+    channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, describe_compute(runner), changed))
 
     def run(step: Step | None) -> bool:
         with turn():

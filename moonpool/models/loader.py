@@ -7,7 +7,8 @@ dequantised piece by piece, so that no second whole tensor exists in float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from kernels.arranged_weights import ArrangedWeight
+from kernels.arranged_weights import ArrangedWeight, arrange_packed
 from kernels.int8_head import make_int8_head
 from kernels.memory import LARGE_PAGE, WeightArena, mapped
 from kernels.packed import CHUNK
@@ -254,6 +255,7 @@ def load_stage(
         )
         first, last = layer_begin == 0, layer_end == config.num_layers
         config = _as_tied(config, reader)
+        reader.keeps_codes = kept.quantization == "file"
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
         wanted = []
         if first or (last and tied):
@@ -272,20 +274,16 @@ def load_stage(
             return reader.read(outer[slot]) if slot in wanted else None
 
         arena = WeightArena()
-        head_pack = pack_int8 if kept.quantization in PACKERS else None
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
-        embedding: Tensor | ArrangedWeight | None = read("embedding")
         positions = read("positions")
-        head = None
-        # A packed tied head is the embedding on every stage, so that stages compute the same as a whole model.
-        if last or (tied and head_pack is not None):
-            weight = embedding if isinstance(embedding, Tensor) and tied else read("head.weight")
-            assert weight is not None
-            head = Linear(packed_if_it_fits(weight, head_pack), read("head.bias"), dtype=dtype, arena=arena)
-            if tied and head.panels is not None:
-                embedding = head.panels  # held once: the arrangement gives rows back
-            elif tied and head_pack is not None:
-                embedding = head.dense()
+        ends = _Ends(reader, outer, arena, kept.quantization)
+        head: Linear | None
+        embedding: Tensor | ArrangedWeight | None
+        if tied:
+            head, embedding = ends.tied(with_head=last)
+        else:
+            head = ends.head() if last else None
+            embedding = ends.embedding() if first else None
         layers = []
         for index in range(layer_begin, layer_end):
             parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, kept.quantization)
@@ -301,8 +299,9 @@ def load_stage(
             final_norm=norm,
             head=head if last else None,
             int8_head=make_int8_head(head.panels, arena)
-            if kept.int8_head and head is not None and head.panels is not None
+            if kept.int8_head and last and head is not None and head.panels is not None
             else None,
+            changed_weights=reader.changed(),
         )
 
 
@@ -331,6 +330,51 @@ def _load_other(
         if asked:
             raise UnsupportedModel(setting, f"not for {config.architecture}, which transformers' own code computes")
     return load_transformers_stage(path, config, dtype, device)
+
+
+class _Ends:
+    """Reads the embedding and the head, which have 8 bits if layers are packed, or the file's own codes."""
+
+    def __init__(
+        self, reader: _TensorReader, tensors: Mapping[str, Stored], arena: WeightArena, how: Quantization
+    ) -> None:
+        self._reader, self._tensors, self._arena = reader, tensors, arena
+        self._kept = how == "file"
+        self._pack = pack_int8 if how in PACKERS else None
+
+    def tied(self, *, with_head: bool) -> tuple[Linear | None, Tensor | ArrangedWeight]:
+        """Return the head and the embedding, which are the same tensor.
+
+        A packed head is the embedding on every stage, so that stages compute the same as a whole model.
+        """
+        weight = self._weight("embedding", self._pack)
+        if not with_head and isinstance(weight, Tensor):
+            return None, weight
+        head = self._linear(weight)
+        if head.panels is not None:
+            return head, head.panels  # held once: the arrangement gives rows back
+        return head, weight if isinstance(weight, Tensor) else head.dense()
+
+    def head(self) -> Linear:
+        """Return the head."""
+        return self._linear(self._weight("head.weight", self._pack))
+
+    def embedding(self) -> Tensor | ArrangedWeight:
+        """Return the embedding."""
+        weight = self._weight("embedding", None)
+        if isinstance(weight, Tensor):
+            return weight
+        exact = weight.for_products()
+        made = exact and arrange_packed(exact, None, self._reader.dtype, gated=False, arena=self._arena)
+        return made or weight.dequantise().to(self._reader.dtype)
+
+    def _weight(self, slot: str, pack: Pack | None) -> Tensor | PackedWeight:
+        packed = self._reader.packed(self._tensors[slot]) if self._kept else None
+        return packed_if_it_fits(self._reader.read(self._tensors[slot]), pack) if packed is None else packed
+
+    def _linear(self, weight: Tensor | PackedWeight) -> Linear:
+        bias = self._reader.read(self._tensors["head.bias"]) if "head.bias" in self._tensors else None
+        return Linear(weight, bias, dtype=self._reader.dtype, arena=self._arena)
 
 
 class _LayerReader:
@@ -514,6 +558,9 @@ class _TensorReader:
         self._path = path
         self._renamed = renamed
         self._like = place
+        self._changed: Counter[tuple[str, str]] = Counter()
+        self.keeps_codes = False
+        """Whether codes are to be kept, so that a dense quantised tensor is worth a note; set by the loader."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -541,6 +588,8 @@ class _TensorReader:
 
     def read(self, *wanted: Stored) -> Tensor:
         """Return the tensors stacked along their first dimension, in this reader's type and on this reader's device."""
+        if self.keeps_codes:
+            self._note(wanted, "dense")
         if len(wanted) == 1 and wanted[0].arrange is not None:
             return wanted[0].arrange(self._copied(wanted[0])).contiguous()
         shapes = [part.kept_shape for part in wanted]
@@ -557,6 +606,20 @@ class _TensorReader:
 
     def packed(self, *wanted: Stored) -> PackedWeight | None:
         """Return the tensors as `read` does, in the codes of the checkpoint; None: no codes hold all of them."""
+        packed = self._packed(wanted)
+        if packed is not None and packed.for_products() is None:
+            self._note(wanted, "dense" if packed.rounded() is None else "the nearest bytes")
+        return packed
+
+    def _note(self, wanted: Sequence[Stored], how: str) -> None:
+        infos = [self._tensors[self._name(part)] for part in wanted]
+        self._changed.update((info.stored_type, how) for info in infos if info.is_quantised)
+
+    def changed(self) -> str:
+        """Return which quantised tensors are not held as the checkpoint has them, for people; "" if all are."""
+        return ", ".join(f"{count} tensors of {kind} are {how}" for (kind, how), count in sorted(self._changed.items()))
+
+    def _packed(self, wanted: Sequence[Stored]) -> PackedWeight | None:
         parts = []
         for part in wanted:
             name = self._name(part.name)

@@ -154,7 +154,7 @@ class PackedWeight:
         for doublings in range(4) if self.bits == 4 else ():
             numbers = weight.values * 2**doublings
             if bool((numbers == numbers.round()).all()) and float(numbers.min()) >= -128 and float(numbers.max()) < 128:
-                return replace(weight, values=numbers, **_divided(weight, 2**doublings))
+                return _divided(replace(weight, values=numbers), 2**doublings)
         return None
 
     def rounded(self) -> PackedWeight | None:
@@ -182,13 +182,13 @@ class PackedWeight:
         return replace(whole, codes=codes, bits=8, zero=128, values=None)
 
 
-def _divided(weight: PackedWeight, by: int) -> dict[str, Tensor]:
-    """Return the fields with the weight's scales divided by a power of two."""
-    name, scales = ("scales", weight.scales) if weight.units is None else ("units", weight.units)
+def _divided(weight: PackedWeight, by: int) -> PackedWeight:
+    """Return the weight with scales divided by a power of two."""
+    scales = weight.scales if weight.units is None else weight.units
     divided = scales / by
-    if torch.equal(divided * by, scales):
-        return {name: divided}
-    return {"scales": in_units(weight.scales, weight.units) / by, "units": None}  # float16 has no smaller one
+    if not torch.equal(divided * by, scales):  # float16 has no smaller one
+        return replace(weight, scales=in_units(weight.scales, weight.units) / by, units=None)
+    return replace(weight, scales=divided) if weight.units is None else replace(weight, units=divided)
 
 
 def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:

@@ -64,7 +64,7 @@ class StageModel:
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
     `kernels`: what computes (`kernels.choice.prepare`). `one_by_one`: why layers are not one native call, or "".
     `by_layers`: whether some layers can be run without the others. `undo`: takes back what the last `run` did to
-    recurrent states.
+    recurrent states. `changed_weights`: which quantised weights are not held as the checkpoint has them, or "".
     """
 
     by_layers = True
@@ -81,8 +81,10 @@ class StageModel:
         positions: Tensor | None = None,
         int8_head: Int8Head | None = None,
         deterministic: bool = False,
+        changed_weights: str = "",
     ) -> None:
         self.config = config
+        self.changed_weights = changed_weights
         self.layer_begin = layer_begin
         self.layer_end = layer_begin + len(layers)
         self.layers = list(layers)
@@ -121,8 +123,9 @@ class StageModel:
     @property
     def weight_bytes(self) -> int:
         """Memory of all weights, bytes, with the int8 head; a tied head counts beside an embedding that is held."""
+        tied = self.head is not None and self.embedding is self.head.panels
         parts: list[Any] = [
-            self.embedding if isinstance(self.embedding, Tensor) else None,
+            None if tied else self.embedding,
             self.final_norm,
             self.head,
             self.int8_head,
