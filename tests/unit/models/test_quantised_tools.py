@@ -32,7 +32,7 @@ SCHEMES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
     "w4a16": ({"num_bits": 4, **GROUP}, {}, "int4"),
     "w4a16, zero points": ({"num_bits": 4, **GROUP, "symmetric": False}, {}, "int4"),
     "w3a16": ({"num_bits": 3, **GROUP}, {}, "int4"),
-    "w6a16, zero points": ({"num_bits": 6, "strategy": "channel", "symmetric": False}, {}, "int8"),
+    "w6a16, zero points": ({"num_bits": 6, "strategy": "channel", "symmetric": False}, {}, "int6"),
     "w8a16": ({"num_bits": 8, "strategy": "channel"}, {}, "int8"),
     "w8a8": ({"num_bits": 8, "strategy": "channel"}, DYNAMIC, "int8"),
     "w8a8, zero points": ({"num_bits": 8, "strategy": "channel", "symmetric": False}, DYNAMIC, "int8"),
