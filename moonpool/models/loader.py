@@ -612,7 +612,7 @@ class _TensorReader:
         return packed
 
     def _note(self, wanted: Sequence[Stored], how: str) -> None:
-        infos = [self._tensors[self._name(part)] for part in wanted]
+        infos = [self._tensors[self._name(part.name)] for part in wanted]
         self._changed.update((info.stored_type, how) for info in infos if info.is_quantised)
 
     def changed(self) -> str:
