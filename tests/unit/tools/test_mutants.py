@@ -9,8 +9,8 @@ import pytest
 
 from tools import covered
 from tools.covered import TestRun
-from tools.house import Source
-from tools.mutants import FileRun, covering, drawn, mutants_of, selection
+from tools.house import Source, sources
+from tools.mutants import EQUIVALENT, ROOT, FileRun, covering, drawn, mutants_of, selection
 
 TEXT = '''"""A module."""
 LIMIT = 3
@@ -71,6 +71,20 @@ def test_what_stands_behind_other_than_ascii_is_changed_in_its_place() -> None:
 def test_a_comparison_of_several_is_changed_at_each_sign() -> None:
     found = [after for _, _, after in changes("def f(a: int) -> bool:\n    return 0 < a <= b\n")]
     assert found == ["return 1 < a <= b", "return (0 < a < b)", "return (0 <= a <= b)"]
+
+
+def test_operands_stay_together() -> None:
+    found = [after for _, _, after in changes("def f(a: int) -> bool:\n    return (a << b) - c > (d := a)\n")]
+    assert found == ["return ((a << b) + c) > (d := a)", "return (((a << b) - c) >= (d := a))"]
+
+
+@pytest.mark.parametrize("name", EQUIVALENT)
+def test_mutants_without_an_effect_are_mutants_still(name: str) -> None:
+    """An entry for code that is gone would stay unseen."""
+    module, _, _ = name.partition(":")
+    [source] = [one for one in sources(ROOT) if one.module == module]
+    assert name in [mutant.name for mutant in mutants_of(source)]
+    assert name not in [mutant.name for mutant in drawn([source], [module], 10**6, seed=1)]
 
 
 def test_one_seed_draws_the_same_mutants() -> None:
