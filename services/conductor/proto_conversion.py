@@ -163,12 +163,15 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
 
 def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:
     layout = KVLayout.from_proto(model.layout)
+    divided = len(layout.stored_parts) > 1
+    window_bytes = layout.windowed_bytes if divided else 0
     return KVShape(
         layout.block_tokens,
-        layout.token_bytes,
+        -(-(layout.block_bytes - window_bytes) // layout.block_tokens),
         layout.layers,
         emulated=model.emulated != "",
-        window_blocks=layout.window_blocks if len(layout.stored_parts) > 1 else 0,
+        window_blocks=layout.window_blocks if divided else 0,
+        window_bytes=window_bytes,
     )
 
 

@@ -325,6 +325,7 @@ def core_config(context: InstanceContext, config: DecodeConfig) -> DecodeSetting
         preempt_every=config.preempt_every,
         window_blocks=layout.window_blocks,
         window_slots=engine.pool.slots,
+        window_bytes=layout.windowed_bytes,
         recurrent=layout.recurrent,
         states_alone=layout.states_alone,
         draft_tokens=_draft_tokens(context, config),

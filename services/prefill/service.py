@@ -232,6 +232,7 @@ def _prefill_settings(context: InstanceContext, config: PrefillConfig) -> Prefil
         windowed_layers=layout.windowed_layers,
         window_blocks=layout.window_blocks,
         window_slots=context.engine.pool.slots,
+        window_bytes=layout.windowed_bytes if len(layout.stored_parts) > 1 else 0,
         recurrent=layout.recurrent,
         states_alone=layout.states_alone,
     )

@@ -243,7 +243,8 @@ class ClusterView:
         """Learns what the read of a claim took."""
         instance, shape = self._instances.get(source), self.shape
         if instance is not None and shape is not None:
-            self._reads.measured(claim, instance.link, blocks * shape.block_tokens * shape.token_bytes, seconds, now)
+            nbytes = shape.moved_bytes(blocks * shape.block_tokens, 0)
+            self._reads.measured(claim, instance.link, nbytes, seconds, now)
 
     def claim_decode(self, instance_id: str, answer: PlacedAnswer) -> int:
         """Counts an answer, or several together, on an instance until `release`; returns the claim's number."""

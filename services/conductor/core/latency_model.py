@@ -209,8 +209,10 @@ class KVShape:
 
     Attributes:
         emulated: all engines emulate compute.
+        token_bytes: bytes of a token in layers whose KV travels for all tokens.
         window_blocks: blocks whose windowed slices must be there where a prompt is continued; 0 = all slices are
             there wherever a block is.
+        window_bytes: bytes of one block's windowed slices, which are not in `token_bytes`.
     """
 
     block_tokens: int
@@ -218,6 +220,15 @@ class KVShape:
     layers: int
     emulated: bool = False
     window_blocks: int = 0
+    window_bytes: int = 0
+
+    def moved_bytes(self, tokens: int, held: int) -> int:
+        """Bytes that travel if of `tokens` tokens the first `held` are there: of windowed slices the last blocks'."""
+        nbytes = max(0, tokens - held) * self.token_bytes
+        if not self.window_bytes:
+            return nbytes
+        blocks = self.blocks_for(tokens) - held // self.block_tokens
+        return nbytes + max(0, min(blocks, self.window_blocks + 1)) * self.window_bytes
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens take."""
@@ -270,7 +281,7 @@ class PrefillLatencyModel:
             source, blocks, rest = load
             # A load takes at least the work after its prefix.
             if blocks > least_blocks and (rest_s := work_seconds(speeds, *rest)) < least_s:
-                nbytes = (rest.prefix_tokens - local.prefix_tokens) * shape.token_bytes
+                nbytes = shape.moved_bytes(rest.prefix_tokens, local.prefix_tokens)
                 cold_bytes = source.cold_blocks(local_blocks) * self._block_bytes
                 load_s = source.read_s(source.rate(speeds), nbytes, cold_bytes)
                 both_s = overlapped_seconds(source.wait_s + load_s, rest_s, shape.layers)
@@ -372,7 +383,7 @@ class DecodeLatencyModel:
         nbytes = self._lacking.get(held_blocks)
         if nbytes is None:
             held = min(held_blocks * self._shape.block_tokens, self._prompt_tokens)
-            nbytes = self._lacking[held_blocks] = (self._prompt_tokens - held) * self._shape.token_bytes
+            nbytes = self._lacking[held_blocks] = self._shape.moved_bytes(self._prompt_tokens, held)
         return nbytes
 
 

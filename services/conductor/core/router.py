@@ -796,7 +796,7 @@ class Router:
         """Seconds that the chosen instance's link has to do for the KV that the best decode instance lacks."""
         speeds = self._prefills.by_slot[self._index.slot(best.id)].learnt.speeds
         held = blocks_at(prefixes, self._index.slot(decodes[0].id)) * shape.block_tokens
-        return transfer_seconds(speeds, max(0, demand.prompt_tokens - held) * shape.token_bytes)
+        return transfer_seconds(speeds, shape.moved_bytes(demand.prompt_tokens, held))
 
     def _hint(
         self,
@@ -824,9 +824,9 @@ class Router:
         gain_s = choices[0].ttft_s - ttft_s
         if gain_s <= 0:
             return None
-        block_bytes = shape.block_tokens * shape.token_bytes
-        missing, cold = source.blocks - choice.local_blocks, source.cold_blocks(choice.local_blocks)
-        read_s = source.read_s(source.rate(instance.learnt.speeds), missing * block_bytes, cold * block_bytes)
+        nbytes = shape.moved_bytes(source.blocks * shape.block_tokens, choice.local_blocks * shape.block_tokens)
+        cold_bytes = source.cold_blocks(choice.local_blocks) * shape.block_tokens * shape.token_bytes
+        read_s = source.read_s(source.rate(instance.learnt.speeds), nbytes, cold_bytes)
         return ReplicationHint(source.blocks, target, source.id, gain_s, read_s)
 
     def _decode(

@@ -171,7 +171,7 @@ class StoredBlocks:
 
     def _load_s(self, blocks: int) -> float:
         """Seconds of loading alone. A load that waits for the link does not delay the batch; a chunk does."""
-        return load_seconds(self._state.tracker.speeds, blocks * self._settings.block_bytes)
+        return load_seconds(self._state.tracker.speeds, self._settings.moved_bytes(blocks))
 
     def _pays(self, request: DecodeRequest, held: int, source: StoredPrefix) -> bool:
         mode = self._settings.preemption
@@ -190,7 +190,7 @@ class StoredBlocks:
         elif result.blocks < len(pin.blocks):
             stored[pin.store] = min(stored[pin.store], pin.first + result.blocks)
         else:
-            self._state.tracker.observe_load(pin.ahead * self._settings.block_bytes, result.seconds)
+            self._state.tracker.observe_load(self._settings.moved_bytes(pin.ahead), result.seconds)
 
     # --- checks ----------------------------------------------------------------------------------------------------
 
@@ -305,7 +305,7 @@ class PreemptedRequests:
         """Predicted seconds until a request is restored, by mode; cached blocks may be gone by then."""
         tokens = batch.tokens_to_recompute(request, self._settings)
         return {
-            Preemption.SWAP: 2 * blocks * self._settings.block_bytes / self.swap_bytes_per_s,
+            Preemption.SWAP: 2 * self._settings.moved_bytes(blocks) / self.swap_bytes_per_s,
             Preemption.STORE: self._stored_blocks.restore_s(request),
             Preemption.CACHE: prefill_seconds(self._state.tracker.speeds, tokens, 0),
         }
@@ -419,7 +419,7 @@ class PreemptedRequests:
     def swap_ended(self, pin: SwapPin, result: SwapEnd) -> None:
         """A copy has ended. The caller handles a request that has ended meanwhile."""
         if result.ok:
-            self._observe(len(pin.blocks) * self._settings.block_bytes, result.seconds)
+            self._observe(self._settings.moved_bytes(len(pin.blocks)), result.seconds)
         if pin.out:
             self._swapped_out(pin.request, ok=result.ok)
         else:

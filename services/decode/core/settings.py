@@ -53,6 +53,7 @@ class DecodeSettings:
         turn_steps: steps of a turn.
         window_blocks: full blocks that windowed layers need before a token (`KVLayout.window_blocks`).
         window_slots: of these layers, slots in the pool.
+        window_bytes: of these layers, bytes in one block.
         states_alone: all windowed layers have a recurrent state (`KVLayout.states_alone`).
     """
 
@@ -81,11 +82,17 @@ class DecodeSettings:
     window_blocks: int = 0
     draft_tokens: int = 0
     window_slots: int = 0
+    window_bytes: int = 0
     states_alone: bool = False
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""
         return -(-tokens // self.block_tokens)
+
+    def moved_bytes(self, blocks: int) -> int:
+        """Bytes of a sequence's last `blocks` blocks when they are moved: behind the window, of full layers alone."""
+        behind = max(0, blocks - self.window_blocks - 1)
+        return blocks * self.block_bytes - behind * self.window_bytes
 
     def first_windowed_block(self, tokens: int) -> int:
         """First block of which the token behind `tokens` tokens needs the windowed slices."""

@@ -23,7 +23,7 @@ def layer_seconds(state: PrefillState, load: PrefixLoad) -> float:
     """
     if load.layers > 1:
         return (load.progressed_at - load.first_at) / (load.layers - 1)
-    nbytes = (load.end - load.first) * state.settings.slice_bytes
+    nbytes = state.settings.read_bytes(load.end - load.first) // state.settings.layers
     return load_seconds(state.tracker.speeds, nbytes)
 
 

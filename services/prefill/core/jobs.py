@@ -123,6 +123,7 @@ class PrefillSettings:
         windowed_layers: layers that need the slices of a sequence's last blocks only.
         window_blocks: of these layers, full blocks that are needed before a token (`KVLayout.window_blocks`).
         window_slots: of these layers, slots in the pool.
+        window_bytes: of these layers, bytes in one block, of which reads leave out what is behind the window; 0 = none.
     """
 
     blocks: int
@@ -138,13 +139,14 @@ class PrefillSettings:
     windowed_layers: frozenset[int] = frozenset()
     window_blocks: int = 0
     window_slots: int = 0
+    window_bytes: int = 0
     recurrent: bool = False
     states_alone: bool = False
 
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes per token."""
-        return self.layers * self.slice_bytes // self.block_tokens
+    def read_bytes(self, blocks: int) -> int:
+        """Bytes of `blocks` blocks that are read from elsewhere: of windowed layers the last blocks'."""
+        behind = max(0, blocks - self.window_blocks)
+        return blocks * self.layers * self.slice_bytes - behind * self.window_bytes
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that `tokens` tokens need."""

@@ -139,7 +139,7 @@ class PrefixLoads:
         state = self._state
         assert job.table is not None
         assert first < end <= state.reusable_blocks(job)
-        index, nbytes = job.prefix.next_source, (end - first) * state.settings.layers * state.settings.slice_bytes
+        index, nbytes = job.prefix.next_source, state.settings.read_bytes(end - first)
         source = job.sources[index]
         flight = LoadFlight(job.number, source, nbytes, end - first, (job.table,))
         io = state.begin(flight)
@@ -154,14 +154,15 @@ class PrefixLoads:
         blocks = min(source.blocks, self._state.reusable_blocks(job))
         if self.is_paused(source) or blocks <= job.prefix.blocks:
             return 0
-        if self._state.manager.num_slots_available < min(settings.window_blocks, blocks - job.prefix.blocks):
+        lacking = blocks - job.prefix.blocks
+        if self._state.manager.num_slots_available < min(settings.window_blocks, lacking):
             return 0
         cheaper = load_is_cheaper(
             self._speeds(source),
             total_tokens=job.spec.tokens,
             local_tokens=job.prefix.cached,
             stored_tokens=settings.reused_tokens(job.spec.tokens, blocks),
-            token_bytes=settings.token_bytes,
+            token_bytes=settings.read_bytes(lacking) // (lacking * settings.block_tokens),
             layers=settings.layers,
         )
         return blocks if cheaper else 0
@@ -240,7 +241,7 @@ class Replication:
         manager.acquire(held, len(held))
         blocks = (*held, *manager.allocate(missing))
         manager.give_slots(blocks[len(blocks) - windows :])
-        nbytes = missing * state.settings.layers * state.settings.slice_bytes
+        nbytes = state.settings.read_bytes(missing)
         flight = ReplicaFlight(event.number, event.keys, KVOwner(event.tenant), blocks, len(held), event.source, nbytes)
         self._io = state.begin(flight)
         timeout_s = self._loads.timeout_s(event.source, nbytes)
