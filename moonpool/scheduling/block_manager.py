@@ -527,6 +527,9 @@ def delete_kv(
     return KVDeleted(event.number, len(keys))
 
 
+WRITTEN_PART = 4
+"""One in this many window slots may be held by writes to kvstores at once; further blocks are written without windows.
+"""
 LENDABLE_PART = 4
 """One in this many blocks may be lent at once: readers take no more blocks from the requests computed here."""
 

@@ -507,7 +507,7 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
             left, full_hit = recompute_goal(request, sequence) - sequence.computed, sequence.computed < sequence.shared
             count = min(tokens, left)
             if count > 0 and _may_recompute(request, sequence):
-                count = count if full_hit else _give_chunk_slots(state, sequence, count)
+                count = count if full_hit else _give_chunk_slots(state, request, sequence, count)
             if count > 0 and _may_recompute(request, sequence):
                 tokens -= count
                 sample = sequence.computed + count == sequence.tokens
@@ -515,25 +515,32 @@ def plan_chunks(recomputing: list[DecodeRequest], tokens: int, state: DecodeStat
     return tuple(found)
 
 
-def _give_chunk_slots(state: DecodeState, sequence: RequestSequence, count: int) -> int:
+def _give_chunk_slots(state: DecodeState, request: DecodeRequest, sequence: RequestSequence, count: int) -> int:
     """Gives the blocks of a sequence's next `count` tokens their window slots; for how many tokens those suffice.
 
-    States are written behind the chunk and behind the sequence's last full block, other KV in each block.
+    KV of layers with a window is written in each block. States are written behind the chunk and where the request's
+    other sequences begin; behind the sequence's last full block if there is a slot.
     """
     settings, manager, size = state.settings, state.blocks, state.settings.block_tokens
     if not settings.window_blocks:
         return count
     start, end = sequence.computed, sequence.computed + count
-    last, border = settings.blocks_for(end), sequence.tokens // size
-    written = list(range(start // size, last))
+    needed, further = set(range(start // size, settings.blocks_for(end))), set[int]()
     if settings.states_alone:
-        written = [last - 1, *({border - 1} - {last - 1} if start < border * size <= end else ())]
-    lacking = [block for index in written if manager.is_partial(block := sequence.table[index])]
-    room = max(0, state.budget.slots)
-    if len(lacking) > room and not settings.states_alone:
-        end = max(start, (last - len(lacking) + room) * size)
-    manager.give_slots(lacking[:room])
-    return end - start if end > start and not manager.is_partial(sequence.table[settings.blocks_for(end) - 1]) else 0
+        begins = [other.shared // size for other in request.sequences]
+        needed = {max(needed), *(border - 1 for border in begins if start < border * size <= end)}
+        further = {border - 1 for border in (sequence.tokens // size,) if start < border * size <= end}
+    lacking = [block for index in sorted(needed) if manager.is_partial(block := sequence.table[index])]
+    short = len(lacking) - max(0, state.budget.slots)
+    if short > 0:
+        if settings.states_alone:
+            return 0
+        del lacking[-short:]
+        end = max(start, (max(needed) + 1 - short) * size)
+    manager.give_slots(lacking)
+    if state.budget.slots > 0:
+        manager.give_slots(sequence.table[index] for index in further)
+    return end - start
 
 
 def _may_recompute(request: DecodeRequest, sequence: RequestSequence) -> bool:

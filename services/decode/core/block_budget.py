@@ -167,13 +167,18 @@ class SwapPin:
 
 @frozen
 class StorePin:
-    """Pins a full block while the block is written to one of the request's kvstores; the request may have ended."""
+    """Pins a full block while the block is written to one of the request's kvstores; the request may have ended.
+
+    Attributes:
+        windowed: the slices of layers with a window are written, too.
+    """
 
     request: DecodeRequest
     sequence: RequestSequence
     index: int
     block: int
     store: int
+    windowed: bool
 
 
 @frozen

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.block_manager import WRITTEN_PART
 from moonpool.scheduling.latency import load_seconds, prefill_seconds
 from moonpool.scheduling.state_machine import digest_of
 from services.decode.core import batch
@@ -43,6 +44,7 @@ class StoredBlocks:
         self._state, self._settings = state, state.settings
         self.loading = 0
         self._loading_blocks = 0
+        self._windows_written = 0
         self.loaded_blocks = 0
         self.failures = 0
 
@@ -55,12 +57,14 @@ class StoredBlocks:
         """
         if request.owner.transient:
             return
-        block = sequence.table[index]
-        self._state.blocks.acquire([block])
+        block, blocks = sequence.table[index], self._state.blocks
+        windowed = not blocks.is_partial(block) and self._windows_written * WRITTEN_PART <= blocks.num_slots
+        self._windows_written += windowed and blocks.num_slots > 0
+        blocks.acquire([block], 0 if windowed else 1)
         if sequence.stored[store] == index:
             sequence.stored[store] = index + 1
-        io = self._state.ios.begin(StorePin(request, sequence, index, block, store))
-        self._state.act(StoreBlock(io, sequence.id, index, block, store, not self._state.blocks.is_partial(block)))
+        io = self._state.ios.begin(StorePin(request, sequence, index, block, store, windowed))
+        self._state.act(StoreBlock(io, sequence.id, index, block, store, windowed))
 
     def block_filled(self, request: DecodeRequest, sequence: RequestSequence, key: BlockKey) -> None:
         """A sequence's next block is full: registers the block's key and writes the block to the kvstores.
@@ -97,7 +101,8 @@ class StoredBlocks:
 
     def written(self, pin: StorePin, result: object) -> None:
         """A write has ended."""
-        self._state.blocks.release([pin.block])
+        self._windows_written -= pin.windowed and self._state.blocks.num_slots > 0
+        self._state.blocks.release([pin.block], 0 if pin.windowed else 1)
         if not (isinstance(result, StoreEnd) and result.ok):
             stored = pin.sequence.stored
             stored[pin.store] = min(stored[pin.store], pin.index)
@@ -205,6 +210,8 @@ class StoredBlocks:
         assert len(loading) == len(set(map(id, loading))), "a request is loaded twice"
         assert sum(request.slots for request in loading) == self.loading
         assert sum(len(pin.blocks) for pin in pins) == self._loading_blocks
+        written = sum(pin.windowed for _, pin in self._state.ios if isinstance(pin, StorePin))
+        assert self._windows_written == (written if self._state.blocks.num_slots else 0)
         for request in requests:
             for sequence in request.sequences:
                 assert len(sequence.stored) == request.stores

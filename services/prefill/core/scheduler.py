@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from moonpool.errors import ConfigError
-from moonpool.scheduling.block_manager import DeleteKV, LendBlocks, ReturnBlocks, delete_kv
+from moonpool.scheduling.block_manager import WRITTEN_PART, DeleteKV, LendBlocks, ReturnBlocks, delete_kv
 from moonpool.scheduling.fair_share import may_admit
 from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import IoEnded, Tick, digest_of, earliest
@@ -429,6 +429,9 @@ class PrefillScheduler:
         """
         window = self.state.settings.window_blocks
         if not window:
+            return ()
+        written = sum(len(it.blocks) - it.past for _, it in self.state.ios if isinstance(it, WriteBackFlight))
+        if written * WRITTEN_PART > self.state.settings.window_slots:
             return ()
         tokens, size = job.spec.tokens, self.state.settings.block_tokens
         ends = (tokens // size, (tokens - self.state.settings.recurrent) // size, held or 0)
