@@ -42,7 +42,16 @@ class PrefixReader(PeerClient, Protocol):
 
 
 class WindowLost(TransferFailed):
-    """The source has the blocks, but not the windowed slices of the last ones: the chain cannot be continued there."""
+    """The source has the blocks, but not the windowed slices of the last ones: the chain cannot be continued there.
+
+    Attributes:
+        block: the first one whose windowed slices are not there.
+    """
+
+    def __init__(self, block: int) -> None:
+        super().__init__(f"the windowed slices of block {block} are not there")
+        self.args = (block,)
+        self.block = block
 
 
 def endpoint_of(part: LayoutPart, whole: KVEndpoint) -> KVEndpoint:
@@ -191,7 +200,7 @@ class PartedReader(_Parted[BlockReader]):
         if full.result() < len(keys):
             raise PrefixLost(full.result())
         if windowed.result() < len(keys) - first:
-            raise WindowLost(f"the windowed slices of {len(keys) - first - windowed.result()} blocks are not there")
+            raise WindowLost(first + windowed.result())
         return len(keys)
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from moonpool.v1 import kv_pb2 as moonpool_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19moonpool/v1/prefill.proto\x12\x0bmoonpool.v1\x1a\x14moonpool/v1/kv.proto\"G\n\x0cPrefixSource\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"L\n\x0cStoreReplica\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\r\"\x8c\x03\n\x0ePrefillRequest\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.moonpool.v1.SequenceSpec\x12+\n\x06target\x18\x02 \x01(\x0b\x32\x1b.moonpool.v1.TransferTarget\x12)\n\x06source\x18\x03 \x01(\x0b\x32\x19.moonpool.v1.PrefixSource\x12)\n\nwrite_back\x18\x04 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x1c\n\x0fwrite_back_held\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x08replicas\x18\x06 \x03(\x0b\x32\x19.moonpool.v1.StoreReplica\x12\x30\n\rother_sources\x18\x07 \x03(\x0b\x32\x19.moonpool.v1.PrefixSource\x12\x18\n\x0bmax_queue_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x64\x65lay_s\x18\t \x01(\x01\x42\x12\n\x10_write_back_heldB\x0e\n\x0c_max_queue_s\"\xda\x01\n\x0fPrefillResponse\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1c.moonpool.v1.PrefillAcceptedH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.FirstTokenH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.moonpool.v1.PrefillFinishedH\x00\x12*\n\x05stale\x18\x04 \x01(\x0b\x32\x19.moonpool.v1.PrefillStaleH\x00\x42\x07\n\x05\x65vent\".\n\x0cPrefillStale\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\x12\r\n\x05taken\x18\x02 \x01(\x04\"<\n\x0fPrefillAccepted\x12\x19\n\x11predicted_start_s\x18\x01 \x01(\x01\x12\x0e\n\x06number\x18\x02 \x01(\x04\"@\n\tStoreMiss\x12$\n\x05store\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\r\n\x05\x62lock\x18\x02 \x01(\r\"V\n\x0cLoadedPrefix\x12%\n\x06source\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"=\n\x0bTimedTokens\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\"\xdd\x03\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x0clocal_tokens\x18\x02 \x01(\r\x12\x15\n\rloaded_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12&\n\x06misses\x18\x07 \x03(\x0b\x32\x16.moonpool.v1.StoreMiss\x12\x19\n\x11\x66urther_token_ids\x18\x08 \x03(\x05\x12\x19\n\x11log_probabilities\x18\t \x03(\x02\x12\'\n\x08logprobs\x18\n \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12.\n\x0fprompt_logprobs\x18\x0b \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12\x11\n\tembedding\x18\x0e \x01(\x0c\x12(\n\x05reads\x18\r \x03(\x0b\x32\x19.moonpool.v1.LoadedPrefix\x12\'\n\x05loads\x18\x14 \x03(\x0b\x32\x18.moonpool.v1.TimedTokens\x12(\n\x06\x63hunks\x18\x15 \x03(\x0b\x32\x18.moonpool.v1.TimedTokens\x12\x0c\n\x04lane\x18\x0c \x01(\t\">\n\x0fPrefillFinished\x12\x17\n\x0ftransfer_tail_s\x18\x01 \x01(\x01\x12\x12\n\nsent_bytes\x18\x02 \x01(\x04\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"=\n\x0e\x43\x61ncelResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.moonpool.v1.CancelOutcome\"\x15\n\x13PrefillStatsRequest\"c\n\x14PrefillStatsResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\"\n\x06gauges\x18\x02 \x03(\x0b\x32\x12.moonpool.v1.Gauge2\xfa\x02\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.moonpool.v1.PrefillRequest\x1a\x1c.moonpool.v1.PrefillResponse0\x01\x12\x45\n\x06ReadKV\x12\x1a.moonpool.v1.ReadKVRequest\x1a\x1b.moonpool.v1.ReadKVResponse(\x01\x30\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.moonpool.v1.CancelRequest\x1a\x1b.moonpool.v1.CancelResponse\x12\x41\n\x06\x46orget\x12\x1a.moonpool.v1.ForgetRequest\x1a\x1b.moonpool.v1.ForgetResponse\x12S\n\x0cPrefillStats\x12 .moonpool.v1.PrefillStatsRequest\x1a!.moonpool.v1.PrefillStatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19moonpool/v1/prefill.proto\x12\x0bmoonpool.v1\x1a\x14moonpool/v1/kv.proto\"G\n\x0cPrefixSource\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\"L\n\x0cStoreReplica\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x13\n\x0bheld_blocks\x18\x02 \x01(\r\"\x8c\x03\n\x0ePrefillRequest\x12+\n\x08sequence\x18\x01 \x01(\x0b\x32\x19.moonpool.v1.SequenceSpec\x12+\n\x06target\x18\x02 \x01(\x0b\x32\x1b.moonpool.v1.TransferTarget\x12)\n\x06source\x18\x03 \x01(\x0b\x32\x19.moonpool.v1.PrefixSource\x12)\n\nwrite_back\x18\x04 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x1c\n\x0fwrite_back_held\x18\x05 \x01(\rH\x00\x88\x01\x01\x12+\n\x08replicas\x18\x06 \x03(\x0b\x32\x19.moonpool.v1.StoreReplica\x12\x30\n\rother_sources\x18\x07 \x03(\x0b\x32\x19.moonpool.v1.PrefixSource\x12\x18\n\x0bmax_queue_s\x18\x08 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x07\x64\x65lay_s\x18\t \x01(\x01\x42\x12\n\x10_write_back_heldB\x0e\n\x0c_max_queue_s\"\xda\x01\n\x0fPrefillResponse\x12\x30\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x1c.moonpool.v1.PrefillAcceptedH\x00\x12.\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x17.moonpool.v1.FirstTokenH\x00\x12\x30\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.moonpool.v1.PrefillFinishedH\x00\x12*\n\x05stale\x18\x04 \x01(\x0b\x32\x19.moonpool.v1.PrefillStaleH\x00\x42\x07\n\x05\x65vent\".\n\x0cPrefillStale\x12\x0f\n\x07\x64rain_s\x18\x01 \x01(\x01\x12\r\n\x05taken\x18\x02 \x01(\x04\"<\n\x0fPrefillAccepted\x12\x19\n\x11predicted_start_s\x18\x01 \x01(\x01\x12\x0e\n\x06number\x18\x02 \x01(\x04\"R\n\tStoreMiss\x12$\n\x05store\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\r\n\x05\x62lock\x18\x02 \x01(\r\x12\x10\n\x08windowed\x18\x03 \x01(\x08\"V\n\x0cLoadedPrefix\x12%\n\x06source\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"=\n\x0bTimedTokens\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x0f\n\x07\x62\x65gin_s\x18\x02 \x01(\x01\x12\r\n\x05\x65nd_s\x18\x03 \x01(\x01\"\xdd\x03\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\x05\x12\x14\n\x0clocal_tokens\x18\x02 \x01(\r\x12\x15\n\rloaded_tokens\x18\x03 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12&\n\x06misses\x18\x07 \x03(\x0b\x32\x16.moonpool.v1.StoreMiss\x12\x19\n\x11\x66urther_token_ids\x18\x08 \x03(\x05\x12\x19\n\x11log_probabilities\x18\t \x03(\x02\x12\'\n\x08logprobs\x18\n \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12.\n\x0fprompt_logprobs\x18\x0b \x01(\x0b\x32\x15.moonpool.v1.Logprobs\x12\x11\n\tembedding\x18\x0e \x01(\x0c\x12(\n\x05reads\x18\r \x03(\x0b\x32\x19.moonpool.v1.LoadedPrefix\x12\'\n\x05loads\x18\x14 \x03(\x0b\x32\x18.moonpool.v1.TimedTokens\x12(\n\x06\x63hunks\x18\x15 \x03(\x0b\x32\x18.moonpool.v1.TimedTokens\x12\x0c\n\x04lane\x18\x0c \x01(\t\">\n\x0fPrefillFinished\x12\x17\n\x0ftransfer_tail_s\x18\x01 \x01(\x01\x12\x12\n\nsent_bytes\x18\x02 \x01(\x04\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"=\n\x0e\x43\x61ncelResponse\x12+\n\x07outcome\x18\x01 \x01(\x0e\x32\x1a.moonpool.v1.CancelOutcome\"\x15\n\x13PrefillStatsRequest\"c\n\x14PrefillStatsResponse\x12\'\n\x08instance\x18\x01 \x01(\x0b\x32\x15.moonpool.v1.Instance\x12\"\n\x06gauges\x18\x02 \x03(\x0b\x32\x12.moonpool.v1.Gauge2\xfa\x02\n\x0ePrefillService\x12\x46\n\x07Prefill\x12\x1b.moonpool.v1.PrefillRequest\x1a\x1c.moonpool.v1.PrefillResponse0\x01\x12\x45\n\x06ReadKV\x12\x1a.moonpool.v1.ReadKVRequest\x1a\x1b.moonpool.v1.ReadKVResponse(\x01\x30\x01\x12\x41\n\x06\x43\x61ncel\x12\x1a.moonpool.v1.CancelRequest\x1a\x1b.moonpool.v1.CancelResponse\x12\x41\n\x06\x46orget\x12\x1a.moonpool.v1.ForgetRequest\x1a\x1b.moonpool.v1.ForgetResponse\x12S\n\x0cPrefillStats\x12 .moonpool.v1.PrefillStatsRequest\x1a!.moonpool.v1.PrefillStatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,23 +45,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLACCEPTED']._serialized_start=883
   _globals['_PREFILLACCEPTED']._serialized_end=943
   _globals['_STOREMISS']._serialized_start=945
-  _globals['_STOREMISS']._serialized_end=1009
-  _globals['_LOADEDPREFIX']._serialized_start=1011
-  _globals['_LOADEDPREFIX']._serialized_end=1097
-  _globals['_TIMEDTOKENS']._serialized_start=1099
-  _globals['_TIMEDTOKENS']._serialized_end=1160
-  _globals['_FIRSTTOKEN']._serialized_start=1163
-  _globals['_FIRSTTOKEN']._serialized_end=1640
-  _globals['_PREFILLFINISHED']._serialized_start=1642
-  _globals['_PREFILLFINISHED']._serialized_end=1704
-  _globals['_CANCELREQUEST']._serialized_start=1706
-  _globals['_CANCELREQUEST']._serialized_end=1741
-  _globals['_CANCELRESPONSE']._serialized_start=1743
-  _globals['_CANCELRESPONSE']._serialized_end=1804
-  _globals['_PREFILLSTATSREQUEST']._serialized_start=1806
-  _globals['_PREFILLSTATSREQUEST']._serialized_end=1827
-  _globals['_PREFILLSTATSRESPONSE']._serialized_start=1829
-  _globals['_PREFILLSTATSRESPONSE']._serialized_end=1928
-  _globals['_PREFILLSERVICE']._serialized_start=1931
-  _globals['_PREFILLSERVICE']._serialized_end=2309
+  _globals['_STOREMISS']._serialized_end=1027
+  _globals['_LOADEDPREFIX']._serialized_start=1029
+  _globals['_LOADEDPREFIX']._serialized_end=1115
+  _globals['_TIMEDTOKENS']._serialized_start=1117
+  _globals['_TIMEDTOKENS']._serialized_end=1178
+  _globals['_FIRSTTOKEN']._serialized_start=1181
+  _globals['_FIRSTTOKEN']._serialized_end=1658
+  _globals['_PREFILLFINISHED']._serialized_start=1660
+  _globals['_PREFILLFINISHED']._serialized_end=1722
+  _globals['_CANCELREQUEST']._serialized_start=1724
+  _globals['_CANCELREQUEST']._serialized_end=1759
+  _globals['_CANCELRESPONSE']._serialized_start=1761
+  _globals['_CANCELRESPONSE']._serialized_end=1822
+  _globals['_PREFILLSTATSREQUEST']._serialized_start=1824
+  _globals['_PREFILLSTATSREQUEST']._serialized_end=1845
+  _globals['_PREFILLSTATSRESPONSE']._serialized_start=1847
+  _globals['_PREFILLSTATSRESPONSE']._serialized_end=1946
+  _globals['_PREFILLSERVICE']._serialized_start=1949
+  _globals['_PREFILLSERVICE']._serialized_end=2327
 # @@protoc_insertion_point(module_scope)

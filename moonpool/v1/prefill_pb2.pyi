@@ -256,8 +256,11 @@ class StoreMiss(_message.Message):
 
     STORE_FIELD_NUMBER: _builtins.int
     BLOCK_FIELD_NUMBER: _builtins.int
+    WINDOWED_FIELD_NUMBER: _builtins.int
     block: _builtins.int
     """Index of the block in the sequence; the kvstore gave those before it."""
+    windowed: _builtins.bool
+    """The kvstore holds the block, without the slices of layers with a window."""
     @_builtins.property
     def store(self) -> _kv_pb2.Instance:
         """The kvstore."""
@@ -267,10 +270,11 @@ class StoreMiss(_message.Message):
         *,
         store: _kv_pb2.Instance | None = ...,
         block: _builtins.int = ...,
+        windowed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["store", b"store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "store", b"store"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "store", b"store", "windowed", b"windowed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ from moonpool import world
 from moonpool.cluster.proto_conversion import finite_or_zero
 from moonpool.errors import MoonpoolError, StreamBroken
 from moonpool.kv.delete_kv import KVSelection
-from moonpool.kv.keys import KEY_BYTES, tokens_digest
+from moonpool.kv.keys import KEY_BYTES, tokens_digest, window_key
 from moonpool.rpc.channels import Channels
 from moonpool.scheduling.sessions import SessionTurn
 from moonpool.scheduling.state_machine import CancelIo, IoEnded
@@ -587,9 +587,10 @@ def _prefill_measurements(
     first: prefill_pb2.FirstToken, spec: kv_pb2.SequenceSpec, lasted_s: float
 ) -> PrefillMeasurements:
     """An instance's measurements of a prefill. No time is longer than the call, which took `lasted_s` seconds."""
-    misses = [
-        (miss.store.id, spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]) for miss in first.misses
-    ]
+    misses = list[tuple[str, bytes]]()
+    for miss in first.misses:
+        key = spec.block_keys[miss.block * KEY_BYTES : (miss.block + 1) * KEY_BYTES]
+        misses.append((miss.store.id, window_key(key) if miss.windowed and key else key))
     loads = tuple([(it.source.id, it.blocks, min(finite_or_zero(it.seconds), lasted_s)) for it in first.reads])
     there_s = min(finite_or_zero(first.queue_s) + finite_or_zero(first.prefill_s), lasted_s)
     return PrefillMeasurements(first.computed_tokens, there_s, tuple(misses), loads)

@@ -181,7 +181,7 @@ class BlockLoader:
             return LoadEnded(0, lost.blocks)
         except WindowLost as lost:
             log.info("window lost while loading", source=source.id, request=read.request, reason=str(lost))
-            return LoadEnded(0)
+            return LoadEnded(0, lost.block, windowed=True)
         except DamagedSliceError as damaged:
             log.warning("damaged slice while loading", source=source.id, request=read.request, reason=str(damaged))
             return LoadEnded(0)

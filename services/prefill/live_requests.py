@@ -148,7 +148,10 @@ class LivePrefill:
             loads=self.loads,
             chunks=self.chunks,
             lane=self.transport,
-            misses=[prefill_pb2.StoreMiss(store=sources[it.source], block=it.block) for it in told.misses],
+            misses=[
+                prefill_pb2.StoreMiss(store=sources[it.source], block=it.block, windowed=it.windowed)
+                for it in told.misses
+            ],
             reads=[
                 prefill_pb2.LoadedPrefix(source=sources[it.source], blocks=it.blocks, seconds=it.seconds)
                 for it in told.loads

@@ -235,10 +235,12 @@ class PrefixMiss:
     Attributes:
         source: index in the job's sources.
         block: index in the sequence; the kvstore held the blocks before.
+        windowed: the block was there, without the slices of layers with a window.
     """
 
     source: int
     block: int
+    windowed: bool = False
 
 
 @frozen

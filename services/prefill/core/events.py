@@ -143,12 +143,14 @@ class LoadEnded:
         blocks: leading blocks that are whole in all layers.
         missing: first block that the source has lost or, if a peer, does not lend.
         failed: the source did not answer properly, and is skipped for a while.
+        windowed: of the missing block the source has lost the slices of layers with a window alone.
     """
 
     blocks: int
     missing: int | None = None
     failed: bool = False
     seconds: float = 0.0
+    windowed: bool = False
 
 
 @frozen

@@ -100,7 +100,7 @@ class PrefixLoads:
             return
         load = job.prefix.load
         if result.missing is not None and not flight.source.peer:  # a peer may lend fewer, and reports lost blocks
-            job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing))
+            job.prefix.misses.append(PrefixMiss(load.source, load.first + result.missing, result.windowed))
         if result.blocks == flight.wanted:
             job.prefix.loads.append(PrefixLoaded(load.source, result.blocks, result.seconds))
             self._load_over(job, load.end)

@@ -1,7 +1,7 @@
 """What the conductor tells engines about kvstores, and what it learns from a miss."""
 
 from moonpool.cluster.proto_conversion import speeds_to_proto
-from moonpool.kv.keys import block_keys, chain_root
+from moonpool.kv.keys import block_keys, chain_root, window_key, with_window_keys
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.latency import Speeds
 from moonpool.v1 import prefill_pb2
@@ -68,6 +68,21 @@ async def test_a_miss_corrects_the_index_until_the_store_reports_the_block_again
         assert (p.requests[1].source.blocks, p.requests[1].write_back_held) == (1, 1)
         k.store(keys[1:])
         await s.until(lambda: index.lengths(keys) == {"kvstore-0": 2})
+
+
+async def test_of_a_lost_window_only_the_windowed_slices_are_forgotten() -> None:
+    p, d, k = prefill(), decode(), store()
+    p.load.speed.CopyFrom(speeds_to_proto(Speeds(prefill_per_token_s=1.0)))
+    async with stack(p, d, k) as s:
+        index = s.servicer.core.cluster.index
+        keys: list[bytes] = [*block_keys(chain_root(s.model().namespace, ""), PROMPT, BLOCK_TOKENS)]
+        k.store([*with_window_keys(keys)])
+        await s.until(lambda: index.lengths([window_key(keys[1])]) == {"kvstore-0": 1})
+        p.misses.append(prefill_pb2.StoreMiss(store=k.instance, block=1, windowed=True))
+        await s.client.generate(token_ids=PROMPT, sampling=GREEDY)
+        assert index.lengths([window_key(keys[1])]) == {}
+        assert index.lengths([window_key(keys[0])]) == {"kvstore-0": 1}
+        assert index.lengths(keys) == {"kvstore-0": 2}
 
 
 async def test_a_prompt_shorter_than_a_block_has_a_store_for_its_answer() -> None:
