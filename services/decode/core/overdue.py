@@ -36,7 +36,7 @@ class OverdueTurns:
     """
 
     def __init__(self, state: DecodeState, preempted: PreemptedRequests) -> None:
-        self._state = state
+        self._state, self._settings = state, state.settings
         self._preempted = preempted
         self.holder: DecodeRequest | None = None
         self._left = 0  # steps of the turn
@@ -53,29 +53,30 @@ class OverdueTurns:
             self.holder = None
         if self.holder is not None:
             return [self.holder]
-        stopped = [*self._preempted.queue, *(it for it in waiting if it.preemption.since is not None)]
-        everyone = [*active, *self._preempted.queue] if stopped else []
+        late = [it for it in (*self._preempted.queue, *waiting) if self._waited(it) >= self._settings.patience_steps]
+        everyone = [*active, *self._preempted.queue] if late else []
         tenants = {request.spec.tenant for request in everyone}
         self._last = {tenant: at for tenant, at in self._last.items() if tenant in tenants}
         if len(tenants) < 2:
             return []
-        use = block_use(everyone, self._state.settings.num_blocks)
-        overdue = by_tenant(request for request in stopped if self._is_overdue(request, use))
+        use = block_use(everyone, self._settings.num_blocks)
+        overdue = by_tenant(request for request in late if self._is_overdue(request, use))
         firsts = [min(queue, key=lambda it: it.order_key) for queue in overdue.values()]
         return sorted(firsts, key=lambda it: (self._last.get(it.spec.tenant, -1), it.preemption.since, it.order_key))
 
+    def _waited(self, request: DecodeRequest) -> int:
+        """Steps since a request was preempted; -1 if it was not, or ran since."""
+        since = request.preemption.since
+        return self._preempted.steps - since if since is not None else -1
+
     def _is_overdue(self, request: DecodeRequest, use: TenantUse) -> bool:
-        since, settings = request.preemption.since, self._state.settings
-        waited = self._preempted.steps - since if since is not None else 0
-        if waited < settings.patience_steps:
-            return False
-        shares = batch.blocks_to_resume(request, settings) / request.spec.weight / use.level
-        return waited >= settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
+        shares = batch.blocks_to_resume(request, self._settings) / request.spec.weight / use.level
+        return self._waited(request) >= self._settings.patience_steps * min(max(1.0, shares), MOST_PATIENCE)
 
     def give(self, request: DecodeRequest | None) -> None:
         """Gives the turn to a request, or to none."""
         if request is not self.holder:
-            self.holder, self._left = request, self._state.settings.turn_steps
+            self.holder, self._left = request, self._settings.turn_steps
 
     def advance(self, steps: int, running: RunningBatch) -> None:
         """Counts steps that the holder ran."""
@@ -102,7 +103,7 @@ class OverdueTurns:
         refs = Counter(block for request in giving for block in request.refs)
         freed = {block for block, count in refs.items() if blocks.ref_count(block) == count}
         soon = budget.available + self._preempted.blocks_being_freed + len(freed)
-        slots = batch.slots_to_resume(holder, self._state.settings) - budget.slots
+        slots = batch.slots_to_resume(holder, self._settings) - budget.slots
         given = sum(len(sequence.table) - sequence.past for request in giving for sequence in request.sequences)
         if soon < budget.cost(held, new) + len(freed.intersection(held)) or slots > given:
             return None
