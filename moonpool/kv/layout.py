@@ -29,6 +29,8 @@ NO_SLOT = -1
 """In place of a window slot: the block lacks the slices of layers with a window or a recurrent state."""
 TYPICAL_TOKENS = 4096
 """Tokens of the sequences for which a pool's bytes are divided between blocks and window slots."""
+WINDOW_PART = 8
+"""One in this many bytes of a pool holds windowed slices at least, if there are as many blocks."""
 STATES_IN_WORK = 3
 """Recurrent states that a step writes for one sequence beyond those held: its last, and two chosen borders'."""
 
@@ -288,8 +290,9 @@ class KVLayout:
     def window_slots(self, blocks: int, step_tokens: int, longest: int) -> int:
         """Window slots of a pool with `blocks` blocks: as many as sequences of `TYPICAL_TOKENS` tokens hold there.
 
-        At least those of one sequence whose tokens are computed in steps of `step_tokens`, and at most one a block.
-        0 where no layer has a window.
+        More if all of them take less than one `WINDOW_PART` of the pool's bytes: slots that are small cost little, and
+        short sequences need more. At least those of one sequence whose tokens are computed in steps of `step_tokens`,
+        and at most one a block. 0 where no layer has a window.
 
         Args:
             blocks: of the pool.
@@ -300,7 +303,8 @@ class KVLayout:
             return 0
         held, typical = self.window_blocks + 1, self.blocks_for(min(longest or TYPICAL_TOKENS, TYPICAL_TOKENS))
         in_work = STATES_IN_WORK if self.states_alone else self.blocks_for(step_tokens) + 1
-        return min(blocks, max(-(-blocks * held // typical), held + in_work))
+        cheap = blocks * (self.block_bytes - self.windowed_bytes) // ((WINDOW_PART - 1) * self.windowed_bytes)
+        return min(blocks, max(-(-blocks * held // typical), held + in_work, cheap))
 
     def pool_bytes(self, blocks: int, slots: int, layers: range | None = None) -> int:
         """Bytes of a pool, or of some consecutive layers there."""

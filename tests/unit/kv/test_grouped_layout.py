@@ -259,9 +259,12 @@ def test_a_pool_has_slices_of_windowed_layers_for_its_slots_alone() -> None:
     pool.close()
 
 
-@pytest.mark.parametrize(("blocks", "longest", "slots"), [(4, 0, 4), (40, 0, 7), (1000, 0, 12), (1000, 320, 150)])
+@pytest.mark.parametrize(("blocks", "longest", "slots"), [(4, 0, 4), (40, 0, 7), (1000, 0, 71), (1000, 320, 150)])
 def test_a_pool_is_divided_by_a_typical_sequence(blocks: int, longest: int, slots: int) -> None:
-    """Windows of two blocks: a sequence holds three of its 256, or of its 20, blocks; steps of 40 tokens take four."""
+    """Windows of two blocks: a sequence holds three of its 256, or of its 20, blocks; steps of 40 tokens take four.
+
+    An eighth of the bytes are windowed slices in any case.
+    """
     assert GROUPED.window_slots(blocks, 40, longest) == slots
     nbytes = GROUPED.pool_bytes(blocks, slots)
     assert GROUPED.blocks_in(nbytes, 40, longest) == blocks
@@ -278,11 +281,13 @@ def test_a_sequence_holds_all_its_blocks_of_full_layers_and_of_others_its_window
 
 
 def test_a_hybrid_needs_few_states() -> None:
-    layout = KVLayout.of_layers(64, [LayerKV(2, 8, "float32"), LayerKV(2, 64, "float32", "recurrent")])
+    layout = KVLayout.of_layers(64, [LayerKV(2, 8, "float32"), LayerKV(2, 8192, "float32", "recurrent")])
     assert layout.states_alone
     assert not GROUPED.states_alone
     assert layout.window_slots(1000, 512, 0) == 32, "two of 64 blocks"
     assert layout.window_slots(64, 512, 0) == 5, "a sequence and a step"
+    small = KVLayout.of_layers(64, [LayerKV(2, 8, "float32"), LayerKV(2, 512, "float32", "recurrent")])
+    assert small.window_slots(1000, 512, 0) == 285
 
 
 def test_a_pool_holds_slices_of_all_sizes() -> None:
