@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from moonpool.checkpoint.config import ModelConfig, config_hash, kv_layout, reso
 from moonpool.checkpoint.gguf import gguf_config, gguf_index, gguf_parts, is_gguf
 from moonpool.checkpoint.huggingface import folder_config, folder_index, folder_weights, quantisation_settings
 from moonpool.checkpoint.model_cards import card_sampling
-from moonpool.checkpoint.tensor_info import TensorInfo
+from moonpool.checkpoint.tensor_info import Quantization, TensorInfo
 from moonpool.errors import CheckpointError, InvalidRequest
 from moonpool.families import names_of
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, ELEMENT_BYTES, KVGroup, KVLayout
@@ -113,8 +114,11 @@ def inspect_checkpoint(
     memory_bytes: int | None = None,
     *,
     max_model_len: int | None = None,
+    quantization: Quantization = "auto",
 ) -> CheckpointReport:
     """Return the sizes for the checkpoint in `path`, with the KV for a sequence with `max_model_len` tokens.
+
+    `quantization`: how an engine will hold the weights.
 
     Raises:
         CheckpointError: as `load_config` and `tensor_index`.
@@ -127,7 +131,7 @@ def inspect_checkpoint(
     layout = kv_layout(config, chosen, block_tokens)
     tensors = tensor_index(path)
     parameters = _count_parameters(config, tensors)
-    weight_bytes = parameters * ELEMENT_BYTES[chosen]
+    weight_bytes = _held_bytes(config, tensors, ELEMENT_BYTES[chosen], quantization)
     context = min(max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     blocks = None
     if memory_bytes is not None:
@@ -162,6 +166,33 @@ def _count_parameters(config: ModelConfig, tensors: dict[str, TensorInfo]) -> in
     """Count the parameters; a tied output head is the embedding and counts once, stored or not."""
     head = names_of(config.architecture).head
     return sum(info.elements for name, info in tensors.items() if not (config.tie_word_embeddings and name == head))
+
+
+_PACKED: Mapping[str, float] = {"int8": 1 + 2 / 32, "int4": 0.5 + 4 / 32}
+"""Bytes of an element with its part of the scales (and offsets), float16 for each 32."""
+
+
+def _held_bytes(
+    config: ModelConfig, tensors: Mapping[str, TensorInfo], element: int, quantization: Quantization
+) -> int:
+    """Return the memory of the weights: routers in float32, a packed model's head in 8 bits, a file's own codes."""
+    names, total = names_of(config.architecture), 0.0
+    for name, info in tensors.items():
+        is_head, is_embedding = name == names.head, name == names.embedding
+        if is_head and config.tie_word_embeddings:
+            continue
+        size: float = element
+        if len(info.shape) > 1 and f"{names.router}.weight" in name:
+            size = 4
+        elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in ("file", *_PACKED):
+            if quantization == "file":
+                size = info.stored_bytes / info.elements if not (is_head or is_embedding) else element
+            elif is_head or is_embedding:
+                size = _PACKED["int8"] if is_head or config.tie_word_embeddings else element
+            else:
+                size = _PACKED[quantization]
+        total += info.elements * size
+    return int(total)
 
 
 def _described(group: KVGroup, layout: KVLayout) -> str:

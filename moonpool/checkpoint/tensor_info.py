@@ -12,6 +12,11 @@ Quantization = Literal["auto", "file", "int8", "int4", "none"]
 """Weights as an engine holds them: as the checkpoint has them, packed in 8 or 4 bits, or dense."""
 _NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
 Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", "bnb_4bit"]
+_STORED_BITS: Mapping[str, float] = {
+    "F32": 32, "I32": 32, "F16": 16, "BF16": 16, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E8M0": 8, "I64": 64,
+    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5,
+    "Q5_K": 5.5, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.25, "MXFP4": 4.25, "NVFP4": 4.5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,3 +88,10 @@ class TensorInfo:
     def stored_type(self) -> str:
         """How the tensor is stored, for people."""
         return self.dtype if self.quantised is None else f"{self.quantised.format.method} ({self.dtype})"
+
+    @property
+    def stored_bytes(self) -> float:
+        """Bytes of the values as stored, with their scales: exact for GGUF, of folders without the scales."""
+        if self.quantised is not None:
+            return sum(its.stored_bytes for _, its in self.quantised.parts.values())
+        return self.elements * _STORED_BITS.get(self.dtype, 16) / 8

@@ -18,6 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.cli.options import (
     HELP,
     LOOK,
@@ -176,18 +177,31 @@ def inspect(
     memory_bytes: Annotated[
         int | None,
         typer.Option(
-            parser=size_option, metavar="SIZE", help="Show how many tokens fit in this memory beside the weights."
+            parser=size_option,
+            metavar="SIZE",
+            help="Show how many tokens fit in this memory beside weights, work space and program.",
         ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(help="Show the KV of a sequence of so many tokens; default: the model's longest.")
     ] = None,
+    quantization: Annotated[
+        Quantization, typer.Option(help="How engines hold the weights: auto, file, int8, int4 or none.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
 ) -> None:
-    """Show a checkpoint's parameters, KV, how the layers compute, and what fits a given memory."""
+    """Show a checkpoint's parameters, KV, how layers compute, what an engine takes, and what fits a given memory."""
     from moonpool.cli.models import chosen_model, run_inspect
 
-    run_inspect(chosen_model(model), dtype, block_size, memory_bytes, max_model_len=max_model_len, as_json=as_json)
+    run_inspect(
+        chosen_model(model),
+        dtype,
+        block_size,
+        memory_bytes,
+        max_model_len=max_model_len,
+        quantization=quantization,
+        as_json=as_json,
+    )
 
 
 def _add_trace_verbs(app: typer.Typer) -> None:

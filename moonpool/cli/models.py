@@ -3,11 +3,13 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import typer
 
 from moonpool.checkpoint.named_models import BUNDLED, MODEL_PACKAGES, cache_folder, cached_model, named_model
 from moonpool.checkpoint.resolve import resolve
+from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.errors import CheckpointError
 
 
@@ -92,21 +94,40 @@ def run_inspect(
     memory_bytes: int | None,
     *,
     max_model_len: int | None,
+    quantization: Quantization,
     as_json: bool,
 ) -> None:
     """Prints the report as a table or as one JSON object."""
     from rich.console import Console
     from rich.table import Table
 
+    from moonpool.checkpoint.config import kv_layout
     from moonpool.checkpoint.formats import inspect_checkpoint
     from moonpool.checkpoint.resolve import resolve
+    from moonpool.engine.memory_estimate import estimated_memory
     from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 
-    found = inspect_checkpoint(
-        resolve(model), dtype, block_tokens or DEFAULT_BLOCK_SIZE, memory_bytes, max_model_len=max_model_len
+    path = resolve(model)
+    how: Any = {"max_model_len": max_model_len, "quantization": quantization}
+    found = inspect_checkpoint(path, dtype, block_tokens or DEFAULT_BLOCK_SIZE, **how)
+    layout = kv_layout(found.config, found.dtype, found.block_tokens)
+    blocks = layout.blocks_for(found.context_tokens)
+    engine = estimated_memory(
+        found.config, layout, blocks, found.dtype, weights=found.weight_bytes, quantization=quantization
     )
+    if memory_bytes is not None:
+        room = max(0, memory_bytes - (engine.beside_kv - found.weight_bytes))
+        found = inspect_checkpoint(path, dtype, found.block_tokens, room, **how)
     sizes = {field.name: getattr(found, field.name) for field in dataclasses.fields(found) if field.name != "config"}
-    report = {"architecture": found.config.architecture, "max_tokens": found.config.max_position_embeddings, **sizes}
+    report = {
+        "architecture": found.config.architecture,
+        "max_tokens": found.config.max_position_embeddings,
+        **sizes,
+        "work_bytes": engine.work,
+        "program_bytes": engine.program,
+        "idle_bytes": engine.idle,
+        "engine_bytes": engine.all,
+    }
     if as_json:
         typer.echo(json.dumps(report))
         return

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich import box
@@ -18,16 +19,18 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.native.build import BuildError, build
+from moonpool.checkpoint import inspect_checkpoint, kv_layout, resolve
 from moonpool.cli.check import wait_at_rest
 from moonpool.cli.forks import forked_services
 from moonpool.cli.progress import StartProgress, start_progress
 from moonpool.cli.running_stacks import recorded_stack
-from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor
+from moonpool.cli.stack import LocalStack, ServiceProcess, StackPlan, Supervisor, setting_of
 from moonpool.client import AsyncClient, Client, GenerateResult
 from moonpool.config import check_free
 from moonpool.engine.emulated.profile import SCHEME, emulated_profile
-from moonpool.engine.setup import check_engine_installed
-from moonpool.errors import Unavailable
+from moonpool.engine.memory_estimate import estimated_memory
+from moonpool.engine.setup import DEFAULT_KV_BYTES, check_engine_installed
+from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.kv import native_library
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.sampling_params import SamplingParams
@@ -106,6 +109,7 @@ def started_stack(
     check_ports(plan)
     with contextlib.ExitStack() as running:
         with start_progress(console) as progress:
+            tell_memory(plan, progress)
             compile_ahead(plan, progress)
 
             def ready(service: ServiceProcess) -> None:
@@ -130,6 +134,28 @@ def check_ports(plan: StackPlan) -> None:
         check_free(f"127.0.0.1:{plan.http_port}", "port")
     for number in range(plan.conductors if plan.port else 0):
         check_free(f"127.0.0.1:{plan.port + number}", "conductor_port")
+
+
+def tell_memory(plan: StackPlan, progress: StartProgress) -> None:
+    """Tell what an engine will hold in memory, before anything is loaded. Problems are the services' to tell."""
+    if plan.engine.startswith(SCHEME):
+        return
+    with contextlib.suppress(MoonpoolError):
+        quantization: Any = setting_of(plan, "prefill", "quantization", "auto")
+        found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, quantization=quantization)
+        layout = kv_layout(found.config, found.dtype, plan.block_size, plan.kv_cache_dtype)
+        blocks = (plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES) // layout.block_bytes
+        held = estimated_memory(
+            found.config, layout, blocks, found.dtype,
+            weights=found.weight_bytes, quantization=quantization, threads=plan.threads,
+        )  # fmt: skip
+        parts = (("weights", held.weights), ("KV", held.kv), ("work", held.work), ("program", held.program))
+        sizes = ", ".join(f"{name} {size / 1e6:,.0f} MB" for name, size in parts)
+        tokens = blocks * plan.block_size
+        most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"
+        text = f"{most}: {sizes}; KV of {tokens:,} tokens; {found.computed}"
+        progress.show("memory", text)
+        progress.finish("memory")
 
 
 def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:

@@ -479,11 +479,16 @@ def memory_share(plan: StackPlan, kind: str) -> float | None:
 
 def _engine_devices(plan: StackPlan, kind: str) -> set[DeviceName]:
     """The devices for each engine of this kind, named in settings, flags or the environment."""
-    given = list(pairwise(plan.extra.get(kind, ())))
-    flags = [value for flag, value in given if flag == "--device"]
-    settings = [value.partition("=")[2] for flag, value in given if flag == "--set" and value.startswith("device=")]
-    name = [os.environ.get(f"{ENV_PREFIX}DEVICE", "cpu"), *flags, *settings][-1]
+    name = setting_of(plan, kind, "device", "cpu")
     return set(stage_devices(name, plan.pipeline_parallel_size if kind == "prefill" else 1))
+
+
+def setting_of(plan: StackPlan, kind: str, name: str, default: str) -> str:
+    """A setting of the services of one kind, from settings, flags or the environment."""
+    given = list(pairwise(plan.extra.get(kind, ())))
+    flags = [value for flag, value in given if flag == f"--{name}"]
+    settings = [value.partition("=")[2] for flag, value in given if flag == "--set" and value.startswith(f"{name}=")]
+    return [os.environ.get(f"{ENV_PREFIX}{name.upper()}", default), *flags, *settings][-1]
 
 
 FIRST_RESTART_PAUSE_S = 0.5

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from moonpool.models.random_checkpoint import create
+from moonpool.models.random_checkpoint import SHAPES, create
 from tests.faults.report import StormPlan
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.schedule import FAULTS
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gap-s", type=float, default=2.0, help="mean seconds between faults")
     parser.add_argument("--kinds", default=",".join(FAULTS), help="faults, separated by commas")
     parser.add_argument("--targets", default="prefill,decode,kvstore,conductor", help="kinds of services that are hit")
+    parser.add_argument("--shape", default="tiny-llama", choices=SHAPES, help="of the model, whose weights are random")
     parser.add_argument("--engine", default="real", help="real or emulated:PROFILE")
     parser.add_argument("--device", default="cpu", help="of real engines, for example staged:3")
     parser.add_argument("--prefill", type=int, default=2, help="prefill instances")
@@ -50,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)  # the reference must not take the cores from the services
     with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as temporary:
-        model = Path(temporary) / "tiny-llama"
-        create("tiny-llama", model, seed=SEED, dtype="float32")
+        model = Path(temporary) / args.shape
+        create(args.shape, model, seed=SEED, dtype="float32")
         judge, failed = judge_of(model, args.engine), False
         for seed in range(args.seed, args.seed + args.storms):
             plan = StormPlan(

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from moonpool.models.random_checkpoint import create
 from tests.faults.report import StormPlan
 from tests.faults.scene import base_plan, judge_of
 from tests.faults.storm import run_storm
+from tests.integration.conftest import SEED
 
 EMULATED = "emulated:llama-70b-a800"
 
@@ -33,6 +35,18 @@ def test_a_storm_keeps_every_promise_and_really_happens(
 ) -> None:
     base = replace(base_plan(checkpoint, tmp_path, engine), conductors=plan.conductors)
     report = run_storm(plan, base, judge_of(checkpoint, engine), monkeypatch.setenv)
+    assert report.failures == [], report.summary()
+    assert report.shortfalls() == [], report.summary()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("shape", ["tiny-gemma3", "tiny-mixtral", "tiny-deepseek-v3", "tiny-qwen3-next"])
+def test_a_storm_over_each_kind_of_layers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, experts, latent attention with experts, recurrent states."""
+    model = create(shape, tmp_path / "model", seed=SEED, dtype="float32")
+    plan = StormPlan(seed=12, seconds=60.0, least_per_s=1.0)
+    report = run_storm(plan, base_plan(model, tmp_path / "data", "real"), judge_of(model, "real"), monkeypatch.setenv)
     assert report.failures == [], report.summary()
     assert report.shortfalls() == [], report.summary()
 

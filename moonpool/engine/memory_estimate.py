@@ -1,0 +1,66 @@
+"""What an engine process will hold in memory, from a checkpoint's headers alone: told before anything is loaded."""
+
+import os
+from dataclasses import dataclass
+
+from moonpool.checkpoint import ModelConfig
+from moonpool.checkpoint.tensor_info import Quantization
+from moonpool.engine.footprint import work_bytes
+from moonpool.engine.messages import EngineSpec
+from moonpool.kv.layout import KVLayout
+
+PROGRAM_BYTES = 250 << 20
+"""Python, torch and native kernels, once they have been used."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """One engine's bytes, in all its stages together."""
+
+    program: int
+    """Program and libraries of each stage."""
+    weights: int
+    kv: int
+    work: int
+    """At most, for the largest step."""
+
+    @property
+    def beside_kv(self) -> int:
+        """All but the KV pool."""
+        return self.program + self.weights + self.work
+
+    @property
+    def idle(self) -> int:
+        """What is held between steps."""
+        return self.program + self.weights + self.kv
+
+    @property
+    def all(self) -> int:
+        """Everything, at most."""
+        return self.idle + self.work
+
+
+def estimated_memory(
+    model: ModelConfig,
+    layout: KVLayout,
+    blocks: int,
+    dtype: str,
+    *,
+    weights: int,
+    quantization: Quantization = "auto",
+    threads: int = 0,
+) -> MemoryEstimate:
+    """Return what an engine of one stage on a CPU will hold.
+
+    Args:
+        model: the checkpoint's configuration.
+        layout: arrangement of KV.
+        blocks: blocks in the KV pool.
+        dtype: element type for weights and computing.
+        weights: bytes of the weights as they are held.
+        quantization: how the weights are held.
+        threads: compute threads; 0: all cores.
+    """
+    engine = EngineSpec("", dtype, layout, blocks, quantization=quantization)
+    work = work_bytes(model, engine, native=not model.decoder.not_plain, threads=threads or os.cpu_count() or 1)
+    return MemoryEstimate(PROGRAM_BYTES, weights, blocks * layout.block_bytes, work)
