@@ -166,6 +166,13 @@ class PoolPart:
         start += at * size
         return self.view[start : start + size]
 
+    def find(self, layer: int, block: int) -> memoryview | None:
+        """As `slice`; None if the block lacks the slice."""
+        start, size, by_slots = self._places[layer - self.layer_begin]
+        at = self.slot_of[block] if by_slots else block
+        start += at * size
+        return None if at == NO_SLOT else self.view[start : start + size]
+
     def populate(self) -> None:
         """Take all memory now, if the system can (Linux 5.14), so that no page's first use waits.
 
@@ -327,6 +334,12 @@ class KVPool:
     def slice(self, layer: int, block: int) -> memoryview:
         """One layer's writable bytes in one block."""
         return self._by_layer[layer].slice(layer, block)
+
+    def find(self, layer: int, block: int) -> tuple[memoryview, int] | None:
+        """As `read`; None if the block lacks the slice."""
+        part = self._by_layer[layer]
+        found = part.find(layer, block)
+        return None if found is None else (found, part.hash_of(layer, block))
 
     def read(self, layer: int, block: int) -> tuple[memoryview, int]:
         """One layer in one block, and the slice's hash."""

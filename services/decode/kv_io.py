@@ -53,10 +53,8 @@ class SwapSpace:
         self._saved.pop(number, None)
 
     def _read(self, layer: int, block: int) -> tuple[bytes, int] | None:
-        if not self._pool.has(layer, block):
-            return None
-        data, value = self._pool.read(layer, block)
-        return bytes(data), value
+        found = self._pool.find(layer, block)  # a slot that nobody needs may be taken meanwhile
+        return None if found is None else (bytes(found[0]), found[1])
 
 
 log = get_logger(__name__)
