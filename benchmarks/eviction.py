@@ -13,8 +13,9 @@ from pathlib import Path
 
 from benchmarks.frame import Absent, Progress, Row, Skipped, run
 from services.kvstore.eviction.policies import LRU
-from simulator.eviction import optimum, replay
+from simulator.eviction import optimum, replay, replay_sessions
 from simulator.experiments.prefix_caching import BLOCKS, COMPARED, UNBOUNDED, Chains, chains_in
+from simulator.traces.agentic import AgenticMix, AgenticWorkload
 from simulator.traces.mooncake import TraceError, read_trace
 from simulator.traces.workload import Workload
 
@@ -25,6 +26,9 @@ TRACE_NAME = f"{PUBLIC}_trace.jsonl"
 SHIPPED = Path(__file__).parent / "traces" / "generated.jsonl"
 SEEDS = (1, 2, 3)
 GENERATED_REQUESTS = 6000
+AGENTIC_BLOCKS = 10_000
+SESSIONS_PER_S = 0.04
+"""Sessions of agents that begin in a second: twice the generator's default, so that 10,000 blocks are too few."""
 CAPACITIES = (0, 100_000, 50_000, 30_000, 10_000, 3_000, 1_000, 300)
 
 
@@ -74,9 +78,33 @@ def rows_of(
 def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absent]:
     """All rows."""
     policies, capacities = options.policies, options.capacities
-    return of_traces(
+    rows = of_traces(
         options, "policies", "lru", lambda trace, chains: rows_of(trace, chains, policies, capacities, progress)
     )
+    for seed in SEEDS if options.sessions else ():
+        rows += session_rows(seed, options.sessions, progress)
+    return rows
+
+
+def session_rows(seed: int, sessions: int, progress: Progress) -> Iterator[Row]:
+    """On a trace of agents at 10,000 blocks: LRU and `kv-aware`, and LRU if clients tell of their sessions.
+
+    The ratio is the part of the way from LRU to the optimum.
+    """
+    requests = AgenticWorkload(seed, AgenticMix(sessions_per_s=SESSIONS_PER_S)).requests(sessions)
+    chains, capacity = chains_in(requests), AGENTIC_BLOCKS
+    lru, best = replay(chains, LRU(), capacity), optimum(chains, capacity)
+    told = {
+        "kv-aware": lambda: replay(chains, COMPARED["kv-aware"](), capacity),
+        "lru, sessions' ends told": lambda: replay_sessions(requests, chains, LRU(), capacity, returns=False),
+        "lru, ends and returns told": lambda: replay_sessions(requests, chains, LRU(), capacity, returns=True),
+        "optimum": lambda: best,
+    }
+    for name, share_of in told.items():
+        share = share_of()
+        progress(f"agents {seed}, {name}: {share:.4f}, LRU {lru:.4f}, optimum {best:.4f}")
+        closed = (share - lru) / (best - lru) if best > lru else 1.0
+        yield Row(f"agents {seed}, {capacity} blocks, {name}", share, "hit share", 0.0, "lru", lru, closed)
 
 
 def of_traces(
@@ -120,6 +148,7 @@ def flags(parser: argparse.ArgumentParser) -> None:
     trace_flags(parser)
     add = parser.add_argument
     add("--policies", type=_names(tuple(COMPARED)), default=tuple(COMPARED), help=f"of {','.join(COMPARED)}")
+    add("--sessions", type=int, default=60, help="sessions of the traces of agents; 0 = none of these traces")
     add("--capacities", type=_capacities, default=CAPACITIES, help=f"in blocks; {UNBOUNDED} for no bound")
 
 

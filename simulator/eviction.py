@@ -9,7 +9,10 @@ from blake3 import blake3
 from moonpool.kv.blocks import NO_PARENT, BlockFormat, BlockInfo
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.layout import KVLayout
+from moonpool.scheduling.sessions import SessionHint
 from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.sessions import SessionRetention
+from simulator.traces.mooncake import TraceRequest
 
 _FORMAT = BlockFormat(bytes(32), KVLayout.uniform(layers=1, kv_heads=1, head_dim=1, block_tokens=16, dtype="float32"))
 
@@ -114,6 +117,39 @@ def replay(chains: Sequence[Sequence[BlockKey]], policy: EvictionPolicy, capacit
     pool = Pool(policy, capacity)
     for chain in chains:
         pool.request(chain)
+    return pool.hit_share
+
+
+def replay_sessions(
+    requests: Sequence[TraceRequest], chains: Sequence[Sequence[BlockKey]], order: EvictionPolicy, capacity: int,
+    *, returns: bool,
+) -> float:  # fmt: skip
+    """The hit share if clients say which requests are a session's, and which is the last.
+
+    Args:
+        requests: a trace with sessions; requests take no time.
+        chains: the requests' chains.
+        order: the policy below, empty.
+        capacity: blocks.
+        returns: clients also say when the next request comes.
+    """
+    last = {request.session: place for place, request in enumerate(requests)}
+    following = dict[int, float]()  # seconds of the session's next request, by place
+    places = dict[str, int]()
+    for place, request in enumerate(requests):
+        if (before := places.get(request.session)) is not None:
+            following[before] = request.timestamp / 1000
+        places[request.session] = place
+    now_s = 0.0
+    policy = SessionRetention(order, lambda: now_s)
+    pool = Pool(policy, capacity)
+    for place, (request, chain) in enumerate(zip(requests, chains, strict=True)):
+        now_s = request.timestamp / 1000
+        pool.request(chain)
+        if chain and request.session:
+            ended = place == last[request.session]
+            return_s = following[place] - now_s if returns and not ended else None
+            policy.hint(SessionHint(request.session.encode(), chain[-1], return_s, told=returns, ended=ended))
     return pool.hit_share
 
 

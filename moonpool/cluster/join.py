@@ -120,6 +120,7 @@ class InstanceReport:
         on_drain: called when the conductor orders to drain (may be called more than once).
         on_replicate: called when the conductor wants blocks to be copied here.
         on_role: called when the conductor orders to change the role.
+        on_session: called when the conductor says what is known of a session.
     """
 
     hello: conductor_pb2.JoinHello
@@ -129,6 +130,7 @@ class InstanceReport:
     on_drain: Callable[[], None] = lambda: None
     on_replicate: Callable[[conductor_pb2.ReplicateOrder], None] = lambda _: None
     on_role: RoleTaker = keep_role
+    on_session: Callable[[conductor_pb2.SessionOrder], None] = lambda _: None
 
 
 class KeyChangeFeed:
@@ -277,6 +279,8 @@ class JoinAgent:
                 self._report.on_replicate(answer.replicate)
             case "role":
                 self._report.on_role(answer.role.kind)
+            case "session":
+                self._report.on_session(answer.session)
             case other:
                 log.warning("unknown order from the conductor ignored", order=other)
 

@@ -14,6 +14,7 @@ from moonpool.errors import InvalidRequest
 from moonpool.kv.delete_kv import KVSelection
 from moonpool.kv.keys import KEY_BYTES, pack_keys, unpack_keys
 from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.sessions import SessionHint
 from moonpool.v1 import conductor_pb2, kv_pb2
 
 MAX_ID_CHARS = 256
@@ -119,3 +120,29 @@ def deletion_from_record(record: kv_pb2.Record) -> KVSelection:
         return selection_from_proto(kv_pb2.Deletion.FromString(record.value).selection, "records.value.selection")
     except DecodeError as error:
         raise InvalidRequest("records.value", f"is no deletion: {error}") from error
+
+
+def session_hint_to_proto(hint: SessionHint) -> conductor_pb2.SessionOrder:
+    """What a kvstore is told of a session."""
+    return conductor_pb2.SessionOrder(
+        session=hint.session,
+        tail_key=hint.tail,
+        return_s=hint.return_s,
+        told=hint.told,
+        keep_s=hint.keep_s,
+        retention=hint.retention,
+        ended=hint.ended,
+    )
+
+
+def session_hint_from_proto(message: conductor_pb2.SessionOrder) -> SessionHint:
+    """What the conductor says of a session; a wrong key names no block."""
+    return SessionHint(
+        message.session,
+        message.tail_key,
+        message.return_s if message.HasField("return_s") else None,
+        message.told,
+        message.keep_s if message.HasField("keep_s") else None,
+        message.retention,
+        message.ended,
+    )

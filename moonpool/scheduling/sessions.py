@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from moonpool.errors import InvalidRequest
+from moonpool.frozen import frozen
 
 MAX_SESSION_CHARS = 256
 MAX_RETENTION = 8
@@ -42,3 +43,26 @@ class SessionTurn:
                 raise InvalidRequest(f"{field}.{name}", f"must be in [0, {MAX_SESSION_S:g}] seconds, is {seconds:g}")
         if abs(self.retention) > MAX_RETENTION:
             raise InvalidRequest(f"{field}.retention", f"must be in [-{MAX_RETENTION}, {MAX_RETENTION}]")
+
+
+@frozen
+class SessionHint:
+    """What a kvstore is told of a session after a turn.
+
+    Attributes:
+        session: names the session, of whatever tenant.
+        tail: key of the last full block of the turn's prompt.
+        return_s: seconds from now to the next turn, as expected; None = not known.
+        told: the client has said when; else the time is the usual one, and a session that is late stays away for long.
+        keep_s: seconds for which the blocks are worth keeping; None = no end.
+        retention: each step halves the seconds to the next use.
+        ended: no turn follows.
+    """
+
+    session: bytes
+    tail: bytes
+    return_s: float | None = None
+    told: bool = False
+    keep_s: float | None = None
+    retention: int = 0
+    ended: bool = False

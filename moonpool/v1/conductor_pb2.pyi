@@ -1451,6 +1451,59 @@ class ReplicateOrder(_message.Message):
 Global___ReplicateOrder: _TypeAlias = ReplicateOrder  # noqa: Y015
 
 @_typing.final
+class SessionOrder(_message.Message):
+    """What is known of a session after a turn: a kvstore orders its evictions by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    TAIL_KEY_FIELD_NUMBER: _builtins.int
+    RETURN_S_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
+    KEEP_S_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    session: _builtins.bytes
+    """Names the session, of whatever tenant."""
+    tail_key: _builtins.bytes
+    """32-byte key of the last full block of the turn's prompt; the blocks before it, back to the first, are the session's."""
+    return_s: _builtins.float
+    """Seconds from now to the session's next turn, as expected; unset = not known."""
+    told: _builtins.bool
+    """The client has said when; else it is the usual time."""
+    keep_s: _builtins.float
+    """Seconds for which the blocks are worth keeping; unset = no end."""
+    retention: _builtins.int
+    """As SessionTurn.retention."""
+    ended: _builtins.bool
+    """The session has no further turn."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.bytes = ...,
+        tail_key: _builtins.bytes = ...,
+        return_s: _builtins.float | None = ...,
+        told: _builtins.bool = ...,
+        keep_s: _builtins.float | None = ...,
+        retention: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "keep_s", b"keep_s", "return_s", b"return_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "ended", b"ended", "keep_s", b"keep_s", "retention", b"retention", "return_s", b"return_s", "session", b"session", "tail_key", b"tail_key", "told", b"told"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__keep_s: _TypeAlias = _typing.Literal["keep_s"]  # noqa: Y015
+    _WhichOneofArgType__keep_s: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s"]  # noqa: Y015
+    _WhichOneofReturnType__return_s: _TypeAlias = _typing.Literal["return_s"]  # noqa: Y015
+    _WhichOneofArgType__return_s: _TypeAlias = _typing.Literal["_return_s", b"_return_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__keep_s) -> _WhichOneofReturnType__keep_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__return_s) -> _WhichOneofReturnType__return_s | None: ...
+
+Global___SessionOrder: _TypeAlias = SessionOrder  # noqa: Y015
+
+@_typing.final
 class JoinResponse(_message.Message):
     """From the conductor to an instance."""
 
@@ -1461,6 +1514,7 @@ class JoinResponse(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     REPLICATE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___JoinWelcome: ...
     @_builtins.property
@@ -1471,6 +1525,8 @@ class JoinResponse(_message.Message):
     def replicate(self) -> Global___ReplicateOrder: ...
     @_builtins.property
     def role(self) -> Global___RoleOrder: ...
+    @_builtins.property
+    def session(self) -> Global___SessionOrder: ...
     def __init__(
         self,
         *,
@@ -1479,12 +1535,13 @@ class JoinResponse(_message.Message):
         drain: Global___DrainOrder | None = ...,
         replicate: Global___ReplicateOrder | None = ...,
         role: Global___RoleOrder | None = ...,
+        session: Global___SessionOrder | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "session", b"session", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "session", b"session", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "drain", "replicate", "role"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "drain", "replicate", "role", "session"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

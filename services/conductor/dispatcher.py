@@ -59,6 +59,7 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.latency_model import PrefixHolder
 from services.conductor.core.router import ReplicatePrefix, StoreView
+from services.conductor.core.sessions import TellSession
 from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from services.conductor.explain import RequestReports
 from services.conductor.proto_conversion import (
@@ -94,7 +95,7 @@ class Dispatcher:
         reader: checks and tokenises requests.
         calls: carries out actions at instances.
         reports: gets the events of each request's life.
-        order: sends an instance an order about keys or role.
+        order: sends an instance an order about keys, sessions or role.
         post: hands an event to the core.
         clock: the core's clock, seconds.
         wall_clock: gives seconds since 1970.
@@ -105,7 +106,7 @@ class Dispatcher:
         reader: RequestValidator,
         calls: InstanceCalls,
         reports: RequestReports,
-        order: Callable[[Resync | ReplicatePrefix | ChangeRole], None],
+        order: Callable[[Resync | ReplicatePrefix | TellSession | ChangeRole], None],
         post: Callable[[Event], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = world.unix_time,
@@ -248,7 +249,7 @@ class Dispatcher:
                 self._calls.renew(action)
             case CancelReservation():
                 self._calls.cancel_reservation(action)
-            case Resync() | ReplicatePrefix() | ChangeRole():
+            case Resync() | ReplicatePrefix() | TellSession() | ChangeRole():
                 self._order(action)
             case CancelIo(io):
                 self._calls.cancel(io)

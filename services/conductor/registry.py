@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moonpool import world
 from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
-from moonpool.cluster.proto_conversion import check_instance
+from moonpool.cluster.proto_conversion import check_instance, session_hint_to_proto
 from moonpool.errors import InvalidRequest, Mismatch, NotFound, Unavailable
 from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -30,6 +30,7 @@ from services.conductor.core.events import (
     RoleChangeRequested,
 )
 from services.conductor.core.router import ReplicatePrefix
+from services.conductor.core.sessions import TellSession
 from services.conductor.decode_streams import StepsPool
 from services.conductor.proto_conversion import instance_facts, kind_to_proto, load_facts
 
@@ -332,8 +333,8 @@ class ClusterMembers:
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
         self._post(RoleChangeRequested(instance_id))
 
-    def order(self, action: Resync | ReplicatePrefix | ChangeRole) -> None:
-        """Order an instance to send a snapshot of keys, to replicate a prefix, or to change roles.
+    def order(self, action: Resync | ReplicatePrefix | TellSession | ChangeRole) -> None:
+        """Order an instance to send a snapshot of keys, replicate a prefix or change roles, or tell it of a session.
 
         Does nothing if the instance has left.
         """
@@ -350,6 +351,8 @@ class ClusterMembers:
                     log.info("copy ordered", instance=instance, source=source, blocks=len(keys))
                     order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=holder, tenant=tenant)
                     send(conductor_pb2.JoinResponse(replicate=order))
+            case TellSession(_, hint):
+                send(conductor_pb2.JoinResponse(session=session_hint_to_proto(hint)))
             case ChangeRole(instance, _, kind):
                 log.info("change of role ordered", instance=instance, to=kind.value)
                 send(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))

@@ -101,6 +101,12 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
         "Blocks in DRAM that could not be written to SSD and will be tried again.",
         lambda it: len(it.store.writes.queue.unsaved),
     ),
+    Metric("sessions", "Sessions with blocks in DRAM.", lambda it: len(it.store.tiers.dram.policy)),
+    Metric(
+        "unwanted_blocks",
+        "Blocks in DRAM that no session will ask for again: they leave first.",
+        lambda it: it.store.tiers.dram.policy.unwanted,
+    ),
     Metric("pins", "Named pins.", lambda it: len(it.store.tiers.dram.pins)),
     Metric("pinned_blocks", "Blocks that pins keep, in either tier.", lambda it: it.store.tiers.dram.pins.keys),
     Metric("pinned_bytes", "Bytes that pins keep, in either tier.", lambda it: it.store.tiers.dram.pins.nbytes),

@@ -14,7 +14,7 @@ from pathlib import Path
 from moonpool import world
 from moonpool.cluster import ClusterMembership, HeldKeys, InstanceReport
 from moonpool.cluster.kv_events import KVEventJournal
-from moonpool.cluster.proto_conversion import DELETION_PORTION
+from moonpool.cluster.proto_conversion import DELETION_PORTION, session_hint_from_proto
 from moonpool.kv import native_library
 from moonpool.kv.blocks import PARTS, KeyChanges
 from moonpool.kv.keys import BlockKey, unpack_keys
@@ -224,7 +224,9 @@ class KVStoreService(StoreListener):
         self.agent: ClusterMembership | None = None
         if channels is not None and config.conductor:
             self.agent = ClusterMembership(
-                channels, config.conductor, InstanceReport(self.hello, self._load, held, on_drain=on_drain)
+                channels,
+                config.conductor,
+                InstanceReport(self.hello, self._load, held, on_drain=on_drain, on_session=self._session_told),
             )
 
     def _make_servicer(self, instance: kv_pb2.Instance, ahead: ByteCredits) -> KVStoreServicer:
@@ -248,6 +250,10 @@ class KVStoreService(StoreListener):
 
     def asked(self, keys: Sequence[BlockKey]) -> None:
         self._observer.asked(keys)
+
+    def _session_told(self, told: conductor_pb2.SessionOrder) -> None:
+        """The conductor says what is known of a session."""
+        self.store.tiers.dram.policy.hint(session_hint_from_proto(told))
 
     def room(self) -> None:
         self.rooms.notify()

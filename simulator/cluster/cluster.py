@@ -129,7 +129,7 @@ class Cluster:
         lengths, keys = (trace.input_length, trace.output_length), keys_of(trace, block_tokens)
         wanted = Request(place, self.world.now, *lengths, keys, choices=trace.choices, tenant=trace.tenant)
         wanted.prompt_key = prompt_key_of(trace, block_tokens)
-        wanted.name = trace.name
+        wanted.name, wanted.session = trace.name, trace.session
         self.clients.arrive(wanted)
 
     def _ended(self, request: Request) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.scheduling.state_machine import CancelIo
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import (
@@ -38,6 +39,7 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.router import ReplicatePrefix, RoutingConfig
 from services.conductor.core.scheduler import ConductorCore
+from services.conductor.core.sessions import TellSession
 from services.conductor.placement.policies.registry import load_decode_policy, load_policy
 from services.prefill.core.actions import ReportFirstToken
 from simulator.clock import PS, SimulatedWorld, ps
@@ -189,6 +191,7 @@ class Conductor:
             choices=request.choices,
             tenant=request.tenant,
             resumed=resumed,
+            session=SessionTurn(id=request.session) if request.session else None,
         )
 
     def _keys(self, request: Request) -> tuple[BlockKey, ...]:
@@ -241,6 +244,9 @@ class Conductor:
                 self._end(request, REFUSED)  # by the late check
             case ReplicatePrefix():
                 self.orders.replicate(action)
+            case TellSession(instance, hint):
+                store = next(store for store in self._stores if store.name == instance)
+                self._calls.send(lambda: store.hint(hint))
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
             case ChangeRole():

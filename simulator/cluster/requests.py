@@ -85,6 +85,8 @@ class Request:
     choices: int = 1
     """Answers wanted."""
     tenant: str = ""
+    session: str = ""
+    """Conversation or agent; empty = none is known."""
     name: str = ""
     """Name by which the trace's other requests wait for this request; empty = none does."""
     prompt_key: bytes = b""

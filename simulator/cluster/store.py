@@ -8,8 +8,10 @@ from moonpool.frozen import frozen
 from moonpool.kv.blocks import KeyChanges
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import BlocksLent, LendBlocks, ReturnBlocks
+from moonpool.scheduling.sessions import SessionHint
 from services.conductor.core.instances import LoadFacts
 from services.kvstore.eviction.policies import POLICIES
+from services.kvstore.eviction.sessions import SessionRetention
 from simulator.clock import SimulatedWorld, ps
 from simulator.cluster.config import ClusterConfig
 from simulator.eviction import Pool
@@ -149,9 +151,8 @@ class Store:
     def begin_anew(self) -> None:
         """Empties the store, as a lost machine's replacement is; what was under way is lost."""
         config = self._config
-        self._dram = Pool(
-            POLICIES[config.eviction](), max(1, config.store_bytes // config.block_bytes), self._left_dram
-        )
+        self._order = SessionRetention(POLICIES[config.eviction](), lambda: self._world.seconds)
+        self._dram = Pool(self._order, max(1, config.store_bytes // config.block_bytes), self._left_dram)
         self._ssd: OrderedDict[BlockKey, None] = OrderedDict()
         self._disk = SimulatedDisk(self._world, config.disk_bytes_per_s)
         self._left: list[BlockKey] = []  # DRAM, or the disk, since the last news
@@ -170,6 +171,10 @@ class Store:
     def holds(self, keys: Sequence[BlockKey]) -> int:
         """Number of leading keys with blocks here."""
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def hint(self, hint: SessionHint) -> None:
+        """Takes what is known of a session."""
+        self._order.hint(hint)
 
     def load(self) -> LoadFacts:
         """The load as reported by the service."""

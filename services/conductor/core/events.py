@@ -13,6 +13,7 @@ from moonpool.scheduling.state_machine import CancelIo, IoEnded
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast
 from services.conductor.core.router import ReplicatePrefix, RoutingDecision
+from services.conductor.core.sessions import TellSession
 from services.conductor.placement.base import PrefillChoice
 
 
@@ -584,6 +585,7 @@ Order = (
     | CancelReservation
     | Resync
     | ReplicatePrefix
+    | TellSession
     | ChangeRole
     | LeaveSequence
     | CancelIo

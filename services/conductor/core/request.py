@@ -302,6 +302,7 @@ class ScheduledRequest:
         waits_since: time since which the request looks for a placement in vain; None during an attempt.
         queued_s: seconds of earlier waits that do not count in the TTFT limit.
         counted: charged to the tenant, and counted for prefix replication.
+        stores: kvstores that shall hold the prompt's KV, if the request has a session.
         recovering: placed before, or held up by a passing failure: the request is not refused early any more.
     """
 
@@ -323,6 +324,7 @@ class ScheduledRequest:
     queued_s: float = 0.0
     counted: bool = False
     recovering: bool = False
+    stores: tuple[str, ...] = ()
 
     def enter(self, state: RequestState) -> None:
         """Changes the state; `TRANSITIONS` must allow the change."""

@@ -178,7 +178,7 @@ class RequestScheduler:
             case Rehashed() | StopRequested() | ClientGone():
                 self._from_client(now, event)
             case SessionUpdated(tenant, turn):
-                self.sessions.update(tenant, turn, now)
+                self._actions += self.sessions.update(tenant, turn, now)
             case PrefillAccepted() | FirstToken() | KVDelivered() | TokensArrived():
                 self._from_call(now, event)
             case IoEnded():
@@ -195,7 +195,7 @@ class RequestScheduler:
         request = self.requests[spec.number] = ScheduledRequest(spec, keys)
         self.tenants.came(spec.queue_key)
         if spec.session is not None:
-            self.sessions.began(spec.tenant, spec.session, keys[-1] if keys else b"", now)
+            self.sessions.began(spec.tenant, spec.session, now)
         if spec.resumed is not None:
             request.tokens, request.recovering = spec.resumed.tokens, True
         self._timers.set((TimerKind.DEADLINE, spec.number), spec.deadline)
@@ -418,6 +418,9 @@ class RequestScheduler:
             self._timers.clear((kind, number))
         self._count(now, request, decision)
         self._calls.forecast_tpot(request, attempt)
+        if request.spec.session is not None:
+            sources = [holder.id for holder in decision.sources if not holder.peer]
+            request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
         waited_s = attempt.begun - request.spec.arrived
         if request.waits_since is not None:
             attempt.queued_s = attempt.begun - request.waits_since
@@ -923,7 +926,8 @@ class RequestScheduler:
         del self.requests[number]
         self.tenants.left(request.spec.tenant, now)
         if request.spec.session is not None:
-            self.sessions.ended(request.spec.tenant, request.spec.session.id, now)
+            tail = request.keys[-1] if request.keys else b""
+            self._actions += self.sessions.ended(request.spec.tenant, request.spec.session, tail, request.stores, now)
         self.waiting_for_instance.pop(number, None)
         self.memory_queue.remove(number)
         self.slo_queue.remove(number)

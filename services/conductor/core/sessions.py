@@ -1,10 +1,13 @@
 """Sessions: what clients have said of each, and how long each takes from one turn to the next."""
 
+import hashlib
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from moonpool.scheduling.sessions import SessionTurn
+from moonpool.frozen import frozen
+from moonpool.scheduling.sessions import SessionHint, SessionTurn
 from moonpool.scheduling.state_machine import digest_of
 
 MAX_SESSIONS = 16_384
@@ -18,6 +21,16 @@ TENANT_WEIGHT = 2.0
 MOST_PAUSES = 256.0
 """Weight of everything learnt; the latest pauses count more."""
 LEAST_PAUSE_S = 0.01
+SESSION_BYTES = 16
+"""Of a session's name at kvstores."""
+
+
+@frozen
+class TellSession:
+    """Tell a kvstore what is known of a session after a turn."""
+
+    instance: str
+    hint: SessionHint
 
 
 @dataclass(slots=True)
@@ -42,6 +55,7 @@ class SessionState:
     Attributes:
         turn: what the client said last.
         tail: key of the last full block of the latest prompt; b"" = the prompt had none.
+        stores: kvstores that shall hold the latest prompt's KV.
         running: turns that have come and not ended.
         paused_at: when the latest turn ended; None while a turn runs.
         return_at: when the next turn is expected; None = not known.
@@ -50,6 +64,7 @@ class SessionState:
 
     turn: SessionTurn
     tail: bytes = b""
+    stores: tuple[str, ...] = ()
     running: int = 0
     paused_at: float | None = None
     return_at: float | None = None
@@ -70,8 +85,8 @@ class SessionTable:
         """The session; None = not known."""
         return self._sessions.get((tenant, session))
 
-    def began(self, tenant: str, turn: SessionTurn, tail: bytes, now: float) -> None:
-        """A turn has come; `tail` is the key of the prompt's last full block."""
+    def began(self, tenant: str, turn: SessionTurn, now: float) -> None:
+        """A turn has come."""
         if not turn.id:
             return
         state = self._sessions.setdefault((tenant, turn.id), SessionState(turn))
@@ -81,41 +96,57 @@ class SessionTable:
         if state.paused_at is not None:
             state.pauses.add(now - state.paused_at)
             self._usual(tenant).add(now - state.paused_at)
-        state.turn, state.tail = turn, tail
+        state.turn = turn
         state.running, state.paused_at, state.return_at = state.running + 1, None, None
 
-    def ended(self, tenant: str, session: str, now: float) -> None:
-        """A turn has ended: with an answer, an error, or without a client."""
-        state = self._sessions.get((tenant, session))
-        if state is None:
-            return
-        state.running = max(0, state.running - 1)
-        if not state.running:
-            self._pause(tenant, state, now)
+    def ended(
+        self, tenant: str, turn: SessionTurn, tail: bytes, stores: tuple[str, ...], now: float
+    ) -> Sequence[TellSession]:
+        """A turn has ended: with an answer, an error, or without a client. Returns what kvstores must know.
 
-    def update(self, tenant: str, turn: SessionTurn, now: float) -> bool:
-        """Takes what a client says between two turns; returns whether the session is known."""
+        Args:
+            tenant: the session's.
+            turn: what the client said with the turn.
+            tail: key of the last full block of the turn's prompt; b"" = the prompt had none.
+            stores: kvstores that shall hold the prompt's KV; none for a turn without a placement.
+            now: the time.
+        """
+        state = self._sessions.get((tenant, turn.id)) if turn.id else SessionState(turn, running=1)
+        if state is None:
+            return ()
+        if stores and tail:
+            state.tail, state.stores = tail, stores
+        state.running = max(0, state.running - 1)
+        return () if state.running else self._pause(tenant, state, now)
+
+    def update(self, tenant: str, turn: SessionTurn, now: float) -> Sequence[TellSession]:
+        """Takes what a client says between two turns. Returns what kvstores must know."""
         state = self._sessions.get((tenant, turn.id))
         if state is None:
-            return False
+            return ()
         state.turn = turn
-        if not state.running:
-            self._pause(tenant, state, now)
-        return True
+        return () if state.running else self._pause(tenant, state, now)
 
-    def _pause(self, tenant: str, state: SessionState, now: float) -> None:
+    def _pause(self, tenant: str, state: SessionState, now: float) -> Sequence[TellSession]:
         turn = state.turn
         if state.paused_at is None:
             state.paused_at = now
         return_s = turn.return_s if turn.return_s is not None else self._expected_s(tenant, state)
         state.return_at = None if turn.last or return_s is None else now + return_s
-        if turn.last:
+        if turn.last and turn.id:
             del self._sessions[tenant, turn.id]
+        if not state.tail:
+            return ()
+        name = f"{tenant}\n{turn.id}".encode() if turn.id else state.tail
+        session = hashlib.blake2b(name, digest_size=SESSION_BYTES).digest()
+        told = turn.return_s is not None
+        hint = SessionHint(session, state.tail, return_s, told, turn.keep_s, turn.retention, turn.last)
+        return [TellSession(store, hint) for store in state.stores]
 
     def _expected_s(self, tenant: str, state: SessionState) -> float | None:
         """The usual pause of the session: the geometric mean, drawn towards the tenant's."""
         usual = self._tenants.get(tenant)
-        if usual is None or usual.count < LEAST_PAUSES:
+        if not state.turn.id or usual is None or usual.count < LEAST_PAUSES:
             return None
         weight = TENANT_WEIGHT / usual.count
         return math.exp((state.pauses.logs + weight * usual.logs) / (state.pauses.count + TENANT_WEIGHT))

@@ -3,18 +3,20 @@
 A block that is in use is held. Held blocks and pinned blocks are never evicted, nor those that a guarantee covers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+from moonpool import world
 from moonpool.errors import InvalidRequest, Overloaded
 from moonpool.kv.blocks import DramBlock, PartTable
 from moonpool.kv.keys import BlockKey
 from services.kvstore.dram.arena import RETRY_AFTER_S, Arena
 from services.kvstore.eviction.base import EvictionPolicy
+from services.kvstore.eviction.sessions import SessionRetention
 from services.kvstore.eviction.tenants import Pins, TenantAccount, TenantBytes, sum_by_tenant
 
 
 class DramTier(PartTable[DramBlock]):
-    """Blocks in memory, evicted in the order of `policy` when bytes are needed.
+    """Blocks in memory, evicted in the order of `policy`, and of what is known of sessions, when bytes are needed.
 
     Blocks and reservations together never exceed `capacity_bytes`. The policy holds all blocks but pinned ones, which
     count as new when they are released. The account of what tenants are granted and have is kept up to date here.
@@ -28,13 +30,14 @@ class DramTier(PartTable[DramBlock]):
         pins: Pins | None = None,
         account: TenantAccount | None = None,
         arena: Arena | None = None,
+        clock: Callable[[], float] = world.monotonic,
     ) -> None:
         super().__init__()
         self.capacity_bytes = capacity_bytes
         self.pins = Pins() if pins is None else pins
         self.account = account or TenantAccount()
         self.arena = arena or Arena(capacity_bytes)
-        self.policy = policy
+        self.policy = SessionRetention(policy, clock)
         self.reserved = TenantBytes()
         self.pinned = TenantBytes()
         self.fixed = TenantBytes()  # of blocks that are held or pinned

@@ -1,63 +1,105 @@
-"""The conductor's sessions: what is expected of each after a turn."""
+"""The conductor's sessions: what is expected of each after a turn, and what kvstores are told."""
+
+import hashlib
 
 import pytest
 
-from moonpool.scheduling.sessions import SessionTurn
-from services.conductor.core.sessions import MAX_SESSIONS, SessionTable
+from moonpool.scheduling.sessions import SessionHint, SessionTurn
+from services.conductor.core.events import CallPrefill, CallReserve, CompletionReason, SessionUpdated
+from services.conductor.core.sessions import MAX_SESSIONS, SessionTable, TellSession
+
+from .world import World
 
 TURN = SessionTurn(id="s")
+STORES = ("store-0", "store-1")
 
 
-def paused(table: SessionTable, turn: SessionTurn, at: float, tenant: str = "") -> float | None:
-    """A turn comes and ends at the same time; when the next is expected."""
-    table.began(tenant, turn, b"tail", at)
-    table.ended(tenant, turn.id, at)
-    state = table.get(tenant, turn.id)
-    assert state is not None
-    return state.return_at
+def turn_ends(table: SessionTable, turn: SessionTurn, at: float, tenant: str = "") -> SessionHint:
+    """A turn comes and ends at the same time; what the first of its stores is told."""
+    table.began(tenant, turn, at)
+    told, also = table.ended(tenant, turn, b"tail", STORES, at)
+    assert (told.instance, also.instance) == STORES
+    return told.hint
 
 
 def test_the_next_turn_is_expected_when_the_client_says() -> None:
     table = SessionTable()
-    assert paused(table, SessionTurn(id="s", return_s=20.0), 100.0) == 120.0
-    assert table.update("", SessionTurn(id="s", return_s=5.0), 107.0)
+    turn = SessionTurn(id="s", return_s=20.0, keep_s=300.0, retention=2)
+    told = turn_ends(table, turn, 100.0)
+    assert (told.tail, told.return_s, told.told, told.keep_s, told.retention) == (b"tail", 20.0, True, 300.0, 2)
+    later, _ = table.update("", SessionTurn(id="s", return_s=5.0), 107.0)
+    assert (later.hint.session, later.hint.tail, later.hint.return_s, later.hint.keep_s) == (
+        told.session,
+        b"tail",
+        5.0,
+        None,
+    )
     state = table.get("", "s")
     assert state is not None
-    assert (state.return_at, state.tail, state.paused_at) == (112.0, b"tail", 100.0)
+    assert (state.return_at, state.paused_at) == (112.0, 100.0)
 
 
 def test_the_usual_pause_is_learnt_from_the_tenant_and_the_session() -> None:
     table = SessionTable()
-    assert [paused(table, TURN, 10.0 * turn) for turn in range(4)] == [None] * 4  # three pauses tell too little
-    assert paused(table, TURN, 40.0) == pytest.approx(50.0)
-    assert paused(table, SessionTurn(id="other"), 41.0) == pytest.approx(51.0)  # as the tenant's
-    assert paused(table, TURN, 41.0, tenant="another") is None
+    assert [turn_ends(table, TURN, 10.0 * turn).return_s for turn in range(4)] == [None] * 4  # three pauses: too few
+    told = turn_ends(table, TURN, 40.0)
+    assert told.return_s == pytest.approx(10.0)
+    assert not told.told
+    assert turn_ends(table, SessionTurn(id="other"), 41.0).return_s == pytest.approx(10.0)  # as the tenant's
+    assert turn_ends(table, TURN, 41.0, tenant="another").return_s is None
     for turn in range(20):
-        expected = paused(table, TURN, 42.0 + turn)
-    assert expected == pytest.approx(61.0 + 10.0 ** (4 / 26), abs=1.0)  # nearer to the session's own second
+        expected_s = turn_ends(table, TURN, 42.0 + turn).return_s
+    assert expected_s == pytest.approx(1.5, abs=0.5)  # nearer to the session's own second
+
+
+def test_tenants_share_no_session() -> None:
+    table = SessionTable()
+    one, other = turn_ends(table, TURN, 0.0, "a"), turn_ends(table, TURN, 0.0, "b")
+    assert one.session != other.session
+
+
+def test_a_turn_without_a_name_tells_of_itself() -> None:
+    table = SessionTable()
+    told, _ = table.ended("", SessionTurn(keep_s=300.0), b"tail", STORES, 0.0)
+    assert (told.hint.session, told.hint.keep_s) == (hashlib.blake2b(b"tail", digest_size=16).digest(), 300.0)
+    assert len(table) == 0
 
 
 def test_a_session_is_forgotten_at_its_end_and_when_there_are_too_many() -> None:
     table = SessionTable()
-    table.began("", TURN, b"", 0.0)
-    assert table.update("", SessionTurn(id="s", last=True), 1.0)  # while a turn runs
-    assert len(table) == 1
-    table.ended("", "s", 2.0)
-    assert len(table) == 0
-    assert not table.update("", TURN, 3.0)
+    table.began("", TURN, 0.0)
+    assert table.update("", SessionTurn(id="s", last=True), 1.0) == ()  # while a turn runs
+    told, _ = table.ended("", TURN, b"tail", STORES, 2.0)
+    assert told.hint.ended
+    assert (len(table), table.update("", TURN, 3.0)) == (0, ())
     for number in range(MAX_SESSIONS + 1):
-        table.began("", SessionTurn(id=str(number)), b"", 4.0)
+        table.began("", SessionTurn(id=str(number)), 4.0)
     assert (len(table), table.get("", "0")) == (MAX_SESSIONS, None)
 
 
 def test_turns_at_the_same_time_end_before_the_session_pauses() -> None:
     table = SessionTable()
     turn = SessionTurn(id="s", return_s=1.0)
-    table.began("", turn, b"a", 0.0)
-    table.began("", turn, b"b", 1.0)
-    table.ended("", "s", 2.0)
-    state = table.get("", "s")
-    assert state is not None
-    assert state.paused_at is None
-    table.ended("", "s", 3.0)
-    assert [state.return_at, state.tail] == [4.0, b"b"]
+    table.began("", turn, 0.0)
+    table.began("", turn, 1.0)
+    assert table.ended("", turn, b"a", STORES, 2.0) == ()
+    told, _ = table.ended("", turn, b"b", STORES, 3.0)
+    assert (told.hint.tail, told.hint.return_s) == (b"b", 1.0)
+
+
+def test_kvstores_are_told_at_the_end_of_a_turn_and_of_the_session() -> None:
+    world = World(prefills=1, decodes=1)
+    world.join_store("kvstore-0")
+    keys = (b"a" * 32, b"b" * 32)
+    world.arrive(keys=keys, session=TURN)
+    world.promise(world.one(CallReserve))
+    assert world.all(TellSession) == []
+    world.first_token(world.one(CallPrefill), CompletionReason.STOP)
+    [told] = world.all(TellSession)
+    assert (told.instance, told.hint.tail, told.hint.ended) == ("kvstore-0", keys[-1], False)
+    world.post(SessionUpdated("", SessionTurn(id="s", last=True)))
+    assert [it.hint.ended for it in world.all(TellSession)] == [False, True]
+    world.arrive(keys=keys)
+    world.promise(world.one(CallReserve))
+    world.finish_all()
+    assert len(world.all(TellSession)) == 2  # a request without a session tells nothing

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any, TypeVar
 
 from moonpool.scheduling.latency import Speeds
+from moonpool.scheduling.sessions import SessionTurn
 from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick
 from services.conductor.core.cluster_state import ClusterView
 from services.conductor.core.events import (
@@ -138,10 +139,14 @@ class World:
         tenant: str = "",
         priority: int = 0,
         weight: float = 1.0,
+        session: SessionTurn | None = None,
     ) -> int:
         number = self._new(choices, deferred=deferred)
-        whose = {"tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "deferred": deferred}
-        ask = RequestSpec(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)  # type: ignore[arg-type]
+        whose: dict[str, Any] = {
+            "tenant": tenant, "priority": priority, "weight": weight, "choices": choices, "deferred": deferred,
+            "session": session,
+        }  # fmt: skip
+        ask = RequestSpec(number, f"r{number}", prompt, answer, b"key", slo, self.now, self.now + limit_s, **whose)
         self.post(RequestArrived(ask, keys))
         return number
 
@@ -235,6 +240,9 @@ class World:
     def join_prefill(self, name: str, incarnation: int = 1, step_tokens: int = 0) -> None:
         how = {"step_tokens": step_tokens}
         self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS, **how))  # type: ignore[arg-type]
+
+    def join_store(self, name: str) -> None:
+        self._join(InstanceFacts(name, 1, EngineKind.KVSTORE, 64, None, SPEEDS))
 
     def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
         self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))

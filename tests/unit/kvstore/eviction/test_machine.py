@@ -10,9 +10,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from moonpool.kv.blocks import NO_PARENT, BlockInfo
 from moonpool.kv.keys import BlockKey
+from moonpool.scheduling.sessions import SessionHint
 from services.kvstore.eviction.base import EvictionPolicy
 from services.kvstore.eviction.kv_aware import KVAware
 from services.kvstore.eviction.policies import POLICIES
+from services.kvstore.eviction.sessions import SessionRetention
 from tests.unit.kvstore.helpers import FORMAT, keys_of
 from tests.unit.kvstore.invariants import check
 
@@ -102,6 +104,31 @@ class PolicyMachine(RuleBasedStateMachine):
             while node is not None:
                 assert node.key not in place or place[node.key] > place[key]
                 node = node.parent
+
+
+class SessionMachine(PolicyMachine):
+    """The same with sessions over the policy, which come, pause and end in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.policy = self.sessions = SessionRetention(self.policy, lambda: self.now)
+
+    @rule(place=LEAVES, session=st.sampled_from([b"a", b"b", b"c"]), ended=st.booleans(), known=st.booleans())
+    def hint(self, place: int, session: bytes, ended: bool, known: bool) -> None:
+        self.sessions.hint(SessionHint(session, KEYS[place], 5.0 if known else None, ended=ended))
+
+    @rule(seconds=st.integers(0, 9))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_any_order_of_events_with_sessions(name: str) -> None:
+    machine = type("Machine", (SessionMachine,), {"make": staticmethod(POLICIES[name])})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=15, stateful_step_count=30, deadline=None, derandomize=True)
+    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
