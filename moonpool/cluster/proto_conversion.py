@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from google.protobuf.message import DecodeError
@@ -122,8 +122,8 @@ def deletion_from_record(record: kv_pb2.Record) -> KVSelection:
         raise InvalidRequest("records.value", f"is no deletion: {error}") from error
 
 
-def session_hint_to_proto(hint: SessionHint) -> conductor_pb2.SessionOrder:
-    """What a kvstore is told of a session."""
+def session_order(hint: SessionHint, prefetch: Sequence[bytes]) -> conductor_pb2.SessionOrder:
+    """What a kvstore is told of a session, and the keys of blocks that it shall have in memory."""
     return conductor_pb2.SessionOrder(
         session=hint.session,
         tail_key=hint.tail,
@@ -132,6 +132,7 @@ def session_hint_to_proto(hint: SessionHint) -> conductor_pb2.SessionOrder:
         keep_s=hint.keep_s,
         retention=hint.retention,
         ended=hint.ended,
+        prefetch_keys=pack_keys(prefetch),
     )
 
 

@@ -1,6 +1,6 @@
 """Sessions: requests of one conversation or one agent's run, each of which continues an earlier one's prompt."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 
 from moonpool.errors import InvalidRequest
@@ -66,3 +66,8 @@ class SessionHint:
     keep_s: float | None = None
     retention: int = 0
     ended: bool = False
+
+    def after(self, seconds: float) -> "SessionHint":
+        """The hint as of so many seconds later."""
+        return_s, keep_s = (None if it is None else max(0.0, it - seconds) for it in (self.return_s, self.keep_s))
+        return replace(self, return_s=return_s, keep_s=keep_s)

@@ -1463,6 +1463,7 @@ class SessionOrder(_message.Message):
     KEEP_S_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
+    PREFETCH_KEYS_FIELD_NUMBER: _builtins.int
     session: _builtins.bytes
     """Names the session, of whatever tenant."""
     tail_key: _builtins.bytes
@@ -1477,6 +1478,10 @@ class SessionOrder(_message.Message):
     """As SessionTurn.retention."""
     ended: _builtins.bool
     """The session has no further turn."""
+    prefetch_keys: _builtins.bytes
+    """Concatenated 32-byte keys of the chain's blocks, from its beginning, that shall be in memory by then; those on SSD are
+    read. Empty = none: what was ordered before of this session is not wanted any more.
+    """
     def __init__(
         self,
         *,
@@ -1487,10 +1492,11 @@ class SessionOrder(_message.Message):
         keep_s: _builtins.float | None = ...,
         retention: _builtins.int = ...,
         ended: _builtins.bool = ...,
+        prefetch_keys: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "keep_s", b"keep_s", "return_s", b"return_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "ended", b"ended", "keep_s", b"keep_s", "retention", b"retention", "return_s", b"return_s", "session", b"session", "tail_key", b"tail_key", "told", b"told"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s", "_return_s", b"_return_s", "ended", b"ended", "keep_s", b"keep_s", "prefetch_keys", b"prefetch_keys", "retention", b"retention", "return_s", b"return_s", "session", b"session", "tail_key", b"tail_key", "told", b"told"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_s: _TypeAlias = _typing.Literal["keep_s"]  # noqa: Y015
     _WhichOneofArgType__keep_s: _TypeAlias = _typing.Literal["_keep_s", b"_keep_s"]  # noqa: Y015

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moonpool import world
 from moonpool.checkpoint import ModelConfig, Tokenizer, config_hash, load_config, model_name, resolve
-from moonpool.cluster.proto_conversion import check_instance, session_hint_to_proto
+from moonpool.cluster.proto_conversion import check_instance, session_order
 from moonpool.errors import InvalidRequest, Mismatch, NotFound, Unavailable
 from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.kv.layout import KVLayout
@@ -351,8 +351,8 @@ class ClusterMembers:
                     log.info("copy ordered", instance=instance, source=source, blocks=len(keys))
                     order = conductor_pb2.ReplicateOrder(keys=pack_keys(keys), source=holder, tenant=tenant)
                     send(conductor_pb2.JoinResponse(replicate=order))
-            case TellSession(_, hint):
-                send(conductor_pb2.JoinResponse(session=session_hint_to_proto(hint)))
+            case TellSession(_, hint, prefetch):
+                send(conductor_pb2.JoinResponse(session=session_order(hint, prefetch)))
             case ChangeRole(instance, _, kind):
                 log.info("change of role ordered", instance=instance, to=kind.value)
                 send(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))

@@ -468,6 +468,11 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
         lambda it: it.core.cluster.prefills.shadow.sooner_s,
     ),
     counter(
+        "prefetches_total",
+        "Sessions whose blocks kvstores were told to bring from SSD into memory.",
+        lambda it: it.core.scheduler.sessions.prefetches,
+    ),
+    counter(
         "copies_ordered_total",
         "Copies of hot prefixes that were ordered.",
         lambda it: it.core.cluster.replication.ordered,

@@ -55,6 +55,12 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
         description="bytes of the SSD tier that are read and checked against their checksums in a second, in the "
         "background; 0 = never",
     )
+    ssd_prefetch_bytes_per_s: ByteSize = Field(
+        1 << 30,
+        ge=0,
+        description="bytes of the SSD tier that are read into DRAM in a second for sessions that are expected back; "
+        "0 = no limit",
+    )
     eviction: Annotated[str, AfterValidator(_policy_known)] = Field(
         "lru", description=f"eviction policy of the DRAM tier: {', '.join(POLICIES)}"
     )

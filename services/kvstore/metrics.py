@@ -19,6 +19,7 @@ from moonpool.transport.streams import OpenStreams
 from services.kvstore.core.store import BlockStore
 from services.kvstore.eviction.tenants import DEFAULT_ROW, TenantBytes
 from services.kvstore.kv_streams import MemoryWaitQueue
+from services.kvstore.prefetch import Prefetcher
 from services.kvstore.ssd.tier import SsdTier
 from services.kvstore.write_behind import WriteBehind
 
@@ -34,6 +35,7 @@ class MeasuredStore:
         ahead: bounds the bytes that were read from SSD and not sent yet.
         journal: the watchers of KV events.
         writer: writes to the SSD tier; None = no SSD tier.
+        prefetcher: reads from the SSD tier for sessions.
     """
 
     store: BlockStore
@@ -42,6 +44,7 @@ class MeasuredStore:
     ahead: ByteCredits
     journal: KVEventJournal
     writer: WriteBehind | None
+    prefetcher: Prefetcher
 
 
 STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
@@ -106,6 +109,17 @@ STORE_METRICS: tuple[Metric[MeasuredStore], ...] = (
         "unwanted_blocks",
         "Blocks in DRAM that no session will ask for again: they leave first.",
         lambda it: it.store.tiers.dram.policy.unwanted,
+    ),
+    Metric("prefetching", "Sessions whose blocks are read from SSD, or wait.", lambda it: len(it.prefetcher), 0),
+    counter(
+        "prefetched_blocks_total",
+        "Blocks read from SSD for sessions before their turn.",
+        lambda it: it.prefetcher.blocks,
+    ),
+    counter(
+        "prefetches_cancelled_total",
+        "Sessions that were told of anew before all of their blocks were read.",
+        lambda it: it.prefetcher.cancelled,
     ),
     Metric("pins", "Named pins.", lambda it: len(it.store.tiers.dram.pins)),
     Metric("pinned_blocks", "Blocks that pins keep, in either tier.", lambda it: it.store.tiers.dram.pins.keys),

@@ -115,6 +115,18 @@ class StoreOperations:
                     yield block_format, portion
             await asyncio.sleep(0)
 
+    async def promote(self, keys: Sequence[BlockKey]) -> int:
+        """Brings the leading blocks of one chain from the SSD tier into DRAM, evicting others if need be.
+
+        Returns the bytes read. Raises Overloaded when too many reading sessions are open, or leases keep all DRAM.
+        """
+        block_format = self.store.tiers.format_of(keys[0])
+        if block_format is None:
+            return 0
+        cold = sum(key not in self.store.tiers.dram for key in keys)
+        await self._read(block_format, list(keys))
+        return cold * block_format.layout.block_bytes
+
     async def _read(self, block_format: BlockFormat, keys: list[BlockKey]) -> None:
         lease = self.store.reads.open(keys, block_format, promote=True, counted=False)
         layers = range(block_format.layout.layers)

@@ -50,6 +50,7 @@ from services.kvstore.eviction.tenants import Pins, TenantAccount
 from services.kvstore.kv_streams import GetResources, GetStream, MemoryWaitQueue, PutResources, PutStream
 from services.kvstore.metrics import MeasuredStore, StoreObserver, store_metrics
 from services.kvstore.operations import StoreOperations
+from services.kvstore.prefetch import Prefetcher
 from services.kvstore.record_store import RecordStore
 from services.kvstore.scrubber import Scrubber
 from services.kvstore.ssd.files import FileLayer
@@ -210,11 +211,12 @@ class KVStoreService(StoreListener):
         held = HeldKeys(PARTS, self.store.tiers.part, self.store.tiers.cold)
         self._journal = KVEventJournal(held, instance.incarnation)
         ahead = ByteCredits(config.read_ahead_bytes)
-        measured = MeasuredStore(self.store, self.streams, self.rooms, ahead, self._journal, self.writer)
-        self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.listener)
-        self.metrics.watch(self.gauges)
         clock, reuse = asyncio.get_running_loop().time, self._observer.reuse
         self._operations = StoreOperations(self.store, self._pool, ahead, reuse, config.capacity_bytes, clock)
+        self.prefetcher = prefetcher = Prefetcher(self._operations, config.ssd_prefetch_bytes_per_s)
+        measured = MeasuredStore(self.store, self.streams, self.rooms, ahead, self._journal, self.writer, prefetcher)
+        self.gauges = store_metrics(measured, list(config.tenants)).add(LISTENER_METRICS, self.listener)
+        self.metrics.watch(self.gauges)
         self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool, config.ssd_scrub_bytes_per_s)
         self.servicer = self._make_servicer(instance, ahead)
         size = config.capacity_bytes
@@ -253,7 +255,8 @@ class KVStoreService(StoreListener):
 
     def _session_told(self, told: conductor_pb2.SessionOrder) -> None:
         """The conductor says what is known of a session."""
-        self.store.tiers.dram.policy.hint(session_hint_from_proto(told))
+        keys = unpack_keys(told.prefetch_keys, "session.prefetch_keys", max_keys=MAX_MATCH_KEYS)
+        self.prefetcher.told(session_hint_from_proto(told), keys)
 
     def room(self) -> None:
         self.rooms.notify()
@@ -289,7 +292,7 @@ class KVStoreService(StoreListener):
         arena.on_excess = lambda: loop.call_soon_threadsafe(arena.collect)
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._operations, self.writer, self.scrubber)
+                parts = (self._operations, self.prefetcher, self.writer, self.scrubber)
                 tasks = [group.create_task(each.run()) for each in parts if each is not None]
                 try:
                     await self.servicer.deletions.catch_up()

@@ -244,9 +244,10 @@ class Conductor:
                 self._end(request, REFUSED)  # by the late check
             case ReplicatePrefix():
                 self.orders.replicate(action)
-            case TellSession(instance, hint):
+            case TellSession(instance, hint, prefetch):
                 store = next(store for store in self._stores if store.name == instance)
-                self._calls.send(lambda: store.hint(hint))
+                keys = list(map(BlockKey, prefetch))
+                self._calls.send(lambda: store.tell(hint, keys))
             case Resync(instance):
                 raise AssertionError(f"a message of {instance} is missing")
             case ChangeRole():

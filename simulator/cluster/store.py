@@ -172,9 +172,19 @@ class Store:
         """Number of leading keys with blocks here."""
         return next((place for place, key in enumerate(keys) if not self._has(key)), len(keys))
 
-    def hint(self, hint: SessionHint) -> None:
-        """Takes what is known of a session."""
+    def tell(self, hint: SessionHint, prefetch: Sequence[BlockKey]) -> None:
+        """Takes what is known of a session, and reads wanted blocks from SSD behind everything asked for so far."""
+        life, told = self.incarnation, self._world.seconds
         self._order.hint(hint)
+        cold = [key for key in self._dram.lacking(prefetch) if key in self._ssd]
+
+        def came() -> None:
+            if self.incarnation == life:
+                self._keep(prefetch[: self.holds(prefetch)])
+                self._order.hint(hint.after(self._world.seconds - told))
+
+        if cold:
+            self._disk.request(len(cold) * self._config.block_bytes, came)
 
     def load(self) -> LoadFacts:
         """The load as reported by the service."""

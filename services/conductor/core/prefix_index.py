@@ -714,6 +714,13 @@ class PrefixIndex:
         holder = self._holders.get(instance_id)
         return holder is not None and self._trie.holds(holder.slot, key)
 
+    def is_cold(self, instance_id: str, key: bytes) -> bool:
+        """Whether an instance has a block on SSD only, as far as it tells."""
+        holder = self._holders.get(instance_id)
+        if holder is None or holder.memory == NO_SLOT:
+            return False
+        return self._trie.holds(holder.slot, key) and not self._trie.holds(holder.memory, key)
+
     def synced(self, instance_id: str) -> bool:
         """Whether an instance's snapshot is complete and no message was missed since."""
         holder = self._holders.get(instance_id)

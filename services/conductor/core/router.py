@@ -36,6 +36,7 @@ from services.conductor.placement.base import (
     PlacementPolicy,
     PlacementRequest,
     PrefillChoice,
+    SessionFacts,
 )
 from services.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
@@ -643,6 +644,7 @@ class RoutingRequest:
         priority: among the tenant's requests.
         queue_key: position among waiting requests, by arrival at the conductor.
         needs: sampling options that the instances must have.
+        session: what is known of the request's session.
     """
 
     tokens: int
@@ -658,6 +660,7 @@ class RoutingRequest:
     priority: int = 0
     queue_key: QueueKey = NO_KEY
     needs: tuple[str, ...] = ()
+    session: SessionFacts | None = None
 
     def to_place(self, demand: Demand) -> PromptToPlace:
         """The prompt on arrival at an instance now."""
@@ -669,7 +672,7 @@ class RoutingRequest:
         """What policies see of the request."""
         tenant, priority, limit_s = self.queue_key.tenant, self.priority, self.limit_s
         blocks, tokens = demand.prompt_blocks, demand.decode_tokens
-        return PlacementRequest(demand.prompt_tokens, blocks, tokens, tenant, priority, limit_s)
+        return PlacementRequest(demand.prompt_tokens, blocks, tokens, tenant, priority, limit_s, self.session)
 
     def demand(self, shape: KVShape) -> Demand:
         """Blocks and tokens that the request needs."""

@@ -160,8 +160,8 @@ class RequestScheduler:
         return self._calls.claims(self.requests.values())
 
     def due(self) -> float | None:
-        """Time of the next timer; None = none is set."""
-        return self._timers.next()
+        """Time of the next timer, or of the next order for a session; None = there is neither."""
+        return min([at for at in (self._timers.next(), self.sessions.due()) if at is not None], default=None)
 
     def handle(self, now: float, event: Event | Tick, out: list[Action]) -> None:
         """Takes an event; see `Core.handle`."""
@@ -185,6 +185,7 @@ class RequestScheduler:
                 self._call_ended(now, event)
         while (timer := self._timers.pop_due(now)) is not None:
             self._timer_due(now, *timer)
+        self._actions += self.sessions.coming(now, self._cluster.index.is_cold)
         out += self._actions
         self._actions.clear()
 
@@ -361,6 +362,7 @@ class RequestScheduler:
             priority=spec.priority,
             queue_key=spec.queue_key,
             needs=spec.needs,
+            session=None if spec.session is None else self.sessions.facts(spec.tenant, spec.session),
         )
         try:
             decision = self._cluster.plan(routing)
@@ -420,6 +422,7 @@ class RequestScheduler:
         self._calls.forecast_tpot(request, attempt)
         if request.spec.session is not None:
             sources = [holder.id for holder in decision.sources if not holder.peer]
+            self.sessions.placed(request.spec.tenant, request.spec.session, decision.prefill.id)
             request.stores = tuple(dict.fromkeys([store.id for store in decision.write_back] + sources))
         waited_s = attempt.begun - request.spec.arrived
         if request.waits_since is not None:
@@ -926,8 +929,9 @@ class RequestScheduler:
         del self.requests[number]
         self.tenants.left(request.spec.tenant, now)
         if request.spec.session is not None:
-            tail = request.keys[-1] if request.keys else b""
-            self._actions += self.sessions.ended(request.spec.tenant, request.spec.session, tail, request.stores, now)
+            self._actions += self.sessions.ended(
+                request.spec.tenant, request.spec.session, request.keys, request.stores, now
+            )
         self.waiting_for_instance.pop(number, None)
         self.memory_queue.remove(number)
         self.slo_queue.remove(number)

@@ -90,6 +90,20 @@ class Candidates(ABC):
         """The same choices; the first that keeps the request's TTFT limit goes before those that do not."""
 
 
+class SessionFacts(NamedTuple):
+    """The session that a request is a turn of, as this conductor knows the session.
+
+    Attributes:
+        turns: earlier turns that were placed.
+        prefill: instance to which the last of them went; "" = there was none.
+        last: the client has said that no further turn follows.
+    """
+
+    turns: int = 0
+    prefill: str = ""
+    last: bool = False
+
+
 class PlacementRequest(NamedTuple):
     """The request that is placed.
 
@@ -100,6 +114,7 @@ class PlacementRequest(NamedTuple):
         tenant: the request's tenant.
         priority: among the tenant's requests; lower ones go first.
         limit_s: seconds from now within which the first token is wanted; None = no limit was told.
+        session: what is known of the request's session; None = the request names none.
     """
 
     prompt_tokens: int
@@ -108,6 +123,7 @@ class PlacementRequest(NamedTuple):
     tenant: str = ""
     priority: int = 0
     limit_s: float | None = None
+    session: SessionFacts | None = None
 
 
 class Arrivals(NamedTuple):

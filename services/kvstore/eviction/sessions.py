@@ -82,6 +82,8 @@ class SessionRetention(EvictionPolicy):
         self._clock = clock
         self._held: dict[BlockKey, _Held] = {}
         self._claims: dict[bytes, _Claim] = {}  # by session, told of longest ago first
+        self._awaited: dict[bytes, tuple[SessionHint, float]] = {}  # by session: hints whose last block is not here yet
+        self._tails: dict[BlockKey, bytes] = {}  # sessions of these, by last block
         self._unwanted: dict[BlockKey, None] = {}  # leave first, in this order
         self._owners: collections.OrderedDict[BlockKey, bytes] = collections.OrderedDict()  # of blocks that left
         self._sorted: list[_Claim] = []
@@ -105,6 +107,9 @@ class SessionRetention(EvictionPolicy):
             _claim(held, claim)
         if not claims:
             self._order.added(info)
+        if info.key in self._tails:
+            hint, told_at = self._awaited[self._tails[info.key]]
+            self.hint(hint.after(self._clock() - told_at))
 
     def touched(self, chain: Sequence[BlockKey]) -> None:
         now = self._clock()
@@ -190,9 +195,11 @@ class SessionRetention(EvictionPolicy):
         """Takes what is known of a session now. Blocks that are here, from `tail` back to the first, are the session's.
 
         Blocks of earlier turns that this turn has not continued are not wanted any more, as after a compaction. If a
-        session continues such a branch all the same, it runs several at a time: its branches stay.
+        session continues such a branch all the same, it runs several at a time: its branches stay. If `tail` is still
+        being written, the hint counts again when `tail` comes.
         """
         now = self._clock()
+        self._await(hint, now)
         claim = self._claims.pop(hint.session, None) or _Claim(hint, now)
         claim.hint, claim.since = hint, now
         new, joint = self._back_to(claim, BlockKey(hint.tail))
@@ -212,6 +219,19 @@ class SessionRetention(EvictionPolicy):
             oldest = self._claims.pop(next(iter(self._claims)))
             self._leave(oldest, list(reversed(oldest.blocks)), wanted=True)
         self._sorted_at = -math.inf
+
+    def _await(self, hint: SessionHint, now: float) -> None:
+        """Remembers the latest hint on a session whose last block is not here."""
+        if (earlier := self._awaited.pop(hint.session, None)) is not None:
+            self._tails.pop(BlockKey(earlier[0].tail), None)
+        tail = BlockKey(hint.tail)
+        if tail in self._held:
+            return
+        self._awaited.pop(self._tails.pop(tail, b""), None)
+        self._awaited[hint.session], self._tails[tail] = (hint, now), hint.session
+        if len(self._awaited) > MAX_SESSIONS:
+            oldest, _ = self._awaited.pop(next(iter(self._awaited)))
+            del self._tails[BlockKey(oldest.tail)]
 
     def _back_to(self, claim: _Claim, tail: BlockKey) -> tuple[dict[BlockKey, None], BlockKey | None]:
         """Blocks from `tail` back to the first that the claim has, or to the chain's first; and the former."""

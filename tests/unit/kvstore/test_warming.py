@@ -1,4 +1,4 @@
-"""Warming reads the newest blocks first and lets other tasks run."""
+"""Warming reads the newest blocks first and lets other tasks run; sessions' blocks are read when ordered."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,8 +10,10 @@ import pytest
 
 from moonpool.kv.keys import BlockKey
 from moonpool.kv.reuse_stats import ReuseSample
+from moonpool.scheduling.sessions import SessionHint
 from moonpool.transport.flow_control import ByteCredits
 from services.kvstore.operations import StoreOperations
+from services.kvstore.prefetch import Prefetcher
 from services.kvstore.ssd.tier import SsdTier
 from tests.unit.kvstore.helpers import BLOCK, OTHER_FORMAT, RECORD, Driven, block_of, data_of, keys_of, open_ssd
 from tests.unit.kvstore.invariants import check
@@ -103,3 +105,51 @@ async def test_the_newest_come_first_and_only_as_many_as_there_is_room_for(tmp_p
             assert (await store.warm(0))[0] == 5
             assert set(driven.store.tiers.dram) == {KEYS[0], *LIVE[-7:]}
             assert driven.removed == []
+
+
+def wanted(keys: list[BlockKey], session: bytes = b"s") -> SessionHint:
+    """What the conductor says of a session with these blocks."""
+    return SessionHint(session, keys[-1], 10.0, told=True)
+
+
+async def test_a_sessions_blocks_come_in_order_and_no_faster_than_allowed(tmp_path: Path) -> None:
+    with filled(tmp_path) as ssd:
+        driven, pauses = Driven(ssd), list[float]()
+
+        async def pause(seconds: float) -> None:
+            pauses.append(seconds)
+
+        with warming(driven) as store:
+            prefetcher = Prefetcher(store, 2 * BLOCK, pause)
+            prefetcher.told(wanted(LIVE[:4]), LIVE[:4])
+            prefetcher.told(wanted(LIVE[4:6], b"t"), LIVE[4:6])
+            assert len(prefetcher) == 2
+            await prefetcher.fetch()
+        assert list(driven.stored) == LIVE[:6]
+        assert (prefetcher.blocks, prefetcher.cancelled, pauses) == (6, 0, [2.0, 1.0])
+        assert len(driven.store.tiers.dram.policy) == 2
+
+
+async def test_a_later_word_on_the_session_cancels_its_blocks(tmp_path: Path) -> None:
+    with filled(tmp_path) as ssd:
+        driven = Driven(ssd)
+        with warming(driven) as store:
+            prefetcher = Prefetcher(store, 0)
+            prefetcher.told(wanted(LIVE[:4]), LIVE[:4])
+            prefetcher.told(SessionHint(b"s", LIVE[3], ended=True), ())
+            assert (len(prefetcher), prefetcher.cancelled) == (0, 1)
+            prefetcher.told(wanted(LIVE[4:6], b"t"), LIVE[4:6])
+            await prefetcher.fetch()
+        assert driven.stored == LIVE[4:6]
+
+
+async def test_a_sessions_blocks_take_the_place_of_others(tmp_path: Path) -> None:
+    with filled(tmp_path) as ssd:
+        driven = Driven(ssd, dram_bytes=4 * BLOCK)
+        with warming(driven) as store:
+            assert await store.warm(0) == (4, 4 * BLOCK)
+            prefetcher = Prefetcher(store, 0)
+            prefetcher.told(wanted(LIVE[:3]), LIVE[:3])
+            await prefetcher.fetch()
+        assert set(LIVE[:3]) <= set(driven.store.tiers.dram)
+        assert prefetcher.blocks == 3

@@ -9,6 +9,7 @@ from services.conductor.placement.policies.llm_d import LlmdScorers, LlmdSticky
 from services.conductor.placement.policies.lmetric import LMetric
 from services.conductor.placement.policies.mooncake import CacheAware, KVCacheCentric
 from services.conductor.placement.policies.preble import Preble
+from services.conductor.placement.policies.session_affinity import SessionAffinity
 from services.conductor.placement.policies.sglang import SglangRouter
 from services.conductor.placement.policies.social import Social
 from services.conductor.placement.policies.vllm import VllmRouter
@@ -27,6 +28,7 @@ POLICIES: Mapping[str, PlacementPolicy] = {
     "dynamo": DynamoCost(),
     "preble": Preble(),
     "lmetric": LMetric(),
+    "session_affinity": SessionAffinity(),
     "kvcache_centric": KVCacheCentric(),
     DEFAULT_POLICY: Social(),
 }

@@ -5,19 +5,21 @@ import hashlib
 import pytest
 
 from moonpool.scheduling.sessions import SessionHint, SessionTurn
-from services.conductor.core.events import CallPrefill, CallReserve, CompletionReason, SessionUpdated
+from services.conductor.core.events import CallPrefill, CallReserve, CompletionReason, KeysChanged, SessionUpdated
 from services.conductor.core.sessions import MAX_SESSIONS, SessionTable, TellSession
+from services.conductor.placement.base import SessionFacts
 
 from .world import World
 
 TURN = SessionTurn(id="s")
 STORES = ("store-0", "store-1")
+TAIL = b"t" * 32
 
 
 def turn_ends(table: SessionTable, turn: SessionTurn, at: float, tenant: str = "") -> SessionHint:
     """A turn comes and ends at the same time; what the first of its stores is told."""
     table.began(tenant, turn, at)
-    told, also = table.ended(tenant, turn, b"tail", STORES, at)
+    told, also = table.ended(tenant, turn, (TAIL,), STORES, at)
     assert (told.instance, also.instance) == STORES
     return told.hint
 
@@ -26,11 +28,11 @@ def test_the_next_turn_is_expected_when_the_client_says() -> None:
     table = SessionTable()
     turn = SessionTurn(id="s", return_s=20.0, keep_s=300.0, retention=2)
     told = turn_ends(table, turn, 100.0)
-    assert (told.tail, told.return_s, told.told, told.keep_s, told.retention) == (b"tail", 20.0, True, 300.0, 2)
+    assert (told.tail, told.return_s, told.told, told.keep_s, told.retention) == (TAIL, 20.0, True, 300.0, 2)
     later, _ = table.update("", SessionTurn(id="s", return_s=5.0), 107.0)
     assert (later.hint.session, later.hint.tail, later.hint.return_s, later.hint.keep_s) == (
         told.session,
-        b"tail",
+        TAIL,
         5.0,
         None,
     )
@@ -60,8 +62,8 @@ def test_tenants_share_no_session() -> None:
 
 def test_a_turn_without_a_name_tells_of_itself() -> None:
     table = SessionTable()
-    told, _ = table.ended("", SessionTurn(keep_s=300.0), b"tail", STORES, 0.0)
-    assert (told.hint.session, told.hint.keep_s) == (hashlib.blake2b(b"tail", digest_size=16).digest(), 300.0)
+    told, _ = table.ended("", SessionTurn(keep_s=300.0), (TAIL,), STORES, 0.0)
+    assert (told.hint.session, told.hint.keep_s) == (hashlib.blake2b(TAIL, digest_size=16).digest(), 300.0)
     assert len(table) == 0
 
 
@@ -69,7 +71,7 @@ def test_a_session_is_forgotten_at_its_end_and_when_there_are_too_many() -> None
     table = SessionTable()
     table.began("", TURN, 0.0)
     assert table.update("", SessionTurn(id="s", last=True), 1.0) == ()  # while a turn runs
-    told, _ = table.ended("", TURN, b"tail", STORES, 2.0)
+    told, _ = table.ended("", TURN, (TAIL,), STORES, 2.0)
     assert told.hint.ended
     assert (len(table), table.update("", TURN, 3.0)) == (0, ())
     for number in range(MAX_SESSIONS + 1):
@@ -82,8 +84,8 @@ def test_turns_at_the_same_time_end_before_the_session_pauses() -> None:
     turn = SessionTurn(id="s", return_s=1.0)
     table.began("", turn, 0.0)
     table.began("", turn, 1.0)
-    assert table.ended("", turn, b"a", STORES, 2.0) == ()
-    told, _ = table.ended("", turn, b"b", STORES, 3.0)
+    assert table.ended("", turn, (b"a",), STORES, 2.0) == ()
+    told, _ = table.ended("", turn, (b"b",), STORES, 3.0)
     assert (told.hint.tail, told.hint.return_s) == (b"b", 1.0)
 
 
@@ -103,3 +105,54 @@ def test_kvstores_are_told_at_the_end_of_a_turn_and_of_the_session() -> None:
     world.promise(world.one(CallReserve))
     world.finish_all()
     assert len(world.all(TellSession)) == 2  # a request without a session tells nothing
+
+
+def paused(world: World, keys: tuple[bytes, ...], **turn: float) -> None:
+    """A session's turn ends, and the store moves its last block to SSD."""
+    world.arrive(keys=keys, session=SessionTurn(id="s", **turn))  # type: ignore[arg-type]
+    world.promise(world.one(CallReserve))
+    world.first_token(world.one(CallPrefill), CompletionReason.STOP)
+    world.post(KeysChanged("kvstore-0", 1, keys, (), True, True, keys[1:]))
+    assert [it.prefetch for it in world.all(TellSession)] == [()]
+
+
+def test_blocks_on_ssd_are_ordered_into_memory_before_the_return() -> None:
+    world = World(prefills=1, decodes=1)
+    world.join_store("kvstore-0")
+    keys = (b"a" * 32, b"b" * 32)
+    paused(world, keys, return_s=60.0)
+    world.sleep(49.0)
+    assert len(world.all(TellSession)) == 1
+    world.sleep(2.0)
+    order = world.all(TellSession)[-1]
+    assert (order.instance, order.prefetch, order.hint.return_s) == ("kvstore-0", keys, pytest.approx(9.0, abs=1.0))
+    world.sleep(60.0)
+    assert len(world.all(TellSession)) == 2  # once
+    world.post(SessionUpdated("", SessionTurn(id="s", last=True)))
+    assert world.all(TellSession)[-1].prefetch == ()  # what is read is not wanted any more
+
+
+def test_blocks_in_memory_and_sessions_that_are_served_or_over_order_nothing() -> None:
+    world = World(prefills=1, decodes=1)
+    world.join_store("kvstore-0")
+    keys = (b"a" * 32, b"b" * 32)
+    paused(world, keys, return_s=20.0)
+    world.post(KeysChanged("kvstore-0", 2, keys[1:], (), False, False))
+    world.sleep(15.0)
+    assert len(world.all(TellSession)) == 1
+    world.post(SessionUpdated("", SessionTurn(id="s", return_s=20.0)))
+    world.post(KeysChanged("kvstore-0", 3, (), (), False, False, keys[1:]))
+    world.arrive(keys=keys, session=TURN)
+    world.sleep(15.0)
+    assert [it.prefetch for it in world.all(TellSession)] == [(), ()]
+
+
+def test_policies_see_where_the_sessions_last_turn_went() -> None:
+    world = World(prefills=2, decodes=1)
+    table = world.core.scheduler.sessions
+    assert table.facts("", TURN) == SessionFacts()
+    world.arrive(session=TURN)
+    world.promise(world.one(CallReserve))
+    first = world.one(CallPrefill).plan.prefill.id
+    assert table.facts("", SessionTurn(id="s", last=True)) == SessionFacts(1, first, last=True)
+    world.finish_all()

@@ -242,7 +242,7 @@ class World:
         self._join(InstanceFacts(name, incarnation, EngineKind.PREFILL, 64, SHAPE, SPEEDS, **how))  # type: ignore[arg-type]
 
     def join_store(self, name: str) -> None:
-        self._join(InstanceFacts(name, 1, EngineKind.KVSTORE, 64, None, SPEEDS))
+        self._join(InstanceFacts(name, 1, EngineKind.KVSTORE, 64, None, SPEEDS, reports_ssd=True))
 
     def join_decode(self, name: str, incarnation: int = 1, total: int = 64) -> None:
         self._join(InstanceFacts(name, incarnation, EngineKind.DECODE, total, SHAPE, SPEEDS))

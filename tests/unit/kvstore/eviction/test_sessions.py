@@ -157,3 +157,19 @@ def test_hints_close_half_of_the_gap_to_the_optimum(seed: int) -> None:
     for returns in (False, True):
         share = replay_sessions(requests, chains, LRU(), capacity, returns=returns)
         assert (share - plain) / (best - plain) > 0.5
+
+
+def test_a_hint_counts_when_the_last_block_comes() -> None:
+    """The store is told at the turn's end, and blocks are still being written."""
+    blocks = Blocks()
+    blocks.turn(ONE[:1], at=0.0)
+    blocks.order.hint(hint("one", ONE, 100.0))
+    blocks.turn(ONE, at=10.0)
+    blocks.turn(OTHER, at=10.0)
+    assert len(blocks.order) == 1
+    assert blocks.leaving(at=20.0) == [*ONE[::-1], *OTHER[::-1]]  # in 80 s, 10 s old
+    blocks.order.hint(hint("one", THIRD, ended=True))
+    blocks.order.hint(hint("one", KEYS[8:9], 5.0))  # the latest word counts
+    blocks.turn(THIRD, at=21.0)
+    assert len(blocks.order) == 1
+    assert blocks.order.unwanted == 0
