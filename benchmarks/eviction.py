@@ -94,7 +94,7 @@ def session_rows(seed: int, sessions: int, progress: Progress) -> Iterator[Row]:
     requests = AgenticWorkload(seed, AgenticMix(sessions_per_s=SESSIONS_PER_S)).requests(sessions)
     chains, capacity = chains_in(requests), AGENTIC_BLOCKS
     lru, best = replay(chains, LRU(), capacity), optimum(chains, capacity)
-    told = {
+    told: dict[str, Callable[[], float]] = {
         "kv-aware": lambda: replay(chains, COMPARED["kv-aware"](), capacity),
         "lru, sessions' ends told": lambda: replay_sessions(requests, chains, LRU(), capacity, returns=False),
         "lru, ends and returns told": lambda: replay_sessions(requests, chains, LRU(), capacity, returns=True),
