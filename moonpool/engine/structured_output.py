@@ -314,6 +314,21 @@ class _MaskRow:
         tokens = array("i", [its[self.index] for its in later])
         return replace(self.wanted, answer=self.wanted.answer + tokens.tobytes())
 
+    def leads_to(self, wanted: MaskRequest) -> bool:
+        """Whether another mask is that of this row's answer with one token more."""
+        same = wanted.grammar == self.wanted.grammar
+        return same and len(wanted.answer) >= TOKEN_BYTES and wanted.answer[:-TOKEN_BYTES] == self.wanted.answer
+
+    def behind_guess(self, wanted: MaskRequest) -> _MaskRow:
+        """The row of that mask: a guess that does not fit leaves nothing to choose, and no mask."""
+        assert self.parser is not None
+        token = int.from_bytes(wanted.answer[-TOKEN_BYTES:], "little")
+        parser, work = self.parser.deep_copy(), None
+        if not parser.consume_token(token):
+            work = Future[None]()
+            work.set_exception(ValueError("a guess does not fit"))
+        return _MaskRow(wanted, self.compiled, parser, np.empty(0, np.uint32), self.time, work)
+
     def write(self, answer: bytes) -> None:
         """Writes the mask; on another thread. The library lets others run meanwhile."""
         began_ns = time.thread_time_ns()
@@ -371,7 +386,8 @@ class MaskBuilder:
         self._close()
         self._look()
         self._rows, self._later, self._allowed = [], [], TokenMasks()
-        self._rows = [self._row(it) for it in wanted]
+        for it in wanted:
+            self._rows.append(self._row(it, self._rows[-1] if self._rows else None))
         needed = [it.compiled for it in self._rows if it.parser is None and not it.wanted.may_skip]
         return PendingMasks(self._made, needed)
 
@@ -421,8 +437,12 @@ class MaskBuilder:
             self._unfinished.popitem(last=False)
         self._rows = []
 
-    def _row(self, wanted: MaskRequest) -> _MaskRow:
-        """A mask's row: with a mask being made, or with a kept parser, or with neither."""
+    def _row(self, wanted: MaskRequest, before: _MaskRow | None = None) -> _MaskRow:
+        """A mask's row: with a mask being made, or with a kept parser, or with neither.
+
+        `before`: the step's row before. If the answer is that row's with a token more (a guess that the step checks),
+        the parser follows from that row's.
+        """
         key = wanted.grammar, wanted.answer
         if waiting := self._unfinished.get(key):
             row = waiting.pop()
@@ -430,6 +450,8 @@ class MaskBuilder:
                 del self._unfinished[key]
             row.wanted = wanted
             return row
+        if before is not None and before.parser is not None and before.leads_to(wanted):
+            return before.behind_guess(wanted)
         known, bits = self._parsers.known(*key), np.empty(0, np.uint32)
         if known is not None:
             return _MaskRow(wanted, known.compiled, known.parser, bits, known.time)

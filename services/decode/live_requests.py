@@ -201,8 +201,7 @@ class LiveSequence:
     def room_for_guesses(self, block_tokens: int, max_tokens: int) -> int:
         """Guessed tokens that the sequence has blocks for, and may take in one step."""
         room = len(self.table) * block_tokens - len(self.tokens)
-        never = self.stopped or self.request.search is not None or bool(self.sampling.params.response_format)
-        return 0 if never else min(room, self.most_steps(max_tokens) - 1)
+        return 0 if self.stopped or self.request.search is not None else min(room, self.most_steps(max_tokens) - 1)
 
     def most_steps(self, max_tokens: int) -> int:
         """Most steps that the sequence can take in one run."""
@@ -257,7 +256,7 @@ class LiveSequence:
 
         Each part samples the token behind, as if all guesses before were right.
         """
-        first = self.step(len(self.tokens) - 1, 1, block_tokens, sample=True, steps=1 + len(guess))
+        first = self.step(len(self.tokens) - 1, 1, block_tokens, sample=True, steps=1 + len(guess), may_skip=True)
         parts = [replace(first, end_token_ids=frozenset())]
         for token in guess:
             last = parts[-1]

@@ -293,3 +293,25 @@ def test_the_tokenizer_is_made_before_the_first_grammar_if_it_can_be(tmp_path: P
     without.warm()
     assert "no tokenizer" in refused(without, SampleSpec(SamplingParams(response_format="json_object")))
     without.close()
+
+
+def test_guesses_that_a_step_checks_have_the_masks_of_plain_steps(masks: MaskBuilder) -> None:
+    """Each guess follows from the one before; behind one that does not fit there is none, and the others go on."""
+    params = schema(SCHEMAS["record"], 9)
+    tokens = generate(masks, params)[:9]
+    sampling = SequenceSampling.of(params, len(PROMPT), CONFIG.eos_token_ids)
+    first = sampling.at(array("i", [*PROMPT, *tokens[:4]]))
+    specs = [first]
+    for token in tokens[4:]:
+        specs.append(specs[-1].after(token))
+    wrong = specs[2].after(min(set(range(CONFIG.vocab_size)) - allowed(begun(masks, specs[2])[0])))
+    plain = [begun(masks, spec)[0] for spec in specs]
+    assert list(begun(masks, first, *specs[1:]).values()) == plain
+    for order in ([first, *specs[1:3], wrong, wrong.after(0)], [first, *specs[1:]]):
+        made = masks.begin(MaskRequest.of(step_of(*order)))
+        assert made is not None
+        its = made.now()
+        good = [index for index, spec in enumerate(order) if spec in specs]
+        assert [bytes(its.masks[index]) for index in good] == plain[: len(good)]
+        assert set(its.failed) == set(range(len(order))) - set(good)
+    assert begun(masks, specs[3])[0] == plain[3]
