@@ -19,7 +19,10 @@ class TierInfo:
 
 @dataclass(frozen=True, slots=True)
 class InstanceInfo:
-    """An instance according to the conductor. A kvstore alone has `tiers`; decode alone counts `preemptions`."""
+    """An instance according to the conductor. A kvstore alone has `tiers`.
+
+    Decode alone counts `preemptions`, and guesses of tokens that were checked (`draft_tokens`) and accepted.
+    """
 
     id: str
     kind: str
@@ -36,6 +39,8 @@ class InstanceInfo:
     draining: bool
     tiers: tuple[TierInfo, ...] = ()
     preemptions: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

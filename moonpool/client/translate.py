@@ -370,6 +370,8 @@ def _instance(state: conductor_pb2.InstanceState) -> InstanceInfo:
         draining=load.draining,
         tiers=tuple(from_message(TierInfo, tier) for tier in load.tiers),
         preemptions=load.preemptions,
+        draft_tokens=load.draft_tokens,
+        accepted_tokens=load.accepted_tokens,
     )
 
 

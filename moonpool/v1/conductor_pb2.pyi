@@ -1194,6 +1194,8 @@ class LoadReport(_message.Message):
     TAKEN_FIELD_NUMBER: _builtins.int
     EXPECTED_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running."""
@@ -1219,6 +1221,10 @@ class LoadReport(_message.Message):
     """Tokens that a new answer is expected to have, for which room is kept beside the prompt's (decode); 0 = not told."""
     preemptions: _builtins.int
     """Preemptions since its start (decode)."""
+    draft_tokens: _builtins.int
+    """Guessed tokens that steps checked since its start (decode)."""
+    accepted_tokens: _builtins.int
+    """Those of them that were right, and with which answers went on (decode)."""
     @_builtins.property
     def speed(self) -> Global___SpeedReport:
         """Measured speeds."""
@@ -1243,11 +1249,13 @@ class LoadReport(_message.Message):
         taken: _builtins.int = ...,
         expected_answer_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
+        draft_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
         tiers: _abc.Iterable[Global___TierLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "drain_s", b"drain_s", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "tiers", b"tiers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draft_tokens", b"draft_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "tiers", b"tiers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
     _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015

@@ -162,6 +162,8 @@ class DecodeInstance:
             taken=self.executor.taken,
             expected_answer_tokens=core.expected_answer_tokens,
             preemptions=core.preempted.preemptions,
+            draft_tokens=core.planner.drafted_tokens,
+            accepted_tokens=core.planner.accepted_tokens,
         )
 
     def gauges(self) -> MetricSet:

@@ -170,6 +170,12 @@ class EngineCollector(Collector):
         preemptions = CounterMetricFamily(
             "vllm:num_preemptions", "Preemptions of the decode instances since each one's start.", labels=names
         )
+        drafted = CounterMetricFamily(
+            "vllm:spec_decode_num_draft_tokens", "Guessed tokens that decode instances checked.", labels=names
+        )
+        accepted = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens", "Guessed tokens that were right.", labels=names
+        )
         config = GaugeMetricFamily(
             "vllm:cache_config_info", "1; the labels have the KV blocks of the decode instances.", labels=cache
         )
@@ -182,5 +188,7 @@ class EngineCollector(Collector):
             kept = sum(each.free_blocks + each.cached_blocks for each in decodes)
             usage.add_metric(labels, max(0.0, 1.0 - kept / total) if total else 0.0)
             preemptions.add_metric(labels, sum(each.preemptions for each in decodes))
+            drafted.add_metric(labels, sum(each.draft_tokens for each in decodes))
+            accepted.add_metric(labels, sum(each.accepted_tokens for each in decodes))
             config.add_metric((str(state.block_tokens), str(total), "True", ENGINE), 1.0)
-        return usage, preemptions, config
+        return usage, preemptions, drafted, accepted, config

@@ -43,19 +43,25 @@ def instance(name: str, blocks: int, load: pb.LoadReport) -> pb.InstanceState:
     return pb.InstanceState(instance=kv_pb2.Instance(id=name, kind=kind), load=load, total_blocks=blocks)
 
 
-async def test_routers_read_kv_and_preemptions_of_all_decode_instances() -> None:
+async def test_routers_read_kv_preemptions_and_guesses_of_all_decode_instances() -> None:
     fake = FakeConductor(lambda _: answer([5]))
     fake.state.model.CopyFrom(pb.ModelInfo(name="tiny", layout=kv_pb2.KVLayout(block_tokens=64)))
     fake.state.instances.extend(
         [
             instance("prefill-0", 1000, pb.LoadReport()),
-            instance("decode-0", 60, pb.LoadReport(free_blocks=10, cached_blocks=20, preemptions=3)),
-            instance("decode-1", 20, pb.LoadReport(free_blocks=20, preemptions=4)),
+            instance("decode-0", 60, pb.LoadReport(free_blocks=10, cached_blocks=20, preemptions=3, draft_tokens=8)),
+            instance("decode-1", 20, pb.LoadReport(free_blocks=20, preemptions=4, draft_tokens=1, accepted_tokens=5)),
         ]
     )
     async with answering(fake) as gateway:
         assert await gateway.metric('vllm:kv_cache_usage_perc{engine="0",model_name="tiny"}') == "0.375"
-        assert await gateway.metric('vllm:num_preemptions_total{engine="0",model_name="tiny"}') == "7.0"
+        counted = {
+            "num_preemptions": "7.0",
+            "spec_decode_num_draft_tokens": "9.0",
+            "spec_decode_num_accepted_tokens": "5.0",
+        }
+        for name, value in counted.items():
+            assert await gateway.metric(f'vllm:{name}_total{{engine="0",model_name="tiny"}}') == value
         info = 'block_size="64",enable_prefix_caching="True",engine="0",num_gpu_blocks="80"'
         assert await gateway.metric(f"vllm:cache_config_info{{{info}}}") == "1.0"
 
