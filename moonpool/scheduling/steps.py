@@ -103,7 +103,9 @@ class Step:
     step_id: int
     """Grows from step to step."""
     sequences: tuple[SequenceStep, ...]
-    """At least one."""
+    """At least one. One sequence may have several parts of one token each, at positions that follow each other: in each
+    layer the KV of all parts is written before any part attends. So guesses of next tokens are checked.
+    """
     gated: bool = False
     """Before each layer, wait until the layer's gate is open: then every sequence's prefix has this layer."""
     layer_events: bool = False

@@ -234,7 +234,7 @@ class RunLoop:
 
     def _guesses(self, run: StartRun, sequences: list[LiveSequence]) -> list[list[int]]:
         """For each sequence the guesses that the next step checks."""
-        if not run.drafts:
+        if not run.drafts or not self._drafts.may_pay(len(sequences), sum(len(it.tokens) for it in sequences)):
             return []
         each = []
         for sequence in sequences:

@@ -187,13 +187,19 @@ class DraftPlanner:
         """Learns what a step with guesses takes beside the engine's own seconds."""
         self._overhead_s += OVERHEAD_WEIGHT * (max(seconds, 0.0) - self._overhead_s)
 
+    def may_pay(self, sequences: int, context: int) -> bool:
+        """Whether guesses would pay if all were right, in a step of so many sequences with so many tokens together."""
+        speeds = self._speeds()
+        plain_s = decode_step_seconds(speeds, sequences, context)
+        rows_s = plain_s - speeds.decode_base_s
+        best = (1 + self._most) * plain_s
+        return self._always or best >= LEAST_GAIN * (plain_s + self._overhead_s + self._most * rows_s)
+
     def plan(self, sequences: Sequence[DraftingSequence], most: int) -> list[list[int]]:
         """For each sequence of the next step the guesses to be checked; `most`: of all together."""
-        speeds, context = self._speeds(), sum(it.context for it in sequences)
-        costs = [speeds.decode_per_sequence_s + speeds.decode_per_context_token_s * it.context for it in sequences]
-        plain_s = decode_step_seconds(speeds, len(sequences), context)
-        if not most or not (self._always or min(costs) * len(sequences) < plain_s):
-            return [[] for _ in sequences]  # not even right guesses would pay
+        speeds = self._speeds()
+        costs = [decode_step_seconds(speeds, 1, it.context) - speeds.decode_base_s for it in sequences]
+        plain_s = speeds.decode_base_s + sum(costs)
         guesses = [
             [] if it.drafter is None or it.most < 1 else it.drafter.guess(min(it.most, self._most)) for it in sequences
         ]

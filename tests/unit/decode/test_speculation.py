@@ -101,6 +101,9 @@ def test_only_what_pays_is_checked() -> None:
         assert guess == list(range(50, 50 + wanted)), speeds
     assert always.plan([text_of(found, len(text))] * 2, 5) == [[50, 51, 52], [50, 51]]
     assert DraftPlanner(4, lambda: FREE).plan([text_of(found, len(text))], 0) == [[]]
+    assert DraftPlanner(4, lambda: FREE).may_pay(64, 9999)
+    assert not DraftPlanner(4, lambda: DEAR).may_pay(1, 9)
+    assert always.may_pay(64, 9999)
     assert DraftPlanner(4, lambda: FREE).plan([DraftingSequence(found, len(text), 0)], 9) == [[]]
     assert DraftPlanner(4, lambda: FREE).plan([DraftingSequence(None, 5, 9)], 9) == [[]]
 

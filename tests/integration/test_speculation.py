@@ -1,0 +1,69 @@
+"""Speculation through all services: answers are those of plain forward passes, whatever is guessed.
+
+In batches, preempted, cached or not; greedy, drawn with a seed, with penalties and log probabilities. Each guess is
+checked (`ngram`), so that many are wrong.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.sampling_params import SamplingParams
+from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
+from tests.integration.reference import GAP_TOLERANCE, Reference
+from tests.integration.stack import CheckedStack
+
+ANSWER = 4 * BLOCK + 5
+ALPHABET = 12
+"""Different tokens of the prompts, which repeat themselves."""
+
+
+@pytest.fixture(scope="module")
+def stack(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    plan = small_plan(checkpoint, tmp_path_factory.mktemp("stack"))
+    flags = ["--speculative", "ngram", "--num-speculative-tokens", "5", "--set", "preempt_every=7"]
+    with CheckedStack(with_flags(plan, "decode", *flags), invariants="decode") as stack:
+        yield stack
+
+
+def prompts(seed: str) -> list[list[int]]:
+    return [tokens(3 * BLOCK + 5 * number, f"{seed} {number}", 8 + ALPHABET) for number in range(4)]
+
+
+def ask(stack: CheckedStack, asked: list[list[int]], how: SamplingParams) -> list[GenerateResult]:
+    async def together() -> list[GenerateResult]:
+        async with AsyncClient(stack.address) as client:
+            return await asyncio.gather(*(client.generate(token_ids=prompt, sampling=how) for prompt in asked))
+
+    before = stack.gauge("decode-", "draft_tokens_total"), stack.gauge("decode-", "accepted_tokens_total")
+    results = asyncio.run(together())
+    drafted = stack.gauge("decode-", "draft_tokens_total") - before[0]
+    accepted = stack.gauge("decode-", "accepted_tokens_total") - before[1]
+    print(f"{drafted} guesses, {accepted} accepted")
+    assert drafted > accepted > 0
+    return results
+
+
+def test_greedy_answers(stack: CheckedStack, reference: Reference) -> None:
+    how = SamplingParams(max_tokens=ANSWER, temperature=0.0, ignore_eos=True, logprobs=2)
+    asked = prompts("greedy")
+    preempted = stack.gauge("decode-", "preemptions_total")
+    for result, prompt in zip(ask(stack, asked, how) + ask(stack, asked, how), asked + asked, strict=True):
+        assert len(result.token_ids) == ANSWER
+        reference.assert_greedy(prompt, result.token_ids, GAP_TOLERANCE)
+        assert [it.token_id for it in result.logprobs or ()] == result.token_ids
+        reference.assert_logprobs(prompt, result.logprobs or [], 2)
+    assert stack.gauge("decode-", "preemptions_total") > preempted
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_drawn_answers_are_those_of_their_seed(stack: CheckedStack, reference: Reference, penalty: float) -> None:
+    how = SamplingParams(
+        max_tokens=ANSWER, temperature=0.3, top_p=0.9, seed=11, ignore_eos=True, repetition_penalty=penalty
+    )
+    asked = prompts("drawn")
+    for result, prompt in zip(ask(stack, asked, how), asked, strict=True):
+        assert result.token_ids == reference.drawn(prompt, result.token_ids, how)
