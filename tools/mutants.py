@@ -15,10 +15,12 @@ Mutants in `EQUIVALENT` change nothing that a caller can see. They are not tried
 import argparse
 import ast
 import itertools
+import math
 import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -81,9 +83,9 @@ SELECTION_S = 90.0
 TRIED_S = 30.0
 """Usual seconds of the tests that run for a mutant; more tests are left out."""
 SLOW_S = 600.0
-"""Seconds after which a test file counts as hanging, whatever else the machine does."""
+"""Seconds after which tests count as hanging. pytest ends a test that waits before that."""
 HANG_S = 30.0
-"""Seconds beyond three times the usual ones after which tests hang."""
+"""Processor seconds beyond three times the usual ones after which tests hang, whatever else the machine does."""
 MEMORY_BYTES = 8 << 30
 """Most memory of a process of a test: a mutant may never stop to allocate."""
 
@@ -411,7 +413,7 @@ class Copy:
             return Verdict.NOT_RUN
         self._write(path, mutant.applied(source.text))
         try:
-            limit_s = 3 * sum(test.seconds for test in tests) + HANG_S
+            limit_s = 3 * sum(test.processor_s for test in tests) + HANG_S
             return self._run(["-x", *(test.name for test in tests)], limit_s)
         finally:
             self._write(path, source.text)
@@ -422,7 +424,7 @@ class Copy:
         path.write_text(text, encoding="utf-8")
         os.utime(path, (self._writes, self._writes))
 
-    def _run(self, arguments: Sequence[str], timeout_s: float, more: Mapping[str, str] | None = None) -> Verdict:
+    def _run(self, arguments: Sequence[str], processor_s: float, more: Mapping[str, str] | None = None) -> Verdict:
         environment = {**os.environ, "PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "", **(more or {})}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
         process = subprocess.Popen(
@@ -434,10 +436,15 @@ class Copy:
             start_new_session=True,
         )
         resource.prlimit(process.pid, resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.prlimit(process.pid, resource.RLIMIT_CPU, (math.ceil(processor_s), math.ceil(processor_s)))
         try:
-            return Verdict.SURVIVES if process.wait(timeout_s) == 0 else Verdict.NOTICED
+            status = process.wait(SLOW_S)
         except subprocess.TimeoutExpired:
             return Verdict.HANGS
+        else:
+            if status == 0:
+                return Verdict.SURVIVES
+            return Verdict.HANGS if status in (-signal.SIGXCPU, -signal.SIGKILL) else Verdict.NOTICED
         finally:
             _end_group(process)
 
