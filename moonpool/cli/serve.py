@@ -34,6 +34,7 @@ from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.kv import native_library
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.sampling_params import SamplingParams
+from moonpool.scheduling.steps import STEP_TOKENS
 
 SUPERVISE_INTERVAL_S = 0.1
 ReportStatus = Callable[[dict[str, object], str], None]
@@ -144,7 +145,8 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> None:
         quantization: Any = setting_of(plan, "prefill", "quantization", "auto")
         found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, quantization=quantization)
         layout = kv_layout(found.config, found.dtype, plan.block_size, plan.kv_cache_dtype)
-        blocks = (plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES) // layout.block_bytes
+        kv_bytes = plan.kv_cache_memory_bytes or DEFAULT_KV_BYTES
+        blocks = layout.blocks_in(kv_bytes, STEP_TOKENS, found.config.max_position_embeddings)
         held = estimated_memory(
             found.config, layout, blocks, found.dtype,
             weights=found.weight_bytes, quantization=quantization, threads=plan.threads,

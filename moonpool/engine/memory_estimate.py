@@ -61,6 +61,7 @@ def estimated_memory(
         quantization: how the weights are held.
         threads: compute threads; 0: all cores.
     """
-    engine = EngineSpec("", dtype, layout, blocks, quantization=quantization)
+    longest = model.max_position_embeddings
+    engine = EngineSpec("", dtype, layout, blocks, quantization=quantization, max_tokens=longest)
     work = work_bytes(model, engine, native=not model.decoder.not_plain, threads=threads or os.cpu_count() or 1)
-    return MemoryEstimate(PROGRAM_BYTES, weights, blocks * layout.block_bytes, work)
+    return MemoryEstimate(PROGRAM_BYTES, weights, layout.pool_bytes(blocks, engine.slots), work)

@@ -159,6 +159,11 @@ class BlockManager:
         """Window slots that `give_slots` could give now: free ones, and those that nobody needs."""
         return len(self._free_slots) + len(self._passed_slots) + len(self._cached_slots)
 
+    @property
+    def num_slots_idle(self) -> int:
+        """Window slots that hold nothing worth keeping: free ones, and those that all have passed."""
+        return len(self._free_slots) + len(self._passed_slots)
+
     def is_spare(self, block: int) -> bool:
         """Whether the block has a window slot that nobody needs: acquiring the block makes one slot less available."""
         return block in self._passed_slots or block in self._cached_slots

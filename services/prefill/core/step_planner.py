@@ -180,7 +180,8 @@ class StepPlanner:
         """Gives the blocks of a slice their window slots; makes the slice shorter if they do not suffice.
 
         KV of layers with a window is written in each block; states behind the slice and behind the prompt's last full
-        block, and behind further borders if there are slots.
+        block, and behind further borders if there are slots. Idle slots take states of blocks between: another prompt
+        may leave the chain there.
 
         Returns:
             False if no token can be computed.
@@ -204,6 +205,9 @@ class StepPlanner:
         manager.give_slots(lacking)
         more = [block for index in sorted(further) if manager.is_partial(block := job.table.blocks[index])]
         manager.give_slots(more[: manager.num_slots_available])
+        if settings.states_alone and (idle := manager.num_slots_idle // 2):
+            between = [block for block in job.table.blocks[first:end] if manager.is_partial(block)]
+            manager.give_slots(between[:: -(-len(between) // idle)] if between else ())
         return part.end > part.start
 
     def _fair_order(self) -> Iterator[PrefillJob]:

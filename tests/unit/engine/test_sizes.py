@@ -7,10 +7,13 @@ import pytest
 
 from moonpool.checkpoint import ModelConfig, kv_layout, load_config
 from moonpool.engine.footprint import device_footprint
+from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import EngineSpec, StageRoom
 from moonpool.engine.setup import engine_setup
 from moonpool.engine.sizes import choose_sizes
 from moonpool.errors import ConfigError
+from moonpool.models.random_checkpoint import create
+from moonpool.scheduling.steps import STEP_TOKENS
 from services.decode.config import DecodeConfig
 from services.prefill.config import PrefillConfig
 from tests.unit.checkpoint.folder import write_config
@@ -114,3 +117,14 @@ def test_only_a_gpu_is_sized_by_its_memory(checkpoint: Path) -> None:
     assert setup(DecodeConfig(**plain, device="cuda")) == (0, 320, 0.9)  # type: ignore[arg-type]
     set_ = PrefillConfig(**plain, device="cuda", kv_cache_memory_bytes=1 << 30, max_num_batched_tokens=2048)  # type: ignore[arg-type]
     assert setup(set_) == (1024, 2048, 0.9)
+
+
+def test_the_estimate_counts_a_window_once(tmp_path: Path) -> None:
+    """Half of the layers have a window of three blocks; a pool for one context holds that and a step beside."""
+    model = load_config(create("tiny-gemma3", tmp_path / "model", seed=1, dtype="float32"))
+    layout = kv_layout(model, "float32", 16)
+    blocks = layout.blocks_for(model.max_position_embeddings)
+    estimate = estimated_memory(model, layout, blocks, "float32", weights=7)
+    slots = layout.window_slots(blocks, STEP_TOKENS, model.max_position_embeddings)
+    assert slots < blocks
+    assert estimate.kv == layout.pool_bytes(blocks, slots) < blocks * layout.block_bytes

@@ -55,24 +55,38 @@ def test_prompts_start_while_their_windows_fit() -> None:
 
 
 def test_states_lie_at_the_end_of_chunks_and_at_borders() -> None:
-    """A second prompt leaves the first one's chain: the third one continues behind what the two share."""
-    world = small(1, 12, states=True)
+    """A second prompt leaves the first one's chain: the third one continues behind what the two share.
+
+    Slots are too few for all blocks between.
+    """
+    world = small(1, 4, states=True)
     world.arrive(5 * BT + 1)
     assert most_needed(world) <= 2 + 2
     manager = world.core.state.manager
-    assert [index for index, block in enumerate(manager.find(world.clients[1].arrive.request.keys))
-            if not manager.is_partial(block)] == [1, 3, 4]  # fmt: skip
+    found = manager.find(world.clients[1].arrive.request.keys)
+    assert [index for index, block in enumerate(found) if not manager.is_partial(block)] == [2, 3, 4]
     world.check_rest()
-    world.arrive(3 * BT + 8)  # a prefix of the chain
+    for number, cached in ((2, 0), (3, 2 * BT)):
+        world.arrive(2 * BT + 8 + number)
+        most_needed(world)
+        told = world.clients[number].token
+        assert told is not None
+        assert told.cached_tokens == cached
+
+
+def test_idle_slots_take_states_of_blocks_between() -> None:
+    """Half of them: a prompt of another length finds more."""
+    world = small(1, 12, states=True)
+    world.arrive(2 * BT + 1)
+    most_needed(world)
+    manager = world.core.state.manager
+    assert not any(map(manager.is_partial, manager.find(world.clients[1].arrive.request.keys)))
+    world.arrive(BT + 8)
     most_needed(world)
     second = world.clients[2].token
     assert second is not None
-    assert second.cached_tokens == 2 * BT
-    world.arrive(3 * BT + 9)
-    most_needed(world)
-    third = world.clients[3].token
-    assert third is not None
-    assert third.cached_tokens == 3 * BT
+    assert second.cached_tokens == BT
+    world.check_rest()
 
 
 def test_a_store_gets_the_state_at_the_border_of_what_it_held() -> None:
