@@ -60,6 +60,7 @@ class Runner:
         if stored is not None:
             scales = [torch.full(shape[:4], torch.nan) for shape in shapes]
             self.scales = torch.stack(scales) if len(set(shapes)) == 1 else scales
+        self.last = Sequence_([])
         self.free = torch.randperm(blocks, generator=torch.Generator().manual_seed(1)).tolist()
 
     def step(self, work: Sequence[tuple[Sequence_, int]], *, dropped: int = 0) -> Tensor:
@@ -83,12 +84,33 @@ class Runner:
             hidden = stage.forward(hidden, batch, self.pool[its], scales=scales)
         return self.stages[-1].logits(hidden)
 
-    def generate(self, prompts: Sequence[Sequence[int]], new: int, chunk: int, budget: int) -> list[list[int]]:
-        """Greedy output of all prompts, `chunk` prompt tokens of a sequence and `budget` rows a step at most."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        new: int,
+        chunk: int,
+        budget: int,
+        *,
+        preempted_after: int = 0,
+        cached: Sequence_ | None = None,
+    ) -> list[list[int]]:
+        """Greedy output of all prompts, `chunk` prompt tokens of a sequence and `budget` rows a step at most.
+
+        `preempted_after`: new tokens after which each sequence loses its KV once; 0: none does. `cached`: a sequence
+        whose full blocks prompts that begin like it share. The last prompt's sequence is `self.last` afterwards.
+        """
         sequences = [Sequence_(list(prompt)) for prompt in prompts]
+        if cached is not None:
+            for sequence in sequences:
+                self._share(cached, sequence)
+        self.last, there = sequences[-1], set(range(len(sequences))) if preempted_after else set()
         while True:
             work, rows = [], 0
-            for sequence, prompt in zip(sequences, prompts, strict=True):
+            for index, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
+                if index in there and len(sequence.tokens) == len(prompt) + preempted_after:
+                    there.remove(index)
+                    self.free += sequence.blocks
+                    sequence.blocks, sequence.done = [], 0
                 count = min(chunk, len(sequence.tokens) - sequence.done, budget - rows)
                 if count > 0 and len(sequence.tokens) < len(prompt) + new:
                     work.append((sequence, count))
@@ -100,3 +122,12 @@ class Runner:
             for (sequence, _), token in zip(work, logits[ends].argmax(-1).tolist(), strict=True):
                 if sequence.done == len(sequence.tokens):
                     sequence.tokens.append(token)
+
+    def _share(self, cached: Sequence_, sequence: Sequence_) -> None:
+        """Let `sequence` begin with full blocks of `cached` that have its tokens; one token is left to compute."""
+        pairs = zip(cached.tokens[: cached.done], sequence.tokens[:-1], strict=False)
+        same = next(
+            (index for index, (one, other) in enumerate(pairs) if one != other),
+            min(cached.done, len(sequence.tokens) - 1),
+        )
+        sequence.blocks, sequence.done = cached.blocks[: same // BLOCK], same // BLOCK * BLOCK

@@ -1,6 +1,7 @@
 """Every family: transformers makes a tiny checkpoint, and greedy float32 tokens are the same.
 
-Prompts are computed whole, and in chunks beside decode steps over two stages; windows are shorter than prompts.
+Prompts are computed whole, and in chunks beside decode steps over two stages, where each sequence is preempted once;
+then a prompt is continued behind the blocks of another. Windows are shorter than prompts.
 """
 
 import json
@@ -290,10 +291,16 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 320, (length,), generator=generator).tolist() for length in LENGTHS]
     whole = Runner(tmp_path, torch.float32).generate(prompts, NEW, chunk=1000, budget=1000)
-    chunked = Runner(tmp_path, torch.float32, borders=(1,)).generate(prompts, NEW, chunk=16, budget=40)
+    runner = Runner(tmp_path, torch.float32, borders=(1,))
+    chunked = runner.generate(prompts, NEW, chunk=16, budget=40, preempted_after=5)
+    branch = [*prompts[-1][:43], 7, 8, 9]
+    whole_blocks = runner.last.blocks[:2]
+    behind = runner.generate([branch], 4, chunk=16, budget=40, cached=runner.last)
+    assert runner.last.blocks[:2] == whole_blocks
+    assert_greedy(model, branch, behind[0])
     for prompt, output, other in zip(prompts, whole, chunked, strict=True):
-        assert_greedy(model, prompt, output)
-        assert_greedy(model, prompt, other)
+        for answer in {tuple(output), tuple(other)}:
+            assert_greedy(model, prompt, list(answer))
 
 
 @pytest.mark.parametrize(
