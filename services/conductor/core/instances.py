@@ -556,7 +556,7 @@ class InstancePool(Generic[I]):
         """
         if self._tried and self._tried >> instance.slot & 1:
             return TRIAL_FACTOR
-        since = self._unproven.get(instance.facts.id)
+        since = self._unproven.get(instance.facts.id) if self._unproven else None
         if since is None:
             return 1.0
         elsewhere = (self._turn - since) / len(self._by_id) - STARVED_TURNS

@@ -1,11 +1,11 @@
 """The prefill instances: when each will be free, which prefixes they are computing, and which is best for a prompt."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import islice
 from math import exp, inf
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from moonpool.frozen import frozen
@@ -134,16 +134,19 @@ class InFlightPrefixes:
 
     def match(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Instances where a chain's beginning is being computed, and how many blocks."""
-        if not self._at:
+        at = self._at
+        marked = _keys_at_marks(keys) if at else ()
+        if not marked or marked[0] not in at:
             return {}
-        at = map(self._at.get, _keys_at_marks(keys))
-        levels = [
-            (blocks, there) for blocks, there in zip(COMPARED_LENGTHS, takewhile(bool, at), strict=False) if there
-        ]
-        found: dict[str, int] = {}
-        for blocks, there in reversed(levels):  # an instance with more blocks is in all shorter levels
+        # An instance with more blocks is at all shorter marks: the known marks are the first ones.
+        known = bisect_left(marked, True, key=lambda key: key not in at)
+        most, found = len(at[marked[0]]), dict[str, int]()
+        for place in range(known - 1, -1, -1):
+            there = at[marked[place]]
             if len(there) > len(found):
-                found = dict.fromkeys(there, blocks) | found
+                found = dict.fromkeys(there, COMPARED_LENGTHS[place]) | found
+                if len(found) == most:
+                    break
         return found
 
     @property
@@ -261,6 +264,8 @@ class PlacedPrompt:
         number: the instance's own number of the prompt; 0 = the instance gives no number, None = not known yet.
         covered: the last report includes the prompt, so the prompt is not counted any more.
         queue_key: the prompt's position among other prompts there; None = not known.
+        order: orders one tenant's prompts; prompts without a key go first.
+        tenant: the prompt's tenant.
     """
 
     busy_s: float
@@ -270,19 +275,13 @@ class PlacedPrompt:
     tokens: int = 0
     overtaken: bool = False
     left_s: float = field(init=False)
+    order: tuple[float, int] = field(init=False, default=(-inf, 0))
+    tenant: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         self.left_s = self.busy_s
-
-    @property
-    def order(self) -> tuple[float, int]:
-        """Orders one tenant's prompts; prompts without a key go first."""
-        return self.queue_key.order_in_tenant if self.queue_key is not None else (-inf, 0)
-
-    @property
-    def tenant(self) -> str:
-        """The prompt's tenant."""
-        return self.queue_key.tenant if self.queue_key is not None else ""
+        if self.queue_key is not None:
+            self.order, self.tenant = self.queue_key.order_in_tenant, self.queue_key.tenant
 
 
 @dataclass(slots=True)
@@ -426,9 +425,12 @@ class PrefillInstanceState:
         """
         elapsed_s, left = now - self.advanced_at, []
         for it in sorted(self.prompts.values(), key=_order_of):
-            spent_s = min(max(elapsed_s, 0.0), it.left_s)
-            elapsed_s -= spent_s
-            left.append((it, it.left_s - spent_s))
+            left_s = it.left_s
+            if elapsed_s > 0.0:
+                spent_s = min(elapsed_s, left_s)
+                elapsed_s -= spent_s
+                left_s -= spent_s
+            left.append((it, left_s))
         return left
 
     def _advance(self, now: float) -> None:
@@ -473,8 +475,7 @@ class PrefillInstanceState:
         return digest_of(self.facts, self.slot, *state)
 
 
-def _order_of(prompt: PlacedPrompt) -> tuple[float, int]:
-    return prompt.order
+_order_of = attrgetter("order")
 
 
 class TtftLimit(NamedTuple):
