@@ -2,13 +2,17 @@
 
 import random
 from array import array
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moonpool.errors import ConfigError
 from moonpool.kv.keys import block_keys
 from moonpool.scheduling.latency import Speeds
 from moonpool.v1 import kv_pb2
+from services.decode.config import DecodeConfig
+from services.decode.service import core_config
 from services.decode.speculation import GRAM, KEPT_IN_COMMON, DraftingSequence, DraftPlanner, NgramDrafter, RightGuesses
 from tests.unit.decode.calls import conducting, reserve, transfer
 from tests.unit.fakes.engine import continuation
@@ -166,6 +170,21 @@ async def test_no_guess_is_checked_where_speculation_is_off() -> None:
         await conductor.start("a", target, 8)
         await conductor.until(lambda: "a" in conductor.reasons)
         assert (it.service.core.planner.drafted_tokens, len(it.engine.steps)) == (0, MANY - 1)
+
+
+@pytest.mark.parametrize(("recurrent", "emulated"), [(True, None), (False, "a profile")])
+def test_guesses_are_refused_by_name_where_none_can_be_checked(*, recurrent: bool, emulated: str | None) -> None:
+    layout: Any = SimpleNamespace(
+        block_tokens=16, block_bytes=1, recurrent=recurrent, states_alone=False, window_blocks=0, windowed_bytes=0
+    )
+    engine: Any = SimpleNamespace(blocks=9, speeds=Speeds(), run_steps=1, pool=SimpleNamespace(slots=0))
+    setup: Any = SimpleNamespace(layout=layout, spec=SimpleNamespace(emulated=emulated))
+    context: Any = SimpleNamespace(setup=setup, engine=engine)
+    config = DecodeConfig(conductor="127.0.0.1:1", model="fake", speculative="ngram")
+    with pytest.raises(ConfigError) as refused:
+        core_config(context, config)
+    assert refused.value.field == "speculative"
+    assert core_config(context, config.model_copy(update={"speculative": "auto"})).draft_tokens == 0
 
 
 async def test_a_group_guesses_within_the_blocks_that_it_has() -> None:
