@@ -55,7 +55,7 @@ four hundred travellers slept in the sports hall of the school. "Nobody went hun
 pays for the pier, but not for the boats, of which eleven sank. The fishermen have asked the county for a loan
 without interest. The county will decide on the first of March. "Without boats there is no fish, and without fish
 there is no Lindvik," said Per Holm, who has fished here for forty years.
-"""
+""".replace("\n", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def texts(tokens: int) -> list[Text]:
     edits = [
         f"A Python file:\n\n{CODE}\nThe same file, number {n}, with Purse for Account:\n\n{begun}" for n in range(8)
     ]
-    quotes = [f"{NEWS}\nThe report once more, word for word, copy {n}:\n\n{NEWS[:60]}" for n in range(8)]
+    quotes = [f"{NEWS}\n\nThe report once more, word for word, copy {n}:\n\n{NEWS[:60]}" for n in range(8)]
     about = "the sea", "a lighthouse", "bread", "the moon", "an old clock", "a train", "two sisters", "the winter"
     prose = [f"Write a story about {what}.\n\nOnce upon a time" for what in about]
     return [
