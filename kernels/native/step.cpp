@@ -131,8 +131,10 @@ template <class T> int Run<T>::layer(int64_t index, bool trimmed) {
     if (!rows) return 0;
     if (int code = times(l.output, room.attended, room.heads, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
     norm(l.post_norm);
-    if (int code = times(l.gate_up, room.normed, room.hidden, rows, room.inner, room.wide, PLAIN, 0, m.inner)) return code;
-    if (int code = times(l.down, room.inner, room.wide, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
+    if (l.experts) {
+        if (int code = add_experts<T>(*l.experts, room.normed, room.hidden, rows, hidden, m.hidden, s.threads)) return code;
+    } else if (int code = times(l.gate_up, room.normed, room.hidden, rows, room.inner, room.wide, PLAIN, 0, l.gate_up.columns())) return code;
+    else if (int code = times(l.down, room.inner, room.wide, rows, hidden, m.hidden, ADD, 0, m.hidden)) return code;
     if (trimmed) for (int64_t i = rows; i-- > 0;) memmove(hidden + s.wanted[i] * m.hidden, hidden + i * m.hidden, m.hidden * sizeof(T));
     return 0;
 }

@@ -1,10 +1,11 @@
 // What a step is given; see step.cpp and go_on.cpp. Mirrored in kernels/native/structures.py.
 #pragma once
-#include "panels.h"
+#include "experts.h"
 
 struct Layer {  // norms in the weights' type; q_norm and k_norm may be null
     const char *input_norm, *post_norm, *q_norm, *k_norm;
     Panels qkv, output, gate_up, down;
+    const Experts* experts;  // null: gate_up and down
 };
 struct Model {
     const Layer* layers;  // of the stage

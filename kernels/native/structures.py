@@ -46,12 +46,25 @@ class Int8Panels(ctypes.Structure):
     _fields_ = (("weight", _P), ("unit", _P), ("off", _P), ("length", _P))
 
 
+class Experts(ctypes.Structure):
+    """In experts.h."""
+
+    _fields_ = (
+        ("count", _L), ("chosen", _L),
+        ("scores", _I), ("normalised", _I), ("groups", _I), ("groups_chosen", _I), ("group_top", _I),
+        ("least_sum", _F), ("factor", _F),
+        ("correction", _P), ("gate_up", ctypes.POINTER(Panels)), ("down", ctypes.POINTER(Panels)),
+        ("router", Panels), ("shared_gate_up", Panels), ("shared_down", Panels), ("shared_gate", Panels),
+    )  # fmt: skip
+
+
 class Layer(ctypes.Structure):
     """In step.h."""
 
     _fields_ = (
         ("input_norm", _P), ("post_norm", _P), ("q_norm", _P), ("k_norm", _P),
         ("qkv", Panels), ("output", Panels), ("gate_up", Panels), ("down", Panels),
+        ("experts", ctypes.POINTER(Experts)),
     )  # fmt: skip
 
 

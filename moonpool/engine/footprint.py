@@ -65,6 +65,7 @@ def work_bytes(model: ModelConfig, engine: EngineSpec, *, native: bool, threads:
         _attention_bytes(model, engine, longest) if native else _gathered_bytes(model, engine, longest),
         _widened_bytes(model, rows, threads) if native else 0,
         _packed_bytes(model, rows, native=native) if engine.quantization != "none" else 0,
+        _experts_bytes(model, rows, element) if native else 0,
         _recurrent_bytes(model, engine),
         min(rows, LOGIT_ROWS) * model.vocab_size * 4 * (_LOGIT_COPIES if native else _TORCH_COPIES),
         threads << 20,
@@ -108,6 +109,14 @@ def _row_elements(model: ModelConfig) -> int:
     heads, kv_heads = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     channels = max(layer.recurrent.channels if layer.recurrent else 0 for layer in model.decoder.layers)
     return 5 * model.hidden_size + 3 * heads + 2 * kv_heads + 2 * model.intermediate_size + 4 * channels
+
+
+def _experts_bytes(model: ModelConfig, rows: int, element: int) -> int:
+    """Rows gathered by expert, their inner layer, results; scores (`kernels/native/experts.cpp`)."""
+    found = [layer.feed_forward.experts for layer in model.decoder.layers if layer.feed_forward.experts is not None]
+    most = max((its.chosen * (model.hidden_size + max(its.inner, its.shared_inner)) for its in found), default=0)
+    scores = max((6 * its.count + 6 * its.chosen for its in found), default=0)
+    return rows * (element * (most + 2 * model.hidden_size) + 4 * (model.hidden_size + scores)) if found else 0
 
 
 def _recurrent_bytes(model: ModelConfig, engine: EngineSpec) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,9 @@ from kernels.native.library import MAX_HEAD_DIM, TYPES, Library
 from kernels.plan import AttentionPlan
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import InvalidRequest
+from moonpool.families.spec import DecoderSpec
 from moonpool.models.batch import PackedBatch, logits_rows
+from moonpool.models.experts import Experts
 from moonpool.models.layers import FeedForward, Linear
 from moonpool.models.weights import AttentionWeights, LayerWeights
 
@@ -100,12 +102,14 @@ class NativeLayers:
         self.native = native
         self._index = index
         self._weights = list(layers)  # kept alive
-        self._layers = (structures.Layer * len(layers))(*map(_layer_structure, layers))
+        self._structures = [_layer_structure(layer) for layer in layers]  # kept alive: experts lie behind pointers
+        self._layers = (structures.Layer * len(layers))(*self._structures)
         first, spec = layers[0], layers[0].spec
         heads = spec.attention
+        dense = [layer.feed_forward.down.shape[1] for layer in layers if isinstance(layer.feed_forward, FeedForward)]
         self.model = structures.Model(
             self._layers,
-            config.hidden_size, spec.feed_forward.inner,
+            config.hidden_size, max(dense, default=0),
             TYPES[first.attention.output.dtype], heads.num_heads, heads.num_kv_heads, heads.head_dim,
             spec.norm.eps, heads.scale,
         )  # fmt: skip
@@ -169,35 +173,87 @@ def native_layers(config: ModelConfig, index: int, layers: Sequence[LayerWeights
 
 def _why_not(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
     """Return why the native step does not take these layers; "" if it does."""
-    other = config.decoder.not_plain
+    other = _without_experts(config.decoder).not_plain
     if not other and config.decoder.final_norm != layers[0].spec.norm:
         other = "another final norm"
     if other:
         return f"layers have {other}"
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
+    specs = [layer.spec.feed_forward.experts for layer in layers]
+    if any(its is not None and (its.weighted_inputs or its.chosen > _MOST_CHOSEN) for its in specs):
+        return "experts take weighted inputs, or a row has too many"
     if any(linear.panels is None for layer in layers for linear in _linears(layer)):
         return "a matrix cannot be arranged in panels"
     return ""
 
 
+_MOST_CHOSEN = 64
+"""MAX_CHOSEN of experts.h."""
+_SCORES = {"softmax": 0, "sigmoid": 1, "softmax_chosen": 2}
+"""`Scores` of experts.h."""
+
+
+def _without_experts(decoder: DecoderSpec) -> DecoderSpec:
+    """Return the layers with alike dense networks, whose widths native steps need not know."""
+    return replace(
+        decoder,
+        layers=tuple(
+            replace(layer, feed_forward=replace(layer.feed_forward, inner=0, experts=None)) for layer in decoder.layers
+        ),
+    )
+
+
 def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
     attention, inner = layer.attention, layer.feed_forward
     assert isinstance(attention, AttentionWeights)
-    assert isinstance(inner, FeedForward)
-    return attention.qkv, attention.output, inner.gate_up, inner.down
+    if isinstance(inner, FeedForward):
+        return attention.qkv, attention.output, inner.gate_up, inner.down
+    networks = [*inner.experts, *([] if inner.shared is None else [inner.shared])]
+    gates = [] if inner.shared_gate is None else [inner.shared_gate]
+    each = [linear for network in networks for linear in (network.gate_up, network.down)]
+    return attention.qkv, attention.output, inner.router, *gates, *each
 
 
 def _layer_structure(weights: LayerWeights) -> structures.Layer:
-    matrices = []
-    for linear in _linears(weights):
-        assert linear.panels is not None
-        matrices.append(linear.panels.structure)
-    attention = weights.attention
+    attention, inner = weights.attention, weights.feed_forward
     assert isinstance(attention, AttentionWeights)
     norms = (weights.attention_norm, weights.feed_forward_norm, attention.q_norm, attention.k_norm)
     stored = (None if norm is None else norm.weight for norm in norms)
-    return structures.Layer(*(None if weight is None else weight.data_ptr() for weight in stored), *matrices)
+    layer = structures.Layer(
+        *(None if weight is None else weight.data_ptr() for weight in stored),
+        _panels(attention.qkv),
+        _panels(attention.output),
+    )
+    if isinstance(inner, FeedForward):
+        layer.gate_up, layer.down = _panels(inner.gate_up), _panels(inner.down)
+    else:
+        layer.experts = ctypes.pointer(_experts_structure(inner))
+    return layer
+
+
+def _experts_structure(weights: Experts) -> structures.Experts:
+    spec, count = weights.spec, len(weights.experts)
+    matrices = structures.Panels * count
+    made = structures.Experts(
+        spec.count, spec.chosen,
+        _SCORES[spec.scores], int(spec.normalised), spec.groups, spec.groups_chosen, spec.group_top,
+        spec.least_sum, spec.factor,
+        None if weights.correction is None else weights.correction.data_ptr(),
+        matrices(*(_panels(expert.gate_up) for expert in weights.experts)),
+        matrices(*(_panels(expert.down) for expert in weights.experts)),
+        _panels(weights.router),
+    )  # fmt: skip
+    if weights.shared is not None:
+        made.shared_gate_up, made.shared_down = _panels(weights.shared.gate_up), _panels(weights.shared.down)
+    if weights.shared_gate is not None:
+        made.shared_gate = _panels(weights.shared_gate)
+    return made
+
+
+def _panels(linear: Linear) -> structures.Panels:
+    assert linear.panels is not None
+    return linear.panels.structure
 
 
 def _items_structure(single: Tensor, several: Tensor) -> structures.Items:
