@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,11 +26,12 @@ from kernels.plan import make_plan
 from moonpool.bundled import model_dir
 from moonpool.checkpoint import ModelConfig, Tokenizer, kv_layout, load_config
 from moonpool.checkpoint.named_models import cache_folder, cached_model
+from moonpool.kv.pool import KVPool
 from moonpool.models.batch import PackedBatch
 from moonpool.models.loader import load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
-from moonpool.platforms.kv_memory import StageSlices
+from moonpool.platforms.kv_memory import StageSlices, pool_bytes
 
 KINDS = ("int8", "fp8")
 TYPES = {"auto": "bfloat16", **{kind: kind for kind in KINDS}}
@@ -59,13 +60,14 @@ class Pool:
 
     kv: Tensor
     scales: Tensor | None
+    pool: KVPool  # kept alive: its memory is theirs
 
     @classmethod
     def of(cls, config: ModelConfig, layers: int, blocks: int, kind: str, *, random: bool = True) -> "Pool":
         """`kind`: as --kv-cache-dtype, "auto" for bfloat16."""
-        layout = kv_layout(config, "bfloat16", BLOCK, kind)
-        flat = torch.zeros(blocks * layout.layers_bytes(range(layers)), dtype=torch.uint8)
-        kv, scales = StageSlices(flat, layout, range(layers), blocks).typed()
+        some = replace(config, decoder=replace(config.decoder, layers=config.decoder.layers[:layers]))
+        pool = KVPool.create(kv_layout(some, "bfloat16", BLOCK, kind), blocks, [(0, layers)])
+        kv, scales = StageSlices.of_pool(pool.parts[0], pool_bytes(pool.parts[0])).typed()
         assert isinstance(kv, Tensor), "layers are alike"
         assert scales is None or isinstance(scales, Tensor)
         if random:
@@ -76,7 +78,7 @@ class Pool:
                 block.view(-1).copy_(stored[begin : begin + block.numel()])
             if scales is not None:
                 scales.fill_(1 / 30)
-        return cls(kv, scales)
+        return cls(kv, scales, pool)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor | None]:
         """One layer's part."""

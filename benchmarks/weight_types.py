@@ -1,12 +1,14 @@
 """Packed weights beside bfloat16: how fast decode steps and prompts are, and what packing changes of predictions.
 
 `python -m benchmarks.weight_types [--json]`. Decode steps at several batch sizes with contexts of 512 tokens, and
-prompts of 512 and 2,048 tokens, logits included, in the shapes small and qwen2.5-0.5b, with random weights. The types
-take turns. Perplexity is of a trained model (SmolLM2-135M where it was fetched, else the bundled one) over text that
-the model was not trained on.
+prompts of 512 and 2,048 tokens, logits included, with random weights. The types take turns. Perplexity is of a trained
+model (SmolLM2-135M where it was fetched, else the bundled one) over text that the model was not trained on; "file" is
+the file's own codes beside the same file dequantised. Decode steps of a mixture of experts stand beside the time in
+which memory gives the bytes that a token reads. `--shapes small qwen2.5-0.5b` takes a quarter of an hour.
 """
 
 import argparse
+import itertools
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
@@ -16,11 +18,14 @@ from statistics import mean
 
 import torch
 
+from benchmarks.ceilings import read_bytes_per_s, seconds, weights_memory
 from benchmarks.frame import Progress, Row, bounded, paired, run
 from benchmarks.kv_types import BLOCK, Pool, in_turns, perplexity, predict, trained, windows
 from moonpool.checkpoint import load_config
+from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.models.batch import PackedBatch
+from moonpool.models.experts import Experts
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
@@ -28,11 +33,20 @@ from moonpool.models.stage import StageModel
 KINDS: tuple[Quantization, ...] = ("int8", "int4")
 ALL: tuple[Quantization, ...] = ("none", *KINDS)
 SHAPES = ("small", "qwen2.5-0.5b")
+EXPERTS = {
+    "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 4096,
+}  # fmt: skip
+"""Of a 3B-A0.5B model, which chooses 8 of 64, fewer layers and experts: their weights do not fit into a cache."""
+OF_ACTIVE = 0.8
+"""Of the rate at which memory gives the weights that a token reads."""
 BATCHES, CONTEXT = (1, 8, 32), 512
 PROMPTS, CHUNK = (512, 2048), 512
-WORSE = {"int8": 1.01, "int4": 1.15}
+WORSE = {"file": 1.01, "int8": 1.01, "int4": 1.15}
 """Perplexity at most, times bfloat16's."""
-AGREE = {"int8": 0.08, "int4": 0.30}
+OF_FILE = 1.15
+"""Memory of weights at most, times the file."""
+AGREE = {"file": 0.08, "int8": 0.08, "int4": 0.30}
 """Share of tokens whose most likely successor is another one, at most."""
 
 
@@ -87,6 +101,59 @@ def speed_rows(shape: str, options: argparse.Namespace, progress: Progress) -> I
             yield paired(f"{name}, {shape}, {kind}", "ms", pairs, "bfloat16 weights", less_is_better=True)
 
 
+def expert_rows(options: argparse.Namespace, progress: Progress) -> Iterator[Row]:
+    """Decode steps of one sequence through a mixture of experts, beside the bytes that such a step reads."""
+    with tempfile.TemporaryDirectory(prefix="moonpool-weight-types-") as folder:
+        path = create("tiny-mixtral", Path(folder) / "model", dtype="bfloat16", overrides=EXPERTS)
+        config = load_config(path)
+        kinds: tuple[Quantization, ...] = ("none", "int8")
+        stages = {
+            kind: load_stage(path, config, torch.bfloat16, 0, config.num_layers, kept=KeptWeights(kind))
+            for kind in kinds
+        }
+    memory = weights_memory()
+    for kind, stage in stages.items():
+        progress(f"experts, {kind}: {stage.weight_bytes >> 20} MiB, {active_bytes(stage) >> 20} MiB a token")
+        call, pairs = expert_call(stage), []
+        call()
+        for _ in range(options.runs):
+            before = read_bytes_per_s(memory)
+            own = active_bytes(stage) / seconds(call, 0.3)
+            pairs.append((own / 1e9, max(before, read_bytes_per_s(memory)) / 1e9))
+        yield paired(
+            f"decode step, batch 1, experts, {kind}",
+            "GB/s",
+            pairs,
+            "its active bytes at memory's rate",
+            target=OF_ACTIVE,
+        )
+
+
+def active_bytes(stage: StageModel) -> int:
+    """Weights that a step of one sequence reads: of experts the chosen ones, of the embedding next to nothing."""
+    found = stage.weight_bytes - (stage.embedding.nbytes if stage.embedding is not None else 0)
+    for layer in stage.layers:
+        assert isinstance(layer.feed_forward, Experts)
+        spec = layer.feed_forward.spec
+        each = layer.feed_forward.experts[0].nbytes
+        found -= (spec.count - spec.chosen) * each
+    return found
+
+
+def expert_call(stage: StageModel) -> Callable[[], None]:
+    """A decode step with another token, and so other experts, each time."""
+    pool = Pool.of(stage.config, stage.config.num_layers, 1, "auto")
+    tokens = itertools.cycle(
+        torch.randperm(stage.config.vocab_size, generator=torch.Generator().manual_seed(1)).tolist()
+    )
+
+    def call() -> None:
+        packed = PackedBatch.build([(array("i", [next(tokens)]).tobytes(), 5, [0])], BLOCK)
+        stage.logits(stage.forward(packed.token_ids, packed, pool.kv))
+
+    return call
+
+
 def trained_rows(progress: Progress) -> Iterator[Row]:
     """Perplexity and changed predictions."""
     path = trained()
@@ -100,8 +167,14 @@ def trained_rows(progress: Progress) -> Iterator[Row]:
     plain = [predict(dense, tokens, "auto") for tokens in texts]
     before = perplexity(plain)
     progress(f"{path.name}: perplexity {before:.4f} over {len(texts)} windows with bfloat16 weights")
-    for kind in KINDS:
+    quantised = any(info.is_quantised for info in tensor_index(path).values())
+    for kind in (*(("file",) if quantised else ()), *KINDS):
         packed = stage(kind)
+        if kind == "file":
+            share = packed.weight_bytes / sum(
+                file.stat().st_size for file in {it.file for it in tensor_index(path).values()}
+            )
+            yield bounded(f"{path.name}: memory of weights over the file", "", [share], "allowed", OF_FILE)
         found = [predict(packed, tokens, "auto") for tokens in texts]
         after = perplexity(found)
         others = [float((its.best != other.best).float().mean()) for its, other in zip(found, plain, strict=True)]
@@ -116,7 +189,11 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     if options.threads:
         torch.set_num_threads(options.threads)
-    sources = [trained_rows(progress), *(speed_rows(shape, options, progress) for shape in options.shapes)]
+    sources = [
+        trained_rows(progress),
+        expert_rows(options, progress),
+        *(speed_rows(shape, options, progress) for shape in options.shapes),
+    ]
     for source in sources:
         for row in source:
             rows.append(row)
@@ -126,7 +203,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row]:
 
 def flags(parser: argparse.ArgumentParser) -> None:
     """The flags of this benchmark."""
-    parser.add_argument("--shapes", nargs="*", default=list(SHAPES), help=f"that are timed; {', '.join(SHAPES)}")
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES[:1]), help=f"that are timed; {', '.join(SHAPES)}")
     parser.add_argument("--threads", type=int, help="torch's threads (default: its own); 1 is timed by processor time")
 
 
