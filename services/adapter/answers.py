@@ -2,8 +2,9 @@
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from moonpool import world
 from moonpool.contracts import logprobs_to_proto
@@ -32,16 +33,18 @@ class EngineAnswer:
         logprobs: the tokens' log probabilities, if wanted.
         finish: why the answer has ended; unspecified while the answer continues.
         error: why the engine cannot go on.
+        transfer: names the prompt's KV for another engine, if it was kept.
         began, first_at, last_at: times of the order and of the first and last tokens, seconds.
     """
 
     prompt: EnginePrompt
     changed: Callable[["EngineAnswer"], None]
-    told_cached: Callable[[int], None]
+    told_cached: Callable[[EnginePrompt, int], None]
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: Logprobs = field(default_factory=Logprobs)
     finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
     error: MoonpoolError | None = None
+    transfer: Mapping[str, Any] | None = None
     began: float = field(default_factory=world.monotonic)
     first_at: float = 0.0
     last_at: float = 0.0
@@ -70,12 +73,13 @@ class EngineAnswer:
                 if output is None:
                     break
                 if output.cached_tokens is not None:
-                    self.told_cached(output.cached_tokens)
+                    self.told_cached(self.prompt, output.cached_tokens)
                 if not output.token_ids and not output.finish:
                     continue
                 self.last_at = world.monotonic()
                 self.first_at = self.first_at or self.last_at
                 self.tokens.extend(output.token_ids)
+                self.transfer = output.transfer
                 if output.logprobs is not None:
                     self.logprobs.extend(output.logprobs)
                 if output.finish:
@@ -109,7 +113,7 @@ class EnginePart:
         salt: the prompt's salt.
         rank: rank that holds most of the prompt.
         token_timeout_s: see `AdapterConfig`.
-        told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
+        told_cached: called with a prompt and its tokens that the engine had cached, if the engine tells them.
         uses_kvstores: the engine keeps KV in kvstores.
     """
 
@@ -118,13 +122,20 @@ class EnginePart:
     salt: str
     rank: int
     token_timeout_s: float
-    told_cached: Callable[[int], None]
+    told_cached: Callable[[EnginePrompt, int], None]
     uses_kvstores: bool = False
 
     def answer(
-        self, choice: int, known: Sequence[int], changed: Callable[[EngineAnswer], None], *, alone: bool = False
+        self,
+        choice: int,
+        known: Sequence[int],
+        changed: Callable[[EngineAnswer], None],
+        *,
+        alone: bool = False,
+        keep: bool = False,
+        transfer: Mapping[str, Any] | None = None,
     ) -> EngineAnswer:
-        """Begins an answer after the known tokens; `alone`: only the first token is wanted."""
+        """Begins an answer after the known tokens; `alone`: only the first token is wanted. See `EnginePrompt`."""
         incoming = self.incoming
         sampling, params = incoming.sampling, incoming.sampling.params
         tokens = incoming.token_ids + array("i", known)
@@ -142,6 +153,8 @@ class EnginePart:
                 incoming.spec.priority,
                 self.rank,
                 incoming.spec.tenant if self.uses_kvstores else None,
+                keep,
+                transfer,
             ),
             changed,
             self.told_cached,
@@ -163,6 +176,9 @@ class PromisedRequest:
         subscriber: gets the request's tokens; None before the start.
         sent: for each choice, tokens in the answer object that the conductor has; and the output position of the answer
             object's first token.
+        awaits_kv: the prompt is computed at another engine, and answers begin when its KV is there.
+        known: for each choice, the tokens that the conductor has; empty before the start.
+        transfers: for each choice, the prompt's KV at the other engine; empty before it is there.
     """
 
     number: int
@@ -176,6 +192,9 @@ class PromisedRequest:
     positions: list[int] = field(default_factory=list)
     told: set[int] = field(default_factory=set)
     expiry: "asyncio.TimerHandle | None" = None
+    awaits_kv: bool = False
+    known: Sequence[Sequence[int]] = ()
+    transfers: Sequence[Mapping[str, Any]] = ()
     over: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -203,6 +222,10 @@ class PromisedRequest:
     def start(self, subscriber: Subscriber, known: Sequence[Sequence[int]]) -> None:
         """Sends what comes behind the known tokens of each answer; an answer with others is begun anew."""
         self.subscriber = subscriber
+        if self.awaits_kv and known:
+            self.known = known
+            self._go_on()
+            return
         if not self.answers:
             self.compute()
         for choice, tokens in enumerate(known):
@@ -215,6 +238,22 @@ class PromisedRequest:
                 self.answers[choice] = self.part.answer(choice, tokens, self._changed)
         for answer in list(self.answers):
             self._changed(answer)
+
+    def handed_over(self, transfers: Sequence[Mapping[str, Any]]) -> None:
+        """The prompt's KV is at another engine."""
+        self.transfers = transfers
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begins the answers behind the first tokens, once both tokens and KV are there."""
+        if not self.known or not self.transfers or self.answers:
+            return
+        base = len(self.part.incoming.token_ids) - self.part.incoming.sampling.prompt_tokens
+        self.positions, self.sent = [base + len(tokens) for tokens in self.known], [0] * self.width
+        self.answers = [
+            self.part.answer(choice, tokens, self._changed, transfer=transfer)
+            for choice, (tokens, transfer) in enumerate(zip(self.known, self.transfers, strict=True))
+        ]
 
     def stop(self, choice: int) -> None:
         """One answer is complete for the conductor."""

@@ -5,8 +5,9 @@ An engine takes token ids and gives token ids, and publishes KV events over ZMQ 
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moonpool.logprobs import Logprobs
 from moonpool.sampling_params import SamplingParams
@@ -68,6 +69,8 @@ class EnginePrompt:
         salt: prompts with different salts share no KV; "" = no salt.
         priority: lower ones go first.
         tenant: whose KV the prompt's is in kvstores; None = the engine uses none.
+        keep: only the first token is wanted; the engine keeps the prompt's KV for another engine.
+        transfer: the prompt's KV is at another engine, which named it so; None = it is computed here.
         rank: data-parallel rank that holds most of the prompt; negative = any.
     """
 
@@ -82,6 +85,8 @@ class EnginePrompt:
     priority: int
     rank: int
     tenant: str | None = None
+    keep: bool = False
+    transfer: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +98,14 @@ class EngineOutput:
         logprobs: the tokens' log probabilities, if wanted.
         finish: "stop" = an end token is the last one; "length"; "" = the answer goes on.
         cached_tokens: tokens of the prompt that the engine had cached; None = not told.
+        transfer: names kept KV (`EnginePrompt.keep`) for another engine.
     """
 
     token_ids: tuple[int, ...] = ()
     logprobs: Logprobs | None = None
     finish: str = ""
     cached_tokens: int | None = None
+    transfer: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """First speeds of an engine, from a few prompts: the conductor's predictions start with them."""
 
 from array import array
+from dataclasses import replace
 
 from moonpool import world
 from moonpool.sampling_params import SamplingParams
@@ -33,11 +34,26 @@ async def measured_speeds(client: EngineClient, facts: EngineFacts, vocab_size: 
     )
 
 
-async def _timed(client: EngineClient, tokens: int, vocab_size: int) -> tuple[float, float]:
-    """Seconds to the first token, and from one to the next."""
+async def keeps_kv(client: EngineClient) -> bool:
+    """Whether the engine can keep a prompt's KV for another engine.
+
+    Raises:
+        Unavailable: the engine does not answer.
+    """
+    prompt = replace(_prompt(1, 1, 1), keep=True)
+    return bool([output async for output in client.generate(prompt)][-1].transfer)
+
+
+def _prompt(tokens: int, answer_tokens: int, vocab_size: int) -> EnginePrompt:
+    """A prompt that shares no KV."""
     ids = array("i", [world.random_bits(30) % vocab_size for _ in range(tokens)])
     params, salt = SamplingParams(temperature=0.0), f"calibration:{world.random_hex(8)}"
-    prompt = EnginePrompt("calibration", ids, params, 0, ANSWER_TOKENS, ANSWER_TOKENS, (), salt, 0, -1)
+    return EnginePrompt("calibration", ids, params, 0, answer_tokens, answer_tokens, (), salt, 0, -1)
+
+
+async def _timed(client: EngineClient, tokens: int, vocab_size: int) -> tuple[float, float]:
+    """Seconds to the first token, and from one to the next."""
+    prompt = _prompt(tokens, ANSWER_TOKENS, vocab_size)
     began, times = world.monotonic(), list[float]()
     async for output in client.generate(prompt):
         times += [world.monotonic()] * len(output.token_ids)

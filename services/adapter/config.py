@@ -1,8 +1,8 @@
 """Flags of an adapter."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from moonpool.config import PeerAddresses, ServiceConfig
 
@@ -12,14 +12,19 @@ class AdapterConfig(ServiceConfig):
 
     flag_groups: ClassVar = {
         "cluster": ("conductor",),
-        "engine": ("kind", "engine", "role", "model", "dtype", "kvstores"),
+        "engine": ("kind", "engine", "role", "kv_domain", "model", "dtype", "kvstores"),
     }
     conductor: PeerAddresses = Field(
         min_length=1, description="HOST:PORT of the conductor to join; of several conductors, all are joined"
     )
     kind: Literal["vllm"] = Field("vllm", description="make of the engine")
     engine: str = Field(description="URL of the engine's HTTP server, http://HOST:PORT")
-    role: Literal["both"] = Field("both", description="role; both = the engine computes prompts and answers")
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both", description="both = the engine computes prompts and answers; the others work in pairs, over NIXL"
+    )
+    kv_domain: str = Field(
+        "", description="engines of one name move KV to each other; needed by the roles prefill and decode"
+    )
     model: str = Field(
         description="checkpoint that the engine serves, the same as the conductor's: a folder, or an id on the Hugging "
         "Face hub"
@@ -44,6 +49,12 @@ class AdapterConfig(ServiceConfig):
     token_timeout_s: float = Field(
         60.0, gt=0, description="seconds without a token after which an answer is placed at another engine"
     )
+
+    @model_validator(mode="after")
+    def _check_domain(self) -> Self:
+        if self.role != "both" and not self.kv_domain:
+            raise ValueError("kv_domain: the roles prefill and decode need a name")
+        return self
 
     @field_validator("engine")
     @classmethod

@@ -24,15 +24,17 @@ from moonpool.errors import InvalidRequest, Overloaded, Unavailable
 from moonpool.kv.keys import BlockKey, chain_root, namespace
 from moonpool.kv.layout import KVLayout
 from moonpool.scheduling.latency import SpeedTracker
+from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from services.adapter.answers import EngineAnswer, EnginePart, PromisedRequest
-from services.adapter.base import EngineClient, EngineFacts, EngineLoad
+from services.adapter.base import EngineClient, EngineFacts, EngineLoad, EnginePrompt
 from services.adapter.config import AdapterConfig
 from services.adapter.core.engine_cache import EngineCache
 from services.adapter.core.kv_events import ExtraKeys
 from services.adapter.event_stream import EventStream
 
 NAMES_PER_BLOCK = 4
+log = get_logger(__name__)
 SALT_MARK = "moonpool:"
 """Salts of prompts begin so: what follows names the root of the chain, and no hash of an image looks like it."""
 
@@ -91,6 +93,7 @@ class EngineLife:
         self.requests: dict[int, PromisedRequest] = {}
         self._numbers = itertools.count(1)
         self.prompts_taken = self.promises_taken = self.prompts_recomputed = self.answers_failed = 0
+        self.transfers_recomputed = 0
         self.empty = asyncio.Event()
         self.empty.set()
         self.draining = False
@@ -192,10 +195,18 @@ class EngineLife:
                 "tokens would come too slowly", reason="tbt_slo", predicted_tbt_s=tbt_s, slo_s=asked.tbt_slo_s,
                 retry_after_s=1.0,
             )  # fmt: skip
-        who = conductor_identity(asked.conductor)
-        live = PromisedRequest(next(self._numbers), self.part(incoming), who, blocks, self._ended)
-        self.requests[live.number] = live
+        live = self._admit(incoming, conductor_identity(asked.conductor), blocks)
+        live.awaits_kv = self._config.role == "decode"
         self.promises_taken += 1
+        return live
+
+    def take(self, incoming: IncomingRequest) -> PromisedRequest:
+        """A prompt whose answer, if more than a token is wanted, is generated elsewhere."""
+        return self._admit(incoming, "", 0)
+
+    def _admit(self, incoming: IncomingRequest, conductor: str, blocks: int) -> PromisedRequest:
+        live = PromisedRequest(next(self._numbers), self.part(incoming), conductor, blocks, self._ended)
+        self.requests[live.number] = live
         self.empty.clear()
         self._notify()
         return live
@@ -212,8 +223,12 @@ class EngineLife:
         salt = self._salt_of(incoming.chain_root)
         expected = self.cached_tokens(incoming)
 
-        def told(cached_tokens: int) -> None:
-            self.prompts_recomputed += cached_tokens < expected
+        def told(prompt: EnginePrompt, cached_tokens: int) -> None:
+            if prompt.transfer is None:
+                self.prompts_recomputed += cached_tokens < expected
+            elif cached_tokens + self.facts.block_tokens < len(prompt.token_ids):
+                self.transfers_recomputed += 1
+                log.warning("KV did not come from the other engine and was computed again", request=prompt.request_id)
 
         timeout_s, pooled = self._config.token_timeout_s, self._config.kvstores
         return EnginePart(self.client, incoming, salt, -1 if single else rank, timeout_s, told, pooled)

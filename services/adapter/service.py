@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc.aio
+import msgspec
 
 from moonpool import world
 from moonpool.cluster import ChangeBell, ClusterMembership, HeldKeys, InstanceReport
@@ -15,6 +16,7 @@ from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, cond
 from moonpool.errors import ConfigError, InvalidRequest, TransferFailed, Unavailable
 from moonpool.kv.blocks import KeyChanges
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.errors import from_rpc_error
 from moonpool.rpc.process import ProcessContext
 from moonpool.rpc.server import serving
 from moonpool.rpc.stream_writes import bare_write
@@ -24,10 +26,11 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.transport.async_utils import ThreadOffload
-from moonpool.v1 import decode_pb2, kv_pb2, prefill_pb2
+from moonpool.v1 import adapter_pb2, decode_pb2, kv_pb2, prefill_pb2
+from moonpool.v1.adapter_pb2_grpc import AdapterServiceStub
 from services.adapter.answers import PromisedRequest, first_token_message
 from services.adapter.base import EngineClient, EngineFacts
-from services.adapter.calibration import measured_speeds
+from services.adapter.calibration import keeps_kv, measured_speeds
 from services.adapter.config import AdapterConfig
 from services.adapter.engine_life import EngineLife, ServedCheckpoint
 from services.adapter.event_stream import EventStream
@@ -40,6 +43,8 @@ RETRY_S = 0.5
 SETTLE_S = 3.0
 """Seconds within which the engine's past events are to come, before it joins."""
 BESIDE_THREADS = 2
+HAND_OVER_S = 5.0
+KINDS = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
 ENGINE_CLIENTS: dict[str, Callable[[str, str], EngineClient]] = {"vllm": VllmClient}
 """By `AdapterConfig.kind`: makes the client of an engine at a URL, with an API key."""
 log = get_logger(__name__)
@@ -69,6 +74,13 @@ class Adapter:
             raise Unavailable("the engine is not there")
         self.life.check_open()
         return self.life
+
+    def identity(self, kind: kv_pb2.InstanceKind.ValueType) -> kv_pb2.Instance:
+        """The engine as an instance. Raises Unavailable if the role is another one."""
+        found = next((it for it in self.identities.values() if it.kind == kind), None)
+        if found is None:
+            raise Unavailable(f"the engine's role is {self.config.role}")
+        return found
 
     def gauges(self) -> MetricSet:
         """Everything the adapter reports."""
@@ -134,6 +146,11 @@ ADAPTER_METRICS: tuple[Metric[Adapter], ...] = (
         "Prompts of which the engine held less than conductors knew.",
         _of_life(lambda it: it.prompts_recomputed),
     ),
+    counter(
+        "transfers_recomputed_total",
+        "Prompts whose KV should have come from another engine and was computed again.",
+        _of_life(lambda it: it.transfers_recomputed),
+    ),
     counter("answers_failed_total", "Answers that the engine did not finish.", _of_life(lambda it: it.answers_failed)),
 )
 
@@ -143,8 +160,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer:
     """The engine as a prefill instance."""
 
-    def __init__(self, adapter: Adapter, gauges: MetricSet) -> None:
-        self._adapter = adapter
+    def __init__(self, adapter: Adapter, gauges: MetricSet, channels: Channels) -> None:
+        self._adapter, self._channels = adapter, channels
         self._gauges = gauges
         self._open: dict[PromisedRequest, None] = {}
 
@@ -160,7 +177,13 @@ class PrefillServicer:
             cached, loaded = life.cached_tokens(incoming), life.loaded_tokens(incoming, request)
             alone = not life.running and not loaded
             life.prompts_taken += 1
-            if request.HasField("target"):
+            apart = request.HasField("target") and self._adapter.config.role == "prefill"
+            if apart:
+                live.answers = [
+                    live.part.answer(choice, (), lambda _: live.wake.set(), alone=True, keep=True)
+                    for choice in range(live.width)
+                ]
+            elif request.HasField("target"):
                 live.compute()
             else:
                 live.answers = [live.part.answer(0, (), lambda _: live.wake.set(), alone=True)]
@@ -169,18 +192,33 @@ class PrefillServicer:
             life.computed(live.answers[0], cached, alone=alone and len(live.answers) == 1)
             message = first_token_message(live.answers, cached, loaded)
             yield prefill_pb2.PrefillResponse(first_token=message)
+            if apart:
+                await self._hand_over(request.target, live)
             yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
-            delivered = request.HasField("target")
+            delivered = request.HasField("target") and not apart
         finally:
             del self._open[live]
             if not delivered:
                 live.end()
 
+    async def _hand_over(self, target: kv_pb2.TransferTarget, live: PromisedRequest) -> None:
+        """Tells the adapter of the decode side where the prompt's KV is."""
+        transfers = [answer.transfer for answer in live.answers]
+        if not all(transfers):
+            raise TransferFailed("the engine names no KV: it runs without a connector that moves KV (docs/engines.md)")
+        stub: Any = AdapterServiceStub(self._channels.get(target.decode.address))
+        told = [msgspec.json.encode(transfer).decode() for transfer in transfers]
+        message = adapter_pb2.HandOverRequest(target=target, request_id=live.request_id, transfers=told)
+        try:
+            await stub.HandOver(message, timeout=HAND_OVER_S)
+        except grpc.aio.AioRpcError as error:
+            raise TransferFailed(f"{target.decode.id} was not told of the KV: {from_rpc_error(error)}") from error
+
     def _promised(
         self, life: EngineLife, request: prefill_pb2.PrefillRequest, incoming: IncomingRequest
     ) -> PromisedRequest:
-        if not request.HasField("target"):
-            return PromisedRequest(0, life.part(incoming), "", 0, lambda _: None)
+        if not request.HasField("target") or self._adapter.config.role == "prefill":
+            return life.take(incoming)
         target = request.target
         live = life.promised(target.transfer_id, target.generation, incoming.request_id)
         known = self._adapter.identities.get(target.decode.incarnation)
@@ -211,6 +249,30 @@ class PrefillServicer:
         return prefill_pb2.PrefillStatsResponse(gauges=self._gauges.read())
 
 
+class AdapterServicer:
+    """What another adapter tells this one."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    async def HandOver(  # noqa: N802
+        self, request: adapter_pb2.HandOverRequest, context: Context
+    ) -> adapter_pb2.HandOverResponse:
+        """A prompt's KV is at another engine."""
+        target, life = request.target, self._adapter.engine()
+        live = life.promised(target.transfer_id, target.generation, request.request_id)
+        if live is None or not live.awaits_kv or live.answers:
+            raise TransferFailed(f"there is no transfer {target.transfer_id} here (any more)")
+        try:
+            transfers = [msgspec.json.decode(one, type=dict[str, Any]) for one in request.transfers]
+        except msgspec.DecodeError as error:
+            raise InvalidRequest("transfers", str(error)) from error
+        if len(transfers) != live.width:
+            raise InvalidRequest("transfers", f"{live.width} answers are wanted, each has one")
+        live.handed_over(transfers)
+        return adapter_pb2.HandOverResponse()
+
+
 class DecodeServicer:
     """The engine as a decode instance."""
 
@@ -230,7 +292,7 @@ class DecodeServicer:
         life = self._adapter.engine()
         live = life.reserve(incoming, request)
         self._adapter.watch(live)
-        decode = next(it for it in self._adapter.identities.values() if it.kind == kv_pb2.INSTANCE_KIND_DECODE)
+        decode = self._adapter.identity(kv_pb2.INSTANCE_KIND_DECODE)
         held = life.cached_tokens(incoming) // life.facts.block_tokens
         return decode_pb2.ReserveResponse(
             target=kv_pb2.TransferTarget(
@@ -349,8 +411,9 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
         metrics.watch(gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         contracts = [
-            (prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], PrefillServicer(adapter, gauges)),
+            (prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], PrefillServicer(adapter, gauges, channels)),
             (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], DecodeServicer(adapter, gauges)),
+            (adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], AdapterServicer(adapter)),
         ]
         server = await stack.enter_async_context(serving(config.listen, contracts, security=security))
         address = config.advertised(server.port)
@@ -391,6 +454,8 @@ async def _live(
     log.info("found the engine", version=facts.version, blocks=facts.blocks, block_tokens=facts.block_tokens)
     try:
         speeds = await measured_speeds(client, facts, checkpoint.config.vocab_size)
+        if config.role == "prefill" and not await keeps_kv(client):
+            raise ConfigError("role", f"{facts.version} runs without a connector that moves KV (docs/engines.md)")
         if config.kvstores:
             facts = await client.describe()  # the namespace is told with the first answer
     except Unavailable as error:
@@ -404,7 +469,7 @@ async def _live(
     adapter.lives += 1
     ended = asyncio.Event()
     incarnation = world.random_bits(63) or 1
-    kinds = {"prefill": kv_pb2.INSTANCE_KIND_PREFILL, "decode": kv_pb2.INSTANCE_KIND_DECODE}
+    kinds = {name: kind for name, kind in KINDS.items() if config.role in ("both", name)}
     memberships = []
     adapter.identities = {}
     for number, (name, kind) in enumerate(kinds.items()):
@@ -413,7 +478,7 @@ async def _live(
         )
         adapter.identities[instance.incarnation] = instance
         report = InstanceReport(
-            life.hello(instance, config.id, life.model_info()),
+            life.hello(instance, config.kv_domain or config.id, life.model_info()),
             lambda kind=kind: life.load_report(kind),  # type: ignore[misc]
             HeldKeys(1, lambda _: list(life.cache.held)),
             on_drain=lambda: _drain(life, bell),

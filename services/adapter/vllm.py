@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -87,6 +88,9 @@ class VllmClient(EngineClient):
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""
+        if prompt.keep:
+            yield await self._prefill(prompt)
+            return
         headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         finish, top = "", prompt.params.logprobs or 0
         try:
@@ -107,6 +111,22 @@ class VllmClient(EngineClient):
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
         raise Unavailable("vLLM broke off an answer")
+
+    async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
+        """Computes a prompt that is kept: only whole answers tell where KV is."""
+        try:
+            url = f"{self._url}/inference/v1/generate"
+            async with self._session.post(url, json=request_body(prompt)) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.text())
+                message = msgspec.json.decode(await response.read())
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+        output = read_chunk(message, prompt.params.logprobs or 0)
+        if output is None:
+            raise Unavailable("vLLM gave no token")
+        details = (message.get("usage") or {}).get("prompt_tokens_details") or {}
+        return replace(output, cached_tokens=details.get("cached_tokens"), transfer=message.get("kv_transfer_params"))
 
     async def clear_cache(self) -> bool:
         """See `EngineClient`. vLLM can clear the cache if started with VLLM_SERVER_DEV_MODE=1."""
@@ -161,15 +181,21 @@ def request_body(prompt: EnginePrompt) -> dict[str, Any]:
         "request_id": prompt.request_id,
         "token_ids": prompt.token_ids.tolist(),
         "sampling_params": sampling,
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "stream": not prompt.keep,
     }
+    if not prompt.keep:
+        body["stream_options"] = {"include_usage": True}
     if prompt.salt:
         body["cache_salt"] = prompt.salt
     if prompt.priority:
         body["priority"] = prompt.priority
+    transfer = dict(prompt.transfer or {})
+    if prompt.keep:
+        transfer |= {"do_remote_decode": True, "do_remote_prefill": False}
     if prompt.tenant is not None:
-        body["kv_transfer_params"] = {"moonpool_tenant": prompt.tenant}
+        transfer["moonpool_tenant"] = prompt.tenant
+    if transfer:
+        body["kv_transfer_params"] = transfer
     return body
 
 

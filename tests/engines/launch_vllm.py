@@ -6,8 +6,8 @@ Run by the Python of vLLM's environment, with vLLM's own flags.
 import runpy
 from typing import Any
 
-from vllm.entrypoints.openai import api_server  # type: ignore[import-not-found]  # noqa: F401  # before the fork
-from vllm.platforms.cpu import CpuPlatform  # type: ignore[import-not-found]
+from vllm.entrypoints.openai import api_server  # noqa: F401  # before the fork
+from vllm.platforms.cpu import CpuPlatform
 
 check_and_update_config = CpuPlatform.check_and_update_config.__func__
 

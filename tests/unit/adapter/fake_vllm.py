@@ -44,6 +44,9 @@ class FakeVllm:
         gate: answers wait before their second token while it is clear.
         dying: breaks connections off, and answers nothing.
         token_s: time that a prompt's token takes.
+        kept: answers whose prompt's KV is kept for another engine, with the prompt's tokens, by id.
+        peers: engines that KV can come from.
+        moves_kv: runs with a connector that moves KV.
         page_namespace: of the connector for kvstores, in hex; "" = no connector.
     """
 
@@ -58,6 +61,9 @@ class FakeVllm:
         self.gate.set()
         self.dying = False
         self.page_namespace, self.token_s = "", 0.0
+        self.kept: dict[str, list[int]] = {}
+        self.peers: list[FakeVllm] = []
+        self.moves_kv = True
         self.publisher: zmq.asyncio.Socket
 
     # --- HTTP ------------------------------------------------------------------------------------------------------
@@ -123,8 +129,17 @@ class FakeVllm:
         if len(tokens) + sampling["max_tokens"] > MAX_TOKENS:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         hit = min(self.engine.hit(tokens, salt), (len(tokens) - 1) // BLOCK_TOKENS)
+        transfer = body.get("kv_transfer_params") or {}
+        if transfer.get("do_remote_prefill"):
+            sent = next(
+                (peer.kept.pop(transfer["remote_request_id"], None) for peer in self.peers if not peer.dying), None
+            )
+            if sent is not None and tokens[: len(sent)] == sent:
+                hit = len(sent) // BLOCK_TOKENS
         self.requests.append(body)
         self.hits.append(hit)
+        if transfer.get("do_remote_decode"):
+            return await self._keep(body, tokens, salt, hit)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         self.running += 1
@@ -136,6 +151,20 @@ class FakeVllm:
         finally:
             self.running -= 1
         return response
+
+    async def _keep(self, body: dict[str, Any], tokens: list[int], salt: str, hit: int) -> web.Response:
+        assert (body["sampling_params"]["max_tokens"], body["stream"]) == (1, False)
+        self.engine.compute(tokens, salt)
+        await self._publish()
+        if body["request_id"] != "calibration":
+            self.kept[body["request_id"]] = tokens
+        transfer = {"do_remote_prefill": True, "do_remote_decode": False, "remote_request_id": body["request_id"]}
+        token = next_token(tokens, self.vocab_size)
+        return web.json_response({
+            "choices": [{"index": 0, "token_ids": [token], "finish_reason": "length"}],
+            "usage": {"prompt_tokens_details": {"cached_tokens": hit * BLOCK_TOKENS}},
+            "kv_transfer_params": transfer if self.moves_kv else None,
+        })  # fmt: skip
 
     async def _answer(
         self, request: web.Request, response: web.StreamResponse, tokens: list[int], sampling: dict[str, Any], salt: str

@@ -1,0 +1,139 @@
+"""Pairs of engines: one computes prompts, the other answers; KV goes from one to the other without the adapters."""
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from moonpool.errors import ConfigError
+from moonpool.rpc.channels import Channels
+from moonpool.rpc.process import ProcessContext
+from moonpool.sampling_params import SamplingParams
+from moonpool.telemetry.spans import Recorder
+from moonpool.v1 import decode_pb2
+from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
+from services.adapter.service import serve
+from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
+from tests.unit.adapter.test_adapter import GREEDY, adapter, configured, prompts
+from tests.unit.conductor.stack import Stack, stack
+
+
+@asynccontextmanager
+async def pairs(
+    folder: Path, prefills: int = 1, decodes: int = 1
+) -> AsyncIterator[tuple[Stack, list[FakeVllm], list[FakeVllm]]]:
+    """A conductor, and engines that work in pairs."""
+    async with stack() as running:
+        engines: dict[str, list[FakeVllm]] = {"prefill": [], "decode": []}
+        for role, count in (("prefill", prefills), ("decode", decodes)):
+            for number in range(count):
+                name = f"{role[0]}{number}"
+                vocab = running.checkpoint.config.vocab_size
+                engine = await running.exit.enter_async_context(fake_vllm(folder, name, vocab))
+                settings: dict[str, Any] = {"role": role, "kv_domain": "nixl"}
+                await running.exit.enter_async_context(adapter(engine.url, running.address, name, **settings))
+                await running.until(lambda one=f"{name}-{role}": running.cluster.find(one) is not None)  # type: ignore[misc]
+                engine.requests.clear()
+                engine.hits.clear()
+                engines[role].append(engine)
+        for decode in engines["decode"]:
+            decode.peers = engines["prefill"]
+        yield running, engines["prefill"], engines["decode"]
+
+
+async def recomputed(running: Stack) -> float:
+    """Transfers to the decode side that did not happen."""
+    member = running.cluster.find("d0-decode")
+    assert member is not None
+    async with Channels() as channels:
+        stub: Any = DecodeServiceStub(channels.get(member.address))
+        told = await stub.DecodeStats(decode_pb2.DecodeStatsRequest(), timeout=10)
+    [found] = [gauge for gauge in told.gauges if gauge.name == "transfers_recomputed_total"]
+    return float(found.value)
+
+
+async def test_a_prompt_is_computed_at_one_engine_and_answered_at_the_other(tmp_path: Path) -> None:
+    async with pairs(tmp_path) as (running, [prefill], [decode]):
+        vocab = running.checkpoint.config.vocab_size
+        asked = prompts(30, vocab)
+        for prompt in asked:
+            result = await running.client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=5, **GREEDY))
+            assert result.token_ids == answer_to(prompt, 5, vocab)
+            assert result.placement.prefill == "p0-prefill"
+            assert result.placement.decode == "d0-decode"
+        assert [body["token_ids"] for body in prefill.requests] == asked
+        assert [len(body["token_ids"]) for body in decode.requests] == [len(prompt) + 1 for prompt in asked]
+        assert decode.hits == [len(prompt) // BLOCK_TOKENS for prompt in asked]  # all KV came over
+        assert prefill.kept == {}
+        assert await recomputed(running) == 0
+        await running.rest()
+
+
+async def test_several_answers_have_their_kv_each(tmp_path: Path) -> None:
+    async with pairs(tmp_path) as (running, [prefill], [decode]):
+        sampling = SamplingParams(max_tokens=4, n=3, **GREEDY)
+        result = await running.client.generate(token_ids=list(range(40)), sampling=sampling)
+        expected = answer_to(list(range(40)), 4, running.checkpoint.config.vocab_size)
+        assert [choice.token_ids for choice in result.choices] == [expected] * 3
+        names = [body["kv_transfer_params"]["remote_request_id"] for body in decode.requests]
+        assert len(set(names)) == len(prefill.requests) == 3
+        await running.rest()
+
+
+async def test_a_transfer_that_did_not_happen_is_counted(tmp_path: Path) -> None:
+    async with pairs(tmp_path) as (running, _, [decode]):
+        decode.peers = []
+        prompt, vocab = list(range(50)), running.checkpoint.config.vocab_size
+        result = await running.client.generate(token_ids=prompt, sampling=SamplingParams(max_tokens=4, **GREEDY))
+        assert result.token_ids == answer_to(prompt, 4, vocab)
+        await running.rest()
+        assert await recomputed(running) == 1
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_the_other_engines_go_on_when_one_dies(tmp_path: Path, role: str) -> None:
+    async with pairs(tmp_path, 2, 2) as (running, prefills, decodes):
+        vocab, sampling = running.checkpoint.config.vocab_size, SamplingParams(max_tokens=6, **GREEDY)
+        for engine in decodes:
+            engine.gate.clear()
+        asked = [list(range(number, number + 40)) for number in range(4)]
+        asking = [asyncio.create_task(running.client.generate(token_ids=prompt, sampling=sampling)) for prompt in asked]
+        await running.until(lambda: sum(engine.running for engine in decodes) == 4)
+        chosen = prefills if role == "prefill" else decodes
+        next(engine for engine in chosen if engine.requests).dying = True
+        for engine in decodes:
+            engine.gate.set()
+        for prompt, task in zip(asked, asking, strict=True):
+            assert (await task).token_ids == answer_to(prompt, 6, vocab)
+        later = await running.client.generate(token_ids=[7] * 30, sampling=sampling)
+        assert later.token_ids == answer_to([7] * 30, 6, vocab)
+        await running.rest()
+
+
+async def test_an_engine_that_moves_no_kv_is_refused(tmp_path: Path) -> None:
+    async with stack() as running, fake_vllm(tmp_path, "one", 100) as engine:
+        engine.moves_kv = False
+        with pytest.raises(ConfigError) as error:
+            await serve(
+                ProcessContext("one", Recorder("one", None), io.StringIO()),
+                configured(engine.url, running.address, "one", role="prefill", kv_domain="nixl"),
+            )
+        assert error.value.field == "role"
+
+
+async def test_one_token_needs_no_pair(tmp_path: Path) -> None:
+    async with pairs(tmp_path) as (running, [prefill], [decode]):
+        result = await running.client.generate(token_ids=[5, 6], sampling=SamplingParams(max_tokens=1, **GREEDY))
+        assert result.token_ids == answer_to([5, 6], 1, running.checkpoint.config.vocab_size)
+        assert (len(prefill.requests), len(decode.requests)) == (1, 0)
+        await running.rest()
+
+
+def test_a_pair_needs_a_domain() -> None:
+    with pytest.raises(ValidationError, match="kv_domain"):
+        configured("http://127.0.0.1:1", "127.0.0.1:2", "one", role="prefill")
