@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class AdapterServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """What adapters of engines of another make say to each other.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -42,7 +43,8 @@ class AdapterServiceStub:
 
 
 class AdapterServiceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """What adapters of engines of another make say to each other.
+    """
 
     def HandOver(self, request, context):
         """A prompt is computed: tells the adapter of the decode side where its KV is. Answered at once.
@@ -69,7 +71,8 @@ def add_AdapterServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdapterService:
-    """Missing associated documentation comment in .proto file."""
+    """What adapters of engines of another make say to each other.
+    """
 
     @staticmethod
     def HandOver(request,
