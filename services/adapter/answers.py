@@ -39,7 +39,7 @@ class EngineAnswer:
 
     prompt: EnginePrompt
     changed: Callable[["EngineAnswer"], None]
-    told_cached: Callable[[EnginePrompt, int], None]
+    told_cached: Callable[[int], None]
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     logprobs: Logprobs = field(default_factory=Logprobs)
     finish: kv_pb2.FinishReason.ValueType = kv_pb2.FINISH_REASON_UNSPECIFIED
@@ -73,7 +73,7 @@ class EngineAnswer:
                 if output is None:
                     break
                 if output.cached_tokens is not None:
-                    self.told_cached(self.prompt, output.cached_tokens)
+                    self.told_cached(output.cached_tokens)
                 if not output.token_ids and not output.finish:
                     continue
                 self.last_at = world.monotonic()
@@ -113,7 +113,8 @@ class EnginePart:
         salt: the prompt's salt.
         rank: rank that holds most of the prompt.
         token_timeout_s: see `AdapterConfig`.
-        told_cached: called with a prompt and its tokens that the engine had cached, if the engine tells them.
+        told_cached: called with the prompt tokens that the engine had cached, if the engine tells them.
+        ordered: called with each prompt that the engine gets.
         uses_kvstores: the engine keeps KV in kvstores.
     """
 
@@ -122,7 +123,8 @@ class EnginePart:
     salt: str
     rank: int
     token_timeout_s: float
-    told_cached: Callable[[EnginePrompt, int], None]
+    told_cached: Callable[[int], None]
+    ordered: Callable[[EnginePrompt], None]
     uses_kvstores: bool = False
 
     def answer(
@@ -159,6 +161,7 @@ class EnginePart:
             changed,
             self.told_cached,
         )
+        self.ordered(found.prompt)
         found.start(self.client, self.token_timeout_s)
         return found
 

@@ -117,12 +117,14 @@ class EngineLoad:
         waiting: requests that wait.
         usage: share of the engine's KV blocks that requests hold.
         preemptions: preemptions since the engine's start.
+        computed_tokens: prompt tokens computed since the engine's start; None = not told.
     """
 
     running: int
     waiting: int
     usage: float
     preemptions: int = 0
+    computed_tokens: int | None = None
 
 
 class EngineClient(ABC):

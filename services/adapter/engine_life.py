@@ -93,7 +93,8 @@ class EngineLife:
         self.requests: dict[int, PromisedRequest] = {}
         self._numbers = itertools.count(1)
         self.prompts_taken = self.promises_taken = self.prompts_recomputed = self.answers_failed = 0
-        self.transfers_recomputed = 0
+        self.tokens_recomputed = self._computable_tokens = 0
+        self._computed_before: int | None = None
         self.empty = asyncio.Event()
         self.empty.set()
         self.draining = False
@@ -223,15 +224,29 @@ class EngineLife:
         salt = self._salt_of(incoming.chain_root)
         expected = self.cached_tokens(incoming)
 
-        def told(prompt: EnginePrompt, cached_tokens: int) -> None:
-            if prompt.transfer is None:
-                self.prompts_recomputed += cached_tokens < expected
-            elif cached_tokens + self.facts.block_tokens < len(prompt.token_ids):
-                self.transfers_recomputed += 1
-                log.warning("KV did not come from the other engine and was computed again", request=prompt.request_id)
+        def told(cached_tokens: int) -> None:
+            self.prompts_recomputed += cached_tokens < expected and self._config.role != "decode"
 
         timeout_s, pooled = self._config.token_timeout_s, self._config.kvstores
-        return EnginePart(self.client, incoming, salt, -1 if single else rank, timeout_s, told, pooled)
+        rank = -1 if single else rank
+        return EnginePart(self.client, incoming, salt, rank, timeout_s, told, self._ordered, pooled)
+
+    def _ordered(self, prompt: EnginePrompt) -> None:
+        """Notes how much the engine may have to compute; the last token is computed in any case."""
+        self._computable_tokens += 1 if prompt.transfer is not None else len(prompt.token_ids)
+
+    def observe(self, load: EngineLoad) -> None:
+        """Takes the engine's load. Warns where KV that should have come from another engine was computed again."""
+        self.load = load
+        if load.computed_tokens is None or self._config.role != "decode":
+            return
+        if self._computed_before is None:
+            self._computed_before = load.computed_tokens
+        excess = load.computed_tokens - self._computed_before - self._computable_tokens
+        if excess > 0:
+            self._computed_before += excess
+            self.tokens_recomputed += excess
+            log.warning("KV did not come from the other engine and was computed again", tokens=excess)
 
     def loaded_tokens(self, incoming: IncomingRequest, asked: prefill_pb2.PrefillRequest) -> int:
         """Tokens behind the cached ones that the engine loads from a kvstore, as the conductor expects."""

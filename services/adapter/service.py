@@ -147,9 +147,9 @@ ADAPTER_METRICS: tuple[Metric[Adapter], ...] = (
         _of_life(lambda it: it.prompts_recomputed),
     ),
     counter(
-        "transfers_recomputed_total",
-        "Prompts whose KV should have come from another engine and was computed again.",
-        _of_life(lambda it: it.transfers_recomputed),
+        "transfer_tokens_recomputed_total",
+        "Prompt tokens whose KV should have come from another engine and was computed again.",
+        _of_life(lambda it: it.tokens_recomputed),
     ),
     counter("answers_failed_total", "Answers that the engine did not finish.", _of_life(lambda it: it.answers_failed)),
 )
@@ -458,6 +458,7 @@ async def _live(
             raise ConfigError("role", f"{facts.version} runs without a connector that moves KV (docs/engines.md)")
         if config.kvstores:
             facts = await client.describe()  # the namespace is told with the first answer
+        _, load = await client.load()
     except Unavailable as error:
         log.warning("the engine answers no prompt (yet)", error=str(error))
         await asyncio.sleep(RETRY_S)
@@ -466,6 +467,7 @@ async def _live(
         raise ConfigError("kvstores", f"{facts.version} runs without the connector of moonpool-kv (docs/engines.md)")
     life = EngineLife(client, facts, checkpoint, config, bell.ring)
     life.speeds = SpeedTracker(speeds)
+    life.observe(load)
     adapter.lives += 1
     ended = asyncio.Event()
     incarnation = world.random_bits(63) or 1
@@ -545,7 +547,8 @@ async def _watch(life: EngineLife, client: EngineClient, ended: asyncio.Event) -
     failed = 0
     while not ended.is_set():
         try:
-            started, life.load = await client.load()
+            started, load = await client.load()
+            life.observe(load)
             failed = 0
         except Unavailable as error:
             failed += 1

@@ -1,7 +1,9 @@
 """Speaks to vLLM: HTTP, token ids in and out (`/inference/v1/generate`, which `--enable-scale-out` opens)."""
 
 import re
+from array import array
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,6 +39,7 @@ class VllmClient(EngineClient):
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             read_bufsize=LINE_BYTES,
         )
+        self._block_tokens = 1
 
     async def describe(self) -> EngineFacts:
         """See `EngineClient`."""
@@ -48,10 +51,11 @@ class VllmClient(EngineClient):
             raise ConfigError("engine", "vLLM runs without --enable-prefix-caching")
         if "/inference/v1/generate" not in msgspec.json.decode(await self._get("/openapi.json"))["paths"]:
             raise ConfigError("engine", "vLLM runs without --enable-scale-out, which opens /inference/v1/generate")
+        self._block_tokens = int(cache["block_size"])
         return EngineFacts(
             version=f"vllm {version}",
             life=_life(samples),
-            block_tokens=int(cache["block_size"]),
+            block_tokens=self._block_tokens,
             blocks=int(cache["num_gpu_blocks"]),
             max_tokens=int(models["data"][0]["max_model_len"]),
             sources=self._sources(msgspec.json.decode(await self._get("/kv_event_sources"))),
@@ -84,12 +88,22 @@ class VllmClient(EngineClient):
         running = sum([value for _, value in samples.get("vllm:num_requests_running", [])])
         waiting = sum([value for _, value in samples.get("vllm:num_requests_waiting", [])])
         preemptions = sum([value for _, value in samples.get("vllm:num_preemptions_total", [])])
-        return _life(samples), EngineLoad(int(running), int(waiting), sum(usage) / len(usage), int(preemptions))
+        by_source = samples.get("vllm:prompt_tokens_by_source_total", [])
+        computed = [value for labels, value in by_source if labels.get("source") == "local_compute"]
+        return _life(samples), EngineLoad(
+            int(running), int(waiting), sum(usage) / len(usage), int(preemptions),
+            int(sum(computed)) if computed else None,
+        )  # fmt: skip
 
     async def generate(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
         """See `EngineClient`."""
         if prompt.keep:
             yield await self._prefill(prompt)
+            return
+        if prompt.transfer is not None and (len(prompt.token_ids) - 1) % self._block_tokens == 0:
+            async with aclosing(self._after_whole_blocks(prompt)) as outputs:
+                async for output in outputs:
+                    yield output
             return
         headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         finish, top = "", prompt.params.logprobs or 0
@@ -111,6 +125,31 @@ class VllmClient(EngineClient):
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
             raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
         raise Unavailable("vLLM broke off an answer")
+
+    async def _after_whole_blocks(self, prompt: EnginePrompt) -> AsyncGenerator[EngineOutput, None]:
+        """An answer behind a prompt of whole blocks and a first token.
+
+        NIXL's connector asks the other engine for all blocks, also for the one of the first token, which is not there:
+        vLLM 0.32 then ends. So this engine draws the first token again, which must be the same.
+        """
+        *before, first = prompt.token_ids
+        again = replace(
+            prompt,
+            token_ids=array("i", before),
+            max_tokens=prompt.max_tokens + 1,
+            min_tokens=prompt.min_tokens + 1 if prompt.min_tokens else 0,
+        )
+        missing = True
+        async with aclosing(self.generate(again)) as outputs:
+            async for output in outputs:
+                if not missing or not output.token_ids:
+                    yield output
+                    continue
+                missing = False
+                if output.token_ids[0] != first:
+                    raise Unavailable("vLLM drew another first token than the engine that computed the prompt")
+                logprobs = output.logprobs and output.logprobs.part(1, len(output.token_ids))
+                yield replace(output, token_ids=output.token_ids[1:], logprobs=logprobs)
 
     async def _prefill(self, prompt: EnginePrompt) -> EngineOutput:
         """Computes a prompt that is kept: only whole answers tell where KV is."""

@@ -46,6 +46,8 @@ class FakeVllm:
         token_s: time that a prompt's token takes.
         kept: answers whose prompt's KV is kept for another engine, with the prompt's tokens, by id.
         peers: engines that KV can come from.
+        computed_tokens: prompt tokens that were not there.
+        polls: questions for its metrics.
         moves_kv: runs with a connector that moves KV.
         page_namespace: of the connector for kvstores, in hex; "" = no connector.
     """
@@ -64,6 +66,7 @@ class FakeVllm:
         self.kept: dict[str, list[int]] = {}
         self.peers: list[FakeVllm] = []
         self.moves_kv = True
+        self.computed_tokens = self.polls = 0
         self.publisher: zmq.asyncio.Socket
 
     # --- HTTP ------------------------------------------------------------------------------------------------------
@@ -108,12 +111,15 @@ class FakeVllm:
         return web.json_response({"0": source})
 
     async def _metrics(self, request: web.Request) -> web.Response:
+        self.polls += 1
         return web.Response(
             text=f"process_start_time_seconds {self.life}\n"
             f'vllm:cache_config_info{{block_size="{BLOCK_TOKENS}",num_gpu_blocks="{BLOCKS}",'
             'enable_prefix_caching="True"} 1.0\n'
             f'vllm:num_requests_running{{engine="0"}} {self.running}\n'
             'vllm:num_requests_waiting{engine="0"} 0\nvllm:kv_cache_usage_perc{engine="0"} 0.0\n'
+            f'vllm:prompt_tokens_by_source_total{{engine="0",source="local_compute"}} {self.computed_tokens}\n'
+            'vllm:prompt_tokens_by_source_total{engine="0",source="local_cache_hit"} 9000\n'
             'vllm:num_preemptions_total{engine="0"} 4\nvllm:num_preemptions_total{engine="1"} 3\n'
             + (f'moonpool_kv_info{{engine="0",namespace="{self.page_namespace}"}} 1.0\n' * bool(self.page_namespace))
         )
@@ -135,7 +141,10 @@ class FakeVllm:
                 (peer.kept.pop(transfer["remote_request_id"], None) for peer in self.peers if not peer.dying), None
             )
             if sent is not None and tokens[: len(sent)] == sent:
+                assert (len(tokens) - 1) // BLOCK_TOKENS == (len(sent) - 1) // BLOCK_TOKENS  # else vLLM ends
                 hit = len(sent) // BLOCK_TOKENS
+                self.computed_tokens -= min(len(sent), len(tokens) - 1) - hit * BLOCK_TOKENS
+        self.computed_tokens += len(tokens) - hit * BLOCK_TOKENS
         self.requests.append(body)
         self.hits.append(hit)
         if transfer.get("do_remote_decode"):
