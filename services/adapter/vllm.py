@@ -102,8 +102,8 @@ class VllmClient(EngineClient):
             return
         if prompt.transfer is not None and (len(prompt.token_ids) - 1) % self._block_tokens == 0:
             async with aclosing(self._after_whole_blocks(prompt)) as outputs:
-                async for output in outputs:
-                    yield output
+                async for again in outputs:
+                    yield again
             return
         headers = {"X-data-parallel-rank": str(prompt.rank)} if prompt.rank >= 0 else {}
         finish, top = "", prompt.params.logprobs or 0
