@@ -96,6 +96,9 @@ EQUIVALENT: Mapping[str, str] = {
     ),
     "moonpool.kv_transfer.prefix_reader: nbytes <= FRAME_BYTES -> (nbytes < FRAME_BYTES)": _PREPARES,
     "moonpool.kv_transfer.prefix_reader: slices <= MAX_FRAME_SLICES -> (slices < MAX_FRAME_SLICES)": _PREPARES,
+    "moonpool.kv_transfer.receiver: key[1] < blocks -> (key[1] <= blocks)": (
+        "no part of a block that is not expected any more is looked at"
+    ),
     "moonpool.kv_transfer.receiver: run.head_begin - self._heads.start -> (run.head_begin + self._heads.start)": (
         "all bits of a cell move by the same number of places"
     ),

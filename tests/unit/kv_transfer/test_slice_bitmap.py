@@ -111,6 +111,15 @@ def test_truncate() -> None:
         ledger.truncate(0)
 
 
+@pytest.mark.parametrize(("blocks", "missing"), [(4, 6), (1, 0)])
+def test_truncate_may_keep_all_blocks_or_those_held(blocks: int, missing: int) -> None:
+    ledger = SliceBitmap(range(2), 4, range(2), held_blocks=1)
+    ledger.truncate(blocks)
+    assert ledger.missing() == missing
+    with pytest.raises(ValueError, match="truncate"):
+        ledger.truncate(blocks + 1)
+
+
 def test_impossible_ledgers() -> None:
     one = range(1)
     for layers, blocks, heads, held in (
