@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,26 @@ def test_the_simulator_decides_and_takes_as_long_as_the_services(served: dict[st
         for quantile in (statistics.median, statistics.fmean):
             one_s, other_s = map(quantile, times)
             assert one_s == pytest.approx(other_s, rel=ALL), f"{figure}, {quantile.__name__}"
+
+
+RULES = ("random", "load_balance", "kvcache_centric", "social")
+"""From the slowest on."""
+CROWDED = Run(requests=80, prefill=4, decode=4, jitter_s=0.0, speed=8.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rules_of_placement_are_in_the_same_order_as_in_the_simulator() -> None:
+    """More comes than the instances can do for the whole time, so that rules differ by a tenth and more."""
+    flags = ("--requests", "80", "--prefill", "4", "--decode", "4", "--jitter-s", "0", "--speed", "8")
+    means: dict[str, list[float]] = {"services": [], "simulator": []}
+    for rule in RULES:
+        outcomes = [Outcome(**it) for it in run("trace", *flags, "--policy", rule)[0]["outcomes"]]
+        means["services"].append(statistics.fmean([it.ttft_s for it in outcomes]))
+        means["simulator"].append(statistics.fmean([it.ttft_s for it in simulated(replace(CROWDED, policy=rule))]))
+    assert all(found == sorted(found, reverse=True) for found in means.values()), means
+    for services_s, simulator_s in list(zip(*means.values(), strict=True))[1:]:  # draws differ
+        assert services_s == pytest.approx(simulator_s, rel=0.05), means
 
 
 EVERY_SERVICE = ("conductor-0", "kvstore-0", "prefill-0", "decode-0", "decode-1")
