@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from kernels import ops
 from kernels.arranged_weights import arrange_packed, arrange_weight
+from kernels.choice import choose
 from kernels.memory import WeightArena
 from kernels.packed import bytes_of_rows
 from moonpool.families.spec import FeedForwardSpec, NormSpec, RopeScaling, RopeSpec
@@ -117,7 +118,9 @@ class Linear:
         if self.panels is not None:
             return self.panels.product(x, wide=wide, out=out)
         result = in_tiles(self._product, x) if deterministic else self._product(x)
-        if self.gated and deterministic and result.device.type == "cpu":
+        # Native and Triton's kernels compute each row alone in any case.
+        alone = choose("silu_mul", result.device, result.dtype) in ("native", "triton")
+        if self.gated and deterministic and not alone:
             gates, ups = result.chunk(2, dim=-1)
             result = elementwise(functional.silu, gates, deterministic=True) * ups
         elif self.gated:

@@ -227,10 +227,10 @@ class StageSlices:
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks, where they have the same layers, within this memory."""
         for part, by_slots in zip(self.parts, self._by_slots, strict=True):
-            pairs = torch.stack([self._places(by_slots, blocks) for blocks in (sources, targets)])
-            its, to = pairs[:, (pairs != NO_SLOT).all(0)].to(part.device)
-            if len(to):
-                copy_blocks(part, its, to)
+            begins, ends = self._places(by_slots, sources), self._places(by_slots, targets)
+            both = (begins != NO_SLOT) & (ends != NO_SLOT)
+            # Tensors of their own, because a kernel is compiled anew for another alignment.
+            copy_blocks(part, begins[both].to(part.device), ends[both].to(part.device))
 
 
 def _shape_of(part: PoolPart, layer: int) -> tuple[int, bool]:

@@ -42,9 +42,10 @@ ENDLESS = {"kvstore.Watch"}
 
 
 def test_every_rpc_is_covered() -> None:
-    """What `test_rpc` runs over is all there is in the contract's files."""
+    """What `test_rpc` runs over is all there is in the contract's files, but for adapters: a stack has none."""
     folder = Path(__file__).parents[3] / "protos" / "moonpool" / "v1"
-    files = [descriptor_pool.Default().FindFileByName(f"moonpool/v1/{path.name}") for path in folder.glob("*.proto")]
+    names = [path.name for path in folder.glob("*.proto") if path.stem != "adapter"]
+    files = [descriptor_pool.Default().FindFileByName(f"moonpool/v1/{name}") for name in names]
     methods = {method.full_name for file in files for it in file.services_by_name.values() for method in it.methods}
     assert methods == {method.full_name for method in METHODS.values()}
     assert len({name.rpartition(".")[0] for name in methods}) == len(SERVICES)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from moonpool.errors import ConfigError
+from moonpool.errors import ConfigError, TransferFailed
 from moonpool.rpc.channels import Channels
 from moonpool.rpc.process import ProcessContext
 from moonpool.sampling_params import SamplingParams
 from moonpool.telemetry.spans import Recorder
-from moonpool.v1 import decode_pb2
+from moonpool.v1 import adapter_pb2, decode_pb2, kv_pb2
+from moonpool.v1.adapter_pb2_grpc import AdapterServiceStub
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from services.adapter.service import serve
 from tests.unit.adapter.fake_vllm import BLOCK_TOKENS, FakeVllm, answer_to, fake_vllm
@@ -103,6 +104,24 @@ async def test_a_transfer_that_did_not_happen_is_counted(tmp_path: Path) -> None
             while not await recomputed(running):  # seen with the next look at the engine's load
                 pass
         assert await recomputed(running) == len(prompt)
+
+
+async def test_kv_that_nobody_awaits_is_refused(tmp_path: Path) -> None:
+    """Also if the message names another request of the engine, or comes a second time."""
+    async with pairs(tmp_path) as (running, _, [decode]):
+        member = running.cluster.find("d0-decode")
+        assert member is not None
+        sampling = SamplingParams(max_tokens=4, **GREEDY)
+        async with Channels() as channels:
+            stub: Any = AdapterServiceStub(channels.get(member.address))
+            for number in range(3):
+                target = kv_pb2.TransferTarget(transfer_id=number, generation=number)
+                with pytest.raises(TransferFailed, match="there is no transfer"):
+                    await stub.HandOver(adapter_pb2.HandOverRequest(target=target, transfers=["{"]), timeout=10)
+                result = await running.client.generate(token_ids=list(range(40)), sampling=sampling)
+                assert result.token_ids == answer_to(list(range(40)), 4, running.checkpoint.config.vocab_size)
+        assert len(decode.requests) == 3
+        await running.rest()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

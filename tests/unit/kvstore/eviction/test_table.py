@@ -167,7 +167,7 @@ def report(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 def test_the_benchmark_compares_every_policy_on_full_blocks(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = report(capsys, "--traces", "shipped", "--capacities", "1000,1000000")["rows"]
+    rows = report(capsys, "--traces", "shipped", "--capacities", "1000,1000000", "--sessions", "0")["rows"]
     found = {row["name"]: round(row["value"] * REFERENCES["full"]) for row in rows}
     assert found == {f"shipped, 1000 blocks, {name}": hits[2] for name, hits in HITS["full"].items()}
 
@@ -176,7 +176,7 @@ def test_the_benchmark_names_the_trace_it_does_not_have(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(eviction.TRACES_VARIABLE, raising=False)
-    small = ("--policies", "lru", "--capacities", "300")
+    small = ("--policies", "lru", "--capacities", "300", "--sessions", "0")
     found = report(capsys, *small, "--traces", "conversation,shipped")
     assert [row["name"] for row in found["rows"]] == ["shipped, 300 blocks, lru", "shipped, 300 blocks, optimum"]
     assert "MOONPOOL_TRACES" in found["not_measured"][0]["reason"]

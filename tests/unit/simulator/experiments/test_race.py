@@ -74,7 +74,7 @@ def test_the_command_prints_rows_and_says_which_is_the_default() -> None:
 
 def test_a_row_says_what_was_asked_over_all_seeds_and_without_a_link_nothing_is_loaded() -> None:
     """Names and kinds of the values, as programs read them."""
-    asked = "race --policy load_balance --requests 30 --speed 2 --jitter-seeds 2 --json --prefill 2 --decode 1"
+    asked = "race --policy social --requests 60 --speed 2 --jitter-seeds 2 --json --prefill 2 --decode 1"
     (row,) = json.loads(CliRunner().invoke(app, [*asked.split(), "--link-gb", "0"]).stdout)["rows"]
     kinds = {"policy": str, "default": bool, "within": float, "reused": float, "tpot_mean_s": float}
     kinds |= {f"ttft_{name}_s": float for name in ("mean", "p50", "p99")}
