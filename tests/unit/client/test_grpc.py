@@ -45,17 +45,15 @@ class Scripted:
             raise Unavailable("no engines")
         messages = answer()
         self.begun.set()
+        if request.text in HOLDS:  # such a call ends only if the client cancels the call
+            context.add_done_callback(lambda _: self.cancelled.set())
         if request.text == "interrupt":
             signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        try:
-            for message in messages[:-1]:
-                yield message
-            if request.text in HOLDS:
-                await asyncio.Event().wait()
-            yield messages[-1]
-        finally:
-            if request.text in HOLDS:
-                self.cancelled.set()
+        for message in messages[:-1]:
+            yield message
+        if request.text in HOLDS:
+            await asyncio.Event().wait()
+        yield messages[-1]
 
     async def ClusterState(self, request: pb.ClusterStateRequest, context: Any) -> pb.ClusterStateResponse:
         return pb.ClusterStateResponse(ready=True)
