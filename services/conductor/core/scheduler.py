@@ -946,6 +946,7 @@ class RequestScheduler:
         assert not self._actions
         self.memory_queue.check_invariants()
         self.slo_queue.check_invariants()
+        self.sessions.check_invariants()
         self.tenants.check_invariants(Counter([it.spec.tenant for it in self.requests.values()]))
         self._calls.check_invariants(self.requests.values())
         reserves = Counter(call.request for _, call in self._calls.open if call.kind is CallKind.RESERVE)

@@ -5,7 +5,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from moonpool.frozen import frozen
 from moonpool.kv.keys import KEY_BYTES
@@ -100,6 +100,7 @@ class SessionTable:
         self._sessions: OrderedDict[tuple[str, str], SessionState] = OrderedDict()
         self._tenants: OrderedDict[str, Pauses] = OrderedDict()
         self._coming: list[tuple[float, tuple[str, str]]] = []  # `prefetch_at` of sessions; outdated ones, too
+        self._keyed: dict[tuple[str, str], SessionState] = {}  # sessions with keys, oldest first
         self._key_bytes = 0
         self.prefetches = 0
         """Orders to bring a session's blocks into memory."""
@@ -118,7 +119,7 @@ class SessionTable:
         state = self._sessions.setdefault((tenant, turn.id), SessionState(turn))
         self._sessions.move_to_end((tenant, turn.id))
         if len(self._sessions) > MAX_SESSIONS:
-            self._keep_keys(self._sessions.popitem(last=False)[1], b"")
+            self._keep_keys(*self._sessions.popitem(last=False), b"")
         if state.paused_at is not None:
             state.pauses.add(now - state.paused_at)
             self._usual(tenant).add(now - state.paused_at)
@@ -155,19 +156,21 @@ class SessionTable:
         if stores and keys:
             state.tail, state.stores = keys[-1], stores
             if turn.id:
-                self._keep_keys(state, b"".join(keys))
+                self._keep_keys((tenant, turn.id), state, b"".join(keys))
         state.running = max(0, state.running - 1)
         return () if state.running else self._pause(tenant, state, now)
 
-    def _keep_keys(self, state: SessionState, keys: bytes) -> None:
+    def _keep_keys(self, name: tuple[str, str], state: SessionState, keys: bytes) -> None:
         """Keeps the keys of a session's chain; of too many, those of the oldest sessions are forgotten."""
         self._key_bytes += len(keys) - len(state.keys)
         state.keys = keys
-        for other in self._sessions.values() if self._key_bytes > MAX_KEY_BYTES else ():
-            self._key_bytes -= len(other.keys)
-            other.keys = b""
-            if self._key_bytes <= MAX_KEY_BYTES:
-                break
+        self._keyed.pop(name, None)
+        if keys:
+            self._keyed[name] = state
+        while self._key_bytes > MAX_KEY_BYTES:
+            oldest = self._keyed.pop(next(iter(self._keyed)))
+            self._key_bytes -= len(oldest.keys)
+            oldest.keys = b""
 
     def update(self, tenant: str, turn: SessionTurn, now: float) -> Sequence[TellSession]:
         """Takes what a client says between two turns. Returns what kvstores must know."""
@@ -184,11 +187,11 @@ class SessionTable:
         return_s = turn.return_s if turn.return_s is not None else self._expected_s(tenant, state)
         state.return_at = state.prefetch_at = None
         if turn.last and turn.id:
-            self._keep_keys(self._sessions.pop((tenant, turn.id)), b"")
+            self._keep_keys((tenant, turn.id), self._sessions.pop((tenant, turn.id)), b"")
         elif turn.id and return_s is not None:
             state.return_at = now + return_s
             state.prefetch_at = max(now, state.return_at - PREFETCH_S)
-            heappush(self._coming, (state.prefetch_at, (tenant, turn.id)))
+            self._await(state.prefetch_at, (tenant, turn.id))
         if not state.tail:
             return ()
         name = f"{tenant}\n{turn.id}".encode() if turn.id else state.tail
@@ -197,6 +200,14 @@ class SessionTable:
         hint = SessionHint(session, state.tail, return_s, told, turn.keep_s, turn.retention, turn.last)
         state.hint, state.hinted_at = hint, now
         return [TellSession(store, hint) for store in state.stores]
+
+    def _await(self, prefetch_at: float, name: tuple[str, str]) -> None:
+        """Notes when a session's blocks are wanted. Outdated notes are dropped before most are outdated."""
+        heappush(self._coming, (prefetch_at, name))
+        if len(self._coming) > 2 * len(self._sessions):
+            coming = [(it.prefetch_at, name) for name, it in self._sessions.items() if it.prefetch_at is not None]
+            self._coming = coming
+            heapify(self._coming)
 
     def due(self) -> float | None:
         """When the next session's blocks are wanted in memory; None = no session is expected."""
@@ -240,6 +251,13 @@ class SessionTable:
             self._tenants.popitem(last=False)
         return usual
 
+    def check_invariants(self) -> None:
+        """Asserts that what is remembered beside the sessions is bounded by them."""
+        assert len(self._coming) <= 2 * MAX_SESSIONS, "outdated notes stay"
+        with_keys = {name for name, state in self._sessions.items() if state.keys}
+        assert set(self._keyed) == with_keys
+        assert self._key_bytes == sum(len(state.keys) for state in self._keyed.values()) <= MAX_KEY_BYTES
+
     def digest(self) -> bytes:
         """Hash of all sessions."""
-        return digest_of(self._sessions, self._tenants, self._coming)
+        return digest_of(self._sessions, self._tenants, self._coming, list(self._keyed))

@@ -5,8 +5,9 @@ import hashlib
 import pytest
 
 from moonpool.scheduling.sessions import SessionHint, SessionTurn
+from services.conductor.core import sessions
 from services.conductor.core.events import CallPrefill, CallReserve, CompletionReason, KeysChanged, SessionUpdated
-from services.conductor.core.sessions import MAX_SESSIONS, SessionTable, TellSession
+from services.conductor.core.sessions import MAX_SESSIONS, PREFETCH_S, SessionTable, TellSession
 from services.conductor.placement.base import SessionFacts
 
 from .world import World
@@ -77,6 +78,25 @@ def test_a_session_is_forgotten_at_its_end_and_when_there_are_too_many() -> None
     for number in range(MAX_SESSIONS + 1):
         table.began("", SessionTurn(id=str(number)), 4.0)
     assert (len(table), table.get("", "0")) == (MAX_SESSIONS, None)
+
+
+def test_what_a_client_tells_again_and_again_takes_no_more_memory() -> None:
+    table = SessionTable()
+    turn_ends(table, TURN, 0.0)
+    for number in range(3 * MAX_SESSIONS):
+        table.update("", SessionTurn(id="s", return_s=1000.0 + number), 1.0)
+    table.check_invariants()
+    assert table.due() == 1000.0 + 3 * MAX_SESSIONS - PREFETCH_S
+
+
+def test_keys_of_the_oldest_sessions_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MAX_KEY_BYTES", 2 * len(TAIL))
+    table = SessionTable()
+    for name in ("a", "b", "a", "c"):
+        turn_ends(table, SessionTurn(id=name), 0.0)
+        table.check_invariants()
+    held = {name: bool(state.keys) for name in "abc" if (state := table.get("", name)) is not None}
+    assert held == {"a": True, "b": False, "c": True}
 
 
 def test_turns_at_the_same_time_end_before_the_session_pauses() -> None:
