@@ -25,7 +25,7 @@ from moonpool.checkpoint import load_config
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.models.batch import PackedBatch
-from moonpool.models.experts import Experts
+from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from moonpool.models.stage import StageModel
@@ -133,7 +133,7 @@ def active_bytes(stage: StageModel) -> int:
     """Weights that a step of one sequence reads: of experts the chosen ones, of the embedding next to nothing."""
     found = stage.weight_bytes - (stage.embedding.nbytes if stage.embedding is not None else 0)
     for layer in stage.layers:
-        assert isinstance(layer.feed_forward, Experts)
+        assert isinstance(layer.feed_forward, MixtureOfExperts)
         spec = layer.feed_forward.spec
         each = layer.feed_forward.experts[0].nbytes
         found -= (spec.count - spec.chosen) * each

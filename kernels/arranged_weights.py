@@ -13,7 +13,7 @@ from kernels.choice import choose
 from kernels.memory import WeightArena
 from kernels.native import library, structures
 from kernels.native.library import TYPES, Library
-from kernels.packed import PackedMatrix
+from kernels.packed import PackedTensor
 
 _PLAIN, _WIDE = 0, 2  # enum End of panels.h
 _TABLE_ZERO = 128
@@ -94,7 +94,7 @@ def arrange_weight(weight: Tensor, bias: Tensor | None, *, gated: bool, arena: W
 
 
 def arrange_packed(
-    weight: PackedMatrix, bias: Tensor | None, dtype: torch.dtype, *, gated: bool, arena: WeightArena
+    weight: PackedTensor, bias: Tensor | None, dtype: torch.dtype, *, gated: bool, arena: WeightArena
 ) -> ArrangedWeight | None:
     """Return a packed weight arranged in memory from `arena`, or None where native kernels do not take the weight.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 CHUNK = 32
 
 
-class PackedMatrix(Protocol):
+class PackedTensor(Protocol):
     """A packed weight [outputs, inputs]: `moonpool.models.packed.PackedWeight` says what the fields are."""
 
     @property
@@ -65,7 +65,7 @@ class PackedMatrix(Protocol):
         ...
 
 
-def byte_codes(weight: PackedMatrix) -> Tensor:
+def byte_codes(weight: PackedTensor) -> Tensor:
     """Return the codes one a byte, uint8 [outputs, inputs]."""
     codes = weight.codes
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1) if weight.bits == 4 else codes
@@ -92,7 +92,7 @@ def bytes_of_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def packed_linear(
     x: Tensor,  # [M, K]
-    weight: PackedMatrix,  # [N, K]; a table of values has whole numbers
+    weight: PackedTensor,  # [N, K]; a table of values has whole numbers
     bias: Tensor | None,  # [N]
     out: Tensor,  # [M, N], contiguous
 ) -> None:

@@ -1,7 +1,8 @@
 """Plain counts about the code: `python -m tools.house` (part of `make lint`).
 
-Prints circles of imports, the median function, lines per package, and how far tests reach into private
-things. Lazy imports and imports for types alone count like any other. Exits with 1 when a bound is broken.
+Prints circles of imports, public classes that share a name, the median function, lines per package, and how far tests
+reach into private things. Lazy imports and imports for types alone count like any other. Exits with 1 when a bound is
+broken.
 """
 
 import ast
@@ -53,13 +54,14 @@ class Report:
     package_circles: list[list[str]] = field(default_factory=list)
     median_function: float = 0.0
     package_lines: Counter[str] = field(default_factory=Counter)
+    twin_classes: list[str] = field(default_factory=list)
     private_accesses: list[str] = field(default_factory=list)
     string_patches: list[str] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
         """Whether every bound holds."""
-        found = (self.file_circles, self.package_circles, self.private_accesses, self.string_patches)
+        found = (self.file_circles, self.package_circles, self.twin_classes, self.private_accesses, self.string_patches)
         return not any(found) and self.median_function <= MAX_MEDIAN_FUNCTION
 
 
@@ -152,6 +154,18 @@ def function_lengths(source: Source) -> Iterator[int]:
             yield length
 
 
+def twin_classes(files: Sequence[Source]) -> Iterator[str]:
+    """Names that several modules give to a public class, each with the places."""
+    places: dict[str, list[str]] = {}
+    for source in files:
+        for node in ast.parse(source.text).body:
+            if isinstance(node, ast.ClassDef) and not _is_private(node.name):
+                places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{name}: {', '.join(found)}"
+
+
 def private_accesses(source: Source) -> Iterator[str]:
     """Places where a test names something private in another object."""
     tree = ast.parse(source.text)
@@ -210,6 +224,7 @@ def inspect(files: Sequence[Source]) -> Report:
         package_circles=circles(package_graph(graph, packages)),
         median_function=statistics.median(length for s in shipped for length in function_lengths(s)),
         package_lines=lines,
+        twin_classes=list(twin_classes(shipped)),
         private_accesses=[place for source in tests for place in private_accesses(source)],
         string_patches=[place for source in tests for place in string_patches(source)],
     )
@@ -223,6 +238,7 @@ def show(report: Report) -> None:
     counted = (
         ("circles of packages", [" <-> ".join(circle) for circle in report.package_circles]),
         ("circles of files", [" <-> ".join(circle) for circle in report.file_circles]),
+        ("public classes of one name", report.twin_classes),
         ("private accesses in tests", report.private_accesses),
         ("string patches in tests", report.string_patches),
     )

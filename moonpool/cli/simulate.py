@@ -134,7 +134,7 @@ class Traced(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machines(Printed):
+class MachineOptions(Printed):
     """Options of experiments with a cluster."""
 
     profile: Profile = DEFAULT_PROFILE
@@ -152,7 +152,7 @@ class Machines(Printed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cluster(Traced, Machines):
+class ClusterOptions(Traced, MachineOptions):
     """Options of experiments that serve a trace with a cluster."""
 
     prefill: Prefill = 8
@@ -192,7 +192,7 @@ def _parse_capacity(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScaleOptions(Cluster):
+class ScaleOptions(ClusterOptions):
     """Options of `scale`."""
 
     kvstore: Kvstore = 1
@@ -214,13 +214,13 @@ def scale(options: ScaleOptions) -> None:
 
 @app.command()
 @verb
-def scheduling(options: Cluster) -> None:
+def scheduling(options: ClusterOptions) -> None:
     """Time to first token by how prefill instances are chosen: random, by load, by own cache, by all KV there is."""
     options.print(lambda say: serving.scheduling(options.config(), options.source(), say))
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaceOptions(Traced, Machines):
+class RaceOptions(Traced, MachineOptions):
     """Options of `race`."""
 
     policy: Annotated[
@@ -285,7 +285,7 @@ def replay(options: JournalReplayOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RatioOptions(Traced, Machines):
+class RatioOptions(Traced, MachineOptions):
     """Options of `ratio`."""
 
     instances: Annotated[int, typer.Option(min=3, help="Prefill and decode instances together.")] = 16
@@ -302,7 +302,7 @@ def ratio(options: RatioOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverloadOptions(Cluster):
+class OverloadOptions(ClusterOptions):
     """Options of `overload`."""
 
     rate: Rate = 3.0
@@ -342,7 +342,7 @@ def pipeline(options: PipelineOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolesOptions(Machines):
+class RolesOptions(MachineOptions):
     """Options of `roles`."""
 
     instances: Annotated[int, typer.Option("--machines", min=4, help="Prefill and decode instances together.")] = 8
@@ -366,7 +366,7 @@ def roles(options: RolesOptions) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConductorsOptions(Cluster):
+class ConductorsOptions(ClusterOptions):
     """Options of `conductors`."""
 
     kvstore: Kvstore = 2

@@ -17,7 +17,7 @@ from moonpool.models.layers import FeedForward, Linear, elementwise
 
 
 @dataclass(slots=True)
-class Experts:
+class MixtureOfExperts:
     """One layer's experts."""
 
     spec: ExpertsSpec

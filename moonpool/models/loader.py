@@ -41,7 +41,7 @@ from moonpool.families.spec import (
     RecurrentSpec,
 )
 from moonpool.models.dequantise import dequantise
-from moonpool.models.experts import Experts
+from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
@@ -481,11 +481,11 @@ class _LayerReader:
             self._linear(f"{prefix}down"),
         )
 
-    def _experts(self, spec: ExpertsSpec) -> Experts:
+    def _experts(self, spec: ExpertsSpec) -> MixtureOfExperts:
         one = replace(self._spec.feed_forward, inner=spec.inner, bias=spec.bias, experts=None)
         shared = replace(one, inner=spec.shared_inner, bias=False) if spec.shared_inner else None
         router_bias, correction = self._optional("router.bias"), self._optional("correction")
-        return Experts(
+        return MixtureOfExperts(
             spec,
             Linear(self._one("router.weight").float(), None if router_bias is None else router_bias.float()),
             None if correction is None else correction.float(),

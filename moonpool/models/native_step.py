@@ -22,7 +22,7 @@ from moonpool.checkpoint.config import ModelConfig
 from moonpool.errors import InvalidRequest
 from moonpool.families.spec import DecoderSpec
 from moonpool.models.batch import PackedBatch, logits_rows
-from moonpool.models.experts import Experts
+from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.layers import FeedForward, Linear
 from moonpool.models.weights import AttentionWeights, LayerWeights
 
@@ -232,7 +232,7 @@ def _layer_structure(weights: LayerWeights) -> structures.Layer:
     return layer
 
 
-def _experts_structure(weights: Experts) -> structures.Experts:
+def _experts_structure(weights: MixtureOfExperts) -> structures.Experts:
     spec, count = weights.spec, len(weights.experts)
     matrices = structures.Panels * count
     made = structures.Experts(

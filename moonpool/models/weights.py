@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moonpool.families.spec import LayerSpec
-from moonpool.models.experts import Experts
+from moonpool.models.experts import MixtureOfExperts
 from moonpool.models.layers import FeedForward, Linear, Norm
 from moonpool.models.recurrent import RecurrentWeights
 
@@ -58,7 +58,7 @@ class LayerWeights:
     attention: AttentionWeights | LatentWeights | RecurrentWeights
     attention_out_norm: Norm | None
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward | Experts
+    feed_forward: FeedForward | MixtureOfExperts
     feed_forward_out_norm: Norm | None
 
     @property

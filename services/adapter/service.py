@@ -157,7 +157,7 @@ ADAPTER_METRICS: tuple[Metric[Adapter], ...] = (
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class PrefillServicer:
+class AdapterPrefillServicer:
     """The engine as a prefill instance."""
 
     def __init__(self, adapter: Adapter, gauges: MetricSet, channels: Channels) -> None:
@@ -273,7 +273,7 @@ class AdapterServicer:
         return adapter_pb2.HandOverResponse()
 
 
-class DecodeServicer:
+class AdapterDecodeServicer:
     """The engine as a decode instance."""
 
     def __init__(self, adapter: Adapter, gauges: MetricSet) -> None:
@@ -411,8 +411,11 @@ async def serve(context: ProcessContext, config: AdapterConfig) -> None:
         metrics.watch(gauges)
         await stack.enter_async_context(metrics.served(config.metrics_listen))
         contracts = [
-            (prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], PrefillServicer(adapter, gauges, channels)),
-            (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], DecodeServicer(adapter, gauges)),
+            (
+                prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
+                AdapterPrefillServicer(adapter, gauges, channels),
+            ),
+            (decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], AdapterDecodeServicer(adapter, gauges)),
             (adapter_pb2.DESCRIPTOR.services_by_name["AdapterService"], AdapterServicer(adapter)),
         ]
         server = await stack.enter_async_context(serving(config.listen, contracts, security=security))

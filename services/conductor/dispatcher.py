@@ -24,7 +24,6 @@ from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import conductor_pb2, decode_pb2, kv_pb2, prefill_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 from moonpool.v1.prefill_pb2_grpc import PrefillServiceStub
-from services.conductor.client_stream import ClientStream, OutputQueue
 from services.conductor.core.events import (
     Action,
     AnnouncePlacement,
@@ -62,6 +61,7 @@ from services.conductor.core.router import ReplicatePrefix, StoreView
 from services.conductor.core.sessions import TellSession
 from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from services.conductor.explain import RequestReports
+from services.conductor.generate_stream import GenerateStream, OutputQueue
 from services.conductor.proto_conversion import (
     candidate_proto,
     error_of,
@@ -118,7 +118,7 @@ class Dispatcher:
         self._post = post
         self._clock = clock
         self._wall_clock = wall_clock
-        self._sessions: dict[int, ClientStream] = {}  # by the request's number at the core
+        self._sessions: dict[int, GenerateStream] = {}  # by the request's number at the core
         self._numbers = itertools.count(1)
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class Dispatcher:
 
     async def open(
         self, message: conductor_pb2.GenerateRequest, request_id: str, arrived: float, deadline: float
-    ) -> ClientStream:
+    ) -> GenerateStream:
         """Read a request, new or resumed, and hand the request to the core.
 
         If a resumed request's client has all tokens, the request does not go to the core: the session has the end.
@@ -147,7 +147,7 @@ class Dispatcher:
         request = await self._reader.read(message, served, request_id, arrived, deadline)
         resume, reports = request.resume, self._reports
         secret = world.random_bytes(SECRET_BYTES) if resume is None else resume.point.secret
-        session = ClientStream(
+        session = GenerateStream(
             request, served, secret, self._clock, self._wall_clock, reports.first_token, reports.delivered
         )
         if resume is not None:
@@ -175,12 +175,12 @@ class Dispatcher:
         finally:
             self.client_left(session, session.outgoing)
 
-    def client_left(self, session: ClientStream, outgoing: OutputQueue) -> None:
+    def client_left(self, session: GenerateStream, outgoing: OutputQueue) -> None:
         """The reader of these messages has left, or has all messages. Another call may have the request by now."""
         if session.spec.number in self._sessions and session.outgoing is outgoing:
             self._post(ClientGone(session.spec.number))
 
-    def rejoin(self, message: conductor_pb2.GenerateRequest, session: ClientStream) -> bool:
+    def rejoin(self, message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
         """Send a request's output to a client that has lost the connection and resumes; the earlier call ends.
 
         Returns:
@@ -257,7 +257,7 @@ class Dispatcher:
                 self._calls.leave(io)
 
     def _update(
-        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, session: ClientStream
+        self, action: AnnouncePlacement | Rehash | CompleteRequest | FailRequest | DropRequest, session: GenerateStream
     ) -> None:
         """The core has placed, rehashed or ended a request."""
         request_id = session.spec.id
@@ -298,8 +298,8 @@ class Dispatcher:
         self._reports.ended(session)
         del self._sessions[action.request]
 
-    def _take_back(self, session: ClientStream) -> bool:
-        """Whether a sequence that another conductor has taken over is taken back; see `ClientStream.take_back`."""
+    def _take_back(self, session: GenerateStream) -> bool:
+        """Whether a sequence that another conductor has taken over is taken back; see `GenerateStream.take_back`."""
         if not session.take_back(next(self._numbers)):
             return False
         log.warning("taking a sequence back", request=session.spec.id, resumes=session.resumes)
@@ -307,7 +307,7 @@ class Dispatcher:
         self._post(RequestArrived(session.spec, session.reusable_keys))
         return True
 
-    def _end_after_defect(self, action: Action, session: ClientStream) -> None:
+    def _end_after_defect(self, action: Action, session: GenerateStream) -> None:
         failure = Failure(FailureKind.INTERNAL, "a defect: the conductor cannot serve this request")
         if isinstance(action, CompleteRequest | FailRequest | DropRequest):  # the core has ended the request
             self._sessions.pop(action.request, None)
@@ -375,11 +375,11 @@ class InstanceCalls:
 
     # --- unary and prefill calls ------------------------------------------------------------------------------------
 
-    def reserve(self, order: CallReserve, session: ClientStream) -> None:
+    def reserve(self, order: CallReserve, session: GenerateStream) -> None:
         """Reserve blocks at a decode instance."""
         self._run(order.io, lambda: self._reserve_request(order, session), partial(self._reserve, order, session))
 
-    def _reserve_request(self, order: CallReserve, session: ClientStream) -> decode_pb2.ReserveRequest:
+    def _reserve_request(self, order: CallReserve, session: GenerateStream) -> decode_pb2.ReserveRequest:
         request = decode_pb2.ReserveRequest(
             sequence=session.sequence_spec(order.sequence), tbt_slo_s=order.tbt_slo_s, starts_in_s=order.starts_in_s
         )
@@ -393,7 +393,7 @@ class InstanceCalls:
         return request
 
     async def _reserve(
-        self, order: CallReserve, session: ClientStream, request: decode_pb2.ReserveRequest
+        self, order: CallReserve, session: GenerateStream, request: decode_pb2.ReserveRequest
     ) -> CallResult:
         decode = self._find(order.decode)
         if decode is None or decode.incarnation != order.incarnation:
@@ -402,12 +402,12 @@ class InstanceCalls:
         response = await stub.Reserve(request, timeout=self._reserve_limit_s)
         return reserve_granted(response)
 
-    def prefill(self, order: CallPrefill, session: ClientStream) -> None:
+    def prefill(self, order: CallPrefill, session: GenerateStream) -> None:
         """Compute a prompt at a prefill instance."""
         self._run(order.io, lambda: self._prefill_request(order, session), partial(self._prefill, order, session))
 
     async def _prefill(
-        self, order: CallPrefill, session: ClientStream, request: prefill_pb2.PrefillRequest
+        self, order: CallPrefill, session: GenerateStream, request: prefill_pb2.PrefillRequest
     ) -> CallResult:
         prefill = self._find(order.plan.prefill.id)
         if prefill is None or prefill.incarnation != order.incarnation:
@@ -440,7 +440,7 @@ class InstanceCalls:
     def _first_tokens(
         self,
         io: int,
-        session: ClientStream,
+        session: GenerateStream,
         request: prefill_pb2.PrefillRequest,
         first: prefill_pb2.FirstToken,
         lasted_s: float,
@@ -451,7 +451,7 @@ class InstanceCalls:
         known = 0 < before == session.tokens
         self._post(FirstToken(io, how, finish, known))
 
-    def _prefill_request(self, order: CallPrefill, session: ClientStream) -> prefill_pb2.PrefillRequest:
+    def _prefill_request(self, order: CallPrefill, session: GenerateStream) -> prefill_pb2.PrefillRequest:
         request = prefill_pb2.PrefillRequest(
             sequence=session.sequence_spec(order.sequence),
             max_queue_s=order.max_queue_s,
@@ -498,7 +498,7 @@ class InstanceCalls:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def start(self, order: StartDecode, session: ClientStream) -> None:
+    def start(self, order: StartDecode, session: GenerateStream) -> None:
         """Start a sequence at decode and subscribe to the sequence."""
         steps, subscription = self._subscribe(order, session)
         gather = session.request.whole and not session.request.stops  # stop strings are found here, token by token
@@ -514,7 +514,7 @@ class InstanceCalls:
         steps.start(order.sequence, target, tokens, scores, logprobs, known, gather=gather)
         subscription.stop_complete()
 
-    def take_over(self, order: TakeOverSequence, session: ClientStream) -> None:
+    def take_over(self, order: TakeOverSequence, session: GenerateStream) -> None:
         """Take another conductor's sequence over at decode, and subscribe to the sequence."""
         decode = self._find(order.target.decode)
         if decode is None or decode.incarnation != order.target.incarnation:
@@ -542,7 +542,7 @@ class InstanceCalls:
         subscription.stop_complete()
 
     def _subscribe(
-        self, order: StartDecode | TakeOverSequence, session: ClientStream
+        self, order: StartDecode | TakeOverSequence, session: GenerateStream
     ) -> tuple[StepsStream, SequenceSubscription]:
         steps = self._steps.get(reserved_instance_proto(order.target))
         self._sequences[order.io] = order, steps
@@ -612,7 +612,7 @@ class SequenceSubscription:
         self,
         io: int,
         sequence: str,
-        session: ClientStream,
+        session: GenerateStream,
         post: Callable[[Event], None],
         end: Callable[..., None],
         stop: Callable[[int], None],
@@ -663,7 +663,7 @@ class SequenceSubscription:
         self._end(failure_of(error), cancel=False)
 
 
-def end_after_defect(session: ClientStream, post: Callable[[Event], None]) -> None:
+def end_after_defect(session: GenerateStream, post: Callable[[Event], None]) -> None:
     """End only the request whose tokens met a defect (the exception being handled).
 
     The request is not placed again: which of the tokens were taken is not certain.

@@ -22,9 +22,9 @@ from moonpool.errors import ConfigError, NotFound
 from moonpool.telemetry.logs import get_logger
 from moonpool.telemetry.prometheus import PrometheusMetrics
 from moonpool.v1 import conductor_pb2
-from services.conductor.client_stream import ClientStream
 from services.conductor.core.hindsight import Hindsight
 from services.conductor.core.scheduler import RequestScheduler
+from services.conductor.generate_stream import GenerateStream
 from services.conductor.placement.base import PrefillChoice
 from services.conductor.proto_conversion import candidate_proto
 from services.conductor.request import ValidRequest
@@ -147,13 +147,13 @@ class PredictionMetrics:
         self._ttft = metrics.histogram("ttft_over_predicted", f"Time to first token, {ratio}", RATIO_BUCKETS)
         self._tpot = metrics.histogram("tpot_over_predicted", f"Time per output token, {ratio}", RATIO_BUCKETS)
 
-    def first_token(self, session: ClientStream) -> None:
+    def first_token(self, session: GenerateStream) -> None:
         """Observe the time to first token."""
         predicted_s = session.placement.predicted_ttft_s
         if session.placements == 1 and predicted_s > 0:
             self._ttft.observe(session.ttft_s / predicted_s)
 
-    def complete(self, session: ClientStream) -> None:
+    def complete(self, session: GenerateStream) -> None:
         """Observe the mean time between tokens, if there are two tokens."""
         predicted_s, measured_s = session.placement.predicted_tpot_s, session.tpot_s
         if session.placements == 1 and predicted_s > 0 and measured_s > 0:
@@ -469,18 +469,18 @@ class RequestReports:
     recording: TraceRecording | None
     hindsight: Hindsight
 
-    def opened(self, session: ClientStream) -> None:
+    def opened(self, session: GenerateStream) -> None:
         """The core gets a request."""
         if self.recording is not None and session.request.resume is None:
             self.recording.opened(session.request)
 
-    def first_token(self, session: ClientStream) -> None:
+    def first_token(self, session: GenerateStream) -> None:
         """The first new token has come."""
         self.decisions.first_token(session.spec.id, session.ttft_s, session.transport)
         if not session.spec.deferred:  # their first tokens come with the last ones
             self.predictions.first_token(session)
 
-    def delivered(self, session: ClientStream) -> None:
+    def delivered(self, session: GenerateStream) -> None:
         """The KV has arrived at decode: a short answer may have ended before."""
         if self.decisions.has_ended(session.spec.id):
             self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
@@ -491,23 +491,23 @@ class RequestReports:
         self.decisions.refused(request_id, tenant, reason, candidates)
         self.recent.add_refused(request_id, tenant, reason)
 
-    def completed(self, session: ClientStream) -> None:
+    def completed(self, session: GenerateStream) -> None:
         """The request is answered; `ended` follows."""
         self.decisions.complete(session.spec.id, session.tpot_s)
         self.predictions.complete(session)
         self.recent.add(session.spec.id, session.timeline(over=True))
 
-    def failed(self, session: ClientStream, reason: str) -> None:
+    def failed(self, session: GenerateStream, reason: str) -> None:
         """The request has no whole answer, and was neither refused nor cancelled; `ended` follows."""
         self.decisions.unanswered(session.spec.id, failed=reason)
         self.recent.add_unanswered(session.spec.id, session.timeline(over=True), failed=reason)
 
-    def cancelled(self, session: ClientStream) -> None:
+    def cancelled(self, session: GenerateStream) -> None:
         """The client stopped the request, or left, before the answer was whole; `ended` follows."""
         self.decisions.unanswered(session.spec.id, cancelled=True)
         self.recent.add_unanswered(session.spec.id, session.timeline(over=True), cancelled=True)
 
-    def ended(self, session: ClientStream) -> None:
+    def ended(self, session: GenerateStream) -> None:
         """The core has ended the request."""
         self.decisions.ended(session.spec.id, session.timeline(over=True), session.attempts)
         self.decisions.regretted(session.spec.id, session.number, self.hindsight)

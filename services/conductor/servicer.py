@@ -22,12 +22,12 @@ from moonpool.scheduling.fair_share import may_admit
 from moonpool.telemetry.metrics import PROCESS_METRICS, Metric, MetricSet, counter
 from moonpool.telemetry.spans import Recorder
 from moonpool.v1 import conductor_pb2, kv_pb2
-from services.conductor.client_stream import ClientStream
 from services.conductor.config import ConductorConfig
 from services.conductor.core.scheduler import ConductorCore
 from services.conductor.deletion import KVDeletions
 from services.conductor.dispatcher import Dispatcher
 from services.conductor.explain import RequestReports, queue_state
+from services.conductor.generate_stream import GenerateStream
 from services.conductor.registry import ClusterMembers, JoinServer
 from services.conductor.request import session_from_proto, weight_of
 
@@ -114,7 +114,7 @@ class _OpenCall:
     """
 
     message: conductor_pb2.GenerateRequest
-    session: ClientStream | None = None
+    session: GenerateStream | None = None
     limit: asyncio.Timeout | None = None
 
     def repeats(self, earlier: _OpenCall) -> bool:
@@ -224,7 +224,7 @@ class ConductorServicer:
         if not self._calls:
             self._idle.set()
 
-    async def _send(self, call: _OpenCall, session: ClientStream, deadline: float, context: _GenerateContext) -> None:
+    async def _send(self, call: _OpenCall, session: GenerateStream, deadline: float, context: _GenerateContext) -> None:
         """Send a client all messages for the request, or until another call replaces this call."""
         outgoing = session.outgoing
         try:
@@ -480,7 +480,7 @@ CONDUCTOR_METRICS: tuple[Metric[ConductorServicer], ...] = (
 )
 
 
-def _resumes(message: conductor_pb2.GenerateRequest, session: ClientStream) -> bool:
+def _resumes(message: conductor_pb2.GenerateRequest, session: GenerateStream) -> bool:
     """Whether the request's own client resumes the request, before the lost connection was noticed here."""
     if not message.HasField("resume"):
         return False

@@ -30,10 +30,10 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.latency_model import LinkRead
 from services.conductor.core.request import (
-    Attempt,
     DecodePhase,
     PrefillPhase,
     RequestState,
+    ScheduledAttempt,
     ScheduledRequest,
     TimerKey,
     TimerKind,
@@ -211,11 +211,11 @@ class AttemptCalls:
         """Requests whose attempts have, or had, a part at an instance, by number."""
         return sorted(self._requests_at.get(instance, ()))
 
-    def _take_part(self, request: ScheduledRequest, attempt: Attempt, instance: str) -> None:
+    def _take_part(self, request: ScheduledRequest, attempt: ScheduledAttempt, instance: str) -> None:
         attempt.instances.append(instance)
         self._requests_at.setdefault(instance, {})[request.spec.number] = None
 
-    def _leave(self, request: ScheduledRequest, attempt: Attempt) -> None:
+    def _leave(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         for instance in dict.fromkeys(attempt.instances):
             there = self._requests_at[instance]
             del there[request.spec.number]
@@ -226,18 +226,18 @@ class AttemptCalls:
 
     def begin(
         self, request: ScheduledRequest, decision: RoutingDecision, candidates: list[DecodeChoice], now: float
-    ) -> Attempt:
+    ) -> ScheduledAttempt:
         """Begins an attempt: from now on the prompt counts at the prefill instance."""
         sequence, request.attempts = request.next_sequence, request.attempts + 1
         incarnation = self._cluster.incarnation(decision.prefill.id)
         claim = self._claim_prefill(request, decision, now)
-        attempt = request.attempt = Attempt(sequence, decision, incarnation, candidates, claim, begun=now)
+        attempt = request.attempt = ScheduledAttempt(sequence, decision, incarnation, candidates, claim, begun=now)
         request.enter(RequestState.PLACED)
         self._take_part(request, attempt, decision.prefill.id)
         return attempt
 
     def replace_decision(
-        self, request: ScheduledRequest, attempt: Attempt, decision: RoutingDecision, now: float
+        self, request: ScheduledRequest, attempt: ScheduledAttempt, decision: RoutingDecision, now: float
     ) -> None:
         """Places the prompt at another prefill instance; the reservation at decode stays."""
         attempt.decision, attempt.begun = decision, now
@@ -255,14 +255,14 @@ class AttemptCalls:
         self._cluster.prefills.in_flight.placed(claim, best.id, request.keys)
         return claim
 
-    def _release_prefill(self, attempt: Attempt, now: float) -> None:
+    def _release_prefill(self, attempt: ScheduledAttempt, now: float) -> None:
         if attempt.prefill_claim:
             self._cluster.release(attempt.prefill_claim, now)
             attempt.prefill_claim = 0
 
     # --- decode memory ----------------------------------------------------------------------------------------------
 
-    def reserve(self, request: ScheduledRequest, attempt: Attempt, now: float) -> bool:
+    def reserve(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> bool:
         """Asks the next decode instance for memory, unless an answer is waited for.
 
         Returns:
@@ -278,7 +278,9 @@ class AttemptCalls:
             self._call_reserve(request, attempt, attempt.decode_candidates.pop(0), now)
         return True
 
-    def _call_reserve(self, request: ScheduledRequest, attempt: Attempt, choice: DecodeChoice, now: float) -> None:
+    def _call_reserve(
+        self, request: ScheduledRequest, attempt: ScheduledAttempt, choice: DecodeChoice, now: float
+    ) -> None:
         spec, decision = request.spec, attempt.decision
         demand, begins_at = decision.demand, now + decision.prefill.ttft_s
         answer = PlacedAnswer(
@@ -308,7 +310,7 @@ class AttemptCalls:
             )
         )
 
-    def reserve_overdue(self, request: ScheduledRequest, attempt: Attempt) -> None:
+    def reserve_overdue(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """A `CallReserve` takes too long: another instance may be asked meanwhile."""
         call = self.open.get(attempt.pending_reserve)
         assert call is not None
@@ -317,7 +319,7 @@ class AttemptCalls:
         attempt.failed = Failure(FailureKind.UNAVAILABLE, f"{call.instance} did not answer in time")
         request.suspect(call.instance)
 
-    def instance_lost(self, attempt: Attempt, instance: str, incarnation: int, failure: Failure) -> bool:
+    def instance_lost(self, attempt: ScheduledAttempt, instance: str, incarnation: int, failure: Failure) -> bool:
         """Drops what a lost instance may still promise. Returns whether the instance was asked for memory."""
         calls = (attempt.pending_reserve, *attempt.overdue_reserves)
         lost = [
@@ -362,14 +364,14 @@ class AttemptCalls:
         self.renew(call.request, attempt, now)
         return True
 
-    def renew(self, number: int, attempt: Attempt, now: float) -> None:
+    def renew(self, number: int, attempt: ScheduledAttempt, now: float) -> None:
         """Renews a request's reservation, now and within the lease again."""
         if attempt.reservation is not None and attempt.decode_phase is DecodePhase.RESERVED:
             self._actions.append(RenewSession(attempt.reservation))
             if attempt.lease_s > 0:
                 self._timers.set((TimerKind.RENEWAL, number), now + attempt.lease_s / RENEWALS)
 
-    def lose_reservation(self, attempt: Attempt, now: float) -> None:
+    def lose_reservation(self, attempt: ScheduledAttempt, now: float) -> None:
         """The reservation is given up, or the decode instance is lost, before the sequence was started."""
         attempt.enter_decode(DecodePhase.ENDED)
         self._cluster.release(attempt.decode_claim, now)
@@ -377,7 +379,7 @@ class AttemptCalls:
 
     # --- prefill ----------------------------------------------------------------------------------------------------
 
-    def call_prefill(self, request: ScheduledRequest, attempt: Attempt, now: float) -> None:
+    def call_prefill(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> None:
         """Calls the prefill instance."""
         decision, number = attempt.decision, request.spec.number
         attempt.max_queue_s = self.stale_check.max_queue_s(decision, attempt.stale_answers, now)
@@ -396,20 +398,20 @@ class AttemptCalls:
             )
         )
 
-    def prefill_accepted(self, attempt: Attempt, taken: int) -> None:
+    def prefill_accepted(self, attempt: ScheduledAttempt, taken: int) -> None:
         """The prefill instance has the prompt in the queue, as the `taken`-th."""
         attempt.max_queue_s = None
         if attempt.prefill_claim:
             self._cluster.acknowledged(attempt.prefill_claim, taken)
 
-    def prefill_refused(self, attempt: Attempt, instance: str, stale: StalePlacement, now: float) -> None:
+    def prefill_refused(self, attempt: ScheduledAttempt, instance: str, stale: StalePlacement, now: float) -> None:
         """The prefill instance has not taken the prompt: the queue is longer than predicted."""
         self._release_prefill(attempt, now)
         attempt.enter_prefill(PrefillPhase.NOT_CALLED)
         attempt.stale_answers += 1
         self.stale_check.answered(instance, stale, now)
 
-    def first_token(self, attempt: Attempt, now: float) -> None:
+    def first_token(self, attempt: ScheduledAttempt, now: float) -> None:
         """The prefill instance has given the first token: the prompt counts there no more."""
         attempt.enter_prefill(PrefillPhase.FIRST_TOKEN)
         attempt.first_token_at = now
@@ -419,7 +421,7 @@ class AttemptCalls:
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
-    def start_sequence(self, request: ScheduledRequest, attempt: Attempt, *, compute: bool = False) -> None:
+    def start_sequence(self, request: ScheduledRequest, attempt: ScheduledAttempt, *, compute: bool = False) -> None:
         """Starts the sequence at decode; the start call holds the reserved memory from now on."""
         target, number = attempt.reservation, request.spec.number
         assert target is not None
@@ -431,7 +433,7 @@ class AttemptCalls:
         self._timers.clear((TimerKind.RENEWAL, number))
         self._actions.append(StartDecode(attempt.sequence_io, number, attempt.sequence, target, compute))
 
-    def compute_at_decode(self, request: ScheduledRequest, attempt: Attempt, now: float) -> None:
+    def compute_at_decode(self, request: ScheduledRequest, attempt: ScheduledAttempt, now: float) -> None:
         """Starts the sequence at decode, which computes the rest of the prompt: prefill is not called."""
         self._release_prefill(attempt, now)
         attempt.enter_prefill(PrefillPhase.ENDED)
@@ -460,7 +462,7 @@ class AttemptCalls:
 
     # --- forecasts --------------------------------------------------------------------------------------------------
 
-    def forecast_tpot(self, request: ScheduledRequest, attempt: Attempt) -> None:
+    def forecast_tpot(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Notes the forecast of the time per output token at the reserved instance."""
         target = attempt.reservation
         decode = self._cluster.decodes.get(target.decode) if target is not None else None
@@ -555,7 +557,7 @@ class AttemptCalls:
                 assert call.request == request.spec.number
         assert {(instance, number) for instance, there in self._requests_at.items() for number in there} == parts
 
-    def _check_attempt(self, request: ScheduledRequest, attempt: Attempt) -> None:
+    def _check_attempt(self, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Asserts that an attempt's phases have their calls and claims, and that the attempt waits for something."""
         prefill, decode, calls = attempt.prefill_phase, attempt.decode_phase, self.open
         assert (prefill in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED)) == bool(attempt.prefill_claim)

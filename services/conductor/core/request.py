@@ -200,7 +200,7 @@ REQUEST_TIMERS = (
 
 
 @dataclass(slots=True)
-class Attempt:
+class ScheduledAttempt:
     """One placement of a request, and the calls that carry the placement out.
 
     Attributes:
@@ -314,7 +314,7 @@ class ScheduledRequest:
     attempts: int = 0
     failures: FailureSeries = field(default_factory=FailureSeries)
     suspects: list[str] = field(default_factory=list)
-    attempt: Attempt | None = None
+    attempt: ScheduledAttempt | None = None
     followed_call: int = 0
     stays_until: float = 0.0
     reserves: int = 0
@@ -353,7 +353,7 @@ class ScheduledRequest:
         fence = f"{resumed.fence}.{number}" if resumed is not None else str(number)
         return f"{self.spec.id}{ATTEMPT_MARK}{fence}" if number or resumed is not None else self.spec.id
 
-    def attempt_as(self, sequence: str) -> Attempt | None:
+    def attempt_as(self, sequence: str) -> ScheduledAttempt | None:
         """The current attempt if engines see the attempt under this id; None if the id is an earlier attempt's."""
         attempt = self.attempt
         return attempt if attempt is not None and attempt.sequence == sequence else None

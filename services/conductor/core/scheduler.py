@@ -57,10 +57,10 @@ from services.conductor.core.events import (
 from services.conductor.core.latency_model import MemoryNeed, expected_blocks, step_load_s
 from services.conductor.core.request import (
     REQUEST_TIMERS,
-    Attempt,
     DecodePhase,
     PrefillPhase,
     RequestState,
+    ScheduledAttempt,
     ScheduledRequest,
     TimerKey,
     TimerKind,
@@ -282,7 +282,7 @@ class RequestScheduler:
         return (call.instance, call.incarnation) if call is not None else None
 
     def _attempt_lost(
-        self, now: float, request: ScheduledRequest, attempt: Attempt, left: InstanceLeft, failure: Failure
+        self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, left: InstanceLeft, failure: Failure
     ) -> None:
         """An instance is lost on which an attempt may have something."""
         instance, target = left.instance, attempt.reservation
@@ -298,7 +298,7 @@ class RequestScheduler:
             request.suspect(instance)
             self._reserve(now, request, attempt)
 
-    def _prefill_lost(self, now: float, request: ScheduledRequest, attempt: Attempt, failure: Failure) -> None:
+    def _prefill_lost(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, failure: Failure) -> None:
         """Gives the prefill call up. Decode continues if all KV is there."""
         if attempt.prefill_phase in (PrefillPhase.NOT_CALLED, PrefillPhase.CALLED):
             self._attempt_failed(now, request, failure, [attempt.decision.prefill.id])
@@ -392,7 +392,7 @@ class RequestScheduler:
         free = [choice for choice in decodes if self.memory_queue.is_free_to(choice.id, key)]
         return [choice for choice in free if first or fits(choice)][:MAX_CANDIDATES]
 
-    def _reserve(self, now: float, request: ScheduledRequest, attempt: Attempt) -> None:
+    def _reserve(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Asks the next decode instance for memory; after the last one the request waits or fails."""
         if self._calls.reserve(request, attempt, now):
             return
@@ -409,7 +409,7 @@ class RequestScheduler:
         else:
             self._none_asked(now, request, failed)
 
-    def _placed(self, now: float, request: ScheduledRequest, attempt: Attempt) -> None:
+    def _placed(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """The attempt has instances: prefill is called, or decode computes the missing part."""
         decision, number, target = attempt.decision, request.spec.number, attempt.reservation
         if decision.at_decode and target is not None and target.held_blocks != decision.prefill.used_blocks:
@@ -440,7 +440,7 @@ class RequestScheduler:
         else:
             self._calls.call_prefill(request, attempt, now)
 
-    def _replace_prefill(self, now: float, request: ScheduledRequest, attempt: Attempt) -> None:
+    def _replace_prefill(self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt) -> None:
         """Finds another prefill instance, as the first one's queue was longer than predicted.
 
         The reservation at decode stays. The request can no longer be refused early: the client knows a placement.
@@ -605,7 +605,9 @@ class RequestScheduler:
                     self._cluster.answer_grew(call.claim, request.tokens + event.count, now)
                 self._tokens_arrived(now, request, attempt, event)
 
-    def _first_token(self, now: float, request: ScheduledRequest, attempt: Attempt | None, event: FirstToken) -> None:
+    def _first_token(
+        self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: FirstToken
+    ) -> None:
         """Starts decode with the token. A token of an attempt that has ended counts, too."""
         request.grow(not event.known and not request.spec.deferred)
         if attempt is not None:
@@ -621,7 +623,9 @@ class RequestScheduler:
         elif attempt is not None and attempt.decode_phase is DecodePhase.RESERVED:
             self._calls.start_sequence(request, attempt)
 
-    def _learn(self, now: float, request: ScheduledRequest, attempt: Attempt, how: PrefillMeasurements) -> None:
+    def _learn(
+        self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, how: PrefillMeasurements
+    ) -> None:
         overhead_s = now - attempt.begun - how.there_s
         self._cluster.first_token(
             attempt.decision, how.computed_tokens, how.there_s, overhead_s, now, overtaken=attempt.overtaken
@@ -632,7 +636,7 @@ class RequestScheduler:
             self._cluster.forget(store, [key], attempt.decision.index_version)
 
     def _tokens_arrived(
-        self, now: float, request: ScheduledRequest, attempt: Attempt | None, event: TokensArrived
+        self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: TokensArrived
     ) -> None:
         request.grow(event.count)
         self._lengths.grew(request.spec.number, request.tokens)
@@ -688,7 +692,9 @@ class RequestScheduler:
                 self._reserve_refused(request, attempt, call, result)
             self._reserve(now, request, attempt)
 
-    def _reserve_refused(self, request: ScheduledRequest, attempt: Attempt, call: OpenCall, result: CallResult) -> None:
+    def _reserve_refused(
+        self, request: ScheduledRequest, attempt: ScheduledAttempt, call: OpenCall, result: CallResult
+    ) -> None:
         """Notes why an instance reserved nothing: full, too slow, or unreachable."""
         if isinstance(result, Failure) and result.kind is FailureKind.OVERLOADED:
             attempt.full = result
@@ -700,7 +706,9 @@ class RequestScheduler:
         attempt.failed = result if isinstance(result, Failure) else restarted
         request.suspect(call.instance)
 
-    def _prefill_ended(self, now: float, request: ScheduledRequest, attempt: Attempt, failure: Failure | None) -> None:
+    def _prefill_ended(
+        self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, failure: Failure | None
+    ) -> None:
         """A prefill call has ended, which matters only until decode has all KV."""
         before, prefill = attempt.prefill_phase, attempt.decision.prefill.id
         if before is PrefillPhase.ENDED:
@@ -720,7 +728,9 @@ class RequestScheduler:
         """Prefill is lost and may have sent all KV: decode begins, or says that decode cannot."""
         self._timers.set((TimerKind.DELIVERY, request.spec.number), now + DELIVERY_TIMEOUT_S)
 
-    def _sequence_ended(self, now: float, request: ScheduledRequest, attempt: Attempt, failure: Failure | None) -> None:
+    def _sequence_ended(
+        self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, failure: Failure | None
+    ) -> None:
         assert attempt.reservation is not None
         decode = attempt.reservation.decode
         blamed = attempt.decision.prefill.id if attempt.delivery_unknown else decode

@@ -21,7 +21,7 @@ LOAD_SLACK = 4.0
 
 
 @frozen
-class StoredPrefix:
+class StoredCopy:
     """A kvstore, and the leading blocks of a sequence believed to be there."""
 
     store: int
@@ -109,11 +109,11 @@ class StoredBlocks:
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
-    def source(self, request: DecodeRequest) -> StoredPrefix | None:
+    def source(self, request: DecodeRequest) -> StoredCopy | None:
         """The kvstore that holds most; None if the request has no kvstore."""
         stored = request.sequences[0].stored
         most = max(stored, default=None)
-        return None if most is None else StoredPrefix(stored.index(most), most)
+        return None if most is None else StoredCopy(stored.index(most), most)
 
     def restore_s(self, request: DecodeRequest) -> float:
         """Predicted seconds of loading what the stores hold and computing the rest; without a store, of computing."""
@@ -178,7 +178,7 @@ class StoredBlocks:
         """Seconds of loading alone. A load that waits for the link does not delay the batch; a chunk does."""
         return load_seconds(self._state.tracker.speeds, self._settings.moved_bytes(blocks))
 
-    def _pays(self, request: DecodeRequest, held: int, source: StoredPrefix) -> bool:
+    def _pays(self, request: DecodeRequest, held: int, source: StoredCopy) -> bool:
         mode = self._settings.preemption
         if request.preemption.recompute or mode not in (Preemption.AUTO, Preemption.STORE):
             return False

@@ -12,7 +12,6 @@ from moonpool.errors import Internal
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.state_machine import IoEnded
 from moonpool.v1 import kv_pb2
-from services.conductor.client_stream import OutputQueue
 from services.conductor.core.events import (
     AnnouncePlacement,
     CompleteRequest,
@@ -24,6 +23,7 @@ from services.conductor.core.events import (
 )
 from services.conductor.decode_streams import NewTokens
 from services.conductor.dispatcher import InstanceCalls, SequenceSubscription
+from services.conductor.generate_stream import OutputQueue
 
 from .fakes import decode, expected, prefill
 from .logprobs import told

@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.errors import Unavailable
 from moonpool.v1 import conductor_pb2
-from services.conductor.client_stream import OutputQueue
+from services.conductor.generate_stream import OutputQueue
 
 
 def delta(position: int, *tokens: int, text: str = "") -> conductor_pb2.TokenDelta:

@@ -1,4 +1,4 @@
-"""`tools.house` counts what it says: circles, functions, private accesses, string patches."""
+"""`tools.house` counts circles, functions, classes of one name, private accesses and string patches."""
 
 from tools.house import (
     Source,
@@ -9,6 +9,7 @@ from tools.house import (
     package_graph,
     private_accesses,
     string_patches,
+    twin_classes,
 )
 
 
@@ -96,6 +97,15 @@ def test_patches_by_dotted_path_are_found() -> None:
         'monkeypatch.setenv("A.B", "1")\n'
     )
     assert [place.split(":")[1] for place in string_patches(source("tests/a.py", text))] == ["1", "2", "3"]
+
+
+def test_public_classes_of_one_name_are_found() -> None:
+    files = [
+        source("moonpool/a.py", "class Pool: ...\nclass _Own: ...\ndef f() -> None:\n    class Inner: ...\n"),
+        source("services/b.py", "class _Own: ...\nclass Inner: ...\n\nclass Pool(Inner): ...\n"),
+    ]
+    assert list(twin_classes(files)) == ["Pool: moonpool/a.py:1, services/b.py:4"]
+    assert not inspect(files).is_good
 
 
 def test_a_bound_that_is_broken_is_reported() -> None:

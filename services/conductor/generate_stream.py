@@ -292,7 +292,7 @@ class OutputQueue:
             self._changed.set()
 
 
-class ClientStream:
+class GenerateStream:
     """The shell's only record about one request, from reading to end.
 
     Attributes:
@@ -320,8 +320,8 @@ class ClientStream:
         secret: bytes,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        on_first_token: Callable[[ClientStream], None],
-        on_delivered: Callable[[ClientStream], None],
+        on_first_token: Callable[[GenerateStream], None],
+        on_delivered: Callable[[GenerateStream], None],
     ) -> None:
         """A request without output.
 
