@@ -110,7 +110,7 @@ def response_store(config: GatewayConfig) -> Iterator[ResponseStore]:
     Raises:
         ConfigError: the file of the store is wrong.
     """
-    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s)
+    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s, config.max_body_bytes)
     with world.thread_pool(1, "responses") as threads:
         store = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
         try:

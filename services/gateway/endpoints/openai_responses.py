@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from typing import Any, ClassVar, Literal
@@ -37,6 +37,7 @@ from services.gateway.serving.background_responses import EventLog, EventLogResp
 from services.gateway.serving.errors import ErrorResponse, HttpError, error_response
 from services.gateway.serving.generation import GenerationResponse, ResponseFormatter, to_nobody
 from services.gateway.serving.json_body import (
+    CLEANUP,
     Body,
     FailFastList,
     Integer,
@@ -451,10 +452,11 @@ class ResponsesTurn:
 
         Raises:
             HttpError: a response or the conversation is not stored; names the field.
-            InvalidRequest: an item is not stored; names the item.
+            InvalidRequest: an item is not stored, or the items are too many or too large; names the field.
         """
-        body, tenant, past, given = checked.body, checked.caller.tenant, list[Item](), []
+        body, tenant, past = checked.body, checked.caller.tenant, list[Item]()
         store = gateway.responses
+        kind = "previous_response_id" if body.previous_response_id else "conversation"
         try:
             if body.previous_response_id:
                 before = await store.get(tenant, body.previous_response_id)
@@ -464,16 +466,14 @@ class ResponsesTurn:
             elif body.conversation_id:
                 past = await store.items(tenant, body.conversation_id)
         except NotFound as error:
-            kind = "previous_response_id" if body.previous_response_id else "conversation"
             code = f"{kind.removesuffix('_id')}_not_found"
             status = HTTPStatus.BAD_REQUEST if body.previous_response_id else HTTPStatus.NOT_FOUND
             raise HttpError(status, code, str(error), parameter=kind) from None
-        for index, item in enumerate(body.items()):
-            try:
-                given.append(item if item.type != "item_reference" else await _referenced(store, tenant, item.id or ""))
-            except NotFound as error:
-                raise InvalidRequest(f"input.{index}.id", str(error)) from None
-        known = [ResponsesItem.model_validate(item) for item in past]
+        except InvalidRequest as error:
+            raise InvalidRequest(error.field or kind, error.message) from None
+        given = body.items()
+        known = await asyncio.to_thread(lambda: [ResponsesItem.model_validate(item) for item in past])
+        await _resolve(store, tenant, given)
         return cls(store, gateway.pins, tenant, checked.request_id, body, known, given)
 
     @property
@@ -534,8 +534,22 @@ def _without_output(response: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in response.items() if name != "output"}
 
 
-async def _referenced(store: ResponseStore, tenant: str, item_id: str) -> ResponsesItem:
-    return ResponsesItem.model_validate(await store.find_item(tenant, item_id))
+async def _resolve(store: ResponseStore, tenant: str, items: list[ResponsesItem]) -> None:
+    """Puts stored items in the place of references to them.
+
+    Raises:
+        InvalidRequest: an item is not stored, or the items are too many or too large; names the field.
+    """
+    places = [place for place, item in enumerate(items) if item.type == "item_reference"]
+    names = [items[place].id or "" for place in places]
+    try:
+        found = await store.find_items(tenant, names) if names else []
+    except InvalidRequest as error:
+        raise InvalidRequest("input", error.message) from None
+    for place, name, item in zip(places, names, found, strict=True):
+        if item is None:
+            raise InvalidRequest(f"input.{place}.id", store.missing(name))
+        items[place] = ResponsesItem.model_validate(item)
 
 
 async def responses(gateway: GatewayContext, request: Request) -> Response | GenerationResponse | EventLogResponse:
@@ -562,9 +576,8 @@ async def responses(gateway: GatewayContext, request: Request) -> Response | Gen
         EventLog() if body.stream else None,
     )
     job.on_placed = waiting.placed
-    await waiting.start(
-        gateway.generate(job, BackgroundFormatter(waiting.head, job.model_name, parser, logprobs, options))
-    )
+    formatter = BackgroundFormatter(waiting.head, job.model_name, parser, logprobs, options)
+    await waiting.start(gateway.generate(job, formatter), request.scope[CLEANUP])
     if waiting.events is None:
         return json_response(waiting.response("queued"), job.headers)
     return EventLogResponse(waiting.events, 0, {**job.headers, "x-request-id": job.client_id or turn.request_id})
@@ -595,8 +608,8 @@ class BackgroundTurn:
         """The response without an answer."""
         return {**self.head, **_UNANSWERED, "status": status, "error": error, "output": []}
 
-    async def start(self, generation: GenerationResponse) -> None:
-        """Store the response and begin to compute the answer.
+    async def start(self, generation: GenerationResponse, held: ExitStack) -> None:
+        """Store the response and begin to compute the answer, which then has what is `held`.
 
         Raises:
             HttpError: the tenant has too many responses under way, or this gateway stores none.
@@ -609,7 +622,8 @@ class BackgroundTurn:
         await self.turn.put(queued)
         self._tell("created", queued)
         self._tell("queued", queued)
-        self.gateway.background.start(self.turn.tenant, self.name, self._work(generation), self.events)
+        work = self._work(generation)
+        self.gateway.background.start(self.turn.tenant, self.name, work, held.pop_all(), self.events)
 
     def placed(self) -> None:
         """Note that an instance has taken the request."""

@@ -86,7 +86,7 @@ async def delete_response(gateway: GatewayContext, request: Request) -> Response
 
 async def list_input_items(gateway: GatewayContext, request: Request) -> Response:
     """Items of the request that a stored response answered, the last first."""
-    return _listed(request, await gateway.responses.items(*_asked(gateway, request, "resp_")))
+    return await _listed(gateway, request, "resp_")
 
 
 async def _response(gateway: GatewayContext, tenant: str, name: str) -> dict[str, Any]:
@@ -151,7 +151,7 @@ async def delete_conversation(gateway: GatewayContext, request: Request) -> Resp
 
 async def list_items(gateway: GatewayContext, request: Request) -> Response:
     """Items of a conversation, the last first."""
-    return _listed(request, await gateway.responses.items(*_asked(gateway, request, "conv_")))
+    return await _listed(gateway, request, "conv_")
 
 
 async def add_items(gateway: GatewayContext, request: Request) -> Response:
@@ -164,11 +164,12 @@ async def add_items(gateway: GatewayContext, request: Request) -> Response:
 
 async def get_item(gateway: GatewayContext, request: Request) -> Response:
     """One item in a conversation."""
-    (tenant, name), wanted = _asked(gateway, request, "conv_"), request.path_params["item"]
-    for item in await gateway.responses.items(tenant, name):
-        if item["id"] == wanted:
-            return json_response(item)
-    raise NotFound(f"{name!r} has no item {wanted!r}")
+    tenant, name = _asked(gateway, request, "conv_")
+    wanted = request.path_params["item"]
+    [item] = await gateway.responses.find_items(tenant, [wanted], name)
+    if item is None:
+        raise NotFound(f"{name!r} has no item {wanted!r}")
+    return json_response(item)
 
 
 async def delete_item(gateway: GatewayContext, request: Request) -> Response:
@@ -211,25 +212,22 @@ def _new_items(given: Sequence[ResponsesItem], request_id: str) -> list[Item]:
     return [item.stored(f"{request_id}_{index}") for index, item in enumerate(given)]
 
 
-def _listed(request: Request, items: list[Item]) -> Response:
-    """An item page, by the query's `order`, `after` and `limit`.
+async def _listed(gateway: GatewayContext, request: Request, prefix: str) -> Response:
+    """A page of a record's items, by the query's `order`, `after` and `limit`.
 
     Raises:
+        NotFound: the record is not stored.
         InvalidRequest: the query is wrong; names the parameter.
     """
+    tenant, name = _asked(gateway, request, prefix)
     query = request.query_params
     order, limit, after = query.get("order", "desc"), query.get("limit", str(DEFAULT_LISTED)), query.get("after", "")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order", "must be asc or desc")
     if not limit.isdecimal() or not 1 <= int(limit) <= MAX_LISTED:
         raise InvalidRequest("limit", f"must be 1 to {MAX_LISTED}")
-    ordered = items if order == "asc" else items[::-1]
-    if after:
-        places = [place for place, item in enumerate(ordered) if item["id"] == after]
-        if not places:
-            raise InvalidRequest("after", "is no item of the list")
-        ordered = ordered[places[0] + 1 :]
-    return json_response(_page(ordered[: int(limit)], has_more=len(ordered) > int(limit)))
+    items, more = await gateway.responses.page(tenant, name, int(limit), after, descending=order == "desc")
+    return json_response(_page(items, has_more=more))
 
 
 def _page(items: Sequence[Item], *, has_more: bool) -> dict[str, Any]:

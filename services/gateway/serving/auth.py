@@ -1,8 +1,7 @@
 """Authentication and budgets: an API key's tenant, requests per minute and tokens per minute.
 
-A budget is a token bucket that fills evenly and holds one minute's units. Requests are charged on arrival. Tokens are
-charged when they are generated, so running requests may overdraw a token budget. New requests are refused until the
-budget has recovered.
+A budget is a token bucket. Requests are charged on arrival. Tokens are charged when they are generated, so running
+requests may overdraw a token budget. New requests are refused until the budget has recovered.
 """
 
 from __future__ import annotations
@@ -18,43 +17,13 @@ from moonpool import world
 from moonpool.client.tracing import TRACEPARENT, is_traceparent
 from moonpool.errors import PermissionDenied
 from moonpool.rpc.auth import ApiKeys, BudgetOwner
+from moonpool.scheduling.budgets import TokenBucket
 from services.gateway.serving.envelope import request_id_of
 from services.gateway.serving.errors import BudgetSpentError
 from services.gateway.serving.json_body import Body, BodyReader, BodyT
 
-MINUTE_S = 60.0
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "x-dynamo-session-id", "x-session-affinity")
 """Headers that name a request's session, the general one and known clients' own. The first that is there counts."""
-
-
-class TokenBucket:
-    """A budget of `per_minute` units a minute. The bucket starts full."""
-
-    def __init__(self, per_minute: int, now: float) -> None:
-        self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._filled_at = now
-
-    def take(self, amount: int, now: float) -> None:
-        """Take `amount` units. The level may become negative."""
-        self._fill(now)
-        self._level -= amount
-
-    def wait_s(self, now: float) -> float:
-        """Seconds until the bucket holds one unit; 0 if the bucket does now."""
-        self._fill(now)
-        return max(0.0, (1.0 - self._level) * MINUTE_S / self.per_minute)
-
-    def change(self, per_minute: int, now: float) -> None:
-        """Change the size from now on. Units that were taken stay taken."""
-        self._fill(now)
-        self._level += per_minute - self.per_minute
-        self.per_minute = per_minute
-
-    def _fill(self, now: float) -> None:
-        gained = (now - self._filled_at) * self.per_minute / MINUTE_S
-        self._level = min(float(self.per_minute), self._level + gained)
-        self._filled_at = now
 
 
 class BudgetCharge:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Literal
@@ -166,11 +166,21 @@ class BackgroundResponses:
             raise HttpError(HTTPStatus.TOO_MANY_REQUESTS, "too_many_background_responses", message)
 
     def start(
-        self, tenant: str, response_id: str, work: Coroutine[Any, Any, None], events: EventLog | None = None
+        self,
+        tenant: str,
+        response_id: str,
+        work: Coroutine[Any, Any, None],
+        held: ExitStack,
+        events: EventLog | None = None,
     ) -> None:
         """Run a response's work, which raises nothing and calls `placed` after an instance has taken the request.
 
-        `events`: where the work puts events; None = no events.
+        Args:
+            tenant: the response's.
+            response_id: id of the response.
+            work: computes the response.
+            held: what the work holds, the memory of the request's body; closed at the end.
+            events: where the work puts events; None = no events.
         """
         key = (tenant, response_id)
         if events is not None:
@@ -179,6 +189,7 @@ class BackgroundResponses:
             self._grew(tenant, events.num_bytes)
         self._tasks[key] = asyncio.create_task(work)
         self._tasks[key].add_done_callback(lambda _: self._ended(key))
+        self._tasks[key].add_done_callback(lambda _: held.close())
 
     def placed(self, tenant: str, response_id: str) -> bool:
         """Note that a response is being computed. Returns whether this is new."""

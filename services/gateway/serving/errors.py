@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +21,8 @@ from moonpool.errors import (
 
 RETRY_UNAVAILABLE_S = 1.0
 MAX_RETRY_S = 3600.0
+MAX_MESSAGE_CHARS = 2000
+"""Of an error's text, which may quote the request."""
 _INVALID, _NOT_FOUND, _SERVER = "invalid_request_error", "not_found_error", "server_error"
 _PARAMETERS = {"token_ids": "prompt_token_ids"}
 """Names of the SDK's fields that have another name over HTTP."""
@@ -82,7 +84,13 @@ class ErrorResponse:
 
 
 def error_response(error: Exception) -> ErrorResponse:
-    """The response to an exception. A foreign exception becomes 500 without text."""
+    """The response to an exception. A foreign exception becomes 500 without text. Long texts are cut."""
+    found = _error_response(error)
+    parameter = found.parameter and found.parameter[:MAX_MESSAGE_CHARS]
+    return replace(found, message=found.message[:MAX_MESSAGE_CHARS], parameter=parameter)
+
+
+def _error_response(error: Exception) -> ErrorResponse:
     match error:
         case HttpError():
             return _http_error(error)

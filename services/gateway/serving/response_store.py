@@ -9,34 +9,63 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moonpool.errors import ConfigError, NotFound, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 
 Item = dict[str, Any]
 """An item in OpenAI's form, with an id."""
-_VERSION = 1
-_TABLES = f"""
-CREATE TABLE records (
-    tenant TEXT, id TEXT, previous TEXT, body TEXT, bytes INTEGER, used_at REAL, PRIMARY KEY (tenant, id)
-) WITHOUT ROWID;
-CREATE INDEX records_by_use ON records (used_at);
-CREATE INDEX records_by_size ON records (tenant, bytes);
-CREATE TABLE items (
-    tenant TEXT, owner TEXT, number INTEGER, id TEXT, is_output INTEGER, body TEXT,
-    PRIMARY KEY (tenant, owner, number)
-) WITHOUT ROWID;
-CREATE INDEX items_by_id ON items (tenant, id);
-PRAGMA user_version = {_VERSION};
-"""
+_VERSION = 2
+_TABLES = (
+    """
+    CREATE TABLE records (
+        tenant TEXT, id TEXT, previous TEXT, body TEXT, bytes INTEGER, used_at REAL, PRIMARY KEY (tenant, id)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX records_by_use ON records (used_at)",
+    """
+    CREATE TABLE items (
+        tenant TEXT, owner TEXT, number INTEGER, id TEXT, is_output INTEGER, body TEXT,
+        PRIMARY KEY (tenant, owner, number)
+    ) WITHOUT ROWID
+    """,
+    "CREATE INDEX items_by_id ON items (tenant, id)",
+)
+_TOTALS = (
+    "CREATE INDEX records_by_tenant_and_use ON records (tenant, used_at, id)",
+    "CREATE TABLE totals (tenant TEXT PRIMARY KEY, bytes INTEGER) WITHOUT ROWID",
+    "INSERT INTO totals SELECT tenant, SUM(bytes) FROM records GROUP BY tenant",
+    """
+    CREATE TRIGGER record_added AFTER INSERT ON records BEGIN
+        INSERT INTO totals VALUES (NEW.tenant, NEW.bytes)
+        ON CONFLICT (tenant) DO UPDATE SET bytes = bytes + excluded.bytes;
+    END
+    """,
+    """
+    CREATE TRIGGER record_resized AFTER UPDATE OF bytes ON records BEGIN
+        UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes WHERE tenant = NEW.tenant;
+    END
+    """,
+    """
+    CREATE TRIGGER record_removed AFTER DELETE ON records BEGIN
+        UPDATE totals SET bytes = bytes - OLD.bytes WHERE tenant = OLD.tenant;
+        DELETE FROM totals WHERE tenant = OLD.tenant AND bytes = 0;
+    END
+    """,
+    f"PRAGMA user_version = {_VERSION}",
+)
+"""Since version 2: what each tenant has, so that no call looks at all records."""
 _ROW_BYTES = 256
 """Charged for each record and item beside the text."""
 _MAX_TURNS = 4096
 """Responses that one response may continue, one after the other."""
+_MAX_ITEMS = 1 << 13
+"""Items that are read at once, as many as a body has."""
 T = TypeVar("T")
 
 
@@ -47,10 +76,12 @@ class StoreLimits:
     Attributes:
         max_bytes: size of all records and items; 0 = no storing.
         ttl_s: seconds after the last use for which a record is kept.
+        max_read_bytes: size of the items that are read at once.
     """
 
     max_bytes: int
     ttl_s: float
+    max_read_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,24 +186,49 @@ class ResponseStore:
 
         Raises:
             NotFound: the record is not stored.
+            InvalidRequest: the items are too many, or too large, to be read at once.
         """
-        return await self._change(lambda: self._items(tenant, owner, output))
+        return await self._change(lambda: self._items(tenant, owner, output, _Reading(self._limits.max_read_bytes)))
+
+    async def page(
+        self, tenant: str, owner: str, limit: int, after: str, *, descending: bool
+    ) -> tuple[list[Item], bool]:
+        """Some of a record's items of the request, and whether more follow.
+
+        Args:
+            tenant: the owner's.
+            owner: id of the record.
+            limit: items at most. A page has fewer if they are too large to be read at once.
+            after: id of the item before the page; "" = from the first on.
+            descending: the last item comes first.
+
+        Raises:
+            NotFound: the record is not stored.
+            InvalidRequest: there is no item `after`.
+        """
+        return await self._change(lambda: self._page(tenant, owner, limit, after, descending))
 
     async def history(self, tenant: str, response_id: str) -> list[Item]:
         """Items from a response and from all responses before in the chain, oldest first.
 
         Raises:
             NotFound: a response is not stored; names the response.
+            InvalidRequest: the items are too many, or too large, to be read at once.
         """
         return await self._change(lambda: self._history(tenant, response_id))
 
-    async def find_item(self, tenant: str, item_id: str) -> Item:
-        """An item, by id.
+    async def find_items(self, tenant: str, item_ids: Sequence[str], owner: str = "") -> list[Item | None]:
+        """Items, by their ids, None for those that are not stored. An id may come several times.
+
+        Args:
+            tenant: the items'.
+            item_ids: the ids.
+            owner: the record that has them; "" = any.
 
         Raises:
-            NotFound: no record of the tenant has the item.
+            InvalidRequest: the items are too many, or too large, to be read at once.
         """
-        return await self._change(lambda: self._find_item(tenant, item_id))
+        return await self._change(lambda: self._find_items(tenant, item_ids, owner))
 
     def close(self) -> None:
         """Close the database."""
@@ -187,12 +243,16 @@ class ResponseStore:
                 self._db.execute("BEGIN IMMEDIATE")
                 self._forget_old()
                 result = work()
-                (self.num_bytes,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM records").fetchone()
+                self.num_bytes = self._total()
             return result
         except sqlite3.Error as error:
             raise Unavailable(f"the store of responses failed: {error}") from None
 
     # --- on the thread ------------------------------------------------------------------------------------------------
+
+    def _total(self) -> int:
+        (total,) = self._db.execute("SELECT COALESCE(SUM(bytes), 0) FROM totals").fetchone()
+        return int(total)
 
     def _forget_old(self) -> None:
         before = self._clock() - self._limits.ttl_s
@@ -214,17 +274,10 @@ class ResponseStore:
         if needed > self._limits.max_bytes:
             limit = self._limits.max_bytes
             raise Unavailable(f"{needed} bytes cannot be stored, response_store_bytes is {limit}; send store: false")
-        while True:
-            tenants = self._db.execute(
-                "SELECT SUM(bytes) AS own, tenant FROM records GROUP BY tenant ORDER BY own DESC"
-            )
-            used = tenants.fetchall()
-            if sum(own for own, _ in used) + needed <= self._limits.max_bytes:
-                return
-            oldest = self._db.execute(
-                "SELECT id FROM records WHERE tenant = ? ORDER BY used_at, id LIMIT 1", (used[0][1],)
-            )
-            self._remove(used[0][1], oldest.fetchone()[0])
+        while self._total() + needed > self._limits.max_bytes:
+            (tenant,) = self._db.execute("SELECT tenant FROM totals ORDER BY bytes DESC LIMIT 1").fetchone()
+            oldest = self._db.execute("SELECT id FROM records WHERE tenant = ? ORDER BY used_at, id LIMIT 1", (tenant,))
+            self._remove(tenant, oldest.fetchone()[0])
 
     def _put(self, tenant: str, record: StoredRecord, given: Sequence[Item], output: Sequence[Item]) -> None:
         body, texts = _json(record.body), [(False, it) for it in given] + [(True, it) for it in output]
@@ -283,10 +336,11 @@ class ResponseStore:
             (self._clock(), tenant, record_id),
         ).fetchall()
         if not found:
-            raise NotFound(self._missing(record_id))
+            raise NotFound(self.missing(record_id))
         return StoredRecord(record_id, json.loads(found[0][0]), found[0][1])
 
-    def _missing(self, record_id: str) -> str:
+    def missing(self, record_id: str) -> str:
+        """Says why a record or an item may not be stored."""
         if not self.enabled:
             return f"{record_id!r} is not stored: this gateway stores nothing (response_store_bytes is 0)"
         return (
@@ -294,29 +348,79 @@ class ResponseStore:
             f"{self._limits.ttl_s:g} s (response_ttl_s), or made room for newer ones (response_store_bytes)"
         )
 
-    def _items(self, tenant: str, owner: str, output: bool) -> list[Item]:
+    def _items(self, tenant: str, owner: str, output: bool, reading: _Reading) -> list[Item]:
         self._get(tenant, owner)
         rows = self._db.execute(
             "SELECT body FROM items WHERE tenant = ? AND owner = ? AND is_output = ? ORDER BY number",
             (tenant, owner, output),
         )
-        return [json.loads(body) for (body,) in rows]
+        return [reading.item(body) for (body,) in rows]
+
+    def _page(self, tenant: str, owner: str, limit: int, after: str, descending: bool) -> tuple[list[Item], bool]:
+        self._get(tenant, owner)
+        sign, order, first = ("<", "DESC", sys.maxsize) if descending else (">", "ASC", -1)
+        if after:
+            found = self._db.execute(
+                "SELECT number FROM items WHERE tenant = ? AND owner = ? AND id = ? AND NOT is_output",
+                (tenant, owner, after),
+            ).fetchone()
+            if found is None:
+                raise InvalidRequest("after", "is no item of the list")
+            (first,) = found
+        rows = self._db.execute(
+            f"SELECT body FROM items WHERE tenant = ? AND owner = ? AND NOT is_output AND number {sign} ? "  # noqa: S608
+            f"ORDER BY number {order} LIMIT ?",
+            (tenant, owner, first, limit + 1),
+        )
+        page, left = list[Item](), self._limits.max_read_bytes
+        for (body,) in rows:
+            left -= _size(body)
+            if len(page) == limit or (page and left < 0):
+                return page, True
+            page.append(json.loads(body))
+        return page, False
 
     def _history(self, tenant: str, response_id: str) -> list[Item]:
-        turns: list[list[Item]] = []
+        turns, reading = list[list[Item]](), _Reading(self._limits.max_read_bytes)
         while response_id and len(turns) < _MAX_TURNS:
             record = self._get(tenant, response_id)
-            turns.append(self._items(tenant, response_id, False) + self._items(tenant, response_id, True))
+            given, output = [self._items(tenant, response_id, output, reading) for output in (False, True)]
+            turns.append(given + output)
             response_id = record.previous
         return [item for turn in reversed(turns) for item in turn]
 
-    def _find_item(self, tenant: str, item_id: str) -> Item:
-        found = self._db.execute(
-            "SELECT body FROM items WHERE tenant = ? AND id = ? LIMIT 1", (tenant, item_id)
-        ).fetchone()
-        if found is None:
-            raise NotFound(self._missing(item_id))
-        item: Item = json.loads(found[0])
+    def _find_items(self, tenant: str, item_ids: Sequence[str], owner: str) -> list[Item | None]:
+        reading, items = _Reading(self._limits.max_read_bytes), list[Item | None]()
+        for item_id in item_ids:
+            found = self._db.execute(
+                "SELECT body FROM items WHERE tenant = ? AND id = ? AND ? IN (owner, '') LIMIT 1",
+                (tenant, item_id, owner),
+            ).fetchone()
+            items.append(None if found is None else reading.item(found[0]))
+        return items
+
+
+class _Reading:
+    """Counts what is read at once: parsing takes memory, and an item may be asked for many times."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._items = 0
+
+    def item(self, body: str) -> Item:
+        """The item of a text.
+
+        Raises:
+            InvalidRequest: more was read than is allowed.
+        """
+        self._items += 1
+        self._num_bytes += len(body)
+        if self._items > _MAX_ITEMS or self._num_bytes > self._max_bytes:
+            raise InvalidRequest(
+                "", f"a request refers to at most {_MAX_ITEMS} stored items of {self._max_bytes} characters together"
+            )
+        item: Item = json.loads(body)
         return item
 
 
@@ -332,9 +436,9 @@ def _opened(file: Path | None) -> sqlite3.Connection:
         with database:
             database.execute("BEGIN IMMEDIATE")
             (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version not in (0, _VERSION):
+            if not 0 <= version <= _VERSION:
                 raise sqlite3.DatabaseError(f"has version {version}, not {_VERSION}")
-            for statement in _TABLES.split(";") if not version else ():
+            for statement in (*(_TABLES if not version else ()), *(_TOTALS if version < _VERSION else ())):
                 database.execute(statement)
     except BaseException:
         database.close()

@@ -53,7 +53,7 @@ def make_gateway(
     """The application as the service builds it."""
     keys = ApiKeys(config.api_keys, hurried()) if config.api_keys else None
     texts = GatewayTokenizer(MODEL, tokenizer, threads, ParserNames(config.tool_call_parser, config.reasoning_parser))
-    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s)
+    limits = StoreLimits(config.response_store_bytes, config.response_ttl_s, config.max_body_bytes)
     responses = ResponseStore(limits, config.response_store_file, threads, world.unix_time)
     bodies = body_reader(config, threads)
     context = gateway_context(config, client, texts, PrometheusMetrics("gateway"), responses, bodies, keys)

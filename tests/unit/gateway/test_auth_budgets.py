@@ -11,7 +11,8 @@ import pytest
 from moonpool.client import AsyncClient
 from moonpool.client.testing import FakeConductor, answer
 from moonpool.rpc.auth import BudgetOwner, KeyLimits, hash_key
-from services.gateway.serving.auth import Budgets, TokenBucket
+from moonpool.scheduling.budgets import TokenBucket
+from services.gateway.serving.auth import Budgets
 from services.gateway.serving.errors import BudgetSpentError
 from tests.unit.gateway.test_auth_keys import write
 from tests.unit.gateway.test_client_disconnect import Connection, Holding

@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,18 @@ async def test_the_number_under_way_is_bounded() -> None:
             await until(client, each.id, "completed")
 
 
+async def test_its_body_counts_until_the_answer_is_there() -> None:
+    async with paced(body_memory_bytes=1 << 20) as (transport, client):
+        ask: Any = {"model": "tiny", "input": "a" * 100_000, "background": True}
+        begun = await client.responses.create(**ask)
+        with pytest.raises(openai.InternalServerError, match="body_memory_bytes"):
+            await client.responses.create(**ask)
+        transport.placed.set()
+        transport.answered.set()
+        await until(client, begun.id, "completed")
+        await client.responses.create(**ask)
+
+
 async def test_a_response_that_nobody_computes_has_failed_after_its_time(tmp_path: Path) -> None:
     """Another gateway with the same store does not know whether its gateway lives."""
     file = tmp_path / "responses.db"
@@ -282,7 +294,7 @@ async def test_events_of_a_response_under_way_are_bounded(monkeypatch: pytest.Mo
     responses, work = BackgroundResponses(4, 60.0), asyncio.Event()
     logs = [EventLog(), EventLog(), EventLog()]
     for name, (tenant, events) in enumerate(zip("aab", logs, strict=True)):
-        responses.start(tenant, str(name), until_set(work), events)
+        responses.start(tenant, str(name), until_set(work), ExitStack(), events)
     small, large, other = logs
     reader = large.from_number(0)
     for number in range(20):

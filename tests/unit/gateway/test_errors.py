@@ -298,3 +298,10 @@ async def test_another_models_tokenizer_is_not_used() -> None:
     async with answering(FakeConductor()) as gateway:
         gateway.fake.state.model.name = "other"
         assert "'other'" in error(await gateway.http.post("/tokenize", json={"prompt": "x"}), 500)["message"]
+
+
+async def test_errors_do_not_repeat_a_long_request(gateway: Answers) -> None:
+    part = {"type": "x" * 100_000}
+    answered = await gateway.chat(messages=[{"role": "user", "content": [part]}])
+    assert "xxx" in error(answered, 400)["message"]
+    assert len(answered.content) < 5000

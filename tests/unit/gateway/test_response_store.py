@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moonpool.errors import ConfigError, NotFound, Unavailable
+from moonpool.errors import ConfigError, InvalidRequest, NotFound, Unavailable
 from services.gateway.serving.response_store import ResponseStore, StoredRecord, StoreLimits
 
 TTL_S = 60.0
@@ -22,8 +22,9 @@ class Shelf:
         self.threads = ThreadPoolExecutor(1)
         self.opened: list[ResponseStore] = []
 
-    def store(self, max_bytes: int = 1 << 20, file: Path | None = None) -> ResponseStore:
-        store = ResponseStore(StoreLimits(max_bytes, TTL_S), file, self.threads, lambda: self.now)
+    def store(self, max_bytes: int = 1 << 20, file: Path | None = None, max_read_bytes: int = 1 << 20) -> ResponseStore:
+        limits = StoreLimits(max_bytes, TTL_S, max_read_bytes)
+        store = ResponseStore(limits, file, self.threads, lambda: self.now)
         self.opened.append(store)
         return store
 
@@ -53,7 +54,9 @@ async def test_a_chain_of_responses(shelf: Shelf) -> None:
         await put(store, f"r{number}", previous=f"r{number - 1}" if number > 1 else "")
     names = [item["id"] for item in await store.history("ann", "r3")]
     assert names == ["in_r1", "out_r1", "in_r2", "out_r2", "in_r3", "out_r3"]
-    assert (await store.find_item("ann", "out_r2"))["id"] == "out_r2"
+    assert await store.find_items("ann", ["out_r2", "none", "out_r2"]) == [message("out_r2"), None, message("out_r2")]
+    assert await store.find_items("ann", ["out_r2"], "r3") == [None]
+    assert await store.find_items("ann", ["out_r3"], "r3") == [message("out_r3")]
     await store.delete("ann", "r2")
     with pytest.raises(NotFound, match="r2"):
         await store.history("ann", "r3")
@@ -63,9 +66,10 @@ async def test_a_chain_of_responses(shelf: Shelf) -> None:
 async def test_tenants_do_not_see_each_other(shelf: Shelf) -> None:
     store = shelf.store()
     await put(store, "r", tenant="ann")
-    for refused in (store.get("bob", "r"), store.items("bob", "r"), store.find_item("bob", "in_r")):
+    for refused in (store.get("bob", "r"), store.items("bob", "r"), store.page("bob", "r", 1, "", descending=True)):
         with pytest.raises(NotFound):
             await refused
+    assert await store.find_items("bob", ["in_r"]) == [None]
     with pytest.raises(NotFound):
         await store.delete("bob", "r")
     await put(store, "r", tenant="bob", text="bob's")
@@ -139,6 +143,79 @@ async def test_a_file_outlives_the_store_and_is_shared(shelf: Shelf, tmp_path: P
     assert len(await store.history("ann", "r2")) == 4
     assert file.stat().st_mode & 0o077 == 0
     assert len(await shelf.store(file=file).history("ann", "r2")) == 4
+
+
+async def test_what_is_read_at_once_is_bounded(shelf: Shelf) -> None:
+    """A chain, a conversation and references to one item many times: each is text that a request would hold."""
+    store = shelf.store(max_read_bytes=5000)
+    await put(store, "r1", text="x" * 2000)
+    await put(store, "r2", previous="r1", text="x" * 2000)
+    assert len(await store.history("ann", "r2")) == 4
+    await put(store, "r3", previous="r2", text="x" * 2000)
+    assert len(await store.find_items("ann", ["in_r1", "in_r1"])) == 2
+    for refused in (store.history("ann", "r3"), store.find_items("ann", ["in_r1"] * 3)):
+        with pytest.raises(InvalidRequest, match="5000"):
+            await refused
+    await store.put("ann", StoredRecord("c", {"id": "c"}), [message(f"i{number}", "x" * 2000) for number in range(5)])
+    with pytest.raises(InvalidRequest, match="5000"):
+        await store.items("ann", "c")
+
+
+async def test_few_items_are_read_at_once(shelf: Shelf) -> None:
+    store = shelf.store(max_bytes=8 << 20, max_read_bytes=8 << 20)
+    await put(store, "r1")
+    assert len(await store.find_items("ann", ["in_r1"] * 8192)) == 8192
+    with pytest.raises(InvalidRequest, match="8192"):
+        await store.find_items("ann", ["in_r1"] * 8193)
+
+
+async def test_pages_of_items(shelf: Shelf) -> None:
+    store = shelf.store(max_read_bytes=5000)
+    small, large = (
+        [message(f"i{number}") for number in range(4)],
+        [message(f"l{number}", "x" * 3000) for number in (0, 1)],
+    )
+    await store.put("ann", StoredRecord("c", {"id": "c"}), [*small, *large], [message("answer")])
+
+    async def page(limit: int, after: str = "", *, descending: bool = False) -> tuple[list[str], bool]:
+        items, more = await store.page("ann", "c", limit, after, descending=descending)
+        return [item["id"] for item in items], more
+
+    assert await page(2) == (["i0", "i1"], True)
+    assert await page(2, "i1") == (["i2", "i3"], True)
+    assert await page(9, "i1") == (["i2", "i3", "l0"], True), "what is too large for the page comes with the next one"
+    assert await page(9, "l0") == (["l1"], False)
+    assert await page(9, descending=True) == (["l1"], True)
+    assert await page(2, "i2", descending=True) == (["i1", "i0"], False)
+    assert await page(2, "i0", descending=True) == ([], False)
+    for unknown in ("answer", "none"):
+        with pytest.raises(InvalidRequest, match="no item"):
+            await page(1, unknown)
+
+
+async def test_a_store_of_the_first_version_gets_its_totals(shelf: Shelf, tmp_path: Path) -> None:
+    file = tmp_path / "responses.db"
+    database = sqlite3.connect(file)
+    database.execute(
+        "CREATE TABLE records (tenant TEXT, id TEXT, previous TEXT, body TEXT, bytes INTEGER, used_at REAL, "
+        "PRIMARY KEY (tenant, id)) WITHOUT ROWID"
+    )
+    database.execute(
+        "CREATE TABLE items (tenant TEXT, owner TEXT, number INTEGER, id TEXT, is_output INTEGER, body TEXT, "
+        "PRIMARY KEY (tenant, owner, number)) WITHOUT ROWID"
+    )
+    for tenant, name, nbytes in (("ann", "a", 300), ("ann", "b", 400), ("bob", "c", 500)):
+        database.execute("INSERT INTO records VALUES (?, ?, '', '{}', ?, ?)", (tenant, name, nbytes, shelf.now))
+    database.execute("PRAGMA user_version = 1")
+    database.commit()
+    database.close()
+    store = shelf.store(file=file)
+    await store.get("bob", "c")
+    assert store.num_bytes == 1200
+    await store.delete("ann", "a")
+    assert store.num_bytes == 900
+    await store.delete("bob", "c")
+    assert store.num_bytes == 400
 
 
 def test_files_that_are_no_stores(shelf: Shelf, tmp_path: Path) -> None:

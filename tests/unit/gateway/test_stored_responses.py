@@ -301,3 +301,33 @@ async def test_an_answer_that_breaks_is_not_stored() -> None:
     async with answering(FakeConductor(broken)) as gateway:
         await gateway.http.post("/v1/responses", json={"input": "a", "stream": True})
         assert (await gateway.http.get("/v1/responses/resp_r1")).status_code == 404
+
+
+async def test_stored_items_make_no_larger_request_than_a_body() -> None:
+    """By references to one item many times, by a chain, and by a conversation that grew item by item."""
+    async with answering(numbered(), max_body_bytes=4096) as gateway:
+        client, text = client_of(gateway), "x" * 1500
+        conversation = await client.conversations.create(items=[{"role": "user", "content": text}])
+        (item,) = (await client.conversations.items.list(conversation.id)).data
+        reference: Any = {"type": "item_reference", "id": item.to_dict()["id"]}
+        await client.responses.create(model="tiny", input=[reference] * 2)
+        for _ in range(2):
+            await client.conversations.items.create(conversation.id, items=[{"role": "user", "content": text}])
+        previous: str | None = None
+        for _ in range(3):
+            found = await client.responses.create(model="tiny", input=text, previous_response_id=previous)
+            previous = found.id
+        asked: list[tuple[dict[str, Any], str]] = [
+            ({"input": [reference] * 3}, "input"),
+            ({"input": "a", "previous_response_id": previous}, "previous_response_id"),
+            ({"input": "a", "conversation": conversation.id}, "conversation"),
+        ]
+        before = len(gateway.fake.requests)
+        for body, param in asked:
+            refused = await gateway.http.post("/v1/responses", json={"model": "tiny", **body})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+            assert "4096" in refused.json()["error"]["message"]
+        assert len(gateway.fake.requests) == before
+        page = await client.conversations.items.list(conversation.id, limit=2)
+        assert len(page.data) == 2
+        assert page.has_more
