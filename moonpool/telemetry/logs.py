@@ -8,16 +8,26 @@ the present or past tense, and always the same phrase ("index does not match the
 goes into fields: `log.warning("write-back failed", store=store.id, blocks=3, reason=str(error))`. `error` and `reason`
 are texts, `exc_info` is for defects only. `error` ends a service or a request, `warning` reports a loss or asks for a
 look, `info` happens a few times in a process' life, `debug` is the rest.
+
+Whoever reads the logs may be slow, and a request may cause lines: an event has a bounded number of lines a second, and
+a field a bounded length.
 """
 
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections import Counter
+from collections.abc import Callable, MutableMapping
 from typing import Any, cast
 
 import structlog
 from structlog.typing import Processor
 
+from moonpool import world
+
+MAX_LINES_S = 50
+"""Lines of one event in a second; `left_out` of the next line says how many were dropped."""
+MAX_FIELD_CHARS = 2000
+"""Characters of a field that are written."""
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 # Run for our own lines and for those of libraries alike.
@@ -33,6 +43,41 @@ _OURS: list[Processor] = [
     structlog.processors.StackInfoRenderer(),
     structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
 ]
+
+
+class LineLimit(logging.Filter):
+    """Lets a bounded number of lines a second of each event pass."""
+
+    def __init__(self, clock: Callable[[], float] = world.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._second = 0
+        self._lines: Counter[tuple[str, object]] = Counter()
+        self._left_out: Counter[tuple[str, object]] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written."""
+        second = int(self._clock())
+        if second != self._second:
+            self._second = second
+            self._lines.clear()
+        fields = record.msg if isinstance(record.msg, dict) else {"event": record.msg}
+        event = record.name, fields["event"]
+        self._lines[event] += 1
+        if self._lines[event] > MAX_LINES_S:
+            self._left_out[event] += 1
+            return False
+        if left_out := self._left_out.pop(event, 0):
+            fields["left_out"] = left_out
+        return True
+
+
+def cut_fields(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Cuts long texts."""
+    for name, value in event.items():
+        if isinstance(value, str) and len(value) > MAX_FIELD_CHARS and name not in ("exception", "stack"):
+            event[name] = f"{value[:MAX_FIELD_CHARS]}... ({len(value)} characters)"
+    return event
 
 
 def get_logger(name: str) -> structlog.stdlib.BoundLogger:
@@ -76,9 +121,10 @@ def configure(level: str, service: str, json: bool) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=_SHARED,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, add_service, *tail],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, add_service, cut_fields, *tail],
         )
     )
+    handler.addFilter(LineLimit())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

@@ -132,3 +132,36 @@ def test_text_logs_are_one_line_with_a_plain_traceback(capsys: pytest.CaptureFix
 def test_an_unknown_level_is_refused() -> None:
     with pytest.raises(ValueError, match="loud"):
         logs.configure("loud", "x", False)
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_lines_of_one_event_are_bounded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads standard error may be slow, and a client may cause a line with each request."""
+    now = 100.0
+    limit = logs.LineLimit(lambda: now)
+    monkeypatch.setattr(logs, "LineLimit", lambda: limit)
+    logs.configure("info", "gateway-0", True)
+    log = logs.get_logger("moonpool.test")
+
+    def lines() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+    for number in range(logs.MAX_LINES_S + 7):
+        log.info("refused", number=number)
+    log.info("another event")
+    logging.getLogger("library").warning("of a library")
+    found = lines()
+    assert [it["event"] for it in found] == ["refused"] * logs.MAX_LINES_S + ["another event", "of a library"]
+    now += 5.0
+    log.info("refused", number=0)
+    log.info("refused", number=1)
+    assert [it.get("left_out") for it in lines()] == [7, None]
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_fields_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure("info", "gateway-0", True)
+    logs.get_logger("moonpool.test").info("refused", reason="x" * 10_000, count=3)
+    [line] = [json.loads(it) for it in capsys.readouterr().err.splitlines()]
+    assert line["reason"] == "x" * logs.MAX_FIELD_CHARS + "... (10000 characters)"
+    assert line["count"] == 3
