@@ -10,11 +10,16 @@ file runs once without a mutation; `tools.covered` notes which tests run which l
 fails without a mutation, is left out.
 
 Mutants in `EQUIVALENT` change nothing that a caller can see. They are not tried.
+
+With `--resume FILE` a run notes each verdict in the file. A later run tries none of these again, as long as the module
+is the same; but survivors are tried again, as tests may have come.
 """
 
 import argparse
 import ast
+import hashlib
 import itertools
+import json
 import math
 import os
 import random
@@ -58,7 +63,9 @@ RULES: Mapping[str, tuple[str, ...]] = {
     ),
     "tenant": (
         "moonpool.rpc.auth",
+        "moonpool.scheduling.budgets",
         "moonpool.scheduling.fair_share",
+        "services.conductor.core.tenant_ledger",
         "services.conductor.core.wait_queue",
         "services.gateway.endpoints.cluster",
         "services.gateway.serving.auth",
@@ -494,6 +501,31 @@ def _seconds(tests: Sequence[TestRun]) -> float:
     return sum(test.seconds for test in tests)
 
 
+class Notes:
+    """Verdicts of earlier runs, in a file with a JSON list a line: the mutant's key, and the verdict."""
+
+    def __init__(self, path: Path | None, files: Sequence[Source]) -> None:
+        """`path`: the file, which may be missing; None = nothing is noted."""
+        self._path = path
+        self._hashes = {source.module: hashlib.sha256(source.text.encode()).hexdigest()[:16] for source in files}
+        lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
+        self._verdicts = {key: Verdict(verdict) for key, verdict in map(json.loads, lines)}
+
+    def noticed(self, mutant: Mutant) -> Verdict | None:
+        """The verdict of a mutant that was noticed earlier."""
+        verdict = self._verdicts.get(self._key(mutant))
+        return verdict if verdict is not None and verdict.is_noticed else None
+
+    def add(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Notes a verdict."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([self._key(mutant), verdict.value]) + "\n")
+
+    def _key(self, mutant: Mutant) -> str:
+        return f"{self._hashes[mutant.module]} {mutant.start} {mutant.name}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Tries mutants; prints each survivor and the share noticed. Exits with 1 if the share is below `WANTED`."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -502,22 +534,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rule", choices=sorted(RULES), action="append", help="only modules of these rules")
     parser.add_argument("--module", action="append", help="only these modules, by dotted name")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no mutant is begun after so long")
+    parser.add_argument("--resume", type=Path, help="file of verdicts: what it says was noticed is not tried again")
     options = parser.parse_args(argv)
     modules = options.module or [name for rule in options.rule or sorted(RULES) for name in RULES[rule]]
     files = sources(ROOT)
     mutants = drawn(files, modules, options.count, options.seed)
     print(f"seed {options.seed}: {len(mutants)} mutants of {len(modules)} modules", flush=True)
     ends_at = time.monotonic() + options.seconds
-    verdicts = dict[Mutant, Verdict]()
+    notes = Notes(options.resume, files)
+    verdicts = {mutant: verdict for mutant in mutants if (verdict := notes.noticed(mutant)) is not None}
     copy = Copy(files)
     chosen: dict[str, list[str]] = {}
     try:
-        for mutant in mutants:
+        for mutant in [it for it in mutants if it not in verdicts]:
             if time.monotonic() >= ends_at:
                 break
             if mutant.module not in chosen:
                 chosen[mutant.module] = fitting(copy, selection(files, mutant.module))
             verdicts[mutant] = copy.try_out(mutant, chosen[mutant.module])
+            notes.add(mutant, verdicts[mutant])
             print(f"{verdicts[mutant].value:8} {mutant}", flush=True)
     finally:
         copy.close()

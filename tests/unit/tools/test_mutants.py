@@ -10,7 +10,7 @@ import pytest
 from tools import covered
 from tools.covered import TestRun
 from tools.house import Source
-from tools.mutants import EQUIVALENT, ROOT, FileRun, covering, drawn, mutants_of, selection
+from tools.mutants import EQUIVALENT, ROOT, FileRun, Notes, Verdict, covering, drawn, mutants_of, selection
 
 TEXT = '''"""A module."""
 LIMIT = 3
@@ -107,6 +107,22 @@ def test_no_mutant_is_invalid() -> None:
     text = "def f(a: int) -> str:\n    match a:\n        case 1:\n            return f'{a}'\n    return 'x' * 2\n"
     for mutant in drawn([Source("moonpool/lease.py", text)], ["moonpool.lease"], 99, seed=1):
         compile(mutant.applied(text), "lease", "exec")
+
+
+def test_what_was_noticed_is_not_tried_again_while_the_module_is_the_same(tmp_path: Path) -> None:
+    before, path = Source("moonpool/lease.py", TEXT), tmp_path / "verdicts.jsonl"
+    first, second, third = mutants_of(before)[:3]
+    notes = Notes(path, [before])
+    for mutant, verdict in ((first, Verdict.SURVIVES), (second, Verdict.NOTICED), (third, Verdict.HANGS)):
+        assert notes.noticed(mutant) is None
+        notes.add(mutant, verdict)
+    again = Notes(path, [before])
+    assert [again.noticed(it) for it in (first, second, third)] == [None, Verdict.NOTICED, Verdict.HANGS]
+    again.add(first, Verdict.NOTICED)
+    assert Notes(path, [before]).noticed(first) is Verdict.NOTICED
+    changed = Source("moonpool/lease.py", TEXT + "\n")
+    assert Notes(path, [changed]).noticed(second) is None
+    Notes(None, [before]).add(first, Verdict.NOTICED)
 
 
 def test_tests_that_speak_to_a_module_come_first() -> None:
