@@ -202,6 +202,10 @@ class ChoiceOutput:
         return unsent
 
 
+MAX_MERGED_TOKENS = 8192
+"""Tokens in one message: with log probabilities some 150 bytes each, and a message has 8 MiB at most."""
+
+
 class OutputQueue:
     """Messages to one client. The end, or a failure, comes after the last message.
 
@@ -240,7 +244,7 @@ class OutputQueue:
         if delta is None:
             return
         last = self._growing.get(delta.choice)
-        if last is not None:
+        if last is not None and len(last.delta.token_ids) < MAX_MERGED_TOKENS:
             last.delta.token_ids.extend(delta.token_ids)
             last.delta.text += delta.text
             last.delta.reason = delta.reason

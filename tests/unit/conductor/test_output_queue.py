@@ -6,7 +6,7 @@ import pytest
 
 from moonpool.errors import Unavailable
 from moonpool.v1 import conductor_pb2
-from services.conductor.generate_stream import OutputQueue
+from services.conductor.generate_stream import MAX_MERGED_TOKENS, OutputQueue
 
 
 def delta(position: int, *tokens: int, text: str = "") -> conductor_pb2.TokenDelta:
@@ -37,6 +37,19 @@ async def test_tokens_for_a_client_that_does_not_read_are_merged_and_nothing_is_
         "abc",
     )
     assert list(messages[3].delta.token_ids) == [4]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_message_has_a_bounded_number_of_tokens(whole: bool) -> None:
+    outgoing = OutputQueue(whole=whole)
+    count = 2 * MAX_MERGED_TOKENS + 5
+    for position in range(count):
+        outgoing.delta(delta(position, position, text="a"))
+    outgoing.end()
+    deltas = [message.delta for message in await read(outgoing)]
+    assert [it.position for it in deltas] == [0, MAX_MERGED_TOKENS, 2 * MAX_MERGED_TOKENS]
+    assert [token for it in deltas for token in it.token_ids] == list(range(count))
+    assert "".join(it.text for it in deltas) == "a" * count
 
 
 async def test_answers_that_come_mixed_are_merged_each() -> None:
