@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from moonpool import world
 from moonpool.cluster.kv_events import KEYS_PER_MESSAGE, HeldKeys, KVEventLog, snapshot_messages
+from moonpool.cluster.tenant_activity import TenantActivityBoard
 from moonpool.errors import DeadlineExceeded, InvalidRequest, Mismatch, MoonpoolError, StreamBroken
 from moonpool.kv.blocks import KeyChanges
 from moonpool.rpc.channels import Channels
@@ -165,6 +167,21 @@ class KeyChangeFeed:
                 events.forget()
 
 
+class InstanceBoard:
+    """What the agents of one instance share: changes of keys, and what conductors tell each other.
+
+    Attributes:
+        keys: changes of keys.
+        activity: what conductors have told of their tenants.
+        conductors: to which the instance reports.
+    """
+
+    def __init__(self, keys: KeyChangeFeed, conductors: int) -> None:
+        self.keys = keys
+        self.activity = TenantActivityBoard(world.monotonic)
+        self.conductors = conductors
+
+
 class JoinAgent:
     """Keeps one instance joined to one conductor."""
 
@@ -175,7 +192,7 @@ class JoinAgent:
         report: InstanceReport,
         *,
         wake: AgentWake | None = None,
-        feed: KeyChangeFeed | None = None,
+        board: InstanceBoard | None = None,
         flush_s: float = 0.02,
         call_timeout_s: float = 10.0,
         keys_per_message: int = KEYS_PER_MESSAGE,
@@ -187,7 +204,7 @@ class JoinAgent:
             conductor_address: "host:port".
             report: what the instance reports.
             wake: rung when load or keys have changed, if other code than the agent's caller notices the change.
-            feed: changes of keys that several agents share; None = the agent takes them from `report`.
+            board: what several agents share; None = the agent is the only one.
             flush_s: distance of event messages, seconds.
             call_timeout_s: how long connecting, the welcome and each write may take, seconds.
             keys_per_message: keys in one message at most.
@@ -198,8 +215,11 @@ class JoinAgent:
         self._flush_s = flush_s
         self._call_timeout_s = call_timeout_s
         self._keys_per_message = keys_per_message
-        self._feed = feed or KeyChangeFeed(report.take_events)
+        self._board = board or InstanceBoard(KeyChangeFeed(report.take_events), 1)
+        self._feed = self._board.keys
         self._events = self._feed.subscribe(lambda: self.follows)
+        self._conductor = kv_pb2.Instance()
+        self._activity_told = 0  # as `TenantActivityBoard.news` numbers
         self._wake = wake or AgentWake()
         self._resync = False
         self._heartbeat_s = 1.0
@@ -260,6 +280,7 @@ class JoinAgent:
         await call.start()
         assert call.welcome is not None, "a stream that started has its welcome"
         self._heartbeat_s = call.welcome.heartbeat_s or 1.0
+        self._conductor, self._activity_told = call.welcome.conductor, 0
         self._resync = True
         log.info("joined", conductor=call.welcome.conductor.id, address=self._address)
         try:
@@ -281,6 +302,8 @@ class JoinAgent:
                 self._report.on_role(answer.role.kind)
             case "session":
                 self._report.on_session(answer.session)
+            case "activity":
+                self._board.activity.take(self._conductor, answer.activity)
             case other:
                 log.warning("unknown order from the conductor ignored", order=other)
 
@@ -295,7 +318,7 @@ class JoinAgent:
                 await self._send_snapshot(call)
             await self._send_changes(call)
             if loop.time() >= load_allowed_at or not self.joined.is_set():
-                await self._send(call, conductor_pb2.JoinRequest(load=self._report.load()))
+                await self._send(call, conductor_pb2.JoinRequest(load=self._load()))
                 now = loop.time()
                 load_allowed_at, due = now + MIN_LOAD_INTERVAL_S, now + self._heartbeat_s / REPORTS
             else:
@@ -303,6 +326,14 @@ class JoinAgent:
             self.joined.set()
             await self._pause(due - loop.time())
         raise call.error
+
+    def _load(self) -> conductor_pb2.LoadReport:
+        load = self._report.load()
+        load.conductors = self._board.conductors
+        activities, self._activity_told = self._board.activity.news(self._conductor, self._activity_told)
+        del load.activities[:]
+        load.activities.extend(activities)
+        return load
 
     async def _pause(self, until_load_s: float) -> None:
         """Wait until something changed (but at least the flush distance) or a load report is due."""
@@ -369,8 +400,9 @@ class ClusterMembership:
         self._bell = bell or ChangeBell()
         self._changes = KeyChangeFeed(report.take_events)
         self._agents: list[JoinAgent] = []
+        board = InstanceBoard(self._changes, len(conductors))
         for address in conductors:
-            agent = JoinAgent(channels, address, report, wake=self._bell.add(), feed=self._changes)
+            agent = JoinAgent(channels, address, report, wake=self._bell.add(), board=board)
             self._agents.append(agent)
 
     def changed(self, news: KeyChanges) -> None:

@@ -1196,6 +1196,8 @@ class LoadReport(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CONDUCTORS_FIELD_NUMBER: _builtins.int
+    ACTIVITIES_FIELD_NUMBER: _builtins.int
     TIERS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests running."""
@@ -1225,9 +1227,17 @@ class LoadReport(_message.Message):
     """Guessed tokens that steps checked since its start (decode)."""
     accepted_tokens: _builtins.int
     """Those of them that were right, and with which answers went on (decode)."""
+    conductors: _builtins.int
+    """Conductors that the instance reports to; 0 = not told."""
     @_builtins.property
     def speed(self) -> Global___SpeedReport:
         """Measured speeds."""
+
+    @_builtins.property
+    def activities(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConductorActivity]:
+        """What the other conductors have told of their tenants, and what this one told before its start: what has changed
+        since the stream's last report, in its first report everything.
+        """
 
     @_builtins.property
     def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierLoad]:
@@ -1251,17 +1261,133 @@ class LoadReport(_message.Message):
         preemptions: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        conductors: _builtins.int = ...,
+        activities: _abc.Iterable[Global___ConductorActivity] | None = ...,
         tiers: _abc.Iterable[Global___TierLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "drain_s", b"drain_s", "speed", b"speed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "accepted_tokens", b"accepted_tokens", "cached_blocks", b"cached_blocks", "context_tokens", b"context_tokens", "draft_tokens", b"draft_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "tiers", b"tiers", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "accepted_tokens", b"accepted_tokens", "activities", b"activities", "cached_blocks", b"cached_blocks", "conductors", b"conductors", "context_tokens", b"context_tokens", "draft_tokens", b"draft_tokens", "drain_s", b"drain_s", "draining", b"draining", "expected_answer_tokens", b"expected_answer_tokens", "free_blocks", b"free_blocks", "preemptions", b"preemptions", "promised_blocks", b"promised_blocks", "queued_tokens", b"queued_tokens", "running", b"running", "speed", b"speed", "taken", b"taken", "tiers", b"tiers", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
     _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_s) -> _WhichOneofReturnType__drain_s | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class TenantActivity(_message.Message):
+    """What a conductor's requests of one tenant use. Sums are since the conductor's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    WEIGHT_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WORK_S_FIELD_NUMBER: _builtins.int
+    RUNNING_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    WAITING_BLOCKS_FIELD_NUMBER: _builtins.int
+    WAITING_S_FIELD_NUMBER: _builtins.int
+    REQUESTS_OWED_FIELD_NUMBER: _builtins.int
+    TOKENS_OWED_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name; empty for requests that name none."""
+    version: _builtins.int
+    """Grows with each change of this row, over all rows of the conductor."""
+    weight: _builtins.float
+    """Its share."""
+    requests: _builtins.int
+    """Answers that were admitted."""
+    tokens: _builtins.int
+    """Tokens of prompts and answers."""
+    work_s: _builtins.float
+    """Predicted instance seconds of what was placed."""
+    running: _builtins.int
+    """Answers that have not ended."""
+    waiting: _builtins.int
+    """Requests that wait for memory at decode."""
+    waiting_blocks: _builtins.int
+    """Blocks at decode that these are expected to need, together."""
+    waiting_s: _builtins.float
+    """Predicted instance seconds of these, together."""
+    requests_owed: _builtins.float
+    """Requests that the tenant's budget lacks to be full, as this conductor counts those of all conductors."""
+    tokens_owed: _builtins.float
+    """As `requests_owed`, in tokens."""
+    age_s: _builtins.float
+    """Seconds for which the instance has had this row."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        version: _builtins.int = ...,
+        weight: _builtins.float = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        work_s: _builtins.float = ...,
+        running: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        waiting_blocks: _builtins.int = ...,
+        waiting_s: _builtins.float = ...,
+        requests_owed: _builtins.float = ...,
+        tokens_owed: _builtins.float = ...,
+        age_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "requests", b"requests", "requests_owed", b"requests_owed", "running", b"running", "tenant", b"tenant", "tokens", b"tokens", "tokens_owed", b"tokens_owed", "version", b"version", "waiting", b"waiting", "waiting_blocks", b"waiting_blocks", "waiting_s", b"waiting_s", "weight", b"weight", "work_s", b"work_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantActivity: _TypeAlias = TenantActivity  # noqa: Y015
+
+@_typing.final
+class ConductorActivity(_message.Message):
+    """What a conductor tells the others of its tenants, by way of instances."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONDUCTOR_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
+    conductor: _builtins.str
+    """Its id."""
+    incarnation: _builtins.int
+    """Its start."""
+    number: _builtins.int
+    """Grows with each message."""
+    age_s: _builtins.float
+    """Seconds for which the instance has had the message."""
+    more: _builtins.bool
+    """Further rows follow with the next message."""
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantActivity]:
+        """Tenants whose rows have changed; at most 512 in a message."""
+
+    def __init__(
+        self,
+        *,
+        conductor: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
+        number: _builtins.int = ...,
+        age_s: _builtins.float = ...,
+        tenants: _abc.Iterable[Global___TenantActivity] | None = ...,
+        more: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "conductor", b"conductor", "incarnation", b"incarnation", "more", b"more", "number", b"number", "tenants", b"tenants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConductorActivity: _TypeAlias = ConductorActivity  # noqa: Y015
 
 @_typing.final
 class JoinRequest(_message.Message):
@@ -1529,6 +1655,7 @@ class JoinResponse(_message.Message):
     REPLICATE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    ACTIVITY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___JoinWelcome: ...
     @_builtins.property
@@ -1541,6 +1668,10 @@ class JoinResponse(_message.Message):
     def role(self) -> Global___RoleOrder: ...
     @_builtins.property
     def session(self) -> Global___SessionOrder: ...
+    @_builtins.property
+    def activity(self) -> Global___ConductorActivity:
+        """For the other conductors that the instance reports to. Conductor and incarnation are those of the welcome."""
+
     def __init__(
         self,
         *,
@@ -1550,12 +1681,13 @@ class JoinResponse(_message.Message):
         replicate: Global___ReplicateOrder | None = ...,
         role: Global___RoleOrder | None = ...,
         session: Global___SessionOrder | None = ...,
+        activity: Global___ConductorActivity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "session", b"session", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "session", b"session", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "session", b"session", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "drain", b"drain", "message", b"message", "replicate", b"replicate", "resync", b"resync", "role", b"role", "session", b"session", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "drain", "replicate", "role", "session"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "resync", "drain", "replicate", "role", "session", "activity"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -6,7 +6,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from moonpool.config import ByteSize, ListenAddress, read_mapping
 from moonpool.errors import ConfigError, InvalidRequest
@@ -16,6 +16,7 @@ from moonpool.runtime.driver import CoreServiceConfig
 from services.conductor.core.admission import AdmissionMode
 from services.conductor.core.roles import RoleLimits
 from services.conductor.core.router import MAX_REPLICAS
+from services.conductor.core.tenant_activity import TenantBudget
 from services.conductor.placement.decode_policies import DECODE_POLICIES, DEFAULT_DECODE_POLICY
 from services.conductor.placement.policies import DEFAULT_POLICY, POLICIES
 
@@ -25,6 +26,15 @@ def _positive(ttl_s: dict[str, float]) -> dict[str, float]:
         return check_ttls(ttl_s, "")
     except InvalidRequest as error:
         raise ValueError(str(error)) from None
+
+
+class TenantBudgetSetting(BaseModel):
+    """What a tenant may use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    rpm: int | None = Field(None, ge=1)
+    tpm: int | None = Field(None, ge=1)
+    concurrent: int | None = Field(None, ge=1)
 
 
 class ConductorConfig(CoreServiceConfig, ClientPortConfig):
@@ -186,6 +196,12 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
         description="weights by which tenants share what several of them wait for, as YAML or JSON: {NAME: WEIGHT}; "
         "NAME '*' is for each tenant that is not named (1 unless set)",
     )
+    tenant_budgets: Annotated[dict[str, TenantBudgetSetting], BeforeValidator(read_mapping)] = Field(
+        default_factory=dict,
+        description="what tenants may use at all conductors together, as YAML or JSON: {NAME: {rpm: N, tpm: N, "
+        "concurrent: N}}, requests and tokens a minute, and requests at once; NAME '*' is for each tenant that is not "
+        "named; give all conductors the same; docs/overload.md",
+    )
     adopt_wait_s: float = Field(
         5.0,
         ge=0,
@@ -238,6 +254,11 @@ class ConductorConfig(CoreServiceConfig, ClientPortConfig):
             if not (isfinite(weight) and weight > 0):
                 raise ConfigError(f"tenant_weights.{name}", f"must be above 0, is {weight}")
         return self
+
+    @property
+    def budgets(self) -> dict[str, TenantBudget]:
+        """What tenants may use."""
+        return {name: TenantBudget(it.rpm, it.tpm, it.concurrent) for name, it in self.tenant_budgets.items()}
 
     @property
     def role_limits(self) -> RoleLimits:

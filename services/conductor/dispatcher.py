@@ -59,6 +59,7 @@ from services.conductor.core.events import (
 from services.conductor.core.latency_model import PrefixHolder
 from services.conductor.core.router import ReplicatePrefix, StoreView
 from services.conductor.core.sessions import TellSession
+from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.decode_streams import NewTokens, StepsPool, StepsStream
 from services.conductor.explain import RequestReports
 from services.conductor.generate_stream import GenerateStream, OutputQueue
@@ -95,7 +96,7 @@ class Dispatcher:
         reader: checks and tokenises requests.
         calls: carries out actions at instances.
         reports: gets the events of each request's life.
-        order: sends an instance an order about keys, sessions or role.
+        order: sends an instance an order about keys, sessions, tenants or role.
         post: hands an event to the core.
         clock: the core's clock, seconds.
         wall_clock: gives seconds since 1970.
@@ -106,7 +107,7 @@ class Dispatcher:
         reader: RequestValidator,
         calls: InstanceCalls,
         reports: RequestReports,
-        order: Callable[[Resync | ReplicatePrefix | TellSession | ChangeRole], None],
+        order: Callable[[Resync | ReplicatePrefix | TellSession | TellActivity | ChangeRole], None],
         post: Callable[[Event], None],
         clock: Callable[[], float],
         wall_clock: Callable[[], float] = world.unix_time,
@@ -249,7 +250,7 @@ class Dispatcher:
                 self._calls.renew(action)
             case CancelReservation():
                 self._calls.cancel_reservation(action)
-            case Resync() | ReplicatePrefix() | TellSession() | ChangeRole():
+            case Resync() | ReplicatePrefix() | TellSession() | TellActivity() | ChangeRole():
                 self._order(action)
             case CancelIo(io):
                 self._calls.cancel(io)

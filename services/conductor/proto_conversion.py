@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import isfinite
+
 from moonpool import errors
 from moonpool.cluster.proto_conversion import finite_or_zero, speeds_from_proto
 from moonpool.errors import InvalidRequest, Mismatch, MoonpoolError, Overloaded
@@ -17,6 +19,8 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadFacts
 from services.conductor.core.latency_model import KVShape
+from services.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity
+from services.conductor.core.tenant_ledger import MAX_CONDUCTORS, MAX_ROWS
 from services.conductor.placement.base import PrefillChoice
 
 FINISH_REASONS = {
@@ -158,7 +162,54 @@ def load_facts(load: conductor_pb2.LoadReport) -> LoadFacts:
         draining=load.draining,
         taken=load.taken,
         answer_tokens=load.expected_answer_tokens,
+        conductors=load.conductors,
+        activities=tuple([_conductor_activity(it) for it in load.activities[:MAX_CONDUCTORS]]),
     )
+
+
+def _conductor_activity(told: conductor_pb2.ConductorActivity) -> ConductorActivity:
+    rows = tuple([_tenant_activity(row) for row in told.tenants[:MAX_ROWS]])
+    return ConductorActivity(told.conductor, told.incarnation, finite_or_zero(told.age_s), rows, told.more)
+
+
+def _tenant_activity(row: conductor_pb2.TenantActivity) -> TenantActivity:
+    return TenantActivity(
+        row.tenant,
+        row.version,
+        row.weight if isfinite(row.weight) and row.weight > 0 else 1.0,
+        row.requests,
+        row.tokens,
+        finite_or_zero(row.work_s),
+        row.running,
+        row.waiting,
+        row.waiting_blocks,
+        finite_or_zero(row.waiting_s),
+        finite_or_zero(row.requests_owed),
+        finite_or_zero(row.tokens_owed),
+        finite_or_zero(row.age_s),
+    )
+
+
+def activity_to_proto(told: TellActivity) -> conductor_pb2.ConductorActivity:
+    """What an instance is told for the other conductors."""
+    rows = [
+        conductor_pb2.TenantActivity(
+            tenant=row.tenant,
+            version=row.version,
+            weight=row.weight,
+            requests=row.requests,
+            tokens=row.tokens,
+            work_s=row.work_s,
+            running=row.running,
+            waiting=row.waiting,
+            waiting_blocks=row.waiting_blocks,
+            waiting_s=row.waiting_s,
+            requests_owed=row.requests_owed,
+            tokens_owed=row.tokens_owed,
+        )
+        for row in told.tenants
+    ]
+    return conductor_pb2.ConductorActivity(number=told.number, tenants=rows, more=told.more)
 
 
 def _kv_shape(model: conductor_pb2.ModelInfo) -> KVShape:

@@ -31,8 +31,9 @@ from services.conductor.core.events import (
 )
 from services.conductor.core.router import ReplicatePrefix
 from services.conductor.core.sessions import TellSession
+from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.decode_streams import StepsPool
-from services.conductor.proto_conversion import instance_facts, kind_to_proto, load_facts
+from services.conductor.proto_conversion import activity_to_proto, instance_facts, kind_to_proto, load_facts
 
 PREFILL = kv_pb2.INSTANCE_KIND_PREFILL
 DECODE = kv_pb2.INSTANCE_KIND_DECODE
@@ -301,8 +302,10 @@ class ClusterMembers:
 
     def report(self, member: ClusterMember, load: conductor_pb2.LoadReport) -> None:
         """Handle a load report."""
+        facts = load_facts(load)
+        load.ClearField("activities")  # tenants' names are not for all who see the cluster's state
         member.load = load
-        self._post(LoadReported(member.id, load_facts(load)))
+        self._post(LoadReported(member.id, facts))
 
     def events(self, member: ClusterMember, events: kv_pb2.KVEvents) -> None:
         """Handle KV events."""
@@ -333,8 +336,8 @@ class ClusterMembers:
             raise InvalidRequest("instance_id", f"{instance_id} is the last one of its kind")
         self._post(RoleChangeRequested(instance_id))
 
-    def order(self, action: Resync | ReplicatePrefix | TellSession | ChangeRole) -> None:
-        """Order an instance to send a snapshot of keys, replicate a prefix or change roles, or tell it of a session.
+    def order(self, action: Resync | ReplicatePrefix | TellSession | TellActivity | ChangeRole) -> None:
+        """Order an instance to send a snapshot of keys, replicate a prefix or change roles; or tell it something.
 
         Does nothing if the instance has left.
         """
@@ -353,6 +356,8 @@ class ClusterMembers:
                     send(conductor_pb2.JoinResponse(replicate=order))
             case TellSession(_, hint, prefetch):
                 send(conductor_pb2.JoinResponse(session=session_order(hint, prefetch)))
+            case TellActivity():
+                send(conductor_pb2.JoinResponse(activity=activity_to_proto(action)))
             case ChangeRole(instance, _, kind):
                 log.info("change of role ordered", instance=instance, to=kind.value)
                 send(conductor_pb2.JoinResponse(role=conductor_pb2.RoleOrder(kind=kind_to_proto(kind))))

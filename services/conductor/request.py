@@ -32,6 +32,7 @@ from moonpool.v1 import conductor_pb2, kv_pb2
 from services.conductor.config import ConductorConfig
 from services.conductor.core.events import ATTEMPT_MARK, DecodeReservation, RequestSpec, ResumeState
 from services.conductor.core.latency_model import SloLimits
+from services.conductor.core.tenant_activity import OTHER_TENANTS
 from services.conductor.proto_conversion import reservation_proto
 from services.conductor.registry import Checkpoint, Registry
 
@@ -93,8 +94,6 @@ MAX_ID_CHARS = 128
 MAX_TENANT_CHARS = 256
 MAX_PROMPT_SCORES = 1 << 18
 """Most log probabilities for one prompt: 2 MiB, which fits one message."""
-OTHER_TENANTS = "*"
-"""Stands for each tenant without a separate weight."""
 SECRET_LENGTHS = range(16, 65)
 """Bytes in the secret that a client shows to resume the request."""
 MAX_SEQUENCE_CHARS = 256

@@ -156,6 +156,8 @@ def _core(config: ConductorConfig) -> ConductorCore:
         adopt_wait_s=config.adopt_wait_s,
         max_queued=config.max_queued,
         max_queued_bytes=config.max_queued_bytes,
+        heartbeat_s=config.heartbeat_s,
+        budgets=config.budgets,
     )
     routing = RoutingConfig(
         balancing_threshold=config.balancing_threshold,

@@ -14,6 +14,7 @@ from services.conductor.core.instances import InstanceFacts, InstanceKind, LoadF
 from services.conductor.core.latency_model import SloLimits, Stratum, TpotForecast
 from services.conductor.core.router import ReplicatePrefix, RoutingDecision
 from services.conductor.core.sessions import TellSession
+from services.conductor.core.tenant_activity import TellActivity
 from services.conductor.placement.base import PrefillChoice
 
 
@@ -586,6 +587,7 @@ Order = (
     | Resync
     | ReplicatePrefix
     | TellSession
+    | TellActivity
     | ChangeRole
     | LeaveSequence
     | CancelIo

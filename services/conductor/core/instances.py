@@ -13,6 +13,7 @@ from moonpool.scheduling.latency import Speeds
 from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.latency_model import KVShape
 from services.conductor.core.prefix_index import slots_in
+from services.conductor.core.tenant_activity import ConductorActivity
 from services.conductor.placement.base import RankedInstance
 
 
@@ -80,6 +81,8 @@ class LoadFacts:
         taken: prompts or promises so far: numbers up to `taken` are included (`ClusterView.acknowledged`).
         answer_tokens: expected length of a new answer, for which memory is kept (decode); 0 = not reported.
         queued_tokens: prompt tokens without KV (prefill).
+        conductors: to which the instance reports; 0 = not told.
+        activities: what other conductors have told the instance of their tenants.
     """
 
     running: int = 0
@@ -94,6 +97,8 @@ class LoadFacts:
     taken: int = 0
     answer_tokens: int = 0
     queued_tokens: int = 0
+    conductors: int = 0
+    activities: tuple[ConductorActivity, ...] = ()
 
 
 MIN_REPORTS = 20

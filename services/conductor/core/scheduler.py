@@ -7,12 +7,12 @@ A retry continues from the prompt and the tokens so far: sampling depends on the
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 
 from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.frozen import frozen
-from moonpool.scheduling.fair_share import FairShares
+from moonpool.scheduling.fair_share import FairShares, QueueKey
 from moonpool.scheduling.state_machine import CancelIo, IoEnded, Tick, Timers, digest_of
 from services.conductor.core.admission import AdmissionGate, AdmissionMode, no_memory
 from services.conductor.core.attempt_calls import MAX_RESERVES, AttemptCalls, CallKind, OpenCall
@@ -54,6 +54,7 @@ from services.conductor.core.events import (
     TokensArrived,
     retries_exhausted,
 )
+from services.conductor.core.instances import LoadFacts
 from services.conductor.core.latency_model import MemoryNeed, expected_blocks, step_load_s
 from services.conductor.core.request import (
     REQUEST_TIMERS,
@@ -68,6 +69,8 @@ from services.conductor.core.request import (
 from services.conductor.core.roles import FIXED_ROLES, RoleBalancer, RoleLimits
 from services.conductor.core.router import RoutingDecision, RoutingRequest
 from services.conductor.core.sessions import SessionTable
+from services.conductor.core.tenant_activity import TenantBudget
+from services.conductor.core.tenant_ledger import TenantLedger
 from services.conductor.core.wait_queue import DecodeMemoryQueue, MemoryWaiter, SloQueue, TenantCounts, blocks_left_free
 from services.conductor.placement.base import DecodeChoice, PrefillChoice
 
@@ -104,6 +107,8 @@ class SchedulerLimits:
     adopt_wait_s: float = 5.0
     max_queued: int = 1024
     max_queued_bytes: int = 64 << 20
+    heartbeat_s: float = 1.0
+    budgets: Mapping[str, TenantBudget] = field(default_factory=dict)
 
 
 class RequestScheduler:
@@ -119,6 +124,7 @@ class RequestScheduler:
     Attributes:
         requests: those that have not ended, by number.
         tenants: number of requests per tenant.
+        ledger: what tenants use at all conductors.
         sessions: conversations and agents' runs.
         memory_queue: requests that wait for decode memory.
         slo_queue: requests that wait for a placement within their SLO.
@@ -128,6 +134,7 @@ class RequestScheduler:
     def __init__(self, limits: SchedulerLimits, cluster: ClusterView) -> None:
         self.requests: dict[int, ScheduledRequest] = {}
         self.tenants = TenantCounts()
+        self.ledger = TenantLedger(limits.budgets, limits.heartbeat_s)
         self.sessions = SessionTable()
         self.waiting_for_instance: dict[int, None] = {}
         self._limits = limits
@@ -137,7 +144,7 @@ class RequestScheduler:
         self._actions: list[Action] = []  # of the event that is handled
         self._timers: Timers[TimerKey] = Timers()
         self._shares = FairShares()
-        self.memory_queue = DecodeMemoryQueue(self._shares)
+        self.memory_queue = DecodeMemoryQueue(self._shares, self.ledger)
         self.slo_queue = SloQueue(self._shares, self._timers, limits.max_queued, limits.max_queued_bytes)
         self._calls = AttemptCalls(cluster, self._timers, self._actions, limits.reserve_timeout_s, self._gate)
 
@@ -167,8 +174,8 @@ class RequestScheduler:
         """Takes an event; see `Core.handle`."""
         self._rest_shares(now)
         match event:
-            case LoadReported(instance):  # most are reports
-                self._load_reported(now, instance)
+            case LoadReported(instance, load):  # most are reports
+                self._load_reported(now, instance, load)
             case InstanceJoined(facts):
                 self._instance_joined(now, facts.id)
             case InstanceLeft():
@@ -194,13 +201,17 @@ class RequestScheduler:
     def _arrived(self, now: float, spec: RequestSpec, keys: tuple[bytes, ...]) -> None:
         assert spec.number not in self.requests, f"request {spec.number} is there already"
         request = self.requests[spec.number] = ScheduledRequest(spec, keys)
+        refusal = self.ledger.refusal(spec.tenant, spec.choices, now) if spec.resumed is None else None
         self.tenants.came(spec.queue_key)
+        self.ledger.began(spec.tenant, spec.weight, spec.choices, now, charged=spec.resumed is None and refusal is None)
         if spec.session is not None:
             self.sessions.began(spec.tenant, spec.session, now)
         if spec.resumed is not None:
             request.tokens, request.recovering = spec.resumed.tokens, True
         self._timers.set((TimerKind.DEADLINE, spec.number), spec.deadline)
-        if not self._take_over(now, request):
+        if refusal is not None:
+            self._fail(now, request, refusal, refused=True)
+        elif not self._take_over(now, request):
             self._place(now, request)
 
     def _from_client(self, now: float, event: Rehashed | StopRequested | ClientGone) -> None:
@@ -243,12 +254,18 @@ class RequestScheduler:
 
     # --- instances --------------------------------------------------------------------------------------------------
 
-    def _load_reported(self, now: float, instance: str) -> None:
+    def _load_reported(self, now: float, instance: str, load: LoadFacts) -> None:
+        for served in self.ledger.heard(load.activities, now):
+            self._shares.serve(served.tenant, served.work_s, served.weight)
+        told = self.ledger.tells(instance, load.conductors, now)
+        if told is not None:
+            self._actions.append(told)
         self._memory_reported(now, instance)
         self._drain(now, instance)
 
     def _instance_joined(self, now: float, instance: str) -> None:
         """Requests that waited for the instance, for any instance, or for decode memory go on."""
+        self.ledger.left(instance)
         waiting = [it for it in self.requests.values() if it.state is RequestState.WAITING_OWNER]
         owned = [it for it in waiting if it.owner is not None and it.owner.decode == instance]
         for request in owned:
@@ -263,6 +280,7 @@ class RequestScheduler:
         """With `lost` all that requests have at the incarnation is gone."""
         instance, incarnation, lost = event.instance, event.incarnation, event.lost
         self.memory_queue.forget(instance)
+        self.ledger.left(instance)
         if not lost:
             return
         failure = Failure(FailureKind.STREAM, f"{instance} {lost}")
@@ -382,12 +400,15 @@ class RequestScheduler:
         find memory, and leaves some to others.
         """
         key = request.spec.queue_key
-        leaves = not request.recovering and self.tenants.above_share(key, now)
-        first = request.waits_since is None and not leaves
+        leaves = not request.recovering and self.tenants.above_share(key, self.ledger.elsewhere(now), now)
+        new = request.waits_since is None
+        first = new and not leaves
+        ahead = self.memory_queue.blocks_ahead(key, 0.0, now) if new and leaves else 0
 
         def fits(choice: DecodeChoice) -> bool:
             available, total = self._cluster.decodes.available_of(choice.id)
-            return available >= choice.blocks + (blocks_left_free(choice.blocks, total) if leaves else 0)
+            left = blocks_left_free(choice.blocks, total) if leaves else 0
+            return available >= choice.blocks + left + ahead
 
         free = [choice for choice in decodes if self.memory_queue.is_free_to(choice.id, key)]
         return [choice for choice in free if first or fits(choice)][:MAX_CANDIDATES]
@@ -464,7 +485,9 @@ class RequestScheduler:
         if request.counted:
             return
         request.counted = True
-        self._shares.serve(request.spec.tenant, self._cost_s(decision), request.spec.weight)
+        cost_s, spec = self._cost_s(decision), request.spec
+        self._shares.serve(spec.tenant, cost_s, spec.weight)
+        self.ledger.placed(spec.tenant, cost_s, 0 if spec.resumed is not None else spec.prompt_tokens, now)
         hint = None if decision.at_decode else decision.hint
         copy = self._cluster.replication.placed(request.keys, hint, request.spec.tenant, now)
         if copy is not None:
@@ -480,8 +503,8 @@ class RequestScheduler:
         return decision.prefill.busy_s + demand.decode_tokens * step_s
 
     def _rest_shares(self, now: float) -> None:
-        """Forgives tenants what they used while no request waits for a placement."""
-        waits = len(self.memory_queue) or len(self.slo_queue)
+        """Forgives tenants what they used while no request waits for a placement, at any conductor."""
+        waits = len(self.memory_queue) or len(self.slo_queue) or self.ledger.elsewhere(now).waiting
         self._shares.forgive_idle_until(now, 0 if waits else len(self._cluster.prefills.by_slot))
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -494,8 +517,9 @@ class RequestScheduler:
             assert request.waits_since is not None
             demand = decision.demand
             need = MemoryNeed(demand.prompt_tokens, demand.total_blocks, demand.choices)
-            waiter = MemoryWaiter(request.spec.queue_key, need, request.waits_since, self._cost_s(decision))
-            self.memory_queue.add(waiter)
+            blocks = decision.decodes[0].blocks if decision.decodes else need.longest
+            cost_s = self._cost_s(decision)
+            self.memory_queue.add(MemoryWaiter(request.spec.queue_key, need, request.waits_since, cost_s, blocks), now)
 
     def _slo_missed(self, now: float, request: ScheduledRequest, refusal: Failure, decision: RoutingDecision) -> None:
         """No placement keeps the request's SLO: the request waits if the client allows waiting, or is refused."""
@@ -570,10 +594,13 @@ class RequestScheduler:
         if not len(self.memory_queue):
             return
         available, total = self._cluster.decodes.available_of(decode)
-        for number in self.memory_queue.woken(
-            decode, available, total, self._needs_at(decode), lambda key: self.tenants.above_share(key, now), now
-        ):
-            self.memory_queue.remove(number)
+        elsewhere = self.ledger.elsewhere(now)
+
+        def above_share(key: QueueKey) -> bool:
+            return self.tenants.above_share(key, elsewhere, now)
+
+        for number in self.memory_queue.woken(decode, available, total, self._needs_at(decode), above_share, now):
+            self.memory_queue.remove(number, now)
             self._place(now, self.requests[number])
 
     def _needs_at(self, decode: str) -> Callable[[MemoryNeed], int]:
@@ -609,7 +636,7 @@ class RequestScheduler:
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: FirstToken
     ) -> None:
         """Starts decode with the token. A token of an attempt that has ended counts, too."""
-        request.grow(not event.known and not request.spec.deferred)
+        self._grow(now, request, int(not event.known and not request.spec.deferred))
         if attempt is not None:
             for read in event.how.loads:
                 self._cluster.read_measured(attempt.prefill_claim, *read, now)
@@ -622,6 +649,12 @@ class RequestScheduler:
             self._complete(now, request, event.finish)
         elif attempt is not None and attempt.decode_phase is DecodePhase.RESERVED:
             self._calls.start_sequence(request, attempt)
+
+    def _grow(self, now: float, request: ScheduledRequest, tokens: int) -> None:
+        """The answer has new tokens, which the tenant's budget pays for."""
+        request.grow(tokens)
+        if tokens:
+            self.ledger.used(request.spec.tenant, tokens, now)
 
     def _learn(
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt, how: PrefillMeasurements
@@ -638,7 +671,7 @@ class RequestScheduler:
     def _tokens_arrived(
         self, now: float, request: ScheduledRequest, attempt: ScheduledAttempt | None, event: TokensArrived
     ) -> None:
-        request.grow(event.count)
+        self._grow(now, request, event.count)
         self._lengths.grew(request.spec.number, request.tokens)
         if attempt is not None:  # decode begins only with all KV there
             if attempt.decode_phase is not DecodePhase.STREAMING:
@@ -938,12 +971,13 @@ class RequestScheduler:
         request.enter(RequestState.ENDED)
         del self.requests[number]
         self.tenants.left(request.spec.tenant, now)
+        self.ledger.ended(request.spec.tenant, request.spec.choices, now)
         if request.spec.session is not None:
             self._actions += self.sessions.ended(
                 request.spec.tenant, request.spec.session, request.keys, request.stores, now
             )
         self.waiting_for_instance.pop(number, None)
-        self.memory_queue.remove(number)
+        self.memory_queue.remove(number, now)
         self.slo_queue.remove(number)
         self._lengths.removed(number)
         for kind in REQUEST_TIMERS:
@@ -958,6 +992,10 @@ class RequestScheduler:
         self.slo_queue.check_invariants()
         self.sessions.check_invariants()
         self.tenants.check_invariants(Counter([it.spec.tenant for it in self.requests.values()]))
+        answers = Counter[str]()
+        for it in self.requests.values():
+            answers[it.spec.tenant] += it.spec.choices
+        self.ledger.check_invariants(answers, self.memory_queue.count())
         self._calls.check_invariants(self.requests.values())
         reserves = Counter(call.request for _, call in self._calls.open if call.kind is CallKind.RESERVE)
         for number, request in self.requests.items():
@@ -987,7 +1025,7 @@ class RequestScheduler:
     def digest(self) -> bytes:
         """Hash of everything but the cluster view."""
         queues = self.memory_queue.state(), self.slo_queue
-        state = self.requests, self.tenants, self.sessions, *queues
+        state = self.requests, self.tenants, self.ledger, self.sessions, *queues
         return digest_of(*state, self._shares, self._calls, self._timers)
 
 

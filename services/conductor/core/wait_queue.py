@@ -12,6 +12,7 @@ from moonpool.scheduling.fair_share import FairQueue, FairShares, QueueKey
 from moonpool.scheduling.state_machine import Timers, digest_of
 from services.conductor.core.latency_model import MemoryNeed
 from services.conductor.core.request import TimerKey, TimerKind
+from services.conductor.core.tenant_ledger import Elsewhere, TenantLedger
 
 TENANT_MEMORY_S = 60.0
 """Seconds after the last request's end for which a tenant keeps a share."""
@@ -59,13 +60,19 @@ class TenantCounts:
             if len(self._lately) > MAX_RECENT_TENANTS:
                 self._forget()
 
-    def above_share(self, key: QueueKey, now: float) -> bool:
-        """Whether the tenant has more than a fair share of the requests, and others have, or lately had, requests."""
+    def above_share(self, key: QueueKey, elsewhere: Elsewhere, now: float) -> bool:
+        """Whether the tenant has more than a fair share of the requests, and others have, or lately had, requests.
+
+        `elsewhere`: requests at other conductors, which count, too.
+        """
         while self._lately and next(iter(self._lately.values())) < now - TENANT_MEMORY_S:
             self._forget()
-        parts = _weight_units(key.weight)
-        whole = self._weight - self._weights.get(key.tenant, 0) + parts
-        return whole > parts and self._here.get(key.tenant, 0) * whole > parts * self._total
+        parts, tenant = _weight_units(key.weight), key.tenant
+        others = [it for it in elsewhere.weights if it not in self._weights and it != tenant]
+        whole = self._weight - self._weights.get(tenant, 0) + parts
+        whole += sum([_weight_units(elsewhere.weights[it]) for it in others])
+        own = self._here.get(tenant, 0) + elsewhere.running.get(tenant, 0)
+        return whole > parts and own * whole > parts * (self._total + sum(elsewhere.running.values()))
 
     def _forget(self) -> None:
         """Forgets the tenant that has had no request for longest."""
@@ -91,6 +98,8 @@ def _weight_units(weight: float) -> int:
 
 
 HOLD_AFTER_S = 5.0
+YIELD_S = 1.0
+"""Seconds for which memory is left to requests that wait at other conductors, and do not take it."""
 MAX_LOOKS = 64
 """Requests that do not fit into an instance's free memory, looked at for one report, at most.
 
@@ -108,12 +117,14 @@ class MemoryWaiter:
         need: blocks depend on this.
         since: time since which the request waits, seconds.
         cost: predicted instance seconds, which fair sharing charges.
+        blocks: that the request was expected to need at the instance that refused the request.
     """
 
     key: QueueKey
     need: MemoryNeed
     since: float
     cost: float = 0.0
+    blocks: int = 0
 
 
 class DecodeMemoryQueue:
@@ -121,11 +132,17 @@ class DecodeMemoryQueue:
 
     A report costs at most `MAX_LOOKS` looks, a look for each woken request, and a comparison for each request that the
     instance is too small for.
+
+    Args:
+        shares: the tenants' shares.
+        ledger: knows what waits at other conductors.
     """
 
-    def __init__(self, shares: FairShares) -> None:
+    def __init__(self, shares: FairShares, ledger: TenantLedger) -> None:
         self._shares = shares
+        self._ledger = ledger
         self._queue = FairQueue(shares)
+        self._yields: dict[str, float] = {}  # since when an instance's memory is left to other conductors' requests
         self._waiters: dict[int, MemoryWaiter] = {}
         self._holds: dict[str, int] = {}
         self._refused: dict[str, int] = {}
@@ -140,16 +157,19 @@ class DecodeMemoryQueue:
         """How many wait, by tenant."""
         return self._queue.count()
 
-    def add(self, waiter: MemoryWaiter) -> None:
+    def add(self, waiter: MemoryWaiter, now: float) -> None:
         """Lets a request wait."""
         self._queue.add(waiter.key, waiter.cost)
         self._waiters[waiter.key.number] = waiter
+        self._ledger.waits(waiter.key.tenant, waiter.blocks, waiter.cost, now)
 
-    def remove(self, number: int) -> None:
+    def remove(self, number: int, now: float) -> None:
         """The request waits no more; unknown numbers are fine."""
-        if self._waiters.pop(number, None) is None:
+        waiter = self._waiters.pop(number, None)
+        if waiter is None:
             return
         self._queue.remove(number)
+        self._ledger.waited(waiter.key.tenant, waiter.blocks, waiter.cost, now)
         self._holds = {decode: holder for decode, holder in self._holds.items() if holder != number}
 
     def refused(self, decode: str, available: int) -> None:
@@ -164,6 +184,14 @@ class DecodeMemoryQueue:
         """The instance is not there any more."""
         self._refused.pop(decode, None)
         self._holds.pop(decode, None)
+        self._yields.pop(decode, None)
+
+    def blocks_ahead(self, key: QueueKey, more_s: float, now: float) -> int:
+        """Blocks of requests that wait at other conductors and go before a request.
+
+        `more_s`: virtual time of what goes before from the request's own tenant.
+        """
+        return self._ledger.blocks_ahead(key, self._shares.time(key.tenant) + more_s, self._shares.time, now)
 
     def is_free_to(self, decode: str, key: QueueKey) -> bool:
         """Whether the instance is not held for a request that goes before."""
@@ -184,6 +212,7 @@ class DecodeMemoryQueue:
         """Requests that fit into one instance's free memory, in fair order; to be called after the instance's report.
 
         If the instance refused memory that seemed free, and nothing has changed since, one request at a time asks.
+        Memory is left to requests at other conductors that go before, but not for long if they do not take it.
 
         Args:
             decode: the instance.
@@ -194,7 +223,8 @@ class DecodeMemoryQueue:
             now: seconds.
         """
         found: list[int] = []
-        looks = MAX_LOOKS
+        looks, behind_s, yields = MAX_LOOKS, dict[str, float](), False
+        left_until = self._yields.get(decode, now) + YIELD_S
         most = 1 if self._refused.get(decode) == available else len(self._waiters)
         if not total:
             return found
@@ -207,12 +237,21 @@ class DecodeMemoryQueue:
             blocks = needs(waiter.need)
             left = blocks_left_free(blocks, total) if above_share(waiter.key) else 0
             if blocks + left <= available and self.is_free_to(decode, waiter.key):
-                found.append(number)
-                available -= blocks
-                continue
+                tenant = waiter.key.tenant
+                ahead = self.blocks_ahead(waiter.key, behind_s.get(tenant, 0.0), now) if now < left_until else 0
+                if blocks + left + ahead <= available:
+                    found.append(number)
+                    available -= blocks
+                    behind_s[tenant] = behind_s.get(tenant, 0.0) + waiter.cost / waiter.key.weight
+                    continue
+                yields = True
             looks -= 1
             if self._holds_now(waiter, decode, now) or not looks:
                 break
+        if yields:
+            self._yields.setdefault(decode, now)
+        else:
+            self._yields.pop(decode, None)
         return found
 
     def check_invariants(self) -> None:
@@ -224,7 +263,7 @@ class DecodeMemoryQueue:
 
     def state(self) -> object:
         """The state, for a digest."""
-        return self._waiters, self._holds, self._refused
+        return self._waiters, self._holds, self._refused, self._yields
 
     def _holds_now(self, waiter: MemoryWaiter, decode: str, now: float) -> bool:
         """Whether the instance is held for a request that has waited for long and does not fit into the free memory."""

@@ -1,12 +1,13 @@
 """A conductor that takes Join streams and remembers what was said on them."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from moonpool.errors import MoonpoolError
 from moonpool.kv.keys import BlockKey, unpack_keys
-from moonpool.v1 import conductor_pb2
+from moonpool.v1 import conductor_pb2, kv_pb2
 
 
 @dataclass
@@ -15,6 +16,10 @@ class FakeConductor:
 
     refusal: MoonpoolError | None = None
     """Raised instead of a welcome."""
+    name: str = ""
+    """Its id."""
+    orders: Sequence[conductor_pb2.JoinResponse] = ()
+    """What it tells after the welcome."""
     hello: conductor_pb2.JoinHello | None = None
     loads: list[conductor_pb2.LoadReport] = field(default_factory=list)
     keys: set[BlockKey] = field(default_factory=set)
@@ -32,8 +37,10 @@ class FakeConductor:
             async for request in requests:
                 self._take(request)
                 if request.HasField("hello"):
-                    welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5)
-                    await context.write(conductor_pb2.JoinResponse(welcome=welcome))
+                    conductor = kv_pb2.Instance(id=self.name, incarnation=1)
+                    welcome = conductor_pb2.JoinWelcome(heartbeat_s=0.5, conductor=conductor)
+                    for message in (conductor_pb2.JoinResponse(welcome=welcome), *self.orders):
+                        await context.write(message)
         finally:
             self.left.set()
 

@@ -10,6 +10,7 @@ from services.conductor.core.events import LoadReported
 from services.conductor.core.instances import LoadFacts
 from services.conductor.core.latency_model import MemoryNeed
 from services.conductor.core.request import TimerKey
+from services.conductor.core.tenant_ledger import Elsewhere, TenantLedger
 from services.conductor.core.wait_queue import (
     MAX_LOOKS,
     MAX_RETRIES_AT_ONCE,
@@ -100,9 +101,9 @@ def test_draining_looks_at_the_calls_of_the_instance_alone() -> None:
 
 
 def test_a_report_looks_at_a_few_of_those_who_wait_for_room() -> None:
-    rooms = DecodeMemoryQueue(FairShares())
+    rooms = DecodeMemoryQueue(FairShares(), TenantLedger({}, 1.0))
     for number in range(MANY):
-        rooms.add(MemoryWaiter(place(number), MemoryNeed(100, 100), since=0.0))
+        rooms.add(MemoryWaiter(place(number), MemoryNeed(100, 100), since=0.0), 0.0)
     looked = 0
 
     def leaves(_: QueueKey) -> bool:
@@ -117,10 +118,10 @@ def test_a_report_looks_at_a_few_of_those_who_wait_for_room() -> None:
 
 
 def test_those_that_an_instance_is_too_small_for_use_up_no_looks() -> None:
-    rooms = DecodeMemoryQueue(FairShares())
+    rooms = DecodeMemoryQueue(FairShares(), TenantLedger({}, 1.0))
     for number in range(2 * MAX_LOOKS):
-        rooms.add(MemoryWaiter(place(number), MemoryNeed(100, 100), since=0.0))
-    rooms.add(MemoryWaiter(place(2 * MAX_LOOKS), MemoryNeed(2, 2), since=0.0))
+        rooms.add(MemoryWaiter(place(number), MemoryNeed(100, 100), since=0.0), 0.0)
+    rooms.add(MemoryWaiter(place(2 * MAX_LOOKS), MemoryNeed(2, 2), since=0.0), 0.0)
     asked: list[int] = []
 
     def needs(need: MemoryNeed) -> int:
@@ -141,12 +142,14 @@ def test_who_leaves_room_is_known_without_a_look_at_all_tenants() -> None:
         return it
 
     few, many = tenant_counts(FEW), tenant_counts(MANY)
-    flood = place(0, "tenant-0")
+    flood, none = place(0, "tenant-0"), Elsewhere()
     for it in (few, many):
         it.came(flood)
-    assert operations(lambda: many.above_share(flood, 0.0)) == operations(lambda: few.above_share(flood, 0.0))
-    assert many.above_share(flood, 0.0)
-    assert not many.above_share(place(1, "tenant-1"), 0.0)
+    assert operations(lambda: many.above_share(flood, none, 0.0)) == operations(
+        lambda: few.above_share(flood, none, 0.0)
+    )
+    assert many.above_share(flood, none, 0.0)
+    assert not many.above_share(place(1, "tenant-1"), none, 0.0)
 
 
 def test_a_tenant_whose_answer_runs_for_long_is_not_forgotten() -> None:
@@ -154,8 +157,19 @@ def test_a_tenant_whose_answer_runs_for_long_is_not_forgotten() -> None:
     it.came(place(1, "calm"))
     for number in range(10):
         it.came(place(number, "flood"))
-    assert it.above_share(place(11, "flood"), 10 * TENANT_MEMORY_S)
+    assert it.above_share(place(11, "flood"), Elsewhere(), 10 * TENANT_MEMORY_S)
     it.left("calm", 10 * TENANT_MEMORY_S)
-    assert it.above_share(place(11, "flood"), 11 * TENANT_MEMORY_S)
-    assert not it.above_share(place(11, "flood"), 11 * TENANT_MEMORY_S + 1.0)
+    assert it.above_share(place(11, "flood"), Elsewhere(), 11 * TENANT_MEMORY_S)
+    assert not it.above_share(place(11, "flood"), Elsewhere(), 11 * TENANT_MEMORY_S + 1.0)
     it.check_invariants({"flood": 10})
+
+
+def test_requests_at_other_conductors_count_for_a_share() -> None:
+    it = TenantCounts()
+    it.came(place(1, "calm"))
+    it.came(place(2, "flood"))
+    assert not it.above_share(place(3, "flood"), Elsewhere(), 0.0)
+    flooded = Elsewhere(running={"flood": 5, "third": 1}, weights={"flood": 1.0, "third": 1.0})
+    assert it.above_share(place(3, "flood"), flooded, 0.0)
+    assert not it.above_share(place(3, "calm"), flooded, 0.0)
+    assert TenantCounts().above_share(place(3, "flood"), flooded, 0.0), "though it has none here"

@@ -1,0 +1,157 @@
+"""Budgets and shares over several conductors: what the core of one of them does with what instances pass on."""
+
+from dataclasses import replace
+
+from services.conductor.core.events import Action, CallReserve, FailRequest
+from services.conductor.core.tenant_activity import ConductorActivity, TellActivity, TenantActivity, TenantBudget
+from services.conductor.core.wait_queue import YIELD_S
+
+from .world import LIMITS, NO_ROOM, World
+
+OTHER = "conductor-1"
+
+
+def world(budget: TenantBudget, **how: int) -> World:
+    """A conductor with one budget for ann."""
+    return World(1, 1, replace(LIMITS, budgets={"ann": budget}), **how)
+
+
+def report(world: World, *rows: TenantActivity, free: int = 64) -> list[Action]:
+    """The decode instance reports to two conductors, and passes on what the other one has told."""
+    uses = (ConductorActivity(OTHER, 1, 0.0, rows),)
+    return world.report("decode-0", free, conductors=2, activities=uses)
+
+
+def refusals(world: World) -> list[str]:
+    return [end.failure.reason for end in world.ends.values() if isinstance(end, FailRequest)]
+
+
+def test_what_is_over_the_budget_is_refused_and_others_are_not() -> None:
+    it = world(TenantBudget(requests=2))
+    for _ in range(3):
+        it.arrive(tenant="ann")
+    it.arrive(tenant="bob")
+    assert refusals(it) == ["request_budget"]
+    [end] = [end for end in it.ends.values() if isinstance(end, FailRequest)]
+    assert end.refused
+    assert end.failure.retry_after_s == 30.0
+    it.sleep(30.0)
+    it.arrive(tenant="ann")
+    assert refusals(it) == ["request_budget"]
+    it.finish_all()
+
+
+def test_answers_count_as_requests() -> None:
+    it = world(TenantBudget(requests=4))
+    it.arrive(tenant="ann", choices=4)
+    it.arrive(tenant="ann")
+    assert refusals(it) == ["request_budget"]
+
+
+def test_prompts_and_answers_use_tokens() -> None:
+    it = world(TenantBudget(tokens=50))
+    _, start = it.streaming(9, prompt=40, answer=20, tenant="ann")  # prefill gives one token, decode nine
+    it.arrive(tenant="ann")
+    assert refusals(it) == ["token_budget"]
+    it.more(start, 5)
+    [told] = [action for action in report(it) if isinstance(action, TellActivity)]
+    assert [(row.requests, row.tokens, row.running) for row in told.tenants] == [(1, 55, 1)]
+    assert told.tenants[0].tokens_owed == 55.0
+
+
+def test_a_resumed_request_is_neither_refused_nor_charged_again() -> None:
+    it = World(1, 1, replace(LIMITS, budgets={"*": TenantBudget(requests=1, concurrent=1)}))
+    it.arrive()
+    it.resume(tokens=3)
+    assert refusals(it) == []
+    [told] = [action for action in report(it) if isinstance(action, TellActivity)]
+    assert [(row.requests, row.running) for row in told.tenants] == [(1, 2)]
+
+
+def test_what_is_used_at_another_conductor_is_refused_here() -> None:
+    it = world(TenantBudget(requests=60, concurrent=10))
+    report(it)
+    report(it, TenantActivity("ann", 1, requests=60))
+    it.arrive(tenant="ann")
+    assert refusals(it) == ["request_budget"]
+    it.sleep(4.0)
+    report(it, TenantActivity("ann", 2, requests=60, running=10))
+    it.arrive(tenant="ann")
+    assert refusals(it)[1:] == ["concurrent_budget"]
+    report(it, TenantActivity("ann", 3, requests=60, running=0))
+    it.arrive(tenant="ann")
+    assert len(refusals(it)) == 2
+
+
+def test_an_ended_request_makes_place() -> None:
+    it = world(TenantBudget(concurrent=1))
+    number = it.arrive(tenant="ann")
+    it.arrive(tenant="ann")
+    assert refusals(it) == ["concurrent_budget"]
+    it.sleep(600.0)
+    assert number in it.ends
+    it.arrive(tenant="ann")
+    assert refusals(it).count("concurrent_budget") == 1
+
+
+def waiting(world: World, tenant: str = "ann", count: int = 3) -> list[int]:
+    """Requests of ten blocks that wait for memory; the instance is full."""
+    report(world, free=0)
+    numbers = [world.arrive(prompt=152, answer=8, tenant=tenant) for _ in range(count)]
+    for call in world.open(CallReserve):
+        world.end(call, NO_ROOM)
+    assert len(world.core.scheduler.memory_queue) == count
+    return numbers
+
+
+def test_memory_is_left_to_a_tenant_that_is_behind_at_another_conductor() -> None:
+    it = world(TenantBudget())
+    waiting(it)
+    served = TenantActivity("ann", 1, work_s=100.0, running=8)
+    bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
+    report(it, served, bob, free=0)
+    report(it, free=20)
+    assert it.open(CallReserve) == [], "bob's two requests take all"
+    report(it, free=34)
+    assert len(it.open(CallReserve)) == 1
+
+
+def test_memory_that_others_do_not_take_is_not_left_to_them_for_long() -> None:
+    it = world(TenantBudget())
+    waiting(it)
+    bob = TenantActivity("bob", 2, waiting=2, waiting_blocks=20, waiting_s=1.0)
+    report(it, TenantActivity("ann", 1, work_s=100.0), bob, free=0)
+    report(it, free=20)
+    it.sleep(YIELD_S / 2)
+    report(it, free=20)
+    assert it.open(CallReserve) == []
+    it.sleep(YIELD_S / 2)
+    report(it, free=20)
+    assert len(it.open(CallReserve)) == 2
+
+
+def test_a_tenant_that_is_behind_itself_leaves_nothing() -> None:
+    it = world(TenantBudget())
+    waiting(it, tenant="bob")
+    ann = TenantActivity("ann", 2, work_s=100.0, waiting=2, waiting_blocks=20, waiting_s=1.0)
+    report(it, ann, free=0)
+    report(it, free=20)
+    assert len(it.open(CallReserve)) == 2
+
+
+def test_others_are_told_who_waits_and_what_was_placed() -> None:
+    it = world(TenantBudget())
+    waiting(it, count=2)
+    told = [action for action in report(it, free=0) if isinstance(action, TellActivity)]
+    [ann] = told[-1].tenants
+    assert (ann.running, ann.waiting, ann.waiting_blocks) == (2, 2, 20)
+    assert ann.waiting_s > 0
+    assert ann.work_s == 0
+    report(it, free=64)
+    for call in it.open(CallReserve):
+        it.promise(call)
+    told = [action for action in report(it) if isinstance(action, TellActivity)]
+    [ann] = told[-1].tenants
+    assert (ann.waiting, ann.waiting_blocks, ann.waiting_s) == (0, 0, 0.0)
+    assert ann.work_s > 0
+    assert ann.tokens == 2 * 152
