@@ -16,13 +16,11 @@ a field a bounded length.
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, cast
 
 import structlog
 from structlog.typing import Processor
-
-from moonpool import world
 
 MAX_LINES_S = 50
 """Lines of one event in a second; `left_out` of the next line says how many were dropped."""
@@ -48,16 +46,15 @@ _OURS: list[Processor] = [
 class LineLimit(logging.Filter):
     """Lets a bounded number of lines a second of each event pass."""
 
-    def __init__(self, clock: Callable[[], float] = world.monotonic) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._clock = clock
         self._second = 0
         self._lines: Counter[tuple[str, object]] = Counter()
         self._left_out: Counter[tuple[str, object]] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written."""
-        second = int(self._clock())
+        second = int(record.created)
         if second != self._second:
             self._second = second
             self._lines.clear()
