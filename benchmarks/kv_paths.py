@@ -21,6 +21,7 @@ from moonpool.kv_transfer.prefix_reader import BlockReader
 from moonpool.kv_transfer.sender import OutboundTransfer, TransferSender
 from moonpool.kv_transfer.store_writer import StoreWriter
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.tls import Tls
 from moonpool.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
 from moonpool.transport.handshake import TransportDialer
 from moonpool.transport.regions import SharedRegion
@@ -30,6 +31,7 @@ from moonpool.v1 import decode_pb2, kv_pb2
 from moonpool.v1.decode_pb2_grpc import DecodeServiceStub
 
 TIMEOUT_S = 120.0
+TLS_NAME = "tls"
 AT_ONCE = 2
 """Transfers or puts under way at once, so that the stream never waits for the next to open."""
 
@@ -64,14 +66,14 @@ def filled_pool(shape: Shape = SMALL) -> KVPool:
     return pool
 
 
-def dialers(pool: KVPool) -> dict[str, TransportDialer]:
-    """A client's end of each transport; peers may read the pool."""
+def dialers(pool: KVPool, tls: Tls | None = None) -> dict[str, TransportDialer]:
+    """A client's end of each transport; peers may read the pool. Without certificates there is no "tls"."""
 
     def dialer(name: str) -> TransportDialer:
-        transports = open_transports(TransportConfig(kv_transports=name))
+        transports = open_transports(TransportConfig(kv_transports=name), tls if name == TLS_NAME else None)
         return TransportDialer(transports, lambda: [SharedRegion(fd, data) for fd, data in pool.shared()])
 
-    return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORTS)}
+    return {name: dialer(name) for name in (GRPC_NAME, *TRANSPORTS) if tls is not None or name != TLS_NAME}
 
 
 class _Sessions:

@@ -2,17 +2,19 @@
 
 `python -m benchmarks.kv_stream [--json]`. The near ends are the real clients (`TransferSender`, `StoreWriter`,
 `BlockReader`), the far ends the real services' halves: decode's receiver with its pool and requests but no engine, and
-a kvstore. Each measured pair is ours, then raw TCP in blocking writes of the frame's size, one after the other. "The
-same KV" is sent from the same pool and read into as much memory as decode's pool has; "one buffer" is sent again and
-again, from cache to cache. Also measured: that memory does not grow while many gigabytes pass, and how far a sender
-gets ahead of a stopped reader.
+a kvstore; for "tls" there is a second pair of far ends, with certificates. Each measured pair is ours, then raw TCP in
+blocking writes of the frame's size, one after the other. "The same KV" is sent from the same pool and read into as much
+memory as decode's pool has; "one buffer" is sent again and again, from cache to cache. Also measured: that memory does
+not grow while many gigabytes pass, and how far a sender gets ahead of a stopped reader.
 """
 
 import argparse
 import asyncio
 import contextlib
+import pathlib
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -20,20 +22,22 @@ from dataclasses import dataclass
 import uvloop
 
 from benchmarks.frame import Progress, Row, Skipped, bounded, paired, run
-from benchmarks.kv_paths import DecodePath, GetPath, Path, PutPath, dialers, filled_pool
+from benchmarks.kv_paths import TLS_NAME, DecodePath, GetPath, Path, PutPath, dialers, filled_pool
 from benchmarks.kv_shape import SMALL
 from benchmarks.limits import MEMORY_BYTES, copy_bytes_per_s, tcp_seconds
 from benchmarks.processes import Child, child, own_cpu_s, own_resident_bytes
+from moonpool.cli.certs import Authority
 from moonpool.kv.pool import KVPool
 from moonpool.kv_transfer.read_server import WINDOW_BYTES
 from moonpool.rpc.channels import Channels
+from moonpool.rpc.tls import Tls
 from moonpool.rpc.tuning import tune_gc, tune_grpc, tune_malloc
 from moonpool.transport.handshake import TransportDialer
 
 FRAMES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TARGET_FRAME = 1 << 20
-TARGETS = {"grpc": 0.5, "tcp": 0.75, "local": 1.0}
-"""By transport: share of raw TCP's speed with frames of TARGET_FRAME."""
+TARGETS: dict[str, float | None] = {"grpc": 0.5, "tcp": 0.75, TLS_NAME: None, "local": 1.0}
+"""By transport: share of raw TCP's speed with frames of TARGET_FRAME; None: no target."""
 LOCAL_GB_PER_S = 3.0
 KINDS = ("ReceiveKV", "Put", "Get")
 SWEPT = {("ReceiveKV", "grpc"), ("Put", "grpc")}
@@ -54,14 +58,22 @@ class Sample:
     cpu_s_per_byte: float
 
 
-@dataclass(slots=True)
-class Bench:
-    """One benchmark's processes, and a stretch's length."""
+@dataclass(frozen=True, slots=True)
+class FarEnds:
+    """Processes to which KV goes, and the channels to them."""
 
-    pool: KVPool
     channels: Channels
     decode: Child
     store: Child
+
+
+@dataclass(slots=True)
+class Bench:
+    """One benchmark's processes, and a stretch's length; `secured` have certificates."""
+
+    pool: KVPool
+    plain: FarEnds
+    secured: FarEnds
     raw: Child
     nbytes: int
     dialers: dict[str, TransportDialer]
@@ -69,12 +81,12 @@ class Bench:
 
     def path(self, kind: str, transport: str, frame_bytes: int) -> tuple[Path, Child]:
         """A way to a far end, and the process there. The store chooses the frames of `Get`."""
-        channels, dialer = self.channels, self.dialers[transport]
+        far, dialer = self.secured if transport == TLS_NAME else self.plain, self.dialers[transport]
         if kind == "ReceiveKV":
-            return DecodePath(channels, self.decode.address, self.pool, frame_bytes, dialer), self.decode
+            return DecodePath(far.channels, far.decode.address, self.pool, frame_bytes, dialer), far.decode
         if kind == "Get":
-            return GetPath(channels, self.store.address, self.pool, dialer), self.store
-        return PutPath(channels, self.store.address, self.pool, frame_bytes, dialer), self.store
+            return GetPath(far.channels, far.store.address, self.pool, dialer), far.store
+        return PutPath(far.channels, far.store.address, self.pool, frame_bytes, dialer), far.store
 
     async def ours(self, path: Path, far: Child) -> Sample:
         """One stretch over one of our paths."""
@@ -101,8 +113,8 @@ class Bench:
 
 
 @contextlib.asynccontextmanager
-async def bench(nbytes: int) -> AsyncIterator[Bench]:
-    """Starts the far ends."""
+async def far_ends(tls: Tls | None, *settings: str) -> AsyncIterator[FarEnds]:
+    """Starts a decode instance and a store with these settings."""
     decode = (
         "--conductor",
         "127.0.0.1:1",
@@ -115,14 +127,27 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
         *TRANSPORTS,
     )
     store = ("--dram-bytes", str(STORE_BYTES), "--log-level", "warning", *TRANSPORTS)
-    pool = filled_pool()
     with (
-        child("benchmarks.kv_decode", *decode) as decode_child,
-        child("services.kvstore", *store) as store_child,
-        child("benchmarks.limits") as raw_child,
+        child("benchmarks.kv_decode", *decode, *settings) as decode_child,
+        child("services.kvstore", *store, *settings) as store_child,
     ):
-        async with Channels() as channels:
-            yield Bench(pool, channels, decode_child, store_child, raw_child, nbytes, dialers(pool))
+        async with Channels(tls) as channels:
+            yield FarEnds(channels, decode_child, store_child)
+
+
+@contextlib.asynccontextmanager
+async def bench(nbytes: int) -> AsyncIterator[Bench]:
+    """Starts the far ends."""
+    pool = filled_pool()
+    with tempfile.TemporaryDirectory() as name, child("benchmarks.limits") as raw:
+        folder = pathlib.Path(name)
+        authority = Authority.at(folder)
+        authority.issue(folder, "prefill", "prefill", [], 1)
+        files = {"tls_ca": folder / "ca.pem", "tls_cert": folder / "prefill.pem", "tls_key": folder / "prefill.key"}
+        tls = Tls(*files.values())
+        settings = [part for name, path in files.items() for part in ("--set", f"{name}={path}")]
+        async with far_ends(None) as plain, far_ends(tls, *settings) as secured:
+            yield Bench(pool, plain, secured, raw, nbytes, dialers(pool, tls))
     pool.close()
 
 
@@ -190,19 +215,19 @@ async def growth_rows(it: Bench, kind: str, transport: str, total_bytes: int, pr
 
 async def slow_reader_row(it: Bench, progress: Progress) -> Row:
     """How far a sender gets ahead of a reader that stops in the middle of a transfer, and continues later."""
-    path = DecodePath(it.channels, it.decode.address, it.pool, TARGET_FRAME, it.dialers["grpc"])
+    path = DecodePath(it.plain.channels, it.plain.decode.address, it.pool, TARGET_FRAME, it.dialers["grpc"])
     await path.session()
     path.layer_sent.clear()
     work = asyncio.ensure_future(path.session())
     await path.layer_sent.wait()
-    it.decode.signal(signal.SIGSTOP)
+    it.plain.decode.signal(signal.SIGSTOP)
     at_stop, moved_at = path.sent_bytes, time.monotonic()
     seen = at_stop
     while time.monotonic() - moved_at < STILL_S and not work.done():
         await asyncio.sleep(0.01)
         if path.sent_bytes != seen:
             seen, moved_at = path.sent_bytes, time.monotonic()
-    it.decode.signal(signal.SIGCONT)
+    it.plain.decode.signal(signal.SIGCONT)
     await work
     await path.aclose()
     ahead = seen - at_stop

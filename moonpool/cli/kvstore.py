@@ -1,4 +1,4 @@
-"""`moonpool kvstore stat|verify|compact|warm|advise`: inspects and maintains a kvstore."""
+"""`moonpool kvstore stat|verify|compact|warm|advise|add-key|drop-keys`: inspects and maintains a kvstore."""
 
 import bisect
 import html
@@ -101,7 +101,7 @@ GB = 1e9
 app = typer.Typer(
     name="moonpool kvstore", help="Inspect and maintain kvstores.", add_completion=False, context_settings=HELP
 )
-VERBS = ("stat", "verify", "compact", "warm", "advise")
+VERBS = ("stat", "verify", "compact", "warm", "advise", "add-key", "drop-keys")
 Store = Annotated[str, typer.Argument(help="The kvstore, HOST:PORT.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -167,12 +167,15 @@ def verify(
         ]
         names = ("segments", "records", "blocks", "dead", "bytes_read", "index_error", "records_error")
         found = {name: getattr(report, name) for name in names}
-        typer.echo(json.dumps({**found, "faults": report.fault_count, "first": faults, "repaired": repaired and ok}))
+        found |= {"faults": report.fault_count, "first": faults, "repaired": repaired and ok, "key_ids": report.key_ids}
+        typer.echo(json.dumps(found))
         raise typer.Exit(0 if ok else EXIT_FAULTY)
     typer.echo(
         f"{report.segments} segments, {report.records} records, {report.blocks} intact blocks, "
         f"{report.dead} dead records, {report.bytes_read / GB:.3f} GB read"
     )
+    for key_id, records in sorted(report.key_ids.items()):
+        typer.echo(f"key {key_id} encrypts {records} blocks")
     if report.index_error:
         typer.echo(f"index: {report.index_error}")
     if report.records_error:
@@ -257,6 +260,28 @@ def advise(
     else:
         typer.echo(capacity_advice(curve, now_bytes, more_bytes))
         typer.echo(f"({told.references} blocks asked for, {told.sampled:.1%} of all blocks followed)")
+
+
+KeyFile = Annotated[Path, typer.Argument(help="The file of `encryption_keys`.")]
+
+
+@app.command("add-key")
+def add_key(
+    file: KeyFile,
+    tenant: Annotated[str, typer.Option(help='Owner of the key; "*": tenants without keys of their own.')] = "*",
+) -> None:
+    """Put a new key before a tenant's others; makes the file. New blocks are encrypted with the new key."""
+    from services.kvstore.ssd import encryption
+
+    typer.echo(f"new key of {tenant}: {encryption.add_key(file, tenant)}")
+
+
+@app.command("drop-keys")
+def drop_keys(file: KeyFile, tenant: Annotated[str, typer.Option(help="Owner of the keys.")]) -> None:
+    """Remove a tenant's keys: what they encrypt can never be read again, and stores that use the file delete it."""
+    from services.kvstore.ssd import encryption
+
+    typer.echo(f"{tenant} has no keys any more; removed: {', '.join(encryption.drop_keys(file, tenant))}")
 
 
 @contextmanager

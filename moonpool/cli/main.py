@@ -777,7 +777,7 @@ def adapter_(context: typer.Context) -> None:
 
 @app.command("kvstore", context_settings=PASS_THROUGH, rich_help_panel=SINGLE)
 def kvstore_(context: typer.Context) -> None:
-    """Run a kvstore, or operate on a kvstore: kvstore stat|verify|compact|warm|advise."""
+    """Run a kvstore, or operate on a kvstore: kvstore stat|verify|compact|warm|advise|add-key|drop-keys."""
     from moonpool.cli import kvstore
 
     if context.args and context.args[0] in kvstore.VERBS:

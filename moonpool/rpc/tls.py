@@ -6,6 +6,7 @@ Files are read again when they change: new connections use the new contents, ope
 from __future__ import annotations
 
 import os
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,16 @@ class Tls:
         self.generation = 0
         self._watched = WatchedFiles([path for path in self._paths.values() if path is not None], clock)
         self._files = self._read()
+        self._contexts: dict[bool, tuple[int, ssl.SSLContext]] = {}  # by side, with the generation of the files
+
+    @classmethod
+    def of(cls, config: ServiceConfig) -> Tls | None:
+        """As the settings say; None: connections are in plaintext.
+
+        Raises:
+            ConfigError: a file cannot be read.
+        """
+        return None if config.tls_ca is None else cls(config.tls_ca, config.tls_cert, config.tls_key)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Tls | None:
@@ -68,6 +79,43 @@ class Tls:
         if not ca:
             return None
         return cls(Path(ca), Path(cert) if cert else None, Path(key) if key else None)
+
+    @property
+    def has_certificate(self) -> bool:
+        """Whether this process shows a certificate to peers."""
+        return self._paths["tls_cert"] is not None
+
+    def socket_context(self, *, server: bool) -> ssl.SSLContext:
+        """For a connection beside gRPC on which both ends show certificates; TLS 1.3.
+
+        Raises:
+            ConfigError: certificate and key do not fit each other, and no earlier files did.
+        """
+        self.renew()
+        generation, context = self._contexts.get(server, (-1, None))
+        if generation != self.generation:
+            try:
+                context = self._new_context(server=server)
+            except (OSError, ssl.SSLError) as error:
+                if context is None:
+                    raise ConfigError("tls_cert", f"{self._paths['tls_cert']}: {error}") from error
+                log.warning("certificates not used for new connections", reason=str(error))
+            assert context is not None
+            self._contexts[server] = self.generation, context
+        assert context is not None
+        return context
+
+    def _new_context(self, *, server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        cert, key = self._paths["tls_cert"], self._paths["tls_key"]
+        assert cert is not None, "the transport asks for a certificate before"
+        context.load_verify_locations(self._paths["tls_ca"])
+        context.load_cert_chain(cert, key)
+        if server:
+            context.num_tickets = 0  # no connection is resumed
+        return context
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For one new channel."""
@@ -164,10 +212,10 @@ class Security:
         Raises:
             ConfigError: a file cannot be used.
         """
-        if config.tls_ca is None:
+        tls = Tls.of(config)
+        if tls is None:
             return None
         keys = None if api_keys is None else ApiKeys(api_keys)
-        tls = Tls(config.tls_ca, config.tls_cert, config.tls_key)
         return cls(tls, RoleGate(config.tls_revoked, keys), client_listen)
 
     @staticmethod

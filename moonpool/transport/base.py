@@ -22,6 +22,7 @@ from moonpool.errors import FrameError, MoonpoolError
 from moonpool.kv.native_copy import copy_verified, count_verified
 from moonpool.kv.pool import BytesLike
 from moonpool.rpc.messages import Payload, payload_bytes
+from moonpool.rpc.tls import Tls
 from moonpool.transport.async_utils import ThreadOffload
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.framed_socket import FramedSocket
@@ -345,17 +346,20 @@ class Transport(ABC):
         scope: Only processes with the same scope can use the transport together; "" for all. The scope travels in
             `StreamHello.lane_place`: at most one of a process's transports has a scope.
         takes_one_shot: Connections carry one-shot messages (framing.py), also from a blocking client.
+        encrypted_as: Transport in this one's place if the process has certificates: itself if no other machine can
+            read or change what it carries; None if there is none. Then the transport needs `kv_transports_trusted`.
     """
 
     name: ClassVar[str]
     kind: ClassVar[int]
     scope: str = ""
     takes_one_shot: ClassVar[bool] = False
+    encrypted_as: ClassVar[str | None] = None
 
     @classmethod
     @abstractmethod
-    def create(cls, config: TransportConfig) -> Self:
-        """The transport as the flags say.
+    def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
+        """The transport as the flags say, of a process with these certificates, if any.
 
         Raises:
             ConfigError: A flag asks for what this machine lacks.
@@ -385,6 +389,15 @@ class Transport(ABC):
         Raises:
             PermissionDenied: This peer must not use the transport.
         """
+
+    def frame(self, sock: socket.socket, *, server: bool) -> FramedSocket:
+        """A new connection's socket for framed messages; nothing is sent or received yet.
+
+        Args:
+            sock: Of the connection; belongs to the result.
+            server: Whether this process has accepted the connection.
+        """
+        return FramedSocket(sock)
 
     def can_use(self, hello: kv_pb2.StreamHello) -> bool:
         """Whether the sender of a hello and this process can use the transport together."""

@@ -53,7 +53,7 @@ class BlockingConnection:
     """The client's end of a connection that takes one-shot messages.
 
     Attributes:
-        name: "local" or "tcp".
+        name: "local", "tcp" or "tls".
         own: regions of ours that the store may read.
         error: why the connection has ended.
     """

@@ -16,6 +16,7 @@ from moonpool.config import ServiceConfig
 TRANSPORTS = {
     "local": "moonpool.transport.shared_memory:SharedMemoryTransport",
     "tcp": "moonpool.transport.tcp:TcpTransport",
+    "tls": "moonpool.transport.tls:TlsTransport",
 }
 """Where the class of each transport stands, by the name that flags use. A class is imported on first use.
 gRPC is not in the table: every stream begins on gRPC, and stays there if no transport in the table can be used."""
@@ -37,8 +38,8 @@ class TransportConfig(ServiceConfig):
         "local",
         description=(
             "ways to move KV, best first, separated by commas: local (shared memory, between processes of one user "
-            "on one machine), tcp (plain TCP at a separate port); grpc is always the last resort, and alone if "
-            "only grpc is named"
+            "on one machine), tcp (TCP at a separate port; with `tls_cert` this is tls), tls (TCP within TLS; both "
+            "ends need `tls_cert`); grpc is always the last resort, and alone if only grpc is named"
         ),
     )
     kv_transports_dir: Path | None = Field(
@@ -48,7 +49,7 @@ class TransportConfig(ServiceConfig):
     )
     kv_transports_trusted: bool = Field(
         False,
-        description="use other transports than gRPC even with `tls_cert`, although they neither encrypt nor "
+        description="use plain transports between machines even with `tls_cert`, although they neither encrypt nor "
         "authenticate",
     )
 

@@ -53,6 +53,19 @@ class FramedSocket:
         self.received_bytes = 0
 
     @property
+    def raw_socket(self) -> socket.socket:
+        """For looks at the connection."""
+        return self._sock
+
+    async def secure(self) -> None:
+        """Makes the connection secure, if its transport is; to be called before anything is sent or received.
+
+        Raises:
+            PermissionDenied: The peer must not use the transport.
+            StreamBroken: The connection broke.
+        """
+
+    @property
     def has_more(self) -> bool:
         """Whether received bytes are waiting."""
         return self._begin < self._end
@@ -148,11 +161,15 @@ class FramedSocket:
 
     async def receive_opening(self, fds: list[int]) -> kv_pb2.LaneOpen:
         """A connection's first message; descriptors with the message go to `fds`. Raises as `receive_message`."""
-        await self._wait(self._loop.add_reader, self._loop.remove_reader)
-        try:
-            data, found, _, _ = socket.recv_fds(self._sock, LENGTH_PREFIX.size, MAX_DESCRIPTORS)
-        except OSError as error:
-            raise self._failure(error) from error
+        while True:
+            await self._wait(self._loop.add_reader, self._loop.remove_reader)
+            try:
+                data, found, _, _ = socket.recv_fds(self._sock, LENGTH_PREFIX.size, MAX_DESCRIPTORS)
+                break
+            except (BlockingIOError, InterruptedError):  # a part of a record came
+                continue
+            except OSError as error:
+                raise self._failure(error) from error
         fds += found
         if not data:
             raise PeerLeftSilently("the peer has closed its end")
@@ -183,11 +200,14 @@ class FramedSocket:
         text = message.SerializeToString()
         data = LENGTH_PREFIX.pack(len(text), 0) + text
         try:
-            sent = socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
+            sent = self._send_first(data, fds)
         except OSError as error:
             raise self._failure(error) from error
         if sent != len(data):
             raise StreamBroken("a short message was not taken at once")
+
+    def _send_first(self, data: bytes, fds: Sequence[int]) -> int:
+        return socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
 
     def taken_over(self) -> socket.socket:
         """Hands the socket over to a new owner, who finally closes the socket; this must not be used any more.

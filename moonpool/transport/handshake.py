@@ -119,12 +119,13 @@ class TransportListener:
 
     async def _handshake(self, raw: socket.socket, transport: Transport) -> None:
         """Hands a connection to the stream of the shown token, or closes the connection."""
-        sock = FramedSocket(raw)
+        sock: FramedSocket | None = None
         error: Exception = StreamBroken("refused")
         taken = False
         try:
+            sock = transport.frame(raw, server=True)
             async with asyncio.timeout(self._handshake_s):
-                offer, end = await self._opening(raw, sock, transport)
+                offer, end = await self._opening(sock, transport)
             sock.send_message(kv_pb2.LaneOpened())
             offer.attach(end)
             taken = True
@@ -136,16 +137,18 @@ class TransportListener:
             self.refused += 1
             # at level debug: whoever can connect must not fill the log; the client reports this, and a gauge
             log.debug("connection refused", transport=transport.name, reason=str(failure) or "nothing came")
-            with contextlib.suppress(StreamBroken):
-                sock.send_message(kv_pb2.LaneOpened(refused=str(failure) or "nothing came"))
+            if sock is not None:
+                with contextlib.suppress(StreamBroken):
+                    sock.send_message(kv_pb2.LaneOpened(refused=str(failure) or "nothing came"))
         finally:
-            if not taken:
+            if sock is None:
+                raw.close()
+            elif not taken:
                 sock.close(error)
 
-    async def _opening(
-        self, raw: socket.socket, sock: FramedSocket, transport: Transport
-    ) -> tuple[_Offer, ConnectionEnd]:
-        transport.check_peer(raw)
+    async def _opening(self, sock: FramedSocket, transport: Transport) -> tuple[_Offer, ConnectionEnd]:
+        transport.check_peer(sock.raw_socket)
+        await sock.secure()
         fds: list[int] = []
         try:
             opening = await sock.receive_opening(fds)
@@ -299,9 +302,14 @@ class TransportDialer:
             raise FrameError(f"{transport_name(offer.kind)} was not asked for")
         async with asyncio.timeout(self._dial_s):
             raw = await transport.connect(offer.address)
-            sock = FramedSocket(raw)
             try:
-                transport.check_peer(raw)
+                sock = transport.frame(raw, server=False)
+            except BaseException:
+                raw.close()
+                raise
+            try:
+                transport.check_peer(sock.raw_socket)
+                await sock.secure()
                 regions = transport.offer_regions([*self._share(), *share], mailbox_bytes)
                 opening = kv_pb2.LaneOpen(token=offer.token, incarnation=incarnation)
                 return await _shake_hands(transport, sock, opening, regions)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 
+from moonpool.rpc.tls import Tls
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.base import Transport, TransportUnavailableError
 from moonpool.transport.config import GRPC_NAME, TRANSPORTS, TransportConfig
@@ -35,22 +37,36 @@ def transport_name(kind: int) -> str:
     return next((name for name, number in transport_kinds().items() if number == kind), GRPC_NAME)
 
 
-def open_transports(config: TransportConfig) -> tuple[Transport, ...]:
-    """The transports that a process can use, best first; none with TLS unless the flags trust them.
+def open_transports(config: TransportConfig, tls: Tls | None = None) -> tuple[Transport, ...]:
+    """The transports that a process can use, best first; with certificates only those that are safe between machines.
 
-    A transport that this machine lacks is left out, with a warning in the log.
+    A transport that this machine or process lacks is left out, with a warning in the log.
+
+    Args:
+        config: Names the transports.
+        tls: Certificates of this process; None: as the flags say.
 
     Raises:
         ConfigError: A flag asks for what this machine lacks.
     """
-    if config.tls_cert is not None and not config.kv_transports_trusted:
-        return ()
+    tls = tls or Tls.of(config)
+    names = [name for name in config.kv_transports.split(",") if name != GRPC_NAME]
+    if tls is not None and not config.kv_transports_trusted:
+        names = list(dict.fromkeys(_encrypted(names)))
     found: list[Transport] = []
-    for name in config.kv_transports.split(","):
-        if name == GRPC_NAME:
-            continue
+    for name in names:
         try:
-            found.append(transport_class(name).create(config))
+            found.append(transport_class(name).create(config, tls))
         except TransportUnavailableError as error:
             log.warning(f"no {name} transport", reason=str(error))
     return tuple(found)
+
+
+def _encrypted(names: Iterable[str]) -> Iterator[str]:
+    """What a process with certificates uses in the place of transports."""
+    for name in names:
+        safe = transport_class(name).encrypted_as
+        if safe is None:
+            log.warning(f"no {name} transport", reason="not encrypted; with certificates set kv_transports_trusted")
+        else:
+            yield safe

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from moonpool.errors import ConfigError, PermissionDenied
+from moonpool.rpc.tls import Tls
 from moonpool.transport.base import ListenOptions, OfferedRegions, TransportUnavailableError
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.connection import SocketTransport, connect_socket
@@ -43,6 +44,7 @@ class SharedMemoryTransport(SocketTransport):
 
     name = "local"
     kind = kv_pb2.LANE_KIND_LOCAL
+    encrypted_as = "local"  # never leaves the machine, and nobody but the user can connect
 
     def __init__(self, folder: Path, uid: int | None = None) -> None:
         """Uses sockets in `folder`; peers must belong to the user `uid`, by default this process' own."""
@@ -51,7 +53,7 @@ class SharedMemoryTransport(SocketTransport):
         self._uid = os.getuid() if uid is None else uid
 
     @classmethod
-    def create(cls, config: TransportConfig) -> Self:
+    def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
         """Makes the socket folder if there is none."""
         try:
             return cls(_socket_folder(config.kv_transports_dir))

@@ -1,4 +1,4 @@
-"""The TCP transport ("tcp"): plain TCP at a separate port; payloads follow their messages."""
+"""The TCP transport ("tcp"): plain TCP at a separate port; payloads follow their messages. Within TLS: tls.py."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Self
 
 from moonpool.config import format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError
+from moonpool.rpc.tls import Tls
 from moonpool.transport.base import ListenOptions
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.connection import SocketTransport, connect_socket
@@ -21,9 +22,10 @@ class TcpTransport(SocketTransport):
 
     name = "tcp"
     kind = kv_pb2.LANE_KIND_TCP
+    encrypted_as = "tls"
 
     @classmethod
-    def create(cls, config: TransportConfig) -> Self:
+    def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
         """Needs no settings."""
         return cls()
 

@@ -85,6 +85,8 @@ class _LaneKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LaneKind.Val
     """A unix socket; payloads lie in memory that both processes map."""
     LANE_KIND_TCP: _LaneKind.ValueType  # 2
     """A TCP connection; payloads follow their messages."""
+    LANE_KIND_TLS: _LaneKind.ValueType  # 3
+    """As LANE_KIND_TCP, within TLS; both ends show a certificate."""
 
 class LaneKind(_LaneKind, metaclass=_LaneKindEnumTypeWrapper):
     """A transport for a stream's messages beside gRPC (docs/transports.md), called lane in this contract. gRPC needs no number."""
@@ -94,6 +96,8 @@ LANE_KIND_LOCAL: LaneKind.ValueType  # 1
 """A unix socket; payloads lie in memory that both processes map."""
 LANE_KIND_TCP: LaneKind.ValueType  # 2
 """A TCP connection; payloads follow their messages."""
+LANE_KIND_TLS: LaneKind.ValueType  # 3
+"""As LANE_KIND_TCP, within TLS; both ends show a certificate."""
 Global___LaneKind: _TypeAlias = LaneKind  # noqa: Y015
 
 class _ErrorKind:

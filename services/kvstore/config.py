@@ -1,5 +1,6 @@
 """The settings of a kvstore."""
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -40,6 +41,11 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
         "power",
         description="what a block on SSD survives once it is DURABLE: power = the loss of power; process = only the "
         "death of this process, which spares the device all syncs (an orderly stop still writes everything)",
+    )
+    encryption_keys: Path | None = Field(
+        None,
+        description="file of keys that encrypt blocks on SSD, by tenant (`moonpool kvstore add-key` makes one); only "
+        "this user may read it; default: blocks are stored in plaintext",
     )
     ssd_admission: Literal["all", "reused"] = Field(
         "all",
@@ -114,6 +120,8 @@ class KVStoreConfig(TransportConfig, ClientPortConfig):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.encryption_keys is not None and not self.durable_bytes:
+            raise ConfigError("encryption_keys", "needs data_dir: only blocks on SSD are encrypted")
         check_rows(self.tenants, self.dram_bytes, self.durable_bytes)
         if self.segment_bytes > self.ssd_bytes > 0:
             raise ConfigError("segment_bytes", f"must not exceed ssd_bytes ({self.ssd_bytes}), is {self.segment_bytes}")

@@ -3,22 +3,27 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from moonpool import world
 from moonpool.cluster.proto_conversion import read_deletions
 from moonpool.errors import Unavailable
 from moonpool.kv.delete_kv import EVERY_TENANT, KVSelection, check_ttls
 from moonpool.kv.keys import BlockKey
+from moonpool.telemetry.logs import get_logger
 from moonpool.transport.async_utils import run_in_steps
 from moonpool.v1 import kv_pb2
 from services.kvstore.core.store import DeletedCount
 from services.kvstore.operations import StoreOperations
 from services.kvstore.record_store import RecordStore
+from services.kvstore.ssd.encryption import Keyring, KeysGone
 from services.kvstore.write_behind import WriteBehind
 
+log = get_logger(__name__)
 DROP_BLOCKS = 4096
 """Blocks that are dropped before other tasks have a turn."""
+LOOK_S = 1.0
+"""Seconds between two looks at the file of encryption keys."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,6 +84,20 @@ class DeletionWorker:
             self.operations.unpin_all(together.tenants)
             self.unsaved.update(dict.fromkeys(new, DeletedCount()) | {next(iter(new)): done})
 
+    async def keys_gone(self, gone: KeysGone) -> None:
+        """Keys have left the file: deletes what they encrypt, and all of tenants that have no row any more."""
+        store = self.operations.store
+        async with self.turn:
+            deleted = await run_in_steps(store.delete_selected(KVSelection(tenants=gone.tenants)))
+            self.operations.unpin_all(gone.tenants)
+            deleted += await run_in_steps(store.delete_encrypted(gone.ids))
+        log.warning(
+            "keys have left encryption_keys; what they encrypt is deleted",
+            key_ids=sorted(gone.ids),
+            tenants=sorted(gone.tenants),
+            blocks=deleted.blocks,
+        )
+
     async def catch_up(self) -> None:
         """Repeats deletions that a left-out data folder missed.
 
@@ -120,3 +139,19 @@ class DeletionWorker:
     def _done(self, name: str) -> DeletedCount | None:
         counts = self.records.counts(name)
         return self.unsaved.get(name) if counts is None else DeletedCount(*counts)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyWatch:
+    """Looks at the file of encryption keys; what keys encrypt that leave the file is deleted. `run` until cancelled."""
+
+    keyring: Keyring
+    deletions: DeletionWorker
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    async def run(self) -> None:
+        while True:
+            await self.sleep(LOOK_S)
+            gone = await asyncio.to_thread(self.keyring.renew)
+            if gone is not None:
+                await self.deletions.keys_gone(gone)

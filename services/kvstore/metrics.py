@@ -167,6 +167,11 @@ SSD_METRICS: tuple[Metric[SsdTier], ...] = (
     Metric("ssd_bytes", "Bytes of segment files on SSD.", lambda ssd: ssd.used_bytes),
     Metric("ssd_live_bytes", "Bytes on SSD of records that are in use.", lambda ssd: ssd.catalogue.live.total_bytes),
     Metric("ssd_capacity_bytes", "Size of the SSD tier in bytes.", lambda ssd: ssd.capacity_bytes),
+    Metric(
+        "ssd_locked_blocks",
+        "Blocks on SSD that counted as absent at the start, because `encryption_keys` lacks their key.",
+        lambda ssd: ssd.locked_blocks,
+    ),
     Metric("ssd_disks_out", "Data folders left out since the start.", lambda ssd: ssd.disks_out),
     Metric("ssd_indexed", "1 if the SSD tier keeps an index on disk, else 0.", lambda ssd: ssd.indexed),
     Metric(

@@ -91,5 +91,5 @@ def _compare(reader: SsdReader) -> None:
     segment, slot = reader.segment, reader.slot
     where = segment.path, reader.key, segment.offset(slot), segment.nbytes(slot)
     header = unpack_header(read_record(reader.files, *where))
-    if (header.info.format, header.info.tenant) != segment.kind(slot):
-        raise BadRecordError("the index names another format or tenant")
+    if header.kind != segment.kind(slot):
+        raise BadRecordError("the index names another format, tenant or key")

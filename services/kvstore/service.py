@@ -42,7 +42,7 @@ from services.kvstore.config import KVStoreConfig
 from services.kvstore.core.store import BlockStore
 from services.kvstore.core.tiered_store import StoreListener, find_blocks
 from services.kvstore.core.writes import MAX_SESSION_BLOCKS
-from services.kvstore.deletion import DeletionWorker
+from services.kvstore.deletion import DeletionWorker, KeyWatch
 from services.kvstore.dram.arena import Arena
 from services.kvstore.dram.tier import DramTier
 from services.kvstore.eviction.policies import POLICIES
@@ -53,6 +53,7 @@ from services.kvstore.operations import StoreOperations
 from services.kvstore.prefetch import Prefetcher
 from services.kvstore.record_store import RecordStore
 from services.kvstore.scrubber import Scrubber
+from services.kvstore.ssd.encryption import Keyring
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
 from services.kvstore.write_behind import WriteBehind
@@ -169,9 +170,17 @@ def open_tiers(
     if not (config.data_dir and config.ssd_bytes):
         return dram, None
     account, admission = TenantAccount.of(config.tenants, "ssd"), SsdAdmission(config.ssd_admission, pins)
-    sizes, how = (config.ssd_bytes, config.segment_size), config.durability
     layers = [files(path) for path in config.data_dir] if files is not None else ()
-    return dram, open_tier(config.data_dir, *sizes, durability=how, account=account, admission=admission, files=layers)
+    return dram, open_tier(
+        config.data_dir,
+        config.ssd_bytes,
+        config.segment_size,
+        durability=config.durability,
+        account=account,
+        admission=admission,
+        keyring=None if config.encryption_keys is None else Keyring(config.encryption_keys),
+        files=layers,
+    )
 
 
 class KVStoreService(StoreListener):
@@ -219,6 +228,8 @@ class KVStoreService(StoreListener):
         self.metrics.watch(self.gauges)
         self.scrubber = None if ssd is None else Scrubber(self.store, ssd, self._pool, config.ssd_scrub_bytes_per_s)
         self.servicer = self._make_servicer(instance, ahead)
+        keyring = None if ssd is None else ssd.keyring
+        self._key_watch = None if keyring is None else KeyWatch(keyring, self.servicer.deletions)
         size = config.capacity_bytes
         self.hello = conductor_pb2.JoinHello(
             instance=instance, capacity_bytes=size, tells_cold=ssd is not None, process=world.this_process()
@@ -292,7 +303,7 @@ class KVStoreService(StoreListener):
         arena.on_excess = lambda: loop.call_soon_threadsafe(arena.collect)
         try:
             async with asyncio.TaskGroup() as group:
-                parts = (self._operations, self.prefetcher, self.writer, self.scrubber)
+                parts = (self._operations, self.prefetcher, self.writer, self.scrubber, self._key_watch)
                 tasks = [group.create_task(each.run()) for each in parts if each is not None]
                 try:
                     await self.servicer.deletions.catch_up()

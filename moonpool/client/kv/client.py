@@ -87,14 +87,15 @@ class AsyncKVClient:
                 no TLS if MOONPOOL_TLS_CA is not set.
             api_key: API key, sent over TLS only. Default: MOONPOOL_API_KEY.
             transports: as `--kv-transports` of the services (docs/transports.md). Default: MOONPOOL_KV_TRANSPORTS, else
-                local. With TLS, all values go over gRPC.
+                local. With certificates, `tcp` is `tls`; without an own certificate (API keys), values go to other
+                machines over gRPC.
             memory_bytes: size of `memory`, in bytes.
 
         Raises:
             ConfigError: a certificate or `transports` is wrong.
         """
         tls = tls or Tls.from_environment()
-        opened = () if tls else open_transports(_transport_config(transports))
+        opened = open_transports(_transport_config(transports), tls)
         shared = self._shared = SharedMemory(memory_bytes) if memory_bytes else None
         # The dialer must not refer to the client, which would then live as long as its streams.
         dialer = TransportDialer(opened, lambda: [shared.shared] if shared is not None else [])
@@ -127,7 +128,7 @@ class AsyncKVClient:
 
     @property
     def transport(self) -> str:
-        """Transport of the last value: "local", "tcp" or "grpc"; "" before the first value."""
+        """Transport of the last value: "local", "tcp", "tls" or "grpc"; "" before the first value."""
         return self._connection.transport
 
     async def put(self, key: bytes, data: Buffer, *, timeout_s: float | None = None) -> bool:
@@ -359,7 +360,8 @@ class AsyncBlockClient(AsyncKVClient):
 
 def _transport_config(transports: str | None) -> TransportConfig:
     try:
-        return TransportConfig() if transports is None else TransportConfig(kv_transports=transports)
+        names = {} if transports is None else {"kv_transports": transports}
+        return TransportConfig(**names, tls_cert=None, tls_key=None, tls_ca=None, tls_revoked=None)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = "transports" if transports is not None else str(first["loc"][0])  # as in the environment

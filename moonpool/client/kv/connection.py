@@ -227,7 +227,7 @@ class KVConnection:
 
     @property
     def transport(self) -> str:
-        """Transport of the streams that were used last: "local", "tcp" or "grpc"; "" without streams."""
+        """Transport of the streams that were used last: "local", "tcp", "tls" or "grpc"; "" without streams."""
         if not self._streams:
             return ""
         return self.transport_of(next(reversed(self._streams)))
@@ -323,7 +323,7 @@ async def read_values(connection: KVConnection, layout: KVLayout, wanted: Sequen
 
 
 log = get_logger(__name__)
-DIRECT_TRANSPORTS = ("local", "tcp")
+DIRECT_TRANSPORTS = ("local", "tcp", "tls")
 """Transports that can carry direct connections."""
 REOPEN_AFTER_S = 10.0
 """Seconds between two attempts to open a direct connection for one kind and size, which may break each time."""

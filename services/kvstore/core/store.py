@@ -11,7 +11,7 @@ stays in the same part of all keys, so no block is missed.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 
 from moonpool.errors import Overloaded
 from moonpool.kv.blocks import PARTS, BlockFormat, BlockInfo, DramBlock
@@ -316,6 +316,13 @@ class BlockStore:
         deleted = self._remove(list(filter(None, blocks)), filter(None, places))
         tiers.listener.room()
         tiers.listener.work()
+        return deleted
+
+    def delete_encrypted(self, key_ids: Container[str]) -> DeletionSteps:
+        """Deletes what some keys encrypt on SSD, in steps."""
+        on_ssd = self.tiers.catalogue.encrypted_with(key_ids)
+        deleted = yield from self._sweep(lambda info: False, on_ssd, STEP_BLOCKS)
+        yield from self._erase_dead(on_ssd, STEP_BLOCKS)
         return deleted
 
     def delete_expired(self, ttl_s: Mapping[str, float], now: float) -> DeletionSteps:

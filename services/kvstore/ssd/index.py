@@ -48,6 +48,7 @@ class RecordKind(NamedTuple):
 
     format: BlockFormat
     tenant: str
+    key_id: str = ""  # of the key that encrypts; "" for plaintext
 
 
 ENTRY = struct.Struct("<32sIIII")
@@ -195,6 +196,10 @@ class Catalogue(PartTable[int]):
         )
         keys = frozenset(with_window_keys(selection.keys))
         return lambda segment, slot: of_kind(segment, slot) or segment.keys[slot] in keys
+
+    def encrypted_with(self, key_ids: Container[str]) -> RecordFilter:
+        """Tells whether a record is encrypted with one of some keys."""
+        return self._by_kind(lambda kind: bool(kind.key_id) and kind.key_id in key_ids)
 
     def expired(self, ttl_s: Mapping[str, float], now: float) -> RecordFilter:
         """Tells whether a record is here for longer than the tenant's TTL."""
@@ -689,12 +694,15 @@ def _fit(image: IndexImage, number: int, size: int) -> bool:
 _LONG = b"\0"
 """In place of a layout's length, which is never 0: the length follows in four bytes."""
 _LENGTH = struct.Struct("<I")
+_KEY_ID = b"\xff"
+"""Before a key's id, behind the tenant's name: not a byte of UTF-8."""
 
 
 def _pack_kind(kind: RecordKind) -> bytes:
     layout = kind.format.layout.to_proto().SerializeToString(deterministic=True)
     size = bytes([len(layout)]) if len(layout) < 1 << 8 else _LONG + _LENGTH.pack(len(layout))
-    return kind.format.namespace + size + layout + kind.tenant.encode()
+    key_id = _KEY_ID + kind.key_id.encode() if kind.key_id else b""
+    return kind.format.namespace + size + layout + kind.tenant.encode() + key_id
 
 
 def _unpack_kind(data: bytes) -> RecordKind:
@@ -703,4 +711,5 @@ def _unpack_kind(data: bytes) -> RecordKind:
         (size,), begin = _LENGTH.unpack_from(data, begin), begin + _LENGTH.size
     end = begin + size
     layout = KVLayout.from_proto(kv_pb2.KVLayout.FromString(data[begin:end]))
-    return RecordKind(BlockFormat(data[:KEY_BYTES], layout), data[end:].decode())
+    tenant, _, key_id = data[end:].partition(_KEY_ID)
+    return RecordKind(BlockFormat(data[:KEY_BYTES], layout), tenant.decode(), key_id.decode())

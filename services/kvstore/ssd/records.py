@@ -3,7 +3,7 @@
 All integers are little-endian.
 
     offset  size          field
-    0       8             magic "MPKVREC2"
+    0       8             magic "MPKVREC2"; "MPKVREC3" if the data are encrypted
     8       8             xxh3-64 of the header from offset 16 to `header_bytes`
     16      4             header_bytes: a multiple of 4096; the data begin there
     20      4             layers (also the number of slice hashes)
@@ -15,8 +15,13 @@ All integers are little-endian.
     160     tenant, then 8 bytes per layer: the hash of that layer's slice (moonpool/kv/keys.py), then 8 bytes:
             seconds since 1970 at which the store got the block, then 8 bytes: the number of the segment that it is of
             (both 0 = not known, as in older records), then, of other versions than 1, its message
-            (KVLayout in protos/moonpool/v1/kv.proto), then zeros
+            (KVLayout in protos/moonpool/v1/kv.proto), then, if encrypted, the seal, then zeros
     header_bytes          the data, one slice per layer, then zeros to a multiple of 4096
+
+The seal (encryption.py): 32 bytes for the key's id, ASCII, zero-padded, 32 bytes of salt, 16 bytes per layer: a tag,
+and the encrypted hashes of the slices' plaintext, 8 bytes per layer and a tag of 16. The hashes in the header are those
+of the ciphertext then, so that a record is verified, copied and found again without any key. Each header has room for a
+seal.
 
 Each layer has a hash, made where the KV was computed, so that a layer-major reader can use a slice without reading the
 block. The hash is bound to key and layer: whole bytes in the wrong place fail too. Records begin at multiples of 4096,
@@ -45,11 +50,22 @@ from moonpool.kv.file_io import FileSpan, aligned_memory
 from moonpool.kv.keys import BlockKey, key_bindings, layer_binding, slice_hash
 from moonpool.kv.layout import UNIFORM_VERSION, KVLayout
 from moonpool.v1 import kv_pb2
+from services.kvstore.ssd.encryption import (
+    KEY_ID_BYTES,
+    SALT_BYTES,
+    TAG_BYTES,
+    BrokenSealError,
+    Keyring,
+    RecordCipher,
+    Seal,
+)
 from services.kvstore.ssd.files import ALIGN, FileLayer
-from services.kvstore.ssd.index import Segment
+from services.kvstore.ssd.index import RecordKind, Segment
 
 MAGIC = b"MPKVREC2"
 SEEDED_MAGIC = b"MPKVREC1"
+SEALED_MAGIC = b"MPKVREC3"
+_MAGICS = MAGIC, SEEDED_MAGIC, SEALED_MAGIC
 _FIXED = struct.Struct("<8sQII32s32s32sIIIII16sI")
 _HASHED_FROM = 16
 _MAX_HEADER_BYTES = 1 << 20
@@ -68,13 +84,18 @@ class RecordHeader:
     hashes: tuple[int, ...]
     seeded: bool = False
     segment: int = 0  # the segment's number, 0 if unknown
+    seal: Seal | None = None  # of encrypted data
 
     @property
     def record_bytes(self) -> int:
         return self.header_bytes + _align(self.info.nbytes)
 
+    @property
+    def kind(self) -> RecordKind:
+        return RecordKind(self.info.format, self.info.tenant, self.seal.key_id if self.seal else "")
+
     def check_slices(self, first: int, data: memoryview, hashes: Sequence[int] = ()) -> list[int]:
-        """Verifies the bytes of consecutive layers; returns their hashes, bound to the block.
+        """Verifies the bytes of consecutive layers, as they are on disk; returns their hashes, bound to the block.
 
         `hashes` are those of the bytes, if they were made already.
 
@@ -102,7 +123,12 @@ def _align(nbytes: int) -> int:
 def header_size(info: BlockInfo) -> int:
     """Bytes of a record's header, padding included."""
     layout = info.format.layout
-    return _align(_FIXED.size + len(info.tenant.encode()) + 8 * layout.layers + 16 + len(_layout_message(layout)))
+    behind = len(info.tenant.encode()) + 8 * layout.layers + 16 + len(_layout_message(layout))
+    return _align(_FIXED.size + behind + _seal_bytes(layout.layers))
+
+
+def _seal_bytes(layers: int) -> int:
+    return KEY_ID_BYTES + SALT_BYTES + (TAG_BYTES + 8) * layers + TAG_BYTES
 
 
 @functools.lru_cache(maxsize=64)
@@ -121,8 +147,8 @@ def record_size(info: BlockInfo) -> int:
     return header_size(info) + data_size(info.format)
 
 
-def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> bytes:
-    """Header of a record in a segment; `hashes`: one per layer slice, in order, bound to the block."""
+def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0, seal: Seal | None = None) -> bytes:
+    """Header of a record in a segment; `hashes`: one per layer slice as written, in order, bound to the block."""
     layout = info.format.layout
     assert len(hashes) == layout.layers
     tenant = info.tenant.encode()
@@ -136,9 +162,15 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> byt
         (group,), tokens = layout.groups, layout.block_tokens
         shape = (layout.version, group.kv_heads, group.head_dim, tokens, group.scale_bytes(tokens))
         dtype = group.dtype.encode()
-    _FIXED.pack_into(out, 0, MAGIC, 0, size, layout.layers, *names, *shape, dtype, len(tenant))
+    _FIXED.pack_into(
+        out, 0, SEALED_MAGIC if seal else MAGIC, 0, size, layout.layers, *names, *shape, dtype, len(tenant)
+    )
     behind = struct.Struct(f"<{len(tenant)}s{len(hashes) + 2}Q{len(message)}s")
     behind.pack_into(out, _FIXED.size, tenant, *hashes, info.written_at, segment, message)
+    if seal is not None:
+        packed = b"".join((seal.key_id.encode().ljust(KEY_ID_BYTES, b"\0"), seal.salt, seal.tags, seal.hashes))
+        at = _FIXED.size + behind.size
+        out[at : at + len(packed)] = packed
     struct.pack_into("<Q", out, 8, xxhash.xxh3_64_intdigest(memoryview(out)[_HASHED_FROM:]))
     return bytes(out)
 
@@ -146,7 +178,7 @@ def pack_header(info: BlockInfo, hashes: Sequence[int], segment: int = 0) -> byt
 def resembles_records(data: memoryview) -> bool:
     """Whether a page of a block begins like a record. A scan without the block's header would take the page for one."""
     pages = (match.start() * ALIGN for match in re.finditer(MAGIC[:1], bytes(data[::ALIGN])))
-    return any(bytes(data[at : at + 8]) in (MAGIC, SEEDED_MAGIC) for at in pages)
+    return any(bytes(data[at : at + 8]) in _MAGICS for at in pages)
 
 
 def rewrite_record(record: bytearray, segment: int) -> None:
@@ -163,7 +195,7 @@ def header_bytes_of(data: bytes | bytearray) -> int:
     if len(data) < _FIXED.size:
         raise BadRecordError("too short for a record")
     magic, _, size, *_ = _FIXED.unpack_from(data)
-    if magic not in (MAGIC, SEEDED_MAGIC):
+    if magic not in _MAGICS:
         raise BadRecordError("no record begins here")
     if not ALIGN <= size <= _MAX_HEADER_BYTES or size % ALIGN:
         raise BadRecordError(f"header size {size} is impossible")
@@ -204,10 +236,13 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
     sums_at = _FIXED.size + tenant_len
     time_at = sums_at + 8 * layers
     grouped = shape[1] if shape[0] != UNIFORM_VERSION else 0
-    if tenant_len > MAX_TENANT_BYTES or time_at > size or (grouped and time_at + 16 + grouped > size):
+    seal_at = time_at + 16 + grouped
+    sealed = _seal_bytes(layers) if magic == SEALED_MAGIC else 0
+    if tenant_len > MAX_TENANT_BYTES or time_at > size or (grouped + sealed and seal_at + sealed > size):
         raise BadRecordError("the header's parts are larger than it")
     try:
-        message = bytes(data[time_at + 16 : time_at + 16 + grouped])
+        message = bytes(data[time_at + 16 : seal_at])
+        seal = _unpack_seal(bytes(data[seal_at : seal_at + sealed]), layers) if sealed else None
         block_format = _format(namespace, layers, tuple(shape), dtype, message)
         tenant = data[_FIXED.size : sums_at].decode()
     except (MoonpoolError, ValueError, DecodeError) as error:
@@ -215,13 +250,53 @@ def unpack_header(data: bytes | bytearray) -> RecordHeader:
     hashes = struct.unpack_from(f"<{layers}Q", data, sums_at)
     written_at, segment = (int.from_bytes(data[at : min(at + 8, size)], "little") for at in (time_at, time_at + 8))
     info = BlockInfo(BlockKey(key), BlockKey(parent), tenant, block_format, written_at)
-    return RecordHeader(info, size, hashes, magic == SEEDED_MAGIC, segment)
+    return RecordHeader(info, size, hashes, magic == SEEDED_MAGIC, segment, seal)
+
+
+def _unpack_seal(data: bytes, layers: int) -> Seal:
+    tags_at = KEY_ID_BYTES + SALT_BYTES
+    hashes_at = tags_at + TAG_BYTES * layers
+    key_id = data[:KEY_ID_BYTES].rstrip(b"\0").decode("ascii")
+    return Seal(key_id, data[KEY_ID_BYTES:tags_at], data[tags_at:hashes_at], data[hashes_at:])
+
+
+class OpenedRecord:
+    """Decrypts slices of one record.
+
+    Attributes:
+        hashes: of the plaintext of all layers, bound to the block.
+    """
+
+    def __init__(self, header: RecordHeader, keyring: Keyring | None) -> None:
+        """Finds the key. Raises BadRecordError if it lacks, or is not the record's."""
+        assert header.seal is not None
+        self._layout, self._seal = header.info.format.layout, header.seal
+        key = None if keyring is None else keyring.find(header.seal.key_id)
+        if key is None:
+            raise BadRecordError(f"key {header.seal.key_id!r} is not in encryption_keys")
+        self._cipher = RecordCipher(key, header.info, header.seal.salt)
+        try:
+            self.hashes = self._cipher.open_hashes(header.seal)
+        except BrokenSealError as error:
+            raise BadRecordError(str(error)) from error
+
+    def decrypt(self, first: int, data: memoryview) -> list[int]:
+        """Decrypts consecutive layers in place; returns their hashes, bound to the block. Raises BadRecordError."""
+        layers = self._layout.layers_in(first, len(data))
+        try:
+            for layer in layers:
+                tag = self._seal.tags[TAG_BYTES * layer : TAG_BYTES * (layer + 1)]
+                self._cipher.open_slice(layer, data[self._layout.place(layer, first)], tag)
+        except BrokenSealError as error:
+            raise BadRecordError(str(error)) from error
+        return list(self.hashes[layers.start : layers.stop])
 
 
 class SsdReader:
     """Reads one block's record, the header together with the first slices; the segment stays until `release`."""
 
-    def __init__(self, files: FileLayer, segment: Segment, slot: int) -> None:
+    def __init__(self, files: FileLayer, segment: Segment, slot: int, keyring: Keyring | None = None) -> None:
+        self._keyring = keyring
         self.key: BlockKey = segment.keys[slot]
         self.format = segment.kind(slot).format
         self.segment = segment
@@ -230,6 +305,7 @@ class SsdReader:
         self._offset = segment.offset(slot)
         self._header_bytes = segment.nbytes(slot) - data_size(self.format)
         self._header: RecordHeader | None = None
+        self._opened: OpenedRecord | None = None
         self.hashes: dict[int, int] = {}  # of layers that were read, bound to the block
         self._released = False
         segment.readers += 1
@@ -265,12 +341,17 @@ class SsdReader:
         return max(0, self._header_bytes) if self._header is None else 0
 
     def check(self, first: int, out: memoryview, hashes: Sequence[int], start: memoryview) -> None:
-        """Verifies read bytes with their hashes; raises BadRecordError."""
+        """Verifies read bytes with their hashes, and decrypts them in place; raises BadRecordError."""
         if self._header is None:  # several threads may read the header at once; they find the same
             self._header = self._check(start)
         if self.deleted:
             raise BadRecordError("the block was deleted")
-        self.hashes.update(enumerate(self._header.check_slices(first, out, hashes), first))
+        bound = self._header.check_slices(first, out, hashes)
+        if self._header.seal is not None:
+            if self._opened is None:
+                self._opened = OpenedRecord(self._header, self._keyring)
+            bound = self._opened.decrypt(first, out)
+        self.hashes.update(enumerate(bound, first))
 
     def _check(self, start: memoryview) -> RecordHeader:
         header = unpack_header(bytes(start))
@@ -380,6 +461,7 @@ class ScannedRecord(NamedTuple):
     offset: int
     nbytes: int
     info: BlockInfo
+    kind: RecordKind
 
     @property
     def end(self) -> int:
@@ -418,7 +500,7 @@ def scan_segment(
             offset += ALIGN
             pieces.size = piece_bytes
             continue
-        found = ScannedRecord(offset, header.record_bytes, header.info)
+        found = ScannedRecord(offset, header.record_bytes, header.info, header.kind)
         if found.end > size:
             break
         if header.segment in own:

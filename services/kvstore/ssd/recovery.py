@@ -31,7 +31,6 @@ from services.kvstore.ssd.index import (
     IndexChange,
     IndexImage,
     IndexLostError,
-    RecordKind,
     Segment,
     Slot,
 )
@@ -319,8 +318,8 @@ def _is_whole(files: FileLayer, path: Path, found: ScannedRecord) -> bool:
 
 def _pack_slots(segment: Segment, found: Sequence[ScannedRecord]) -> bytes:
     packed = bytearray()
-    for at, nbytes, info in found:
-        kind = segment.number_of(RecordKind(info.format, info.tenant))
+    for at, nbytes, info, of_kind in found:
+        kind = segment.number_of(of_kind)
         packed += ENTRY.pack(info.key, at // ALIGN, nbytes // ALIGN, kind, info.written_at)
     return bytes(packed)
 
@@ -354,6 +353,9 @@ class VerifyReport:
     index_error: str | None = None  # what is wrong with the index; a store would rebuild the index from the segments
     records_error: str = ""  # what is wrong with the records of conductors; a store would keep the intact ones
     damaged: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # segments and offsets of bad records
+    key_ids: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )  # keys that encrypt intact records, and how many each
 
     @property
     def ok(self) -> bool:
@@ -422,10 +424,12 @@ def _check_segment(
             if segment is not None and slot is not None:
                 if (segment.keys[slot], segment.nbytes(slot)) != (found.info.key, found.nbytes):
                     raise BadRecordError("the index names another block")
-                if segment.kind(slot) != (found.info.format, found.info.tenant):
-                    raise BadRecordError("the index names another format or tenant")
+                if segment.kind(slot) != found.kind:
+                    raise BadRecordError("the index names another format, tenant or key")
             read_record(files, path, found.info.key, found.offset, found.nbytes)
             report.blocks += 1
+            if found.kind.key_id:
+                report.key_ids[found.kind.key_id] += 1
         except (BadRecordError, OSError) as error:
             report.add(FolderFault(number, found.offset, found.info.key, str(error)))
             report.damaged.append((number, found.offset))

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.file_io import Buffer
-from moonpool.kv.keys import BlockKey
+from moonpool.kv.keys import BlockKey, bind, slice_hash
 from moonpool.telemetry.logs import get_logger
+from services.kvstore.ssd.encryption import EncryptionKey, RecordCipher
 from services.kvstore.ssd.files import ALIGN, FileLayer
 from services.kvstore.ssd.index import (
     ENTRY,
@@ -47,6 +48,7 @@ class Append:
     segment: Segment
     row: SlotRow
     block: DramBlock | None = None
+    encryption: EncryptionKey | None = None  # of the new block; None: stays in plaintext
     source: tuple[Segment, int] | None = None
     bad: bool = False  # what is at the source is not what was written
 
@@ -63,10 +65,17 @@ class Append:
         return self.offset + self.row[2] * ALIGN
 
     def parts(self) -> tuple[Buffer, ...]:
-        """The record of a new block."""
+        """The record of a new block; an encrypted one is another one each time."""
         assert self.block is not None
-        data = memoryview(self.block.data)
-        return pack_header(self.block.info, self.block.hashes, self.segment.number), data, bytes(-len(data) % ALIGN)
+        block, number = self.block, self.segment.number
+        padding = bytes(-block.info.nbytes % ALIGN)
+        if self.encryption is None:
+            return pack_header(block.info, block.hashes, number), block.data, padding
+        seal, slices = RecordCipher.new(self.encryption, block.info).seal(
+            map(block.slice, range(len(block.hashes))), block.hashes
+        )
+        hashes = [bind(slice_hash(data), block.info.key, layer) for layer, data in enumerate(slices)]
+        return pack_header(block.info, hashes, number, seal), *slices, padding
 
 
 def segment_ends(appends: Iterable[Append]) -> dict[Segment, int]:

@@ -18,6 +18,7 @@ from moonpool.kv.blocks import BlockInfo, DramBlock
 from moonpool.kv.keys import BlockKey
 from moonpool.telemetry.logs import get_logger
 from services.kvstore.eviction.tenants import TenantAccount
+from services.kvstore.ssd.encryption import Keyring
 from services.kvstore.ssd.files import ALIGN, MAX_OPEN, FileLayer, is_full
 from services.kvstore.ssd.index import MAP_BYTES, Catalogue, RecordKind, RecordLocation, Segment, Slot
 from services.kvstore.ssd.records import SsdReader, list_segments, record_size, resembles_records
@@ -113,8 +114,11 @@ class SsdTier:
     durable as `durability` says. A failing disk is left out: the disk's blocks are here no more.
     """
 
-    def __init__(self, disks: Sequence[Disk], catalogue: Catalogue, admission: SsdAdmission) -> None:
+    def __init__(
+        self, disks: Sequence[Disk], catalogue: Catalogue, admission: SsdAdmission, keyring: Keyring | None = None
+    ) -> None:
         self.catalogue = catalogue
+        self.keyring = keyring
         self.account = catalogue.account
         self.disks = disks
         self.admission = admission
@@ -124,7 +128,9 @@ class SsdTier:
         self.carried_bytes = self.dropped_segments = 0
         self.lost_blocks = 0  # found bad when they were to be carried over
         self.scrubbed_bytes = self.scrub_passes = 0
+        self.locked_blocks = 0  # on disk, but their keys lacked at the start
         self._note_doubles()
+        self._hide_locked()
 
     @property
     def working(self) -> list[Disk]:
@@ -173,7 +179,7 @@ class SsdTier:
         assert found is not None
         segment, slot = found
         segment.used[slot] = 1
-        return SsdReader(self.disks[segment.disk].folder.files, segment, slot)
+        return SsdReader(self.disks[segment.disk].folder.files, segment, slot, self.keyring)
 
     def drop(self, reader: SsdReader) -> bool:
         """Marks a bad record dead; False when the block lies elsewhere by now. Only for a `BadRecordError`."""
@@ -235,7 +241,7 @@ class SsdTier:
             disk.space.compact_one(victims)
         disk.space.used_bytes += nbytes
         free = [] if full else disk.space.reusable(victims, {segment for segment, _ in disk.doomed})
-        carry, store, reuse = _place(disk.space, taken, free, victims)
+        carry, store, reuse = _place(disk.space, taken, free, victims, self.keyring)
         sizes = segment_ends((*carry, *store))
         tails = {one: end for one in disk.space.tails if (end := sizes.get(one, one.size)) < one.room and not one.going}
         disk.hear()
@@ -305,6 +311,30 @@ class SsdTier:
         self.erase(self._note_doubles())
         self.dropped_segments += len(removed)
         self._gone(disk, [*plan.nameless, *removed])
+
+    def _hide_locked(self) -> None:
+        """Blocks with keys that lack count as absent.
+
+        The indexes do not learn this: the keys may be there at a later start.
+        """
+        lacking = collections.Counter[tuple[str, str]]()
+        for segment in self.catalogue.segments.values():
+            locked = [bool(kind.key_id) and not self._has_key(kind.key_id) for kind in segment.named]
+            for slot in list(self.catalogue.live_slots(segment)) if any(locked) else ():
+                if locked[segment.kinds[slot]]:
+                    lacking[segment.kind(slot).key_id, segment.kind(slot).tenant] += 1
+                    self.catalogue.forget(segment.keys[slot])
+        for (key_id, tenant), blocks in lacking.items():
+            log.warning(
+                "a key is not in encryption_keys; blocks that it encrypts count as absent",
+                key_id=key_id,
+                tenant=tenant,
+                blocks=blocks,
+            )
+        self.locked_blocks = lacking.total()
+
+    def _has_key(self, key_id: str) -> bool:
+        return self.keyring is not None and self.keyring.find(key_id) is not None
 
     def _note_doubles(self) -> list[RecordLocation]:
         """Has the indexes learn with the next plans which copies are dead for another one's sake; returns these."""
@@ -415,7 +445,11 @@ class SsdTier:
 
 
 def _place(
-    space: SegmentSpace, blocks: Sequence[DramBlock], free: list[Segment], victims: Sequence[Victim]
+    space: SegmentSpace,
+    blocks: Sequence[DramBlock],
+    free: list[Segment],
+    victims: Sequence[Victim],
+    keyring: Keyring | None,
 ) -> tuple[list[Append], list[Append], dict[Segment, Segment]]:
     """Gives every record a place, and new segments the files of `free` segments, which are told.
 
@@ -432,8 +466,9 @@ def _place(
         info, length = block.info, record_size(block.info) // ALIGN
         segment, start = space.place(length, sizes, free, reuse)
         segment.overwritable = segment.overwritable and not resembles_records(block.data)
-        number = segment.number_of(RecordKind(info.format, info.tenant))
-        store.append(Append(segment, (info.key, start, length, number, info.written_at), block))
+        key = None if keyring is None else keyring.newest(info.tenant)
+        number = segment.number_of(RecordKind(info.format, info.tenant, "" if key is None else key.id))
+        store.append(Append(segment, (info.key, start, length, number, info.written_at), block, key))
     return carry, store, reuse
 
 
@@ -445,6 +480,7 @@ def open_tier(
     durability: Durability = "power",
     account: TenantAccount | None = None,
     admission: SsdAdmission | None = None,
+    keyring: Keyring | None = None,
     files: Sequence[FileLayer] = (),
     map_bytes: int = MAP_BYTES,
 ) -> SsdTier:
@@ -459,6 +495,7 @@ def open_tier(
         durability: what commits survive.
         account: bytes by tenant, which the tier keeps up to date; guaranteed blocks stay.
         admission: which blocks the tier takes; pinned blocks stay.
+        keyring: keys that encrypt blocks; None: blocks are stored in plaintext.
         files: file access of each folder; empty = as usual.
         map_bytes: first size of an index's memory map.
 
@@ -485,4 +522,4 @@ def open_tier(
         log.info("ssd tier open", path=str(path), blocks=blocks, bytes=nbytes, rebuilt=found.rebuilt)
     if not disks:
         raise failure
-    return SsdTier(disks, catalogue, admission)
+    return SsdTier(disks, catalogue, admission, keyring)

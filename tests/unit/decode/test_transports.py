@@ -18,10 +18,10 @@ from tests.unit.decode.calls import conducting, reserve, sending
 from tests.unit.fakes.engine import slice_of_tokens
 from tests.unit.instances import BLOCK, WAIT_S, Decode, decoding, prompt, spec
 from tests.unit.transport.fakes import LAYOUT
-from tests.unit.transport.pairs import Cuttable, shared
+from tests.unit.transport.pairs import Cuttable, lane_settings, shared
 
 TOKENS = prompt(3 * BLOCK + 5)
-TRANSPORTS = ["local", "tcp", "grpc"]
+TRANSPORTS = ["local", "tcp", "tls", "grpc"]
 
 
 def pool_of(tokens: list[int]) -> KVPool:
@@ -49,7 +49,7 @@ async def transferring(
 ) -> AsyncIterator[tuple[Decode, TransferSender, Cuttable, KVPool]]:
     pool = pool_of(TOKENS)
     dialer = Cuttable(transport, folder, shared(pool), **options)
-    async with decoding(kv_transports=transport, kv_transports_dir=folder) as it, sending(it, dialer) as sender:
+    async with decoding(**lane_settings(transport, folder)) as it, sending(it, dialer) as sender:
         yield it, sender, dialer, pool
     pool.close()
 

@@ -22,6 +22,7 @@ from services.kvstore.eviction.base import EvictionPolicy
 from services.kvstore.eviction.policies import LRU
 from services.kvstore.eviction.tenants import Pins, TenantAccount
 from services.kvstore.operations import StoreOperations
+from services.kvstore.ssd.encryption import Keyring
 from services.kvstore.ssd.files import FileLayer
 from services.kvstore.ssd.records import BadRecordError
 from services.kvstore.ssd.tier import SsdAdmission, SsdTier, open_tier
@@ -106,6 +107,7 @@ def open_ssd(
     account: TenantAccount | None = None,
     admission: SsdAdmission | None = None,
     files: FileLayer | None = None,
+    keyring: Keyring | None = None,
 ) -> SsdTier:
     """A tier that keeps what is in `pins` and what `account` guarantees."""
     layers = () if files is None else (files,)
@@ -115,6 +117,7 @@ def open_ssd(
         segment,
         account=account,
         admission=admission or SsdAdmission(pins=pins),
+        keyring=keyring,
         files=layers,
         map_bytes=1 << 16,
     )
@@ -275,9 +278,11 @@ class Driven(StoreListener):
 
 
 @contextmanager
-def store(path: Path, segment: int = RECORD, *, files: FileLayer | None = None) -> Iterator[Driven]:
+def store(
+    path: Path, segment: int = RECORD, *, files: FileLayer | None = None, keyring: Keyring | None = None
+) -> Iterator[Driven]:
     """A driven store over an SSD tier in a folder, closed at the end."""
-    ssd = open_ssd(path, 1 << 20, segment, files=files)
+    ssd = open_ssd(path, 1 << 20, segment, files=files, keyring=keyring)
     try:
         yield Driven(ssd)
     finally:

@@ -1,7 +1,6 @@
 """Prefixes read from the pools of other prefill and decode instances, and what happens when they are not there."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from tests.unit.fakes.engine import next_token
 from tests.unit.instances import BLOCK, Prefill, decoding, prefilling, prompt, spec
 from tests.unit.prefill.calls import assert_arrived, begin, dismiss, promised, source
 from tests.unit.transport.fakes import LAYOUT, ROOT
+from tests.unit.transport.pairs import lane_settings
 
 TOKENS = prompt(4 * BLOCK + 3)
 KEYS = block_keys(ROOT, TOKENS, BLOCK)
@@ -40,9 +40,9 @@ async def test_reads_from_another_prefill() -> None:
         assert peer.service.reads.sent_bytes == 4 * LAYOUT.block_bytes
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("transport", ["local", "tcp", "tls"])
 async def test_reads_over_a_transport(transport: str, sockets: Path) -> None:
-    transports: dict[str, Any] = {"kv_transports": transport, "kv_transports_dir": sockets}
+    transports = lane_settings(transport, sockets)
     async with prefilling(incarnation=6, **transports) as peer, prefilling(**transports) as it:
         await warm(peer)
         told = await (await begin(it, spec("a", TOKENS, max_tokens=1), source=source(peer.instance, 4))).to_the_end()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import os
+import shutil
 import socket
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,6 +35,7 @@ from moonpool.transport.regions import ExportedRegions, Mailbox, MappedRegion, S
 from moonpool.transport.registry import open_transports
 from moonpool.transport.tcp import TcpTransport
 from moonpool.v1 import kv_pb2, kvstore_pb2
+from tests.unit.rpc.certificates import issue
 
 LAYOUT = KVLayout.uniform(layers=2, kv_heads=2, head_dim=4, block_tokens=16, dtype="float32")
 MAILBOX = 4 * LAYOUT.slice_bytes(0)
@@ -81,15 +86,31 @@ async def came(lane: ZeroCopyConnection[Any]) -> tuple[Any, bytes]:
     return message, bytes(payload)
 
 
+@functools.cache
+def certificates() -> Path:
+    """A folder with an authority and a certificate of a kvstore; made once."""
+    folder = Path(tempfile.mkdtemp(prefix="mp-certificates-"))
+    atexit.register(shutil.rmtree, folder)
+    issue(folder, "kvstore")
+    return folder
+
+
+def lane_settings(names: str, folder: Path) -> dict[str, Any]:
+    """The settings of a process with these transports."""
+    settings: dict[str, Any] = {"kv_transports": names, "kv_transports_dir": folder}
+    if "tls" in names:
+        files = {"tls_cert": "kvstore.pem", "tls_key": "kvstore.key", "tls_ca": "ca.pem"}
+        settings |= {name: certificates() / file for name, file in files.items()}
+    return settings
+
+
 class Cuttable(TransportDialer):
     """Remembers the lanes that it opened, so that a test can break them."""
 
     def __init__(
         self, names: str, folder: Path, share: Callable[[], Sequence[SharedRegion]] = tuple, **options: Any
     ) -> None:
-        super().__init__(
-            open_transports(TransportConfig(kv_transports=names, kv_transports_dir=folder)), share, **options
-        )
+        super().__init__(open_transports(TransportConfig(**lane_settings(names, folder))), share, **options)
         self.made: list[ZeroCopyConnection[Any]] = []
 
     async def dial(self, *args: Any, **options: Any) -> ZeroCopyConnection[Any]:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 from moonpool.errors import ConfigError
+from moonpool.rpc.tls import Tls
 from moonpool.transport.base import Transport
-from moonpool.transport.config import TransportConfig
+from moonpool.transport.config import TRANSPORTS, TransportConfig
 from moonpool.transport.registry import open_transports, transport_class, transport_kinds, transport_name
 from moonpool.transport.shared_memory import SharedMemoryTransport, machine_id, remove_stale, socket_path
 from moonpool.v1 import kv_pb2
+from tests.unit.rpc.certificates import issue
+from tests.unit.transport.pairs import certificates, lane_settings
 
-LOCAL, TCP = kv_pb2.LANE_KIND_LOCAL, kv_pb2.LANE_KIND_TCP
+LOCAL, TCP, TLS = kv_pb2.LANE_KIND_LOCAL, kv_pb2.LANE_KIND_TCP, kv_pb2.LANE_KIND_TLS
 
 
 def opened(folder: Path, *flags: str) -> tuple[Transport, ...]:
@@ -39,28 +42,51 @@ def test_local_is_the_default_and_tcp_is_only_there_when_asked_for(tmp_path: Pat
     assert [transport.kind for transport in opened(tmp_path, "--kv-transports", "tcp,local")] == [TCP, LOCAL]
     assert opened(tmp_path, "--kv-transports", "grpc") == ()
     assert names(opened(tmp_path, "--kv-transports", "grpc,tcp")) == ["tcp"]
-    assert [transport_name(kind) for kind in (LOCAL, TCP, kv_pb2.LANE_KIND_UNSPECIFIED)] == ["local", "tcp", "grpc"]
-    assert transport_kinds() == {"local": LOCAL, "tcp": TCP}
+    kinds = LOCAL, TCP, TLS, kv_pb2.LANE_KIND_UNSPECIFIED
+    assert [transport_name(kind) for kind in kinds] == ["local", "tcp", "tls", "grpc"]
+    assert transport_kinds() == {"local": LOCAL, "tcp": TCP, "tls": TLS}
 
 
 def test_an_unknown_transport_is_refused_with_those_that_are_known() -> None:
-    with pytest.raises(ValueError, match="there is no transport 'rdma'; known are local, tcp"):
+    with pytest.raises(ValueError, match="there is no transport 'rdma'; known are local, tcp, tls"):
         transport_class("rdma")
 
 
 @pytest.mark.parametrize("lanes", ["rdma", "local,,tcp", "local,local", "Local"])
 def test_unknown_lanes_are_refused_by_name(lanes: str) -> None:
-    with pytest.raises(ConfigError, match=r"kv_transports: must be some of grpc, local, tcp"):
+    with pytest.raises(ConfigError, match=r"kv_transports: must be some of grpc, local, tcp, tls"):
         TransportConfig.load(["--kv-transports", lanes])
 
 
-def test_with_tls_there_is_only_grpc_unless_the_lanes_are_trusted(tmp_path: Path) -> None:
-    tls = ["--set", "tls_cert=a", "--set", "tls_key=b", "--set", "tls_ca=c"]
-    assert opened(tmp_path, "--kv-transports", "local,tcp", *tls) == ()
-    assert names(opened(tmp_path, "--kv-transports", "local,tcp", "--set", "kv_transports_trusted=true", *tls)) == [
-        "local",
-        "tcp",
-    ]
+def test_with_certificates_tcp_is_within_tls_unless_the_network_is_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = [f"{name}={value}" for name, value in lane_settings("tls", tmp_path).items() if "tls_" in name]
+    tls = [part for setting in settings for part in ("--set", setting)]
+    assert names(opened(tmp_path, "--kv-transports", "local,tcp", *tls)) == ["local", "tls"]
+    assert names(opened(tmp_path, "--kv-transports", "tcp,tls", *tls)) == ["tls"]
+    trusted = ["--kv-transports", "local,tcp", "--set", "kv_transports_trusted=true"]
+    assert names(opened(tmp_path, *trusted, *tls)) == ["local", "tcp"]
+    monkeypatch.setitem(TRANSPORTS, "toy", "tests.unit.transport.toy:ToyTransport")
+    assert opened(tmp_path, "--kv-transports", "toy", *tls) == ()
+    assert "no toy transport" in caplog.text
+    assert names(opened(tmp_path, "--kv-transports", "toy", "--set", "kv_transports_trusted=true", *tls)) == ["toy"]
+
+
+def test_tls_needs_a_certificate_of_this_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match=r"tls_cert: must be given, with tls_key and tls_ca, for the transport tls"):
+        opened(tmp_path, "--kv-transports", "tls")
+    config = TransportConfig(kv_transports="local,tcp", kv_transports_dir=tmp_path)
+    assert names(open_transports(config, Tls(certificates() / "ca.pem"))) == ["local"]
+    assert "give tls_cert and tls_key" in caplog.text
+
+
+def test_a_key_of_another_certificate_is_refused_by_name(tmp_path: Path) -> None:
+    issue(tmp_path, "kvstore")
+    files = certificates() / "ca.pem", certificates() / "kvstore.pem", tmp_path / "kvstore.key"
+    config = TransportConfig(kv_transports="tcp", kv_transports_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"tls_cert: .*mismatch"):
+        open_transports(config, Tls(*files))
 
 
 def test_a_folder_is_made_for_its_user_alone(tmp_path: Path) -> None:

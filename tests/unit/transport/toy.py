@@ -6,6 +6,7 @@ import contextlib
 import socket
 from typing import Self
 
+from moonpool.rpc.tls import Tls
 from moonpool.transport.base import ListenOptions
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.connection import SocketTransport, connect_socket
@@ -18,7 +19,7 @@ class ToyTransport(SocketTransport):
     kind = 100
 
     @classmethod
-    def create(cls, config: TransportConfig) -> Self:
+    def create(cls, config: TransportConfig, tls: Tls | None) -> Self:
         return cls()
 
     def listen(self, stack: contextlib.ExitStack, options: ListenOptions) -> tuple[socket.socket, str]:

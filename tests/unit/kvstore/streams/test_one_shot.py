@@ -36,15 +36,16 @@ from moonpool.v1 import kv_pb2, kvstore_pb2
 from services.kvstore.kv_streams import GetStream, PutStream
 from tests.unit.kvstore.helpers import BLOCK, FORMAT, LAYOUT, OTHER_FORMAT, data_of, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, Rig, rig
+from tests.unit.transport.pairs import lane_settings
 
-LANES = ["local", "tcp"]
+LANES = ["local", "tcp", "tls"]
 TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
 async def storing(folder: Path, lane: str, **settings: Any) -> AsyncIterator[Rig]:
-    async with rig(kv_transports=lane, kv_transports_dir=folder, **settings) as store:
-        store.dialer = TransportDialer(open_transports(TransportConfig(kv_transports=lane, kv_transports_dir=folder)))
+    async with rig(**lane_settings(lane, folder), **settings) as store:
+        store.dialer = TransportDialer(open_transports(TransportConfig(**lane_settings(lane, folder))))
         yield store
         await store.at_rest()
 
@@ -229,7 +230,6 @@ async def test_a_damaged_block_takes_a_session_which_reports_it(sockets: Path) -
 
 
 async def test_a_tenant_has_its_own_keys_only(sockets: Path) -> None:
-    """Lanes to those who speak for one tenant need `kv_transports_trusted`; the check is the streams' own."""
     async with storing(sockets, "tcp") as store:
         servicer, closing = store.service.servicer, asyncio.Event()
         streams: list[GetStream | PutStream] = [GetStream(servicer.get, closing), PutStream(servicer.put, closing)]

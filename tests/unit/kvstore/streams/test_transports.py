@@ -21,9 +21,9 @@ from moonpool.transport.config import TRANSPORTS
 from moonpool.transport.sessions import StreamSettings
 from tests.unit.kvstore.helpers import BLOCK, LAYOUT, keys_of, slice_of
 from tests.unit.kvstore.rig import KEYS, PARENTS, Rig, opened_put, rig
-from tests.unit.transport.pairs import Cuttable, shared
+from tests.unit.transport.pairs import Cuttable, lane_settings, shared
 
-NAMES = ["local", "tcp", "grpc"]
+NAMES = ["local", "tcp", "tls", "grpc"]
 FRAME = 2 * LAYOUT.slice_bytes(0)
 
 
@@ -38,7 +38,7 @@ async def storing(
             data = memoryview(slice_of(key, layer))
             pool.write(layer, index, data, slice_hash(data))
     dialer = Cuttable(lane, folder, shared(pool), **options)
-    async with rig(kv_transports=lane, kv_transports_dir=folder, dram_bytes=dram_bytes) as store:
+    async with rig(**lane_settings(lane, folder), dram_bytes=dram_bytes) as store:
         store.dialer = dialer
         yield store, dialer, pool
         await store.at_rest()
@@ -101,7 +101,7 @@ async def test_blocks_come_back_as_they_were_put(sockets: Path, lane: str) -> No
         assert writer.traffic.credits_out < store.service.config.window_bytes // 4
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
+@pytest.mark.parametrize("lane", ["local", "tcp", "tls"])
 async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
     sockets: Path, lane: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -125,7 +125,7 @@ async def test_a_lane_that_breaks_is_grpc_s_for_the_next_and_comes_back_later(
         assert await store.read(KEYS) == expected()
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
+@pytest.mark.parametrize("lane", ["local", "tcp", "tls"])
 async def test_until_it_may_be_tried_again_grpc_is_used(sockets: Path, lane: str) -> None:
     async with storing(sockets, lane) as (store, dialer, pool), writing(store) as writer:
         await writer.put(KEYS[:1], PARENTS[:1], "", pool.read, timeout_s=10)
@@ -166,7 +166,7 @@ async def test_a_put_that_is_cancelled_leaves_credits_and_lane_as_they_were(sock
         assert await store.read(KEYS) == expected()
 
 
-@pytest.mark.parametrize("lane", ["local", "tcp"])
+@pytest.mark.parametrize("lane", ["local", "tcp", "tls"])
 async def test_what_changes_on_its_way_is_never_stored(sockets: Path, lane: str) -> None:
     """A pool's block that is overwritten before the store has pulled it: its hash is another one."""
     async with storing(sockets, lane) as (store, _, pool), writing(store) as writer:
