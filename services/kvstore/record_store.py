@@ -5,9 +5,13 @@ leaves the database; deleted bytes may stay in the file's free pages until these
 
 Each value begins with a checksum. A damaged database is written anew from the records that can still be read; what is
 lost, conductors bring again. Databases without checksums, of older versions, get them when they are opened.
+
+With encryption keys, values are encrypted by tenant, except those of deletions: what was deleted stays deleted without
+any key.
 """
 
 import asyncio
+import collections
 import contextlib
 import struct
 from collections import ChainMap
@@ -28,13 +32,16 @@ from moonpool.kv.delete_kv import DeletionIndex
 from moonpool.telemetry.logs import get_logger
 from moonpool.v1 import kv_pb2
 from services.kvstore.ssd.database_check import DamagedDatabaseError, check_database, salvage_database
+from services.kvstore.ssd.encryption import BrokenSealError, Keyring, is_sealed, open_value, seal_value
 from services.kvstore.ssd.files import FileLayer, open_lmdb
 
 log = get_logger(__name__)
 MAP_BYTES = 1 << 30
 KEEP_S = 40 * 86400.0  # a carried-out deletion is remembered this long; conductors repeat theirs for a shorter time
 _APPLIED = "applied"
+_PLAIN_KINDS = frozenset({DELETION, _APPLIED})
 _COUNTS = struct.Struct("<QQ")
+_VERSION_FORM = struct.Struct("<Q")
 _VERSION_KEY, _VERSION = b"version", b"2"
 _SUM_BYTES = 8
 
@@ -47,8 +54,9 @@ class RecordFolder:
         whole: all records are in the database; if not, the database must be written anew.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keyring: Keyring | None = None) -> None:
         self.folder = folder
+        self._keyring = keyring
         self.whole = False
         self._env: lmdb.Environment | None = None
 
@@ -73,13 +81,36 @@ class RecordFolder:
             self.write_anew(records)
         self._env = self._env or open_lmdb(self.folder, map_size=MAP_BYTES)
         self.whole = True
-        return records
+        return self._opened(records)
+
+    def _opened(self, records: Iterable[kv_pb2.Record]) -> list[kv_pb2.Record]:
+        """Records with values in plaintext, without those that cannot be decrypted."""
+        found, locked = [], collections.Counter[str]()
+        for record in records:
+            try:
+                if is_sealed(record.value):
+                    record.value = open_value(self._keyring, _identity(record), record.value)
+                found.append(record)
+            except BrokenSealError as error:
+                locked[str(error)] += 1
+        for why, count in locked.items():
+            log.warning("records cannot be decrypted", path=str(self.folder), records=count, error=why)
+        return found
+
+    def _sealed(self, record: kv_pb2.Record) -> kv_pb2.Record:
+        """A record as it is written."""
+        if self._keyring is None or record.kind in _PLAIN_KINDS or not record.value or is_sealed(record.value):
+            return record
+        sealed = kv_pb2.Record()
+        sealed.CopyFrom(record)
+        sealed.value = seal_value(self._keyring.newest(record.tenant), _identity(record), record.value)
+        return sealed
 
     def commit(self, records: Iterable[kv_pb2.Record], over: Iterable[kv_pb2.Record]) -> None:
         """Writes records, and deletes expired records; synced on return. Raises OSError or lmdb.Error."""
         self.whole = False
         assert self._env is not None
-        _commit(self._env, records, over)
+        _commit(self._env, map(self._sealed, records), over)
         self.whole = True
 
     def write_anew(self, records: Iterable[kv_pb2.Record]) -> None:
@@ -89,7 +120,7 @@ class RecordFolder:
         files.remove_folder(anew)
         files.make_folder(anew)
         with open_lmdb(anew, map_size=MAP_BYTES) as env:
-            _commit(env, records, ())
+            _commit(env, map(self._sealed, records), ())
         files.rename(anew / "data.mdb", self.folder / "data.mdb")
         files.sync_folder(self.folder)
         files.remove_folder(anew)
@@ -163,7 +194,13 @@ class RecordStore:
         ConfigError: none of the folders can be read; names `data_dir`.
     """
 
-    def __init__(self, folders: Sequence[Path] = (), clock: Callable[[], float] = world.unix_time) -> None:
+    def __init__(
+        self,
+        folders: Sequence[Path] = (),
+        clock: Callable[[], float] = world.unix_time,
+        keyring: Keyring | None = None,
+    ) -> None:
+        self._keyring = keyring
         self.replicated = ReplicatedRecords()
         self.deletions = DeletionIndex()
         self._applied = ReplicatedRecords()
@@ -182,7 +219,7 @@ class RecordStore:
 
     def _load(self, number: int, folder: Path, *, last: bool) -> list[kv_pb2.Record]:
         try:
-            self._folders[number] = RecordFolder(folder)
+            self._folders[number] = RecordFolder(folder, self._keyring)
             records = self._folders[number].load()
             self._note(records)
             return records
@@ -298,3 +335,8 @@ def _key(record: kv_pb2.Record) -> bytes:
     """LMDB's keys are short."""
     parts = [part.encode() for part in record_place(record)]
     return blake2b(b"".join(len(part).to_bytes(4, "little") + part for part in parts), digest_size=32).digest()
+
+
+def _identity(record: kv_pb2.Record) -> bytes:
+    """By what an encrypted value is bound to a version of the record."""
+    return _key(record) + _VERSION_FORM.pack(record.version)

@@ -352,7 +352,8 @@ async def serve(ctx: ProcessContext, config: KVStoreConfig, files: Callable[[Pat
     await asyncio.to_thread(native_library.build_ahead, ctx.starting)
     await asyncio.to_thread(copy_verified.prepare)
     folders = config.data_dir if tiers[1] is None else [disk.folder.path for disk in tiers[1].disks]
-    records = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders])
+    keyring = None if tiers[1] is None else tiers[1].keyring
+    records = await asyncio.to_thread(RecordStore, [folder / "records" for folder in folders], keyring=keyring)
     instance = ctx.instance(kv_pb2.INSTANCE_KIND_KVSTORE, config.id, "")
     security = Security.of(config, config.client_listen, config.api_keys)
     async with Channels(Security.tls_of(security)) as channels:

@@ -1,4 +1,4 @@
-"""Encryption of blocks on SSD: keys by tenant from a file, and the cipher of one record.
+"""Encryption on SSD: keys by tenant from a file, the cipher of one block's record, and encrypted values.
 
 The file is JSON, and only its owner may read it:
 
@@ -49,9 +49,12 @@ TAG_BYTES = 16
 _SECRET_BYTES = 32
 _HASH_BYTES = 8
 _ID = re.compile(rf"[A-Za-z0-9._-]{{1,{KEY_ID_BYTES}}}")
-_PURPOSE = b"moonpool kvstore record 1"
+_BLOCK_PURPOSE = b"moonpool kvstore record 1"
+_VALUE_PURPOSE = b"moonpool kvstore value 1"
+_VALUE_MAGIC = b"MPKVSEAL"
 _HASHES_NONCE = b"\xff" * 12
 _NONCE = struct.Struct("<I8x")
+_ONLY_NONCE = bytes(12)
 
 
 class EncryptionKey(NamedTuple):
@@ -243,9 +246,8 @@ class RecordCipher:
 
     def __init__(self, key: EncryptionKey, info: BlockInfo, salt: bytes) -> None:
         """The cipher that the salt gives; a new record takes a new random salt."""
-        derived = HKDF(SHA256(), _SECRET_BYTES, salt, _PURPOSE + _identity(info)).derive(key.secret)
         self._key_id, self._salt = key.id, salt
-        self._aead = AESGCM(derived)
+        self._aead = _cipher_of(key, salt, _BLOCK_PURPOSE + _identity(info))
 
     @classmethod
     def new(cls, key: EncryptionKey, info: BlockInfo) -> "RecordCipher":
@@ -289,3 +291,35 @@ def _identity(info: BlockInfo) -> bytes:
 @functools.lru_cache(maxsize=64)
 def _packed_layout(layout: KVLayout) -> bytes:
     return layout.to_proto().SerializeToString(deterministic=True)
+
+
+def _cipher_of(key: EncryptionKey, salt: bytes, identity: bytes) -> AESGCM:
+    return AESGCM(HKDF(SHA256(), _SECRET_BYTES, salt, identity).derive(key.secret))
+
+
+def seal_value(key: EncryptionKey, identity: bytes, value: bytes) -> bytes:
+    """Encrypts a small value; `identity` is everything by which the value is found."""
+    salt = world.random_bytes(SALT_BYTES)
+    text = _cipher_of(key, salt, _VALUE_PURPOSE + identity).encrypt(_ONLY_NONCE, value, None)
+    return b"".join((_VALUE_MAGIC, key.id.encode().ljust(KEY_ID_BYTES, b"\0"), salt, text))
+
+
+def is_sealed(value: bytes) -> bool:
+    """Whether `seal_value` has made a value."""
+    return value.startswith(_VALUE_MAGIC)
+
+
+def open_value(keyring: Keyring | None, identity: bytes, value: bytes) -> bytes:
+    """The value that was encrypted. Raises BrokenSealError: the key lacks, or the value is not what was encrypted."""
+    id_at = len(_VALUE_MAGIC)
+    salt_at = id_at + KEY_ID_BYTES
+    text_at = salt_at + SALT_BYTES
+    key_id = value[id_at:salt_at].rstrip(b"\0").decode("ascii", "replace")
+    key = None if keyring is None else keyring.find(key_id)
+    if key is None:
+        raise BrokenSealError(f"key {key_id!r} is not in {SETTING}")
+    try:
+        cipher = _cipher_of(key, value[salt_at:text_at], _VALUE_PURPOSE + identity)
+        return cipher.decrypt(_ONLY_NONCE, value[text_at:], None)
+    except InvalidTag as error:
+        raise BrokenSealError("the value is not what was encrypted") from error

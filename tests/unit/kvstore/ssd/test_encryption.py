@@ -1,6 +1,7 @@
 """Encryption of blocks on SSD: what a disk shows, whose key opens what, and what works without keys."""
 
 import base64
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,10 +15,13 @@ from typer.testing import CliRunner
 
 from moonpool.cli.kvstore import app
 from moonpool.client.kv import AsyncKVClient
+from moonpool.cluster.proto_conversion import DELETION
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey, bind, slice_hash
+from moonpool.v1 import kv_pb2
 from services.kvstore.config import KVStoreConfig
+from services.kvstore.record_store import RecordFolder, read_records
 from services.kvstore.repair import repair, verify
 from services.kvstore.scrubber import Scrubber
 from services.kvstore.ssd.encryption import (
@@ -278,6 +282,40 @@ async def test_an_old_key_that_leaves_the_file_takes_only_its_own_blocks(data: P
         await it.durable()
         assert await it.read(RIG_KEYS[:4]) == [data_of(key) for key in RIG_KEYS[:4]], "DRAM has them"
         await it.at_rest()
+
+
+def test_records_of_conductors_are_encrypted_and_deletions_are_not(
+    tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt, deletion = (
+        b"You are a bank's assistant. " * 4,
+        kv_pb2.Deletion(selection=kv_pb2.Selection(tenants=["gone"])),
+    )
+    context = kv_pb2.Record(kind="context", tenant="ours", id="c", value=prompt, version=3, expires_at=1e12)
+    others = kv_pb2.Record(kind="context", tenant="theirs", id="c", value=prompt, version=3, expires_at=1e12)
+    deleted = kv_pb2.Record(kind=DELETION, id="d", value=deletion.SerializeToString(), version=1, expires_at=1e12)
+
+    def records(keys: Keyring | None) -> list[kv_pb2.Record]:
+        folder = RecordFolder(tmp_path / "records", keys)
+        with contextlib.closing(folder):
+            return sorted(folder.load(), key=lambda record: (record.kind, record.tenant))
+
+    folder = RecordFolder(tmp_path / "records", keyring(file))
+    folder.load()
+    folder.commit([context, others, deleted], ())
+    folder.close()
+    assert context.value == prompt, "what is served stays as it was"
+    raw = (tmp_path / "records" / "data.mdb").read_bytes()
+    assert (prompt[:16] in raw, b"gone" in raw) == (False, True)
+    assert records(keyring(file)) == [context, others, deleted]
+    assert records(None) == [deleted]
+    assert read_records(tmp_path / "records")[1] == "", "checked without a key"
+    folder = RecordFolder(tmp_path / "records")
+    folder.write_anew(read_records(tmp_path / "records")[0])
+    folder.close()
+    [gone] = drop_keys(file, "ours")
+    assert records(keyring(file)) == [others, deleted]
+    assert f"key '{gone}' is not in encryption_keys" in caplog.text
 
 
 def test_what_leaves_a_file_is_told_once_and_a_wrong_file_changes_nothing(
