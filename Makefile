@@ -24,10 +24,13 @@ setup: $(STAMP)  ## create .venv with what it takes to serve and chat (0.9 GB), 
 PIP = $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt
 
 # Without torch, which a machine with a GPU has already: pip takes it by constraints.txt, and hatchling to install Moonpool.
-lock:  ## write requirements.lock: the packages of `make setup` with their hashes, at the versions of constraints.txt
+lock:  ## write requirements.lock and requirements-light.lock (without engines): packages with hashes, by constraints.txt
 	echo "torch ; python_version < '3'" >$(VENV)/no-torch.txt
-	$(BIN)/uv pip compile pyproject.toml --extra engine --constraint constraints.txt --override $(VENV)/no-torch.txt \
-	  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet --output-file requirements.lock
+	$(LOCK) --extra engine --output-file requirements.lock
+	$(LOCK) --output-file requirements-light.lock
+
+LOCK = $(BIN)/uv pip compile pyproject.toml --constraint constraints.txt --override $(VENV)/no-torch.txt \
+  --generate-hashes --universal --python-version 3.11 --no-header --no-annotate --quiet
 
 $(STAMP): pyproject.toml constraints.txt requirements.lock
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or say make PYTHON=python3"; exit 1; }

@@ -83,6 +83,10 @@ for service in conductor kvstore; do
   stack "$service" python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is not None)' \
     || { say "torch is in the image of $service"; exit 1; }
 done
+for service in conductor prefill; do
+  stack "$service" python -c 'import json; json.load(open("/opt/moonpool/sbom.cdx.json"))["components"]' \
+    || { say "$service has no bill of materials"; exit 1; }
+done
 for service in prefill decode; do
   stack "$service" python -c 'import sys; from kernels.native import library; sys.exit(library.get() is None)' \
     || { say "$service has no native kernels"; exit 1; }

@@ -183,7 +183,7 @@ def _of_image(service: Service, images: Containerfile) -> Iterator[str]:
     for name, default in images.arguments.items():
         if default and build["args"].get(name) != default:
             yield f"build argument {name} is {build['args'].get(name)}, the container file says {default}"
-    torch = any('["engine"]' in rest for stage in images.everything(target) for rest in stage.all("RUN"))
+    torch = any("pip install torch" in rest for stage in images.everything(target) for rest in stage.all("RUN"))
     if torch == (service.command[0] in TORCH_FREE):
         yield f"its image {'has' if torch else 'lacks'} the engine extra"
 
@@ -206,9 +206,6 @@ def _of_volumes(service: Service, config: ServiceConfig, images: Containerfile) 
 
 def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for name in re.findall(r'"optional-dependencies"\]\["(\w+)"\]', text):
-        if name not in project["optional-dependencies"]:
-            yield f"pyproject.toml has no extra {name}"
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     for stage in images.stages.values():
         if stage.base not in images.stages and stage.base != "${BASE}":
@@ -234,14 +231,22 @@ def _of_containerfile(images: Containerfile, text: str) -> Iterator[str]:
             yield f"image {name} runs as {user or 'root'}; it wants a number that is not 0"
         if images.entrypoint(name) not in [[script] for script in project["scripts"]]:
             yield f"image {name} starts {images.entrypoint(name)}, which is no command of the project"
-        constrained = [
-            stage
-            for stage in images.everything(name)
-            if any("pip install --requirement" in rest for rest in stage.all("RUN"))
-            and not any("PIP_CONSTRAINT=/src/constraints.txt" in rest for rest in images.all(stage.name, "ENV"))
-        ]
-        for stage in constrained:
-            yield f"stage {stage.name} installs without constraints.txt"
+        for stage in images.everything(name):
+            yield from _of_packages(images, stage)
+        bill = "/sbom.py --dpkg /var/lib/dpkg/status >/opt/moonpool/"
+        if not any(bill in rest for rest in images.all(name, "RUN")):
+            yield f"image {name} has no bill of materials"
+
+
+def _of_packages(images: Containerfile, stage: Stage) -> Iterator[str]:
+    """Packages come by the hashes of a lock; what no lock has, by constraints.txt."""
+    installs = [part for rest in stage.all("RUN") for part in rest.split("&&") if "pip install" in part]
+    indexed = [part for part in installs if "--no-index" not in part]
+    if indexed and not any("PIP_CONSTRAINT=/src/constraints.txt" in rest for rest in images.all(stage.name, "ENV")):
+        yield f"stage {stage.name} installs without constraints.txt"
+    for part in indexed:
+        if not re.search(r"--require-hashes --no-deps --requirement \S+\.lock\b|pip install torch\s*$", part):
+            yield f"stage {stage.name} installs packages without hashes: {part.strip()}"
 
 
 def _of_kernels(images: Containerfile) -> Iterator[str]:
