@@ -11,10 +11,13 @@ from typing import Self
 from moonpool.config import format_address, is_loopback, parse_address
 from moonpool.errors import ConfigError
 from moonpool.rpc.tls import Tls
+from moonpool.telemetry.logs import get_logger
 from moonpool.transport.base import ListenOptions
 from moonpool.transport.config import TransportConfig
 from moonpool.transport.connection import SocketTransport, connect_socket
 from moonpool.v1 import kv_pb2
+
+log = get_logger(__name__)
 
 
 class TcpTransport(SocketTransport):
@@ -37,8 +40,16 @@ class TcpTransport(SocketTransport):
             listener = stack.enter_context(socket.create_server((host, 0), family=_family(host)))
         except OSError as error:
             raise ConfigError("kv_transports", f"cannot listen at {host} for tcp: {error.strerror}") from error
+        if not is_loopback(host):
+            self.on_exposed(host)
         shown = host if is_loopback(host) else parse_address(config.advertised(1))[0]
         return listener, format_address(shown, listener.getsockname()[1])
+
+    def on_exposed(self, host: str) -> None:
+        """Other machines may reach the listener at `host`: says what they see."""
+        log.warning(
+            "KV over TCP is in plaintext to all on the way; see tls_cert and kv_transports_trusted", listen=host
+        )
 
     async def connect(self, address: str) -> socket.socket:
         """Connects to "host:port"."""

@@ -185,6 +185,9 @@ class TlsTransport(TcpTransport):
             raise TransportUnavailableError("both ends show certificates: give tls_cert and tls_key")
         return cls(tls)
 
+    def on_exposed(self, host: str) -> None:
+        """Nothing to say: only peers with certificates get in."""
+
     def frame(self, sock: socket.socket, *, server: bool) -> FramedSocket:
         """Within TLS."""
         return TlsFramedSocket(sock, self._tls.socket_context(server=server), server=server)

@@ -6,10 +6,15 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
+from moonpool.transport.base import ListenOptions
+from moonpool.transport.config import TransportConfig
+from moonpool.transport.registry import open_transports
 from moonpool.transport.tcp import tune_tcp
+from tests.unit.transport.pairs import lane_settings
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux' choice of congestion control")
 
@@ -44,3 +49,18 @@ def test_to_another_address_the_systems_choice_stands() -> None:
             tune_tcp(sock)
             assert control(sock) == control(fresh)
             assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(("host", "warned"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_plain_tcp_that_others_can_reach_says_so(host: str, warned: bool, caplog: pytest.LogCaptureFixture) -> None:
+    files = {name: value for name, value in lane_settings("tls", Path("/unused")).items() if name.startswith("tls_")}
+    for trusted in (True, False):
+        caplog.clear()
+        config = TransportConfig(
+            kv_transports="tcp", kv_transports_trusted=trusted, listen=f"{host}:0", advertise="127.0.0.1", **files
+        )
+        [transport] = open_transports(config)
+        with ExitStack() as stack:
+            _, address = transport.listen(stack, ListenOptions(config, 1, 1))
+        assert address.startswith("127.0.0.1:")
+        assert ("in plaintext to all on the way" in caplog.text) == (warned and trusted)
