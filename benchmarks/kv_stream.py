@@ -144,7 +144,7 @@ async def bench(nbytes: int) -> AsyncIterator[Bench]:
         authority = Authority.at(folder)
         authority.issue(folder, "prefill", "prefill", [], 1)
         files = {"tls_ca": folder / "ca.pem", "tls_cert": folder / "prefill.pem", "tls_key": folder / "prefill.key"}
-        tls = Tls(*files.values())
+        tls = Tls(files["tls_ca"], files["tls_cert"], files["tls_key"])
         settings = [part for name, path in files.items() for part in ("--set", f"{name}={path}")]
         async with far_ends(None) as plain, far_ends(tls, *settings) as secured:
             yield Bench(pool, plain, secured, raw, nbytes, dialers(pool, tls))

@@ -32,13 +32,12 @@ def purl(found: Distribution) -> str:
 def licences(found: Distribution) -> list[dict[str, Any]]:
     """An SPDX expression, or the names that the package gives."""
     metadata = found.metadata
-    if expression := metadata.get("License-Expression"):
-        return [{"expression": expression}]
+    if expressions := metadata.get_all("License-Expression"):
+        return [{"expression": expressions[0]}]
     classifiers = (text for text in metadata.get_all("Classifier") or () if text.startswith("License ::"))
     names = [text.rpartition("::")[2].strip() for text in classifiers]
-    text = (metadata.get("License") or "").strip()
-    if not names and text and len(text.splitlines()) == 1:
-        names = [text]
+    if not names:
+        names = [text for text in metadata.get_all("License") or () if text and len(text.splitlines()) == 1]
     return [{"license": {"name": name}} for name in dict.fromkeys(names)]
 
 

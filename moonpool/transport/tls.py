@@ -66,7 +66,7 @@ class TlsSocket(ssl.SSLSocket):
             count += got
         return count
 
-    def recvmsg_into(self, buffers: Iterable[Any], *rest: Any) -> Any:
+    def recvmsg_into(self, buffers: Iterable[Any], *rest: Any) -> Any:  # type: ignore[override]
         """Fills buffers, one after the other, up to `TURN_BYTES`; returns the number of bytes first."""
         count = 0
         for buffer in buffers:
@@ -82,7 +82,7 @@ class TlsSocket(ssl.SSLSocket):
                 break
         return count, [], 0, None
 
-    def recvmsg(self, bufsize: int, *rest: Any) -> Any:
+    def recvmsg(self, bufsize: int, *rest: Any) -> Any:  # type: ignore[override]
         """Up to so many bytes; no descriptors come over TLS."""
         try:
             return super().recv(bufsize), [], 0, None

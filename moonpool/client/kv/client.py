@@ -360,8 +360,9 @@ class AsyncBlockClient(AsyncKVClient):
 
 def _transport_config(transports: str | None) -> TransportConfig:
     try:
-        names = {} if transports is None else {"kv_transports": transports}
-        return TransportConfig(**names, tls_cert=None, tls_key=None, tls_ca=None, tls_revoked=None)
+        # The client has its certificates already, perhaps none of its own.
+        settings: dict[str, Any] = dict.fromkeys(("tls_cert", "tls_key", "tls_ca", "tls_revoked"))
+        return TransportConfig(**settings | ({} if transports is None else {"kv_transports": transports}))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = "transports" if transports is not None else str(first["loc"][0])  # as in the environment

@@ -28,7 +28,7 @@ Version: 1
 
 def test_an_environment_is_listed_with_versions_licences_and_what_needs_what(tmp_path: Path) -> None:
     (status := tmp_path / "status").write_text(STATUS)
-    command = [sys.executable, "-I", ROOT / "tools" / "sbom.py", "--dpkg", status]
+    command = [sys.executable, "-I", str(ROOT / "tools" / "sbom.py"), "--dpkg", str(status)]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(run.stdout)
     assert (found["bomFormat"], found["specVersion"], found["version"]) == ("CycloneDX", "1.6", 1)
