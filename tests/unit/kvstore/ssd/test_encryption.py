@@ -19,7 +19,9 @@ from moonpool.cluster.proto_conversion import DELETION
 from moonpool.errors import ConfigError
 from moonpool.kv.blocks import DramBlock
 from moonpool.kv.keys import BlockKey, bind, slice_hash
+from moonpool.rpc import auth
 from moonpool.v1 import kv_pb2
+from services.kvstore import deletion
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.record_store import RecordFolder, read_records
 from services.kvstore.repair import repair, verify
@@ -80,6 +82,10 @@ def shows(data: Path, keys: Iterable[BlockKey]) -> list[BlockKey]:
 def tier(driven: Driven) -> SsdTier:
     assert driven.store.tiers.ssd is not None
     return driven.store.tiers.ssd
+
+
+def flipped(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
 
 
 def only_on_disk(driven: Driven) -> None:
@@ -230,9 +236,9 @@ def test_what_is_changed_with_the_right_checksums_is_a_miss(data: Path, file: Pa
         slice_ = memoryview(record)[header.header_bytes :][: LAYOUT.slice_bytes(0)]
         hashes[0] = bind(slice_hash(slice_), KEYS[0], 0)
     elif what == "hashes":
-        seal = seal._replace(hashes=bytes([seal.hashes[0] ^ 1]) + seal.hashes[1:])
+        seal = Seal(seal.key_id, seal.salt, seal.tags, flipped(seal.hashes))
     else:
-        seal = seal._replace(tags=bytes([seal.tags[0] ^ 1]) + seal.tags[1:])
+        seal = Seal(seal.key_id, seal.salt, flipped(seal.tags), seal.hashes)
     record[: header.header_bytes] = pack_header(header.info, hashes, header.segment, seal)
     path.write_bytes(record)
     assert verify(data).ok, "no checksum tells"
@@ -244,8 +250,8 @@ def test_what_is_changed_with_the_right_checksums_is_a_miss(data: Path, file: Pa
 async def test_a_tenant_is_deleted_by_its_keys_while_the_store_serves(
     data: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.kvstore.deletion.LOOK_S", 0.001)
-    monkeypatch.setattr("moonpool.rpc.auth.CHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(deletion, "LOOK_S", 0.001)
+    monkeypatch.setattr(auth, "CHECK_INTERVAL_S", 0.0)
     async with rig(data, encryption_keys=file) as it:
         await it.put(RIG_KEYS[:3], "ours")
         await it.put(RIG_KEYS[3:5], "theirs")
@@ -293,7 +299,7 @@ def test_records_of_conductors_are_encrypted_and_deletions_are_not(
     )
     context = kv_pb2.Record(kind="context", tenant="ours", id="c", value=prompt, version=3, expires_at=1e12)
     others = kv_pb2.Record(kind="context", tenant="theirs", id="c", value=prompt, version=3, expires_at=1e12)
-    deleted = kv_pb2.Record(kind=DELETION, id="d", value=deletion.SerializeToString(), version=1, expires_at=1e12)
+    deleted = kv_pb2.Record(kind=DELETION, id="d", value=order.SerializeToString(), version=1, expires_at=1e12)
 
     def records(keys: Keyring | None) -> list[kv_pb2.Record]:
         folder = RecordFolder(tmp_path / "records", keys)
