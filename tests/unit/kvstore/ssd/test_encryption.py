@@ -293,10 +293,8 @@ async def test_an_old_key_that_leaves_the_file_takes_only_its_own_blocks(data: P
 def test_records_of_conductors_are_encrypted_and_deletions_are_not(
     tmp_path: Path, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompt, deletion = (
-        b"You are a bank's assistant. " * 4,
-        kv_pb2.Deletion(selection=kv_pb2.Selection(tenants=["gone"])),
-    )
+    prompt = b"You are a bank's assistant. " * 4
+    order = kv_pb2.Deletion(selection=kv_pb2.Selection(tenants=["gone"]))
     context = kv_pb2.Record(kind="context", tenant="ours", id="c", value=prompt, version=3, expires_at=1e12)
     others = kv_pb2.Record(kind="context", tenant="theirs", id="c", value=prompt, version=3, expires_at=1e12)
     deleted = kv_pb2.Record(kind=DELETION, id="d", value=order.SerializeToString(), version=1, expires_at=1e12)
