@@ -2,9 +2,11 @@
 
 `--model` takes shapes of `moonpool model create`, which get random weights, folders, GGUF files, and `smollm2`, the
 trained one that `moonpool model fetch` has fetched. What quantised weights stand for is computed by all without
-quantising. `--dtype` takes one or more; figures are wanted of bfloat16. All have all cores. Every figure is from the
-first request's start, to servers and clients that are connected, to the last one's end: a prompt of 2,048 tokens and
-its first token; answers of 64 tokens to prompts of 128, in batches. Prompts are fresh in every run, so no KV is cached.
+quantising, unless `--weights` says otherwise: "file" keeps the codes of GGUF files, and a type (Q4_0, Q4_1, Q8_0) first
+writes the models in that type; then ours and the peers that read GGUF compute with the same file. `--dtype` takes one
+or more; figures are wanted of bfloat16. All have all cores. Every figure is from the first request's start, to servers
+and clients that are connected, to the last one's end: a prompt of 2,048 tokens and its first token; answers of 64
+tokens to prompts of 128, in batches. Prompts are fresh in every run, so no KV is cached.
 In each run ours and the peers' are measured one after the other. Peers are installed once, each into a separate
 environment (`--peers`). Beside them stand this machine's limits: its best matrix product, and for one sequence reading
 all weights once a token, by the memory's speed just before each run. Greedy steps of few sequences read the head as
@@ -36,6 +38,7 @@ from benchmarks.frame import Absent, Progress, Row, Skipped, paired, run, spread
 from benchmarks.peers.engines import NAMES, Environment, Peer, running
 from benchmarks.serving import checkpoint_of
 from benchmarks.serving_limits import Limits, Span, measured_limits, memory_now, rate, with_limit
+from moonpool.checkpoint import inspect_checkpoint
 from moonpool.checkpoint.named_models import cache_folder, cached_model
 from moonpool.cli.stack import LocalStack, StackPlan
 from moonpool.client import AsyncClient
@@ -48,7 +51,7 @@ PREFILL_TARGET, ROOFLINE_TARGET = 1.0, 0.85
 SEED = 1
 GGUF = ("openvino", "llama_cpp")
 """Peers that read the model from such a file."""
-FILE_TYPES = {"F32": 0, "F16": 1}
+FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7}
 """As the format numbers them."""
 AS_FLOAT32 = (("llama_cpp", "float32"),)
 """Peers that get float32, and for which type; OpenVINO reads none, but computes in the type read."""
@@ -248,7 +251,7 @@ class Beside:
 
 
 def gguf_of(model: Path, folder: Path, kind: str) -> Path:
-    """The same model as a GGUF file in float16, or float32: what its peers read without quantising."""
+    """The same model as a GGUF file in a type of `FILE_TYPES`; F16 and F32 are what peers read without quantising."""
     from benchmarks.peers.gguf_files import rewrite_gguf, write_gguf
 
     file = folder / f"{model.stem if model.is_file() else model.name}-{kind}.gguf"
@@ -267,8 +270,12 @@ def measured(
     """One model's rows in one type."""
     model, dtype = subject.checkpoint, subject.dtype
     limits = measured_limits(model, dtype, options.device)
+    if options.weights != "none":
+        held = inspect_checkpoint(model, dtype).weight_bytes
+        limits = replace(limits, weight_bytes=held / limits.all_parameters, int8_panels_bytes=0)
     progress(f"{subject.name}: {limits}")
-    where = dict.fromkeys(("prefill", "decode"), ("--device", options.device))
+    kept = "none" if options.weights == "none" else "auto"
+    where = dict.fromkeys(("prefill", "decode"), ("--device", options.device, "--set", f"quantization={kept}"))
     plan = StackPlan(model=str(model), data_dir=folder / f"{dtype}-data", dtype=dtype, extra={**where})
     absent: list[Row | Absent] = []
     with contextlib.ExitStack() as stack:
@@ -276,9 +283,11 @@ def measured(
         for name in options.only.split(","):
             try:
                 python = environment.python(name)
-                file = (
-                    gguf_of(model, folder, "F32" if (name, dtype) in AS_FLOAT32 else "F16") if name in GGUF else model
-                )
+                file = model
+                if options.weights != "none" and name not in GGUF:
+                    raise Skipped(f"does not compute with {options.weights} weights")
+                if options.weights == "none" and name in GGUF:
+                    file = gguf_of(model, folder, "F32" if (name, dtype) in AS_FLOAT32 else "F16")
                 threads = len(os.sched_getaffinity(0))
                 peers.append(stack.enter_context(running(name, python, file, threads, dtype, options.device)))
                 progress(f"{subject.name}: {peers[-1].version} is ready")
@@ -308,6 +317,8 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[Row | Absen
             continue
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = trained or checkpoint_of(name, Path(folder))
+            if options.weights not in ("none", "file"):
+                checkpoint = gguf_of(checkpoint, Path(folder), options.weights)
             for dtype in options.dtype.split(","):
                 subject = Subject(name if trained else checkpoint.name, checkpoint, dtype)
                 rows += measured(subject, Path(folder), environment, options, progress)
@@ -334,6 +345,8 @@ def flags(parser: argparse.ArgumentParser) -> None:
     add("--only", default=",".join(NAMES), help=f"peers, with commas (default {','.join(NAMES)})")
     types = "of ours, and of peers that take one: bfloat16 or float32, or both with a comma (default both)"
     add("--dtype", type=dtypes, default=",".join(DTYPES), help=types)
+    kinds = f"of the models: none = dequantised, file = as they are, {', '.join(list(FILE_TYPES)[2:])} = written so"
+    add("--weights", choices=("none", "file", *list(FILE_TYPES)[2:]), default="none", help=kinds)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="of our engines, and of peers that run on it")
     add("--peers", type=Path, default=Path(".peers"), help="folder of the peers' environments (default .peers)")
 

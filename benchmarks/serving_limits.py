@@ -46,8 +46,13 @@ class Limits:
     head_parameters: int
     flops: float
     read_bytes_per_s: float
-    weight_bytes: int = 2
+    weight_bytes: float = 2
     int8_panels_bytes: int = 0
+
+    @property
+    def all_parameters(self) -> int:
+        """Multiplied for each token that is sampled."""
+        return self.parameters + self.head_parameters
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -56,19 +61,18 @@ class Limits:
 
     def decode_tokens_per_s(self, batch: int) -> float:
         """Tokens per second: products, and reading the weights once a step where they do not fit the caches."""
-        parameters = self.parameters + self.head_parameters
-        limit, nbytes = self.flops / (2 * parameters), self.weight_bytes * parameters
+        limit, nbytes = self.flops / (2 * self.all_parameters), int(self.weight_bytes * self.all_parameters)
         return min(limit, batch * self.read_bytes_per_s / nbytes) if beyond_caches(nbytes) else limit
 
     @property
     def int8_head_tokens_per_s(self) -> float:
         """Tokens of one sequence per second, by the bytes that its greedy steps read; 0 where they read all weights."""
-        nbytes = self.weight_bytes * self.parameters + self.int8_panels_bytes
+        nbytes = int(self.weight_bytes * self.parameters) + self.int8_panels_bytes
         return self.read_bytes_per_s / nbytes if self.int8_panels_bytes and beyond_caches(nbytes) else 0.0
 
     def __str__(self) -> str:
         return (
-            f"{(self.parameters + self.head_parameters) / 1e6:.1f} M parameters per token, "
+            f"{self.all_parameters / 1e6:.1f} M parameters per token, "
             f"products {self.flops / 1e9:.0f} GFLOP/s, memory {self.read_bytes_per_s / 1e9:.1f} GB/s"
         )
 

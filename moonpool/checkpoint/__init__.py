@@ -11,7 +11,13 @@ from moonpool.checkpoint.config import (
     kv_layout,
     resolve_dtype,
 )
-from moonpool.checkpoint.formats import CheckpointReport, inspect_checkpoint, load_config, weights_fingerprint
+from moonpool.checkpoint.formats import (
+    CheckpointReport,
+    held_quantization,
+    inspect_checkpoint,
+    load_config,
+    weights_fingerprint,
+)
 from moonpool.checkpoint.resolve import model_name, resolve
 from moonpool.checkpoint.tokenizer import Detokenizer, StopWatcher, Tokenizer
 from moonpool.families.spec import RopeScaling
@@ -27,6 +33,7 @@ __all__ = [
     "StopWatcher",
     "Tokenizer",
     "config_hash",
+    "held_quantization",
     "inspect_checkpoint",
     "kv_layout",
     "load_config",

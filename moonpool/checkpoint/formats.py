@@ -184,15 +184,31 @@ def _held_bytes(
         size: float = element
         if len(info.shape) > 1 and f"{names.router}.weight" in name:
             size = 4
+        elif info.keeps_codes and quantization in ("auto", "file"):
+            size = info.stored_bytes / info.elements
         elif len(info.shape) > 1 and info.shape[-1] % 32 == 0 and quantization in ("file", *_PACKED):
             if quantization == "file":
-                size = info.stored_bytes / info.elements if not (is_head or is_embedding) else element
+                size = element if info.quantised is None else info.stored_bytes / info.elements
             elif is_head or is_embedding:
                 size = _PACKED["int8"] if is_head or config.tie_word_embeddings else element
             else:
                 size = _PACKED[quantization]
         total += info.elements * size
     return int(total)
+
+
+def held_quantization(path: Path | str, config: ModelConfig, asked: Quantization) -> Quantization:
+    """Return `asked`, or "none" if `asked` keeps a checkpoint's codes and this checkpoint has no such codes.
+
+    Raises:
+        CheckpointError: as `tensor_index`.
+    """
+    if asked not in ("auto", "file"):
+        return asked
+    if asked == "auto" and config.decoder.other:  # transformers' own code takes dense weights
+        return "none"
+    kept = (info.keeps_codes if asked == "auto" else info.is_quantised for info in tensor_index(path).values())
+    return asked if any(kept) else "none"
 
 
 def _described(group: KVGroup, layout: KVLayout) -> str:

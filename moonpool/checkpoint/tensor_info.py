@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 Quantization = Literal["auto", "file", "int8", "int4", "none"]
-"""Weights as an engine holds them: as the checkpoint has them, packed in 8 or 4 bits, or dense."""
+"""Weights as an engine holds them: as the checkpoint has them ("auto": if the numbers stay the same; "file": also if
+they become the nearest bytes), packed in 8 or 4 bits, or dense."""
 _NUMBERS = frozenset({"F64", "F32", "F16", "BF16"})
 Method = Literal["scaled", "packed", "gptq", "awq", "fp4", "mxfp4", "bnb_int8", "bnb_4bit"]
 _STORED_BITS: Mapping[str, float] = {
@@ -17,6 +18,14 @@ _STORED_BITS: Mapping[str, float] = {
     "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 5.5, "Q5_1": 6, "Q8_0": 8.5, "Q2_K": 2.625, "Q3_K": 3.4375, "Q4_K": 4.5,
     "Q5_K": 5.5, "Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.25, "MXFP4": 4.25, "NVFP4": 4.5,
 }  # fmt: skip
+_EXACT_TYPES = frozenset({
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+})  # fmt: skip
+"""Types of GGUF files whose codes and scales a packed weight has (`moonpool.models.packed_files`)."""
+_EXACT_METHODS = frozenset({"packed", "gptq", "awq", "fp4", "bnb_int8"})
+_INPUTS = 32
+"""Products with packed weights take a multiple of so many inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +92,18 @@ class TensorInfo:
     def is_quantised(self) -> bool:
         """Whether the checkpoint holds codes instead of numbers."""
         return self.quantised is not None or self.dtype not in _NUMBERS
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether a packed weight holds this weight's codes with the same numbers, as far as headers tell."""
+        method = "" if self.quantised is None else self.quantised.format.method
+        if method == "mxfp4":  # all experts, with blocks of so many inputs
+            return True
+        if len(self.shape) != 2 or self.shape[1] % _INPUTS:
+            return False
+        if self.quantised is None:
+            return self.dtype in _EXACT_TYPES
+        return method in _EXACT_METHODS or (method == "scaled" and self.dtype == "I8")
 
     @property
     def stored_type(self) -> str:

@@ -12,6 +12,7 @@ from pydantic import Field
 from moonpool.checkpoint import (
     ModelConfig,
     config_hash,
+    held_quantization,
     kv_layout,
     load_config,
     model_name,
@@ -97,9 +98,10 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
     )
     quantization: Quantization = Field(
         "auto",
-        description="int8 or int4 = weights are packed so at load, the output head in 8 bits: less memory, more tokens "
-        "a second, slightly other answers (docs/models.md); file = quantised projections keep the file's codes; "
-        "none, auto = all weights in --dtype; the same on all instances",
+        description="auto = quantised weights keep the file's codes if the numbers stay the same, on a CPU; file = "
+        "also if they become the nearest bytes; int8 or int4 = weights are packed so at load, the output head in "
+        "8 bits: less memory, more tokens a second, slightly other answers (docs/models.md); none = all weights in "
+        "--dtype; the same on all instances",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
@@ -280,7 +282,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
-        quantization=config.quantization,
+        quantization=_quantization(config, folder, model, on_cpu=devices[0].platform.uses_host_cores),
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
         step_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
         memory_share=config.gpu_memory_utilization,
@@ -313,9 +315,16 @@ def check_engine_installed() -> None:
             )
 
 
+def _quantization(config: EngineConfig, folder: Path, model: ModelConfig, *, on_cpu: bool) -> Quantization:
+    """How weights are held; "auto" is for CPUs, as GPUs dequantise packed weights for each product."""
+    if config.quantization == "auto" and not on_cpu:
+        return "none"
+    return held_quantization(folder, model, config.quantization)
+
+
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
     """The fingerprint of what KV is computed by: weights, how they are packed, their type if the layout is silent."""
-    if spec.quantization in ("file", "int8", "int4"):
+    if spec.quantization != "none":
         fingerprint = blake3(
             b"moonpool packed weights v1\0" + spec.quantization.encode() + b"\0" + fingerprint
         ).digest()

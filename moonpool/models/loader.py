@@ -206,13 +206,18 @@ class KeptWeights:
     """How a stage keeps weights in memory.
 
     Attributes:
-        quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "file" keeps the codes
-            of quantised projections.
+        quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "auto" keeps the codes
+            of quantised weights if products take these numbers; "file" also keeps the nearest bytes.
         int8_head: also hold an unpacked head as bytes (`kernels.int8_head`), if native code takes the head.
     """
 
-    quantization: Quantization = "auto"
+    quantization: Quantization = "none"
     int8_head: bool = False
+
+    @property
+    def codes(self) -> bool:
+        """Whether quantised weights keep their codes."""
+        return self.quantization in ("auto", "file")
 
 
 DENSE_WEIGHTS = KeptWeights()
@@ -255,7 +260,7 @@ def load_stage(
         )
         first, last = layer_begin == 0, layer_end == config.num_layers
         config = _as_tied(config, reader)
-        reader.keeps_codes = kept.quantization == "file"
+        reader.kept = kept
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
         wanted = []
         if first or (last and tied):
@@ -276,7 +281,7 @@ def load_stage(
         arena = WeightArena()
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
         positions = read("positions")
-        ends = _Ends(reader, outer, arena, kept.quantization)
+        ends = _Ends(reader, outer, arena)
         head: Linear | None
         embedding: Tensor | ArrangedWeight | None
         if tied:
@@ -286,7 +291,7 @@ def load_stage(
             embedding = ends.embedding() if first else None
         layers = []
         for index in range(layer_begin, layer_end):
-            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena, kept.quantization)
+            parts = _LayerReader(reader, config.decoder.layers[index], slots[index], arena)
             layers.append(parts.read())
             on_layer(len(layers), layer_end - layer_begin)
         return StageModel(
@@ -335,12 +340,9 @@ def _load_other(
 class _Ends:
     """Reads the embedding and the head, which have 8 bits if layers are packed, or the file's own codes."""
 
-    def __init__(
-        self, reader: _TensorReader, tensors: Mapping[str, Stored], arena: WeightArena, how: Quantization
-    ) -> None:
+    def __init__(self, reader: _TensorReader, tensors: Mapping[str, Stored], arena: WeightArena) -> None:
         self._reader, self._tensors, self._arena = reader, tensors, arena
-        self._kept = how == "file"
-        self._pack = pack_int8 if how in PACKERS else None
+        self._pack = pack_int8 if reader.kept.quantization in PACKERS else None
 
     def tied(self, *, with_head: bool) -> tuple[Linear | None, Tensor | ArrangedWeight]:
         """Return the head and the embedding, which are the same tensor.
@@ -369,7 +371,7 @@ class _Ends:
         return made or weight.dequantise().to(self._reader.dtype)
 
     def _weight(self, slot: str, pack: Pack | None) -> Tensor | PackedWeight:
-        packed = self._reader.packed(self._tensors[slot]) if self._kept else None
+        packed = self._reader.packed(self._tensors[slot])
         return packed_if_it_fits(self._reader.read(self._tensors[slot]), pack) if packed is None else packed
 
     def _linear(self, weight: Tensor | PackedWeight) -> Linear:
@@ -386,11 +388,9 @@ class _LayerReader:
         spec: LayerSpec,
         tensors: Mapping[str, Stored],
         arena: WeightArena,
-        quantization: Quantization,
     ) -> None:
         self._reader = reader
-        self._pack = PACKERS.get(quantization)
-        self._kept = quantization == "file"
+        self._pack = PACKERS.get(reader.kept.quantization)
         self._spec = spec
         self._tensors = tensors
         self._arena = arena
@@ -500,21 +500,25 @@ class _LayerReader:
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:
         """Return the experts in a checkpoint that has all experts in one tensor."""
-        parts = [self._optional(f"experts_{name}") for name in ("gate_up.weight", "gate_up.bias", "down.weight")]
-        gate_up, gate_up_bias, down = parts
-        down_bias = self._optional("experts_down.bias")
-        assert gate_up is not None
-        assert down is not None
+        gate_ups = self._each_expert("experts_gate_up", count, gated=fused_gate(spec))
         return [
-            FeedForward(
-                spec,
-                self._packed(
-                    gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert], gated=fused_gate(spec)
-                ),
-                self._packed(down[expert], None if down_bias is None else down_bias[expert]),
-            )
-            for expert in range(count)
+            FeedForward(spec, gate_up, down)
+            for gate_up, down in zip(gate_ups, self._each_expert("experts_down", count), strict=True)
         ]
+
+    def _each_expert(self, slot: str, count: int, *, gated: bool = False) -> list[Linear]:
+        """Return the projections in a tensor that has those of all experts."""
+        biases, stored = self._optional(f"{slot}.bias"), self._tensors[f"{slot}.weight"]
+        packed = self._reader.packed_experts(stored)
+        weights = self._reader.read(stored) if packed is None else None
+        found = []
+        for expert in range(count):
+            bias = None if biases is None else biases[expert]
+            if packed is not None:
+                found.append(self._kept(packed[expert], bias, gated=gated))
+            elif weights is not None:
+                found.append(self._packed(weights[expert], bias, gated=gated))
+        return found
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
         if name in ("q_norm", "k_norm"):
@@ -533,10 +537,13 @@ class _LayerReader:
         weights = [self._tensors[f"{name}.weight"] for name in slots]
         biased = f"{slots[0]}.bias" in self._tensors
         bias = self._reader.read(*(self._tensors[f"{name}.bias"] for name in slots)) if biased else None
-        packed = self._reader.packed(*weights) if self._kept else None
+        packed = self._reader.packed(*weights)
         if packed is not None:
-            return Linear(packed, bias, gated=gated, arena=self._arena, dtype=self._reader.dtype)
+            return self._kept(packed, bias, gated=gated)
         return self._packed(self._reader.read(*weights), bias, gated=gated)
+
+    def _kept(self, weight: PackedWeight, bias: Tensor | None, *, gated: bool) -> Linear:
+        return Linear(weight, bias, gated=gated, arena=self._arena, dtype=self._reader.dtype)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
         packed = packed_if_it_fits(weight, self._pack)
@@ -559,8 +566,8 @@ class _TensorReader:
         self._renamed = renamed
         self._like = place
         self._changed: Counter[tuple[str, str]] = Counter()
-        self.keeps_codes = False
-        """Whether codes are to be kept, so that a dense quantised tensor is worth a note; set by the loader."""
+        self.kept = DENSE_WEIGHTS
+        """How weights are kept; set by the loader. If codes are, a dense quantised tensor is worth a note."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -588,7 +595,7 @@ class _TensorReader:
 
     def read(self, *wanted: Stored) -> Tensor:
         """Return the tensors stacked along their first dimension, in this reader's type and on this reader's device."""
-        if self.keeps_codes:
+        if self.kept.codes:
             self._note(wanted, "dense")
         if len(wanted) == 1 and wanted[0].arrange is not None:
             return wanted[0].arrange(self._copied(wanted[0])).contiguous()
@@ -605,11 +612,29 @@ class _TensorReader:
         return fused
 
     def packed(self, *wanted: Stored) -> PackedWeight | None:
-        """Return the tensors as `read` does, in the codes of the checkpoint; None: no codes hold all of them."""
-        packed = self._packed(wanted)
-        if packed is not None and packed.for_products() is None:
-            self._note(wanted, "dense" if packed.rounded() is None else "the nearest bytes")
+        """Return the tensors as `read` does, in the codes of the checkpoint; None: they are dense."""
+        packed = self._packed(wanted) if self.kept.codes else None
+        if packed is None or packed.for_products() is not None:
+            return packed
+        if self.kept.quantization == "auto":
+            return None
+        self._note(wanted, "dense" if packed.rounded() is None else "the nearest bytes")
         return packed
+
+    def packed_experts(self, wanted: Stored) -> list[PackedWeight] | None:
+        """Return each expert's weight in a tensor of all experts, in the checkpoint's codes; None: they are dense."""
+        info = self._tensors[self._name(wanted.name)]
+        if not (self.kept.codes and info.keeps_codes):
+            return None
+        packed = self._stored.packed(self._name(wanted.name), info)
+        assert packed is not None
+        count, outputs, _ = wanted.kept_shape
+        rows = torch.arange(outputs)
+        if wanted.arrange is not None:  # takes inputs first; gives rows other places
+            rows = wanted.arrange(rows.view(1, 1, outputs)).flatten()
+        return [
+            packed.select(slice(begin, begin + outputs)).select(rows) for begin in range(0, count * outputs, outputs)
+        ]
 
     def _note(self, wanted: Sequence[Stored], how: str) -> None:
         infos = [self._tensors[self._name(part.name)] for part in wanted]

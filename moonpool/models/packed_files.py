@@ -17,6 +17,8 @@ from moonpool.checkpoint.tensor_info import QuantisedFormat
 from moonpool.models.dequantise import BNB_INT8_UNIT, FP4, bnb_scales, group_of, in_order, scale_numbers, unpacked
 from moonpool.models.packed import PackedWeight
 
+_INPUTS = 32
+"""Of an MXFP4 block."""
 _IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
 """Values of IQ4_NL and IQ4_XS, as in ggml."""
 
@@ -259,6 +261,13 @@ def _fp4(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> PackedWeight | N
     return _weight(torch.stack((stored & 15, stored >> 4), dim=-1), 4, scales, values=FP4)
 
 
+def _mxfp4(form: QuantisedFormat, parts: Mapping[str, Tensor]) -> PackedWeight | None:
+    """All experts' rows, one expert below the other."""
+    del form
+    scales, units = _stored(scale_numbers(parts["scales"]).flatten(0, 1))
+    return PackedWeight(parts["values"].flatten(2).flatten(0, 1), 4, _INPUTS, scales, values=FP4, units=units)
+
+
 def _kept_bits(bits: int) -> int:
     """Return the bits in which codes of some bits are held."""
     return next(kept for kept in (4, 5, 6, 8) if kept >= bits)
@@ -320,6 +329,7 @@ _FOLDERS: Mapping[str, Callable[[QuantisedFormat, Mapping[str, Tensor]], PackedW
     "gptq": _gptq,
     "awq": _awq,
     "fp4": _fp4,
+    "mxfp4": _mxfp4,
     "bnb_int8": _bnb_int8,
     "bnb_4bit": _bnb_4bit,
 }

@@ -1,4 +1,4 @@
-"""Packed weights through all services: answers are those of a plain forward pass over the dequantised weights.
+"""Packed weights, and a file's own codes, through all services: answers are those of the dequantised weights.
 
 Cached or not, moved to a decode instance, swapped out after every token, read from the store, prefill in stages.
 """
@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.gguf_files import write_gguf
 from moonpool.client import Client, GenerateResult
 from moonpool.sampling_params import SamplingParams
 from tests.integration.conftest import BLOCK, small_plan, tokens, with_flags
 from tests.integration.reference import Reference
 from tests.integration.stack import CheckedStack
+from tests.unit.models.gguf_files import make_folder
 from tests.unit.models.packed_reference import GAP, pack
 
 ANSWER = 2 * BLOCK + 5
@@ -34,12 +36,17 @@ class Served:
         return result
 
 
-@pytest.fixture(scope="module", params=[("int8", 1), ("int4", 2)], ids=lambda its: f"{its[0]}-stages{its[1]}")
+@pytest.fixture(
+    scope="module", params=[("int8", 1), ("int4", 2), ("auto", 1)], ids=lambda its: f"{its[0]}-stages{its[1]}"
+)
 def served(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     quantization, stages = request.param
-    plan = replace(small_plan(checkpoint, tmp_path_factory.mktemp("stack")), pipeline_parallel_size=stages)
+    folder = tmp_path_factory.mktemp("stack")
+    if quantization == "auto":  # a file with codes
+        checkpoint = write_gguf("llama", make_folder("llama", folder / "llama"), folder / "model.gguf", "Q4_0")
+    plan = replace(small_plan(checkpoint, folder / "data"), pipeline_parallel_size=stages)
     plan = with_flags(plan, "decode", "--set", "preempt_every=1", "--set", "preemption=swap")
     for kind in ("prefill", "decode"):
         plan = with_flags(plan, kind, "--set", f"quantization={quantization}")

@@ -15,9 +15,11 @@ from moonpool.cli.stack import StackPlan
 from moonpool.client import Client, Message
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
 from moonpool.sampling_params import SamplingParams
+from tests.integration.conftest import with_flags
 from tests.integration.reference import GAP_TOLERANCE, Reference, error_of
 from tests.integration.stack import CheckedStack
 from tests.integration.test_parity import TIMES_ERROR
+from tests.unit.models.packed_reference import pack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 BLOCK = DEFAULT_BLOCK_SIZE
@@ -62,29 +64,44 @@ def text(tokenizer: Tokenizer) -> list[int]:
     return tokens
 
 
+@pytest.fixture(scope="module", params=[("float32", "none"), ("bfloat16", "none"), ("bfloat16", "auto")], ids=str)
+def how(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Element type, and how weights are held: dequantised, or in the file's own codes."""
+    found: tuple[str, str] = request.param
+    return found
+
+
+def reference_of(model: Path, dtype: torch.dtype, quantization: str) -> Reference:
+    made = Reference(model, dtype, attention="sdpa")
+    if quantization == "auto":
+        pack(made.model, quantization)
+    return made
+
+
 @pytest.fixture(scope="module")
-def reference(model: Path) -> Reference:
-    return Reference(model, attention="sdpa")
+def reference(model: Path, how: tuple[str, str]) -> Reference:
+    return reference_of(model, torch.float32, how[1])
 
 
-def plan_of(model: Path, folder: Path, dtype: str) -> StackPlan:
-    return StackPlan(model=str(model), data_dir=folder, dtype=dtype, threads=1, kv_cache_memory_bytes=512 << 20)
+def plan_of(model: Path, folder: Path, dtype: str, quantization: str) -> StackPlan:
+    plan = StackPlan(model=str(model), data_dir=folder, dtype=dtype, threads=1, kv_cache_memory_bytes=512 << 20)
+    for kind in ("prefill", "decode"):
+        plan = with_flags(plan, kind, "--set", f"quantization={quantization}")
+    return plan
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def stack(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[CheckedStack]:
-    with CheckedStack(plan_of(model, tmp_path_factory.mktemp(request.param), request.param)) as running:
+@pytest.fixture(scope="module")
+def stack(how: tuple[str, str], model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
+    with CheckedStack(plan_of(model, tmp_path_factory.mktemp("stack"), *how)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def tolerance(stack: CheckedStack, model: Path, reference: Reference, text: list[int]) -> float:
+def tolerance(how: tuple[str, str], model: Path, reference: Reference, text: list[int]) -> float:
     """The largest gap to the reference's best logit: rounding's in float32, a multiple of bfloat16's own error."""
-    if stack.plan.dtype == "float32":
+    if how[0] == "float32":
         return GAP_TOLERANCE
-    found = TIMES_ERROR * error_of(Reference(model, torch.bfloat16, attention="sdpa"), reference, text[:400])
+    found = TIMES_ERROR * error_of(reference_of(model, torch.bfloat16, how[1]), reference, text[:400])
     best, _, third = reference.logits(text[:400]).topk(3).values.unbind(1)
     print(f"tolerance {found:.3f}, rejects the third choice at {float((best - third > found).float().mean()):.0%}")
     return found

@@ -31,7 +31,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="module")
 def stack(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CheckedStack]:
-    with CheckedStack(plan_of(model, tmp_path_factory.mktemp("gemma"), "float32")) as running:
+    with CheckedStack(plan_of(model, tmp_path_factory.mktemp("gemma"), "float32", "none")) as running:
         yield running
 
 

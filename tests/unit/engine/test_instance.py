@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.peers.gguf_files import write_gguf
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import StartListener
@@ -28,6 +29,7 @@ from services.decode.config import DecodeConfig
 from tests.unit.checkpoint.folder import write_config, write_weights
 from tests.unit.fakes.conductor import FakeConductor
 from tests.unit.fakes.engine import FakeEngine
+from tests.unit.models.gguf_files import make_folder
 
 WAIT_S = 60.0
 
@@ -108,14 +110,24 @@ def test_other_weights_are_another_namespace(folder: Path) -> None:
 
 def test_weights_that_are_packed_in_another_way_are_another_namespace(folder: Path) -> None:
     plans = {how: engine_setup(config(folder, quantization=how)) for how in ("auto", "none", "file", "int8", "int4")}
-    assert [plan.spec.quantization for plan in plans.values()] == list(plans)
-    assert plans["auto"].namespace == plans["none"].namespace
-    assert len({plan.namespace for plan in plans.values()}) == 4
+    assert [plan.spec.quantization for plan in plans.values()] == ["none", "none", "none", "int8", "int4"]
+    assert plans["auto"].namespace == plans["none"].namespace == plans["file"].namespace
+    assert len({plan.namespace for plan in plans.values()}) == 3
     quantised = {engine_setup(config(folder, quantization=how, kv_cache_dtype="int8")).namespace for how in plans}
-    assert len(quantised | {plan.namespace for plan in plans.values()}) == 8
+    assert len(quantised | {plan.namespace for plan in plans.values()}) == 6
     with pytest.raises(ConfigError, match="emulated compute has no weights") as wrong:
         engine_setup(config(folder, engine="emulated:llama-70b-a800", quantization="int8"))
     assert wrong.value.field == "quantization"
+
+
+def test_codes_of_a_file_are_kept_on_a_cpu(tmp_path: Path) -> None:
+    file = write_gguf("llama", make_folder("llama", tmp_path / "folder"), tmp_path / "model.gguf", "Q4_0")
+    plans = {how: engine_setup(config(file, quantization=how)) for how in ("auto", "none", "file", "int8", "int4")}
+    assert [plan.spec.quantization for plan in plans.values()] == list(plans)
+    assert len({plan.namespace for plan in plans.values()}) == 5
+    gpu = engine_setup(config(file, device="cuda"))
+    assert gpu.spec.quantization == "none"
+    assert gpu.namespace == plans["none"].namespace
 
 
 class Idle:

@@ -40,7 +40,7 @@ class Runner:
         borders: Sequence[int] = (),
         blocks: int = 64,
         stored: torch.dtype | None = None,
-        quantization: Quantization = "auto",
+        quantization: Quantization = "none",
         config: ModelConfig | None = None,
     ) -> None:
         self.config: ModelConfig = config or load_config(path)

@@ -15,12 +15,16 @@ GAP = 0.06
 
 @torch.inference_mode()
 def pack(model: Any, quantization: str) -> Any:
-    """Let each projection have the weights and the rows that `quantization` gives it, the head those of int8."""
+    """Let each projection have the weights and the rows that `quantization` gives it, the head those of int8.
+
+    "auto": a checkpoint's own codes, whose numbers the model has.
+    """
     head: Any = model.lm_head
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            packed = pack_int8(module.weight) if module is head else PACKERS[quantization](module.weight)
-            module.weight.copy_(packed.dequantise())  # a tied embedding, too
+            if quantization != "auto":
+                packed = pack_int8(module.weight) if module is head else PACKERS[quantization](module.weight)
+                module.weight.copy_(packed.dequantise())  # a tied embedding, too
             module.register_forward_pre_hook(_rows_in_bytes)
     return model
 

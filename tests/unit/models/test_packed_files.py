@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.peers.gguf_files import write_gguf
-from moonpool.checkpoint import load_config
+from moonpool.checkpoint import inspect_checkpoint, load_config
+from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.packed import PackedWeight, join_rows
 from moonpool.models.packed_files import packed_of_gguf
@@ -59,6 +61,8 @@ def test_blocks_of_gguf_are_held_exactly(name: str) -> None:
     assert isinstance(found, PackedWeight)
     assert found.kind == form
     assert torch.equal(found.dequantise(), torch.from_numpy(gguf.dequantize(stored, kind)))
+    assert TensorInfo(Path("model.gguf"), name, (24, 512)).keeps_codes
+    assert found.for_products() is not None
 
 
 def test_forms_are_of_the_types_that_products_take() -> None:
@@ -85,6 +89,7 @@ def test_forms_are_of_the_types_that_products_take() -> None:
 
 
 def test_types_of_grids_become_dense() -> None:
+    assert not TensorInfo(Path("model.gguf"), "IQ2_XS", (1, 256)).keeps_codes
     assert packed_of_gguf("IQ2_XS", torch.zeros(1, 74, dtype=torch.uint8)) is None
 
 
@@ -93,7 +98,7 @@ def test_a_stage_keeps_the_codes_of_its_file(kind: str, tmp_path: Path) -> None:
     """Also rows of q and k that RoPE turns, which files have in another order; head and embedding."""
     file = write_gguf("llama", make_folder("llama", tmp_path / "folder"), tmp_path / "model.gguf", kind)
     kept, dense = (
-        load_stage(file, load_config(file), torch.float32, 0, 2, kept=KeptWeights(how)) for how in ("file", "none")
+        load_stage(file, load_config(file), torch.float32, 0, 2, kept=KeptWeights(how)) for how in ("auto", "none")
     )
     assert kept.changed_weights == ""
     for mine, theirs in zip(kept.layers, dense.layers, strict=True):
@@ -108,10 +113,14 @@ def test_a_stage_keeps_the_codes_of_its_file(kind: str, tmp_path: Path) -> None:
     assert torch.equal(kept.embed(tokens), dense.embed(tokens))
     stored = sum(info.n_bytes for info in gguf.GGUFReader(file).tensors)
     assert kept.weight_bytes <= 1.15 * stored
+    asked: tuple[Literal["auto"], Literal["file"]] = ("auto", "file")
+    for how in asked:
+        assert inspect_checkpoint(file, "float32", quantization=how).weight_bytes == pytest.approx(stored, rel=0.03)
+    assert inspect_checkpoint(file, "float32", quantization="none").weight_bytes == dense.weight_bytes
     tokens_ = [5 + 7 * i % 500 for i in range(40)]
     logits, whole = (
         Runner(file, torch.float32, quantization=how).step([(Sequence_(list(tokens_)), len(tokens_))])
-        for how in ("file", "none")
+        for how in ("auto", "none")
     )
     assert 0.0 < float((logits - whole).square().mean() / whole.square().mean()) < 1e-3
 
@@ -122,7 +131,7 @@ def test_tied_ends_in_stages_are_the_whole_models(kind: str, tmp_path: Path) -> 
     file = write_gguf("qwen2", make_folder("qwen2", tmp_path / "folder"), tmp_path / "model.gguf", kind)
     tokens = [5 + 7 * i % 500 for i in range(40)]
     whole, stages = (
-        Runner(file, torch.float32, borders=borders, quantization="file").step([(Sequence_(list(tokens)), 40)])
+        Runner(file, torch.float32, borders=borders, quantization="auto").step([(Sequence_(list(tokens)), 40)])
         for borders in ((), (1,))
     )
     assert torch.equal(whole, stages)
@@ -141,3 +150,24 @@ def test_weights_that_products_cannot_take_as_they_are_get_a_line(tmp_path: Path
     )
     assert kept.changed_weights == "1 tensors of scaled (F8_E4M3) are dense"  # joined with a dense gate
     assert dense.changed_weights == ""
+
+
+def test_weights_that_would_become_other_numbers_are_dense_unless_asked_for(tmp_path: Path) -> None:
+    """FP8 with a scale for each row."""
+    folder = make_folder("llama", tmp_path / "folder")
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("down_proj.weight")]:
+        tensors |= {name: tensors[name].to(torch.float8_e4m3fn), f"{name}_scale": torch.ones(len(tensors[name]))}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "fbgemm_fp8"}}))
+    auto, file, dense = (
+        load_stage(folder, load_config(folder), torch.float32, 0, 2, kept=KeptWeights(how))
+        for how in ("auto", "file", "none")
+    )
+    assert auto.changed_weights == "2 tensors of scaled (F8_E4M3) are dense"
+    assert file.changed_weights == "2 tensors of scaled (F8_E4M3) are the nearest bytes"
+    assert auto.weight_bytes == dense.weight_bytes > file.weight_bytes
+    downs: list[Any] = [its.layers[0].feed_forward for its in (auto, file, dense)]
+    assert torch.equal(downs[0].down.dense(), downs[2].down.dense())
+    assert not torch.equal(downs[1].down.dense(), downs[2].down.dense())

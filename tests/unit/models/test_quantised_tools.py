@@ -17,9 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils.quantization_config import Mxfp4Config
 
+from moonpool.checkpoint import load_config
 from moonpool.checkpoint.formats import tensor_index
-from moonpool.models.loader import stored_tensors
-from tests.unit.models.forward import Runner
+from moonpool.models.experts import MixtureOfExperts
+from moonpool.models.loader import KeptWeights, load_stage, stored_tensors
+from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.test_families import CASES, reference
 from tests.unit.models.test_parity import assert_greedy
 
@@ -61,7 +63,8 @@ def loaded(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
             if (packed := reader.packed(name, info)) is not None:
                 held.add(packed.kind)
                 unit = 2.0**-23 if info.dtype == "I8" else 0.0  # bitsandbytes divides by 127 later
-                torch.testing.assert_close(packed.dequantise(), found[name], rtol=unit, atol=0)
+                dense = found[name] if found[name].dim() == 2 else found[name].transpose(1, 2).flatten(0, 1)
+                torch.testing.assert_close(packed.dequantise(), dense, rtol=unit, atol=0)
     return found, held
 
 
@@ -211,6 +214,23 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     configure(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     assert_as_transformers(tmp_path, Mxfp4Config(dequantize=True))
+    kept, plain = (
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 4, kept=KeptWeights(how))
+        for how in ("auto", "none")
+    )
+    assert kept.changed_weights == ""
+    assert sum(layer.nbytes for layer in kept.layers) < sum(layer.nbytes for layer in plain.layers) / 3
+    for mine, theirs in zip(kept.layers, plain.layers, strict=True):
+        assert isinstance(mine.feed_forward, MixtureOfExperts)
+        assert isinstance(theirs.feed_forward, MixtureOfExperts)
+        for one, other in zip(mine.feed_forward.experts, theirs.feed_forward.experts, strict=True):
+            assert one.gate_up.dense().equal(other.gate_up.dense())
+            assert one.down.dense().equal(other.down.dense())
+    packed, dense = (
+        Runner(tmp_path, torch.float32, quantization=how).step([(Sequence_(list(PROMPT)), len(PROMPT))])
+        for how in ("auto", "none")
+    )
+    assert 0.0 < float((packed - dense).square().mean() / dense.square().mean()) < 1e-2
 
 
 def configure(folder: Path, settings: Mapping[str, Any]) -> None:
