@@ -12,6 +12,9 @@ from moonpool.checkpoint.resolve import resolve
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.errors import CheckpointError
 
+MAPPED = "a mapped file: more than the free memory, so steps wait for the disk"
+"""Where weights lie that do not fit into memory."""
+
 
 def chosen_model(model: str) -> str:
     """The `model` setting for services: a name stands for the model's folder or file, fetched if need be; "" = bundled.
@@ -106,6 +109,7 @@ def run_inspect(
     from moonpool.checkpoint.resolve import resolve
     from moonpool.engine.memory_estimate import estimated_memory
     from moonpool.kv.layout import DEFAULT_BLOCK_SIZE
+    from moonpool.kv.pool import available_bytes
 
     path = resolve(model)
     how: Any = {"max_model_len": max_model_len, "quantization": quantization}
@@ -127,6 +131,7 @@ def run_inspect(
         "program_bytes": engine.program,
         "idle_bytes": engine.idle,
         "engine_bytes": engine.all,
+        "weights_in": "memory" if engine.fits(available_bytes()) else MAPPED,
     }
     if as_json:
         typer.echo(json.dumps(report))

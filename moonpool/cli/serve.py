@@ -32,6 +32,7 @@ from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.setup import DEFAULT_KV_BYTES, check_engine_installed
 from moonpool.errors import MoonpoolError, Unavailable
 from moonpool.kv import native_library
+from moonpool.kv.pool import available_bytes
 from moonpool.rpc.process import EXIT_ROLE
 from moonpool.sampling_params import SamplingParams
 from moonpool.scheduling.steps import STEP_TOKENS
@@ -110,7 +111,7 @@ def started_stack(
     check_ports(plan)
     with contextlib.ExitStack() as running:
         with start_progress(console) as progress:
-            tell_memory(plan, progress)
+            plan = tell_memory(plan, progress)
             compile_ahead(plan, progress)
 
             def ready(service: ServiceProcess) -> None:
@@ -137,10 +138,14 @@ def check_ports(plan: StackPlan) -> None:
         check_free(f"127.0.0.1:{plan.port + number}", "conductor_port")
 
 
-def tell_memory(plan: StackPlan, progress: StartProgress) -> None:
-    """Tell what an engine will hold in memory, before anything is loaded. Problems are the services' to tell."""
+def tell_memory(plan: StackPlan, progress: StartProgress) -> StackPlan:
+    """Tell what an engine will hold in memory, before anything is loaded. Problems are the services' to tell.
+
+    Returns:
+        The plan, with mapped weights if the engines together do not fit into the free memory.
+    """
     if plan.engine.startswith(SCHEME):
-        return
+        return plan
     with contextlib.suppress(MoonpoolError):
         quantization: Any = setting_of(plan, "prefill", "quantization", "auto")
         found = inspect_checkpoint(resolve(plan.model), plan.dtype, plan.block_size, quantization=quantization)
@@ -156,8 +161,16 @@ def tell_memory(plan: StackPlan, progress: StartProgress) -> None:
         tokens = blocks * plan.block_size
         most = f"each engine {held.idle / 1e6:,.0f} MB, in the largest steps at most {held.all / 1e6:,.0f}"
         text = f"{most}: {sizes}; KV of {tokens:,} tokens; {found.computed}"
+        engines, free = plan.prefill + plan.decode, available_bytes()
+        if setting_of(plan, "prefill", "mmap_weights", "auto") == "auto" and not held.fits(free, engines):
+            assert free is not None
+            text += f"; {free / 1e6:,.0f} MB are free: weights are mapped from a file, and steps wait for the disk"
+            flags = ("--set", "mmap_weights=on")
+            kinds = {kind: [*plan.extra.get(kind, ()), *flags] for kind in ("prefill", "decode")}
+            plan = replace(plan, extra=dict(plan.extra) | kinds)
         progress.show("memory", text)
         progress.finish("memory")
+    return plan
 
 
 def compile_ahead(plan: StackPlan, progress: StartProgress) -> None:

@@ -402,6 +402,11 @@ class ProcessEngine:
         )  # fmt: skip
         if message.changed_weights:
             log.warning("weights are not held as in the file", stage=worker.stage, tensors=message.changed_weights)
+        if message.mapped_bytes:
+            log.warning(
+                "weights are mapped from a file: where memory is short, steps wait for the disk",
+                stage=worker.stage, mib=message.mapped_bytes >> 20, folder=self._spec.weights_folder,
+            )  # fmt: skip
         self.footprints[worker.stage] = message.footprint
         log.info("memory", stage=worker.stage, pid=worker.process.pid, **message.footprint.mebibytes())
 

@@ -39,6 +39,10 @@ class MemoryEstimate:
         """Everything, at most."""
         return self.idle + self.work
 
+    def fits(self, free: int | None, engines: int = 1) -> bool:
+        """Whether so many engines find room between steps in `free` bytes; None = any number of bytes."""
+        return free is None or engines * self.idle <= free
+
 
 def estimated_memory(
     model: ModelConfig,

@@ -56,6 +56,8 @@ class EngineSpec:
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     quantization: Quantization = "auto"
     """How weights are held: as the checkpoint has them, packed, or dense."""
+    weights_folder: str = ""
+    """Folder for a file that holds the weights, mapped, on a plain CPU; "" = they are in memory."""
     deterministic: bool = False
     """Results of a sequence do not depend on what else is in a step."""
     max_tokens: int = 0
@@ -304,6 +306,8 @@ class WorkerReady:
     """What computes the steps, for people: kernels, whether layers run in one native call or why not, and graphs."""
     changed_weights: str = ""
     """Which quantised weights are not held as the checkpoint has them, for people; "" if all are."""
+    mapped_bytes: int = 0
+    """Of weights in a file that is mapped."""
 
 
 @dataclass(frozen=True, slots=True)

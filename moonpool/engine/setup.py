@@ -13,6 +13,7 @@ from moonpool.checkpoint import (
     ModelConfig,
     config_hash,
     held_quantization,
+    inspect_checkpoint,
     kv_layout,
     load_config,
     model_name,
@@ -20,15 +21,18 @@ from moonpool.checkpoint import (
     resolve_dtype,
     weights_fingerprint,
 )
+from moonpool.checkpoint.named_models import cache_folder
 from moonpool.checkpoint.tensor_info import Quantization
 from moonpool.config import ENGINE_PACKAGES, ByteRate, ByteSize, PeerAddresses
 from moonpool.engine.cpu_sharing import default_core_page
 from moonpool.engine.emulated.profile import SCHEME, EmulatedCompute, Noise, emulated_profile, load_profile
+from moonpool.engine.memory_estimate import estimated_memory
 from moonpool.engine.messages import WRITE_BACK_SHARE, EngineSpec
 from moonpool.engine.request import IncomingRequest
 from moonpool.errors import ConfigError, InvalidRequest
 from moonpool.kv.keys import namespace
 from moonpool.kv.layout import DEFAULT_BLOCK_SIZE, KVLayout
+from moonpool.kv.pool import available_bytes
 from moonpool.platforms.registry import DEVICE_USAGE, MEMORY_SHARE, stage_devices
 from moonpool.runtime.driver import CoreServiceConfig
 from moonpool.scheduling.latency import Speeds
@@ -102,6 +106,12 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "also if they become the nearest bytes; int8 or int4 = weights are packed so at load, the output head in "
         "8 bits: less memory, more tokens a second, slightly other answers (docs/models.md); none = all weights in "
         "--dtype; the same on all instances",
+    )
+    mmap_weights: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="on = weights lie in a file in the cache folder that is mapped, so that the system drops parts of "
+        "them where memory is short, and reads them again: a model larger than memory runs, slowly; auto = on if the "
+        "engine does not fit into the free memory; CPUs only",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
@@ -297,7 +307,26 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         max_tokens=longest,
         speeds=_calibrated_speeds(config.profile, layout),
     )
+    if devices[0].platform.in_host_pool and _in_file(config, folder, model, spec):
+        spec = dataclasses.replace(spec, weights_folder=str(weights_folder()))
     return _instance_setup(config, model, spec, _compute_fingerprint(weights_fingerprint(folder), spec))
+
+
+def weights_folder() -> Path:
+    """The folder for files that hold mapped weights."""
+    return cache_folder().parent / "weights"
+
+
+def _in_file(config: EngineConfig, folder: Path, model: ModelConfig, spec: EngineSpec) -> bool:
+    """Whether the weights lie in a file that is mapped."""
+    if config.mmap_weights != "auto":
+        return config.mmap_weights == "on"
+    weights = inspect_checkpoint(folder, spec.dtype, quantization=spec.quantization).weight_bytes
+    held = estimated_memory(
+        model, spec.layout, spec.blocks, spec.dtype,
+        weights=weights, quantization=spec.quantization, threads=spec.threads,
+    )  # fmt: skip
+    return not held.fits(available_bytes())
 
 
 def check_engine_installed() -> None:

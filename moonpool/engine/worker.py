@@ -200,6 +200,7 @@ class StageLoader:
         from moonpool.models.loader import KeptWeights, load_stage, torch_dtype
 
         engine, spec = self.engine, self.spec
+        folder = Path(engine.weights_folder) if engine.weights_folder and self.device is None else None
         return load_stage(
             Path(engine.checkpoint),
             self.config,
@@ -208,7 +209,7 @@ class StageLoader:
             spec.layer_end,
             self.torch_device,
             deterministic=engine.deterministic,
-            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None),
+            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, folder),
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
         )
 
@@ -353,8 +354,9 @@ def serve(channel: BlockingChannel, pool_fd: int) -> None:
     receiver.load = runner.load
     turn = step_turns(spec.engine, runner)
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    changed = runner.model.changed_weights
-    channel.send(WorkerReady(time.monotonic() - begin, peak_bytes, footprint, describe_compute(runner), changed))
+    model, seconds = runner.model, time.monotonic() - begin
+    computing = describe_compute(runner)
+    channel.send(WorkerReady(seconds, peak_bytes, footprint, computing, model.changed_weights, model.mapped_bytes))
 
     def run(step: Step | None) -> bool:
         with turn():

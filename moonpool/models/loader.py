@@ -46,7 +46,7 @@ from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
 from moonpool.models.recurrent import RecurrentWeights
-from moonpool.models.stage import StageModel
+from moonpool.models.stage import StageModel, WeightNotes
 from moonpool.models.tensors import Stored, layer_tensors, outer_tensors
 from moonpool.models.transformers_stage import load_transformers_stage
 from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeights
@@ -209,10 +209,12 @@ class KeptWeights:
         quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "auto" keeps the codes
             of quantised weights if products take these numbers; "file" also keeps the nearest bytes.
         int8_head: also hold an unpacked head as bytes (`kernels.int8_head`), if native code takes the head.
+        folder: where a file without a name holds the weights that native kernels take; None: they are in memory.
     """
 
     quantization: Quantization = "none"
     int8_head: bool = False
+    folder: Path | None = None
 
     @property
     def codes(self) -> bool:
@@ -278,7 +280,7 @@ def load_stage(
         def read(slot: str) -> Tensor | None:
             return reader.read(outer[slot]) if slot in wanted else None
 
-        arena = WeightArena()
+        arena = WeightArena(kept.folder)
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
         positions = read("positions")
         ends = _Ends(reader, outer, arena)
@@ -306,7 +308,7 @@ def load_stage(
             int8_head=make_int8_head(head.panels, arena)
             if kept.int8_head and last and head is not None and head.panels is not None
             else None,
-            changed_weights=reader.changed(),
+            notes=WeightNotes(reader.changed(), arena.mapped_bytes),
         )
 
 
@@ -351,11 +353,11 @@ class _Ends:
         """
         weight = self._weight("embedding", self._pack)
         if not with_head and isinstance(weight, Tensor):
-            return None, weight
+            return None, self._placed(weight)
         head = self._linear(weight)
         if head.panels is not None:
             return head, head.panels  # held once: the arrangement gives rows back
-        return head, weight if isinstance(weight, Tensor) else head.dense()
+        return head, self._placed(weight) if isinstance(weight, Tensor) else head.dense()
 
     def head(self) -> Linear:
         """Return the head."""
@@ -365,10 +367,16 @@ class _Ends:
         """Return the embedding."""
         weight = self._weight("embedding", None)
         if isinstance(weight, Tensor):
-            return weight
+            return self._placed(weight)
         exact = weight.for_products()
         made = exact and arrange_packed(exact, None, self._reader.dtype, gated=False, arena=self._arena)
         return made or weight.dequantise().to(self._reader.dtype)
+
+    def _placed(self, table: Tensor) -> Tensor:
+        """Return the embedding where weights are to be."""
+        if self._reader.kept.folder is None or table.device.type != "cpu":
+            return table
+        return self._arena.take(table.nbytes).view(table.dtype).view(table.shape).copy_(table)
 
     def _weight(self, slot: str, pack: Pack | None) -> Tensor | PackedWeight:
         packed = self._reader.packed(self._tensors[slot])

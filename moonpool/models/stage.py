@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -58,13 +58,30 @@ def in_inference_mode(
     return call
 
 
+@dataclass(frozen=True, slots=True)
+class WeightNotes:
+    """What people are told about a stage's weights.
+
+    Attributes:
+        changed: which quantised weights are not held as the checkpoint has them; "" if all are.
+        mapped_bytes: of weights in a file that is mapped.
+    """
+
+    changed: str = ""
+    mapped_bytes: int = 0
+
+
+NO_NOTES = WeightNotes()
+"""All weights are in memory, as the checkpoint has them."""
+
+
 class StageModel:
     """Layers `layer_begin` up to `layer_end` of a model; the first stage embeds, the last one has norm and head.
 
     `deterministic`: a sequence's results have the same bits whatever else is in the batch, for the same chunk borders.
     `kernels`: what computes (`kernels.choice.prepare`). `one_by_one`: why layers are not one native call, or "".
     `by_layers`: whether some layers can be run without the others. `undo`: takes back what the last `run` did to
-    recurrent states. `changed_weights`: which quantised weights are not held as the checkpoint has them, or "".
+    recurrent states. `changed_weights`, `mapped_bytes`: see `WeightNotes`.
     """
 
     by_layers = True
@@ -81,10 +98,10 @@ class StageModel:
         positions: Tensor | None = None,
         int8_head: Int8Head | None = None,
         deterministic: bool = False,
-        changed_weights: str = "",
+        notes: WeightNotes = NO_NOTES,
     ) -> None:
         self.config = config
-        self.changed_weights = changed_weights
+        self.changed_weights, self.mapped_bytes = notes.changed, notes.mapped_bytes
         self.layer_begin = layer_begin
         self.layer_end = layer_begin + len(layers)
         self.layers = list(layers)

@@ -1,6 +1,7 @@
 """Arranged matrices: products by the reference, a row alone and among others, rows given back, refusals."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -154,6 +155,17 @@ def test_wrong_arguments_are_named() -> None:
     for row in (-1, 8):
         with pytest.raises(IndexError, match=r"^index: "):
             panels.rows(torch.tensor([0, row]))
+
+
+def test_pieces_in_a_file_are_apart_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.memory.FILE_CHUNK", 1 << 20)
+    arena = WeightArena(tmp_path / "weights")
+    first, second, large = arena.take(100), arena.take(1), arena.take((1 << 20) + 1)
+    assert second.data_ptr() - first.data_ptr() == 128
+    first.fill_(1), second.fill_(2), large[-1].fill_(3)
+    assert (first.tolist(), second.tolist(), large[-2:].tolist()) == ([1] * 100, [2], [0, 3])
+    assert arena.mapped_bytes == 128 + 64 + (1 << 20) + 64
+    assert not list((tmp_path / "weights").iterdir())
 
 
 def test_pieces_of_memory_are_apart_and_begin_at_large_pages() -> None:

@@ -1,0 +1,62 @@
+"""Weights in a file that is mapped: the same numbers, also where memory holds no whole model."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.native import library
+from moonpool.checkpoint import load_config
+from moonpool.models.loader import KeptWeights, load_stage
+from moonpool.models.random_checkpoint import create
+from tests.unit.models.limited_memory import NO_ROOM, logits_of
+
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
+SPARE = 48 << 20
+"""Bytes for one tensor, stacks and one chunk of weights; all weights in float32 take twice as many."""
+
+
+@pytest.fixture(autouse=True)
+def native() -> None:
+    if library.get() is None:
+        pytest.skip("there are no native kernels here, which take mapped weights")
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-qwen2", "tiny-mixtral"])
+def test_results_are_the_same(shape: str, quantization: Any, checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """tiny-qwen2 has a tied head."""
+    path = checkpoint(shape)
+    config = load_config(path)
+    held, mapped = (
+        load_stage(path, config, torch.float32, 0, config.num_layers, kept=KeptWeights(quantization, folder=folder))
+        for folder in (None, tmp_path / "weights")
+    )
+    assert torch.equal(logits_of(held), logits_of(mapped))
+    assert held.mapped_bytes == 0
+    assert held.weight_bytes * 0.8 < mapped.mapped_bytes < held.weight_bytes * 1.1
+    assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_model_runs_that_memory_does_not_hold(tmp_path: Path) -> None:
+    path = create("tiny-llama", tmp_path / "model", 3, "bfloat16", overrides=LARGE)
+    nbytes = (path / "model.safetensors").stat().st_size  # the reader maps the file as its own
+
+    def loaded(*folder: Path) -> subprocess.CompletedProcess[str]:
+        program = [sys.executable, "-m", "tests.unit.models.limited_memory"]
+        arguments = [path, nbytes + SPARE, tmp_path / "logits", *folder]
+        return subprocess.run([*program, *map(str, arguments)], capture_output=True, text=True, check=False)
+
+    refused = loaded()
+    assert refused.returncode == NO_ROOM, refused.stderr
+    assert "memory" in refused.stdout
+    done = loaded(tmp_path / "weights")
+    assert done.returncode == 0, done.stderr + done.stdout
+    config = load_config(path)
+    stage = load_stage(path, config, torch.float32, 0, config.num_layers)
+    assert stage.weight_bytes > SPARE * 3 // 2
+    assert torch.equal(torch.load(tmp_path / "logits"), logits_of(stage))
