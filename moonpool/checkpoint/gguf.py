@@ -24,7 +24,7 @@ from moonpool.checkpoint.folder_tokenizer import LLAMA3_PATTERN, QWEN2_PATTERN
 from moonpool.checkpoint.tensor_info import TensorInfo
 from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families import FAMILIES, gguf_family
-from moonpool.families.base import GgufNames, ModelFamily, TensorNames
+from moonpool.families.base import ModelFamily
 from moonpool.families.deepseek import DEEPSEEK_V3
 from moonpool.families.fields import JsonFields
 from moonpool.families.mixtral import MIXTRAL
@@ -532,7 +532,7 @@ def gguf_index(path: Path) -> dict[str, TensorInfo]:
     for name, tensor in file.tensors.items():
         if name == ROPE_DIVISORS or (family.gguf.further_layers and _layer(name) >= config.num_layers):
             continue
-        ours, leaf = _translate(name, family.names, family.gguf)
+        ours, leaf = translated(name, family)
         row = leaf == "exp_probs_b" and family.names.correction_row
         info = TensorInfo(
             tensor.file,
@@ -566,11 +566,17 @@ def _by_expert(name: str, info: TensorInfo, kind: TensorType) -> dict[str, Tenso
     }
 
 
-def _translate(name: str, names: TensorNames, gguf: GgufNames) -> tuple[str, str]:
+def translated(name: str, family: ModelFamily) -> tuple[str, str]:
     """Return a tensor's Hugging Face name, and the part of GGUF's name that tells the tensor's role.
 
     A tensor for all experts has `{expert}` in the name.
+
+    Raises:
+        UnsupportedModel: the family has no such tensor, or no GGUF files.
     """
+    names, gguf = family.names, family.gguf
+    if gguf is None:
+        raise UnsupportedModel(name, f"{family.architecture} has no GGUF names here")
     match = _TENSOR_NAME.fullmatch(name)
     known = {} if match is None else gguf.outer if match["layer"] is None else {**gguf.layer, **gguf.renamed}
     ours: str = "" if match is None else getattr(names, known.get(match["leaf"], ""), "")

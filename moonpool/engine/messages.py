@@ -56,6 +56,8 @@ class EngineSpec:
     """The output head is held as bytes, too (`kernels.int8_head`), on a plain CPU; of no use to prefill."""
     quantization: Quantization = "auto"
     """How weights are held: as the checkpoint has them, packed, or dense."""
+    imatrix: str = ""
+    """File by which int4 packing weighs the inputs; "" = all count the same."""
     weights_folder: str = ""
     """Folder for a file that holds the weights, mapped, on a plain CPU; "" = they are in memory."""
     deterministic: bool = False

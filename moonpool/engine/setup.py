@@ -107,6 +107,11 @@ class EngineConfig(CoreServiceConfig, TransportConfig):
         "8 bits: less memory, more tokens a second, slightly other answers (docs/models.md); none = all weights in "
         "--dtype; the same on all instances",
     )
+    imatrix: str = Field(
+        "",
+        description="file of llama.cpp's llama-imatrix for this model: quantization=int4 errs least where inputs are "
+        "large; the same on all instances",
+    )
     mmap_weights: Literal["auto", "on", "off"] = Field(
         "auto",
         description="on = weights lie in a file in the cache folder that is mapped, so that the system drops parts of "
@@ -292,6 +297,7 @@ def engine_setup(config: EngineConfig, *, stages: int = 1, decode: bool = False)
         checkpoint=str(folder),
         dtype=dtype,
         layout=layout,
+        imatrix=_imatrix(config),
         quantization=_quantization(config, folder, model, on_cpu=devices[0].platform.uses_host_cores),
         blocks=_blocks(config, layout, 0 if by_memory else DEFAULT_KV_BYTES, longest),
         step_tokens=config.most_step_tokens or (0 if by_memory else STEP_TOKENS),
@@ -351,12 +357,25 @@ def _quantization(config: EngineConfig, folder: Path, model: ModelConfig, *, on_
     return held_quantization(folder, model, config.quantization)
 
 
+def _imatrix(config: EngineConfig) -> str:
+    """The importance matrix's path, or "".
+
+    Raises:
+        ConfigError: there is no such file, or weights are not packed by importance.
+    """
+    if config.imatrix and config.quantization != "int4":
+        raise ConfigError("imatrix", f"only for quantization=int4, not {config.quantization}")
+    if config.imatrix and not Path(config.imatrix).is_file():
+        raise ConfigError("imatrix", f"there is no file {config.imatrix}")
+    return str(Path(config.imatrix).absolute()) if config.imatrix else ""
+
+
 def _compute_fingerprint(fingerprint: bytes, spec: EngineSpec) -> bytes:
     """The fingerprint of what KV is computed by: weights, how they are packed, their type if the layout is silent."""
     if spec.quantization != "none":
-        fingerprint = blake3(
-            b"moonpool packed weights v1\0" + spec.quantization.encode() + b"\0" + fingerprint
-        ).digest()
+        importance = blake3(Path(spec.imatrix).read_bytes()).digest() if spec.imatrix else b""
+        parts = (b"moonpool packed weights v2", spec.quantization.encode(), importance, fingerprint)
+        fingerprint = blake3(b"\0".join(parts)).digest()
     if not spec.layout.scaled:
         return fingerprint
     return blake3(b"moonpool quantised kv v1\0" + spec.dtype.encode() + b"\0" + fingerprint).digest()

@@ -201,6 +201,7 @@ class StageLoader:
 
         engine, spec = self.engine, self.spec
         folder = Path(engine.weights_folder) if engine.weights_folder and self.device is None else None
+        imatrix = Path(engine.imatrix) if engine.imatrix else None
         return load_stage(
             Path(engine.checkpoint),
             self.config,
@@ -209,7 +210,7 @@ class StageLoader:
             spec.layer_end,
             self.torch_device,
             deterministic=engine.deterministic,
-            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, folder),
+            kept=KeptWeights(engine.quantization, engine.int8_head and self.device is None, folder, imatrix),
             on_layer=lambda done, of: self.channel.send(LayersLoaded(done, of)),
         )
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,6 +43,7 @@ from moonpool.families.spec import (
 )
 from moonpool.models.dequantise import dequantise
 from moonpool.models.experts import MixtureOfExperts
+from moonpool.models.imatrix import read_imatrix
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
 from moonpool.models.packed_files import packed_of_folder, packed_of_gguf
@@ -209,12 +211,14 @@ class KeptWeights:
         quantization: "int8" or "int4" packs the layers' projections so, and the head in 8 bits; "auto" keeps the codes
             of quantised weights if products take these numbers; "file" also keeps the nearest bytes.
         int8_head: also hold an unpacked head as bytes (`kernels.int8_head`), if native code takes the head.
+        imatrix: with "int4", a file that says how much each input counts (`moonpool.models.imatrix`).
         folder: where a file without a name holds the weights that native kernels take; None: they are in memory.
     """
 
     quantization: Quantization = "none"
     int8_head: bool = False
     folder: Path | None = None
+    imatrix: Path | None = None
 
     @property
     def codes(self) -> bool:
@@ -263,6 +267,8 @@ def load_stage(
         first, last = layer_begin == 0, layer_end == config.num_layers
         config = _as_tied(config, reader)
         reader.kept = kept
+        if kept.imatrix is not None:
+            reader.importance = read_imatrix(kept.imatrix, config)
         tied, outer = config.tie_word_embeddings, outer_tensors(config)
         wanted = []
         if first or (last and tied):
@@ -525,7 +531,9 @@ class _LayerReader:
             if packed is not None:
                 found.append(self._kept(packed[expert], bias, gated=gated))
             elif weights is not None:
-                found.append(self._packed(weights[expert], bias, gated=gated))
+                counts = self._reader.counts(stored)
+                its = None if counts is None else counts[expert]
+                found.append(self._packed(weights[expert], bias, its, gated=gated))
         return found
 
     def _norm(self, name: str, spec: NormSpec | None = None) -> Norm | None:
@@ -548,13 +556,17 @@ class _LayerReader:
         packed = self._reader.packed(*weights)
         if packed is not None:
             return self._kept(packed, bias, gated=gated)
-        return self._packed(self._reader.read(*weights), bias, gated=gated)
+        counts = self._reader.counts(weights[0])
+        return self._packed(self._reader.read(*weights), bias, counts, gated=gated)
 
     def _kept(self, weight: PackedWeight, bias: Tensor | None, *, gated: bool) -> Linear:
         return Linear(weight, bias, gated=gated, arena=self._arena, dtype=self._reader.dtype)
 
-    def _packed(self, weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:
-        packed = packed_if_it_fits(weight, self._pack)
+    def _packed(self, weight: Tensor, bias: Tensor | None, counts: Tensor | None, *, gated: bool = False) -> Linear:
+        pack = self._pack
+        if counts is not None and pack is pack_int4:
+            pack = partial(pack_int4, importance=counts)
+        packed = packed_if_it_fits(weight, pack)
         return Linear(packed, bias, gated=gated, arena=self._arena, dtype=weight.dtype)
 
     def _one(self, slot: str) -> Tensor:
@@ -576,6 +588,8 @@ class _TensorReader:
         self._changed: Counter[tuple[str, str]] = Counter()
         self.kept = DENSE_WEIGHTS
         """How weights are kept; set by the loader. If codes are, a dense quantised tensor is worth a note."""
+        self.importance: Mapping[str, Tensor] = {}
+        """What the inputs' errors count in weights that are packed, by name; set by the loader."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -628,6 +642,20 @@ class _TensorReader:
             return None
         self._note(wanted, "dense" if packed.rounded() is None else "the nearest bytes")
         return packed
+
+    def counts(self, wanted: Stored) -> Tensor | None:
+        """Return what the errors of a weight's inputs count, by the importance matrix; None: all the same.
+
+        Raises:
+            CheckpointError: the importance matrix is of other inputs.
+        """
+        found = self.importance.get(wanted.name)
+        inputs = wanted.kept_shape[-1]
+        if found is not None and found.shape[-1] != inputs:
+            raise CheckpointError(
+                f"{self.kept.imatrix}: has {found.shape[-1]} numbers for the {inputs} inputs of {wanted.name}"
+            )
+        return found
 
     def packed_experts(self, wanted: Stored) -> list[PackedWeight] | None:
         """Return each expert's weight in a tensor of all experts, in the checkpoint's codes; None: they are dense."""

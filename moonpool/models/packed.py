@@ -18,6 +18,7 @@ from kernels.packed import CHUNK, byte_codes, in_units
 _PIECE_GROUPS = 1 << 12  # groups that are packed at a time stay in the cache
 _SCALE_TYPES = (torch.float16, torch.float32)
 _SHRUNK = tuple(1 - 0.025 * step for step in range(13))  # parts of a group's range that a search tries
+_LEAST = 1e-3  # what an input's error counts at least, of the mean
 _REFINED = 2  # least squares and codes in turn, so many times for each start
 
 
@@ -284,20 +285,24 @@ def pack_int8(weight: Tensor, group: int = 32) -> PackedWeight:
     return PackedWeight(codes.view(weight.shape), 8, group, _stored(scales, weight), zero=128)
 
 
-def pack_int4(weight: Tensor, group: int = 32) -> PackedWeight:
+def pack_int4(weight: Tensor, group: int = 32, importance: Tensor | None = None) -> PackedWeight:
     """Return a dense `weight` [outputs, inputs] in nibbles.
 
-    Each group has the scale and the offset of the least squared error that a search finds.
+    Each group has the scale and the offset of the least squared error that a search finds; an input's error counts as
+    `importance` [inputs] says, float32.
 
     Raises:
-        ValueError: `group` does not divide the inputs, or a weight is not finite.
+        ValueError: `group` does not divide the inputs, or a weight is not finite; `importance` has another shape.
     """
     groups = _groups(weight, group)
+    counts = None if importance is None else _counts(importance, weight.shape[1]).view(-1, group)
     codes = torch.empty((groups.shape[0], group // 2), dtype=torch.uint8)
     scales, offsets = torch.empty(groups.shape[0]), torch.empty(groups.shape[0])
     for begin in range(0, len(groups), _PIECE_GROUPS):
         its = slice(begin, begin + _PIECE_GROUPS)
-        scales[its], offsets[its], nibbles = _searched(groups[its].float())
+        piece = groups[its].float()
+        counted = torch.ones(()) if counts is None else counts[torch.arange(begin, begin + len(piece)) % len(counts)]
+        scales[its], offsets[its], nibbles = _searched(piece, counted)
         pairs = nibbles.to(torch.uint8).view(len(nibbles), -1, 2)
         codes[its] = pairs[..., 0] | pairs[..., 1] << 4
     return PackedWeight(codes.view(weight.shape[0], -1), 4, group, _stored(scales, weight), 0, _stored(offsets, weight))
@@ -312,8 +317,20 @@ def _groups(weight: Tensor, group: int) -> Tensor:
     return weight.contiguous().view(-1, group)
 
 
-def _searched(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return scales [n], offsets [n] and codes [n, group] of `groups` [n, group], all float32."""
+def _counts(importance: Tensor, inputs: int) -> Tensor:
+    """Return what the inputs' errors count; none counts nothing, as other texts may use the input."""
+    if importance.shape != (inputs,) or not bool(torch.isfinite(importance).all()) or float(importance.min()) < 0:
+        raise ValueError(f"importance: must be {inputs} numbers of 0 or more, not {list(importance.shape)}")
+    mean = float(importance.mean())
+    return importance.float() / mean + _LEAST if mean > 0 else torch.ones(inputs)
+
+
+def _searched(groups: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scales [n], offsets [n] and codes [n, group] of `groups` [n, group], all float32.
+
+    `counts`: of each number's error, [n, group] or [].
+    """
+    counts = counts.expand_as(groups)
     low, high = groups.amin(1), groups.amax(1)
     middle, reach = (low + high) / 2, (high - low) / 2
     best: tuple[Tensor, ...] | None = None
@@ -321,9 +338,9 @@ def _searched(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scale, offset = _storable(reach * part * 2 / 15), _storable(middle - reach * part)
         for _ in range(_REFINED):
             codes = _nearest(groups, scale, offset)
-            scale, offset = _least_squares(groups, codes)
+            scale, offset = _least_squares(groups, codes, counts)
         codes = _nearest(groups, scale, offset)
-        error = (codes * scale[:, None] + offset[:, None] - groups).square().sum(1)
+        error = ((codes * scale[:, None] + offset[:, None] - groups).square() * counts).sum(1)
         if best is None:
             best = error, scale, offset, codes
         else:
@@ -339,12 +356,14 @@ def _nearest(groups: Tensor, scale: Tensor, offset: Tensor) -> Tensor:
     return ((groups - offset[:, None]) / scale.masked_fill(scale == 0, 1)[:, None]).round().clamp(0, 15)
 
 
-def _least_squares(groups: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+def _least_squares(groups: Tensor, codes: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     """Return the scale and the offset that bring `codes` nearest to `groups`."""
-    mean, mid = groups.mean(1), codes.mean(1)
+    whole = counts.sum(1)
+    mean, mid = (groups * counts).sum(1) / whole, (codes * counts).sum(1) / whole
     apart = codes - mid[:, None]
-    spread = apart.square().sum(1)
-    scale = _storable((apart * groups).sum(1) / spread.masked_fill(spread == 0, 1))
+    counted = apart * counts
+    spread = (counted * apart).sum(1)
+    scale = _storable((counted * groups).sum(1) / spread.masked_fill(spread == 0, 1))
     return scale, _storable(mean - scale * mid)
 
 

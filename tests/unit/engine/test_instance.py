@@ -130,6 +130,23 @@ def test_codes_of_a_file_are_kept_on_a_cpu(tmp_path: Path) -> None:
     assert gpu.namespace == plans["none"].namespace
 
 
+def test_an_importance_matrix_is_for_int4_and_makes_other_weights(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for content in (b"one", b"other"):
+        (tmp_path / "imatrix").write_bytes(content)
+        found.append(engine_setup(config(folder, quantization="int4", imatrix=str(tmp_path / "imatrix"))))
+    assert found[0].spec.imatrix == str(tmp_path / "imatrix")
+    plain = engine_setup(config(folder, quantization="int4"))
+    assert len({plain.namespace, *(plan.namespace for plan in found)}) == 3
+    for wrong, why in (
+        ({"quantization": "int8", "imatrix": str(tmp_path / "imatrix")}, "only for quantization=int4, not int8"),
+        ({"quantization": "int4", "imatrix": str(tmp_path / "none")}, "there is no file"),
+    ):
+        with pytest.raises(ConfigError, match=why) as refused:
+            engine_setup(config(folder, **wrong))
+        assert refused.value.field == "imatrix"
+
+
 def test_weights_are_mapped_from_a_file_where_an_engine_does_not_fit_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,25 @@ def test_int4_beats_plain_rounding() -> None:
     assert (found.scales.dtype, found.nbytes * 8 / weight.numel()) == (torch.float16, 5.0)
 
 
+def test_int4_errs_least_where_inputs_count() -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, importance = torch.randn(64, 96, generator=generator), torch.rand(96, generator=generator).square() + 0.01
+    errors = [(pack_int4(weight, 32, its).dequantise() - weight).square() for its in (importance, None)]
+    weighted, plain = ((its * importance).sum() for its in errors)
+    assert float(weighted) < 0.9 * float(plain)
+    assert float(errors[1].sum()) < float(errors[0].sum())
+    same = (pack_int4(weight, 32, its).dequantise() for its in (torch.ones(96), torch.zeros(96), None))
+    one, none_counts, unsaid = same
+    torch.testing.assert_close(one, unsaid)
+    assert torch.equal(none_counts, unsaid)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(64), -torch.ones(96), torch.full((96,), torch.nan)])
+def test_importance_that_does_not_fit_is_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match="importance: must be 96 numbers of 0 or more"):
+        pack_int4(torch.zeros(2, 96), 32, wrong)
+
+
 def test_int4_holds_16_equal_steps_exactly() -> None:
     weight = (torch.arange(64).view(1, 64) % 16) * 0.25 - 1.5
     assert torch.equal(pack_int4(weight).dequantise(), weight)
