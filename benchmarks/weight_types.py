@@ -35,9 +35,9 @@ ALL: tuple[Quantization, ...] = ("none", *KINDS)
 SHAPES = ("small", "qwen2.5-0.5b")
 EXPERTS = {
     "hidden_size": 1024, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 4096,
+    "num_key_value_heads": 2, "num_local_experts": 64, "num_experts_per_tok": 8, "vocab_size": 4096,
 }  # fmt: skip
-"""Of a 3B-A0.5B model, which chooses 8 of 64, fewer layers and experts: their weights do not fit into a cache."""
+"""Of a 3B-A0.5B model, which chooses 8 of 64, fewer layers: their weights do not fit into a cache."""
 OF_ACTIVE = 0.8
 """Of the rate at which memory gives the weights that a token reads."""
 BATCHES, CONTEXT = (1, 8, 32), 512

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference, torch_ops
+from kernels import packed, reference, torch_ops
 from kernels.check import dense, expect
 from kernels.choice import choose
 from kernels.native import library
+from kernels.packed import PackedTensor
 
-__all__ = ["rms_norm", "rope", "silu_mul"]
+__all__ = ["packed_linear", "rms_norm", "rope", "silu_mul"]
 
 
 def rms_norm(
@@ -76,6 +77,30 @@ def silu_mul(
         raise ValueError(f"gate_up: must be [T, even] with dense rows, not {list(gate_up.shape)}")
     out = _result(out, (gate_up.shape[0], gate_up.shape[1] // 2), gate_up)
     _implementation("silu_mul", gate_up).silu_mul(gate_up, out)
+    return out
+
+
+def packed_linear(
+    x: Tensor,  # [M, K], each row dense
+    weight: PackedTensor,  # [N, K], on x's device, as products take the weight
+    bias: Tensor | None = None,  # [N]
+) -> Tensor:
+    """Return x @ weight.T + bias, [M, N], with the rows in bytes: the arithmetic of `kernels.packed`.
+
+    Raises:
+        ValueError: an argument has a wrong shape, stride, type or device; the message begins with the argument's name.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.shape[1] or not dense(x, 1):
+        raise ValueError(f"x: must be [M, {weight.shape[1]}] with dense rows, not {list(x.shape)}")
+    if bias is not None:
+        expect("bias", bias, weight.shape[:1], x.dtype, x.device)
+    out = _result(None, (x.shape[0], weight.shape[0]), x)
+    if choose("packed_linear", x.device, x.dtype) == "triton":
+        from kernels.triton import ops
+
+        ops.packed_linear(x, weight, bias, out)
+    else:
+        packed.packed_linear(x, weight, bias, out)
     return out
 
 

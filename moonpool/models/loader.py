@@ -30,7 +30,7 @@ from moonpool.checkpoint.config import ModelConfig
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.checkpoint.gguf import TENSOR_TYPES, TensorType, is_gguf
 from moonpool.checkpoint.tensor_info import QuantisedTensor, Quantization, TensorInfo
-from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.errors import CheckpointError, ConfigError, UnsupportedModel
 from moonpool.families import FAMILIES
 from moonpool.families.spec import (
     AttentionSpec,
@@ -56,6 +56,7 @@ from moonpool.models.weights import AttentionWeights, LatentWeights, LayerWeight
 Pack = Callable[[Tensor], PackedWeight]
 PACKERS: Mapping[str, Pack] = {"int8": pack_int8, "int4": pack_int4}
 """What packs a dense weight, by `quantization`."""
+_UNPACKED_ELEMENTS = 1 << 20  # of packed weights, an element of a code
 _PIECE_ELEMENTS = 1 << 16  # they stay in the cache: twice as quick as sixteen times as many
 _GGUF_TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 
@@ -151,9 +152,12 @@ class GgufTensors:
             _copy_rows(torch.from_numpy(piece), target[begin : begin + step], info.paired_rows)
 
     def packed(self, name: str, info: TensorInfo) -> PackedWeight | None:
-        """See `StoredTensors.packed`."""
-        _, stored, _ = self._stored(name, info)
-        packed = packed_of_gguf(info.dtype, torch.from_numpy(stored))
+        """See `StoredTensors.packed`. Rows are unpacked some at a time, as the steps in between take several bytes."""
+        _, stored, width = self._stored(name, info)
+        step = max(1, _UNPACKED_ELEMENTS // width)
+        pieces = [packed_of_gguf(info.dtype, its) for its in torch.split(torch.from_numpy(stored), step)]
+        found = [its for its in pieces if its is not None]
+        packed = join_rows(found) if len(found) == len(pieces) else None
         if packed is None or not info.paired_rows:
             return packed
         rows, order = torch.arange(packed.outputs)[:, None], torch.empty(packed.outputs, 1, dtype=torch.int64)
@@ -251,6 +255,7 @@ def load_stage(
         CheckpointError: a tensor is missing, has a wrong shape or an unsupported type (names the tensor; checked for
             all tensors before any is read), or a file is damaged.
         UnsupportedModel: a setting is not for this model; names the setting.
+        ConfigError: the folder for mapped weights cannot be written to.
     """
     assert 0 <= layer_begin < layer_end <= config.num_layers
     if config.decoder.other:
@@ -286,7 +291,7 @@ def load_stage(
         def read(slot: str) -> Tensor | None:
             return reader.read(outer[slot]) if slot in wanted else None
 
-        arena = WeightArena(kept.folder)
+        arena = _arena(kept)
         norm = Norm(config.decoder.final_norm, read("norm.weight"), read("norm.bias")) if last else None
         positions = read("positions")
         ends = _Ends(reader, outer, arena)
@@ -316,6 +321,18 @@ def load_stage(
             else None,
             notes=WeightNotes(reader.changed(), arena.mapped_bytes),
         )
+
+
+def _arena(kept: KeptWeights) -> WeightArena:
+    """Return the memory for arranged weights.
+
+    Raises:
+        ConfigError: the folder for mapped weights cannot be written to.
+    """
+    try:
+        return WeightArena(kept.folder)
+    except OSError as error:
+        raise ConfigError("mmap_weights", f"weights cannot be put into {kept.folder}: {error}") from None
 
 
 def _as_tied(config: ModelConfig, reader: _TensorReader) -> ModelConfig:
@@ -376,7 +393,7 @@ class _Ends:
             return self._placed(weight)
         exact = weight.for_products()
         made = exact and arrange_packed(exact, None, self._reader.dtype, gated=False, arena=self._arena)
-        return made or weight.dequantise().to(self._reader.dtype)
+        return made or weight.dequantise().to(self._reader.dtype).to(self._reader.device)
 
     def _placed(self, table: Tensor) -> Tensor:
         """Return the embedding where weights are to be."""
@@ -390,6 +407,8 @@ class _Ends:
 
     def _linear(self, weight: Tensor | PackedWeight) -> Linear:
         bias = self._reader.read(self._tensors["head.bias"]) if "head.bias" in self._tensors else None
+        if isinstance(weight, PackedWeight):
+            weight = weight.to(self._reader.device)
         return Linear(weight, bias, dtype=self._reader.dtype, arena=self._arena)
 
 
@@ -560,6 +579,7 @@ class _LayerReader:
         return self._packed(self._reader.read(*weights), bias, counts, gated=gated)
 
     def _kept(self, weight: PackedWeight, bias: Tensor | None, *, gated: bool) -> Linear:
+        weight = weight.to(self._reader.device)
         return Linear(weight, bias, gated=gated, arena=self._arena, dtype=self._reader.dtype)
 
     def _packed(self, weight: Tensor, bias: Tensor | None, counts: Tensor | None, *, gated: bool = False) -> Linear:
@@ -567,7 +587,9 @@ class _LayerReader:
         if counts is not None and pack is pack_int4:
             pack = partial(pack_int4, importance=counts)
         packed = packed_if_it_fits(weight, pack)
-        return Linear(packed, bias, gated=gated, arena=self._arena, dtype=weight.dtype)
+        if isinstance(packed, PackedWeight):
+            return self._kept(packed, bias, gated=gated)
+        return Linear(packed, bias, gated=gated, arena=self._arena)
 
     def _one(self, slot: str) -> Tensor:
         return self._reader.read(self._tensors[slot])
@@ -595,6 +617,11 @@ class _TensorReader:
     def dtype(self) -> torch.dtype:
         """Element type of what is read."""
         return self._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of what is read."""
+        return self._like.device
 
     def has(self, name: str) -> bool:
         """Tell whether the checkpoint has a tensor."""

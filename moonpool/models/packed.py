@@ -198,9 +198,8 @@ def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
     If forms differ, the joined weight has the finest: the most bits, the smallest group, float32, offsets.
     """
     if any(weight.values is not None for weight in weights):
-        tables = [weight.values for weight in weights]
-        first = tables[0]
-        if any(first is None or its is None or not torch.equal(first, its) for its in tables):
+        first = weights[0].values
+        if any(not _same_table(first, weight.values) for weight in weights):
             exact = [its for weight in weights if (its := weight.without_table()) is not None]
             return join_rows(exact) if len(exact) == len(weights) else None
     group = min(weight.group for weight in weights)
@@ -230,6 +229,13 @@ def join_rows(weights: Sequence[PackedWeight]) -> PackedWeight | None:
         None if plain else torch.cat([its.units for its in parts if its.units is not None]),
         None if plain else _joined_offsets([its.offset_units for its in parts], [its.units for its in parts]),
     )
+
+
+def _same_table(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two tables have the same numbers; 8-bit floats have some that are none."""
+    if one is None or other is None:
+        return one is other
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
 def _block(weight: PackedWeight) -> int:

@@ -290,6 +290,7 @@ def test_model_create_and_inspect(tmp_path: Path) -> None:
     assert report["fit_tokens"] == report["fit_blocks"] * report["block_tokens"] > 0
     beside_kv = report["weight_bytes"] + report["work_bytes"] + report["program_bytes"]
     assert report["engine_bytes"] == beside_kv + report["kv_context_bytes"]
+    assert report["weights_in"] == "memory"
     assert report["fit_blocks"] == ((1 << 30) - beside_kv) // report["kv_block_bytes"]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.peers.gguf_files import write_gguf
+from moonpool.engine import setup
 from moonpool.engine.emulated import profile as profile_module
 from moonpool.engine.emulated.profile import load_profile
 from moonpool.engine.executor import StartListener
@@ -154,7 +155,7 @@ def test_weights_are_mapped_from_a_file_where_an_engine_does_not_fit_into_memory
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     where = str(tmp_path / "moonpool" / "weights")
     for free, auto in ((300 << 20, where), (1 << 40, ""), (None, "")):  # the program and 256 MiB of KV are more
-        monkeypatch.setattr("moonpool.engine.setup.available_bytes", lambda its=free: its)
+        monkeypatch.setattr(setup, "available_bytes", lambda its=free: its)
         found = {how: engine_setup(config(file, mmap_weights=how)) for how in ("auto", "on", "off")}
         assert {how: plan.spec.weights_folder for how, plan in found.items()} == {"auto": auto, "on": where, "off": ""}
         assert len({plan.namespace for plan in found.values()}) == 1

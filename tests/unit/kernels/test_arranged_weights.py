@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import reference
+from kernels import memory, reference
 from kernels.arranged_weights import ArrangedWeight, arrange_weight
 from kernels.choice import DTYPES
 from kernels.memory import LARGE_PAGE, WeightArena
@@ -158,7 +158,7 @@ def test_wrong_arguments_are_named() -> None:
 
 
 def test_pieces_in_a_file_are_apart_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.memory.FILE_CHUNK", 1 << 20)
+    monkeypatch.setattr(memory, "FILE_CHUNK", 1 << 20)
     arena = WeightArena(tmp_path / "weights")
     first, second, large = arena.take(100), arena.take(1), arena.take((1 << 20) + 1)
     assert second.data_ptr() - first.data_ptr() == 128

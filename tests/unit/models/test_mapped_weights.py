@@ -11,6 +11,7 @@ import torch
 
 from kernels.native import library
 from moonpool.checkpoint import load_config
+from moonpool.errors import ConfigError
 from moonpool.models.loader import KeptWeights, load_stage
 from moonpool.models.random_checkpoint import create
 from tests.unit.models.limited_memory import NO_ROOM, logits_of
@@ -40,6 +41,13 @@ def test_results_are_the_same(shape: str, quantization: Any, checkpoint: Callabl
     assert held.mapped_bytes == 0
     assert held.weight_bytes * 0.8 < mapped.mapped_bytes < held.weight_bytes * 1.1
     assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_folder_that_is_none_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("a file")
+    path = checkpoint("tiny-llama")
+    with pytest.raises(ConfigError, match=f"mmap_weights: weights cannot be put into {tmp_path}"):
+        load_stage(path, load_config(path), torch.float32, 0, 1, kept=KeptWeights(folder=tmp_path / "weights"))
 
 
 def test_a_model_runs_that_memory_does_not_hold(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from moonpool.checkpoint import inspect_checkpoint, load_config, weights_fingerprint
 from moonpool.checkpoint.formats import tensor_index
 from moonpool.errors import CheckpointError, UnsupportedModel
-from moonpool.models.loader import load_stage, stored_tensors
+from moonpool.models.loader import KeptWeights, load_stage, stored_tensors
 from tests.unit.models.forward import Runner, Sequence_
 from tests.unit.models.test_families import CASES, reference
 
@@ -194,6 +194,34 @@ def test_weights_are_what_the_stored_numbers_stand_for(form: str, tmp_path: Path
     for name, its in packed.items():
         assert its is None or torch.equal(its.dequantise(), tensors[name]), name
     assert inspect_checkpoint(folder).parameters == inspect_checkpoint(tmp_path / "dense").parameters
+
+
+@pytest.mark.parametrize("form", ["gptq, 4 bits", "gptq, 8 bits", "awq", "modelopt, nvfp4"])
+def test_projections_and_a_quantised_head_keep_their_codes(form: str, tmp_path: Path) -> None:
+    settings, quantise, _ = FORMATS[form]
+    reference("llama", {}).save_pretrained(tmp_path)
+    stored: dict[str, Tensor] = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        if name.endswith("_proj.weight") or name == "lm_head.weight":
+            parts, _ = quantise(*weight.shape)
+            stored |= {f"{name.removesuffix('.weight')}{end}": part.contiguous() for end, part in parts.items()}
+        else:
+            stored[name] = weight
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    configure(tmp_path, settings)
+    kept, dense = (
+        load_stage(tmp_path, load_config(tmp_path), torch.float32, 0, 4, kept=KeptWeights(how))
+        for how in ("auto", "none")
+    )
+    assert kept.changed_weights == ""
+    pairs: list[Any] = [(kept.head, dense.head)]
+    for mine, theirs in zip(kept.layers, dense.layers, strict=True):
+        its: list[Any] = [(layer.attention, layer.feed_forward) for layer in (mine, theirs)]
+        for part, name in ((0, "qkv"), (0, "output"), (1, "gate_up"), (1, "down")):
+            pairs.append(tuple(getattr(layer[part], name) for layer in its))
+    for one, other in pairs:
+        assert torch.equal(one.dense(), other.dense())
+        assert one.nbytes < other.nbytes / 2
 
 
 def test_the_file_of_modelopt_counts_where_config_json_says_nothing(tmp_path: Path) -> None:

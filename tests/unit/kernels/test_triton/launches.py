@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from moonpool.models.packed import PackedWeight
 
 
 def attend(
@@ -59,6 +62,23 @@ def _sampling(ops: Any) -> None:
     sampling.pick(weights, torch.zeros(3, dtype=torch.int64), torch.empty(3, dtype=torch.float64))
 
 
+def packed_products(ops: Any, rows: int = 1, form: str = "int4/32") -> None:
+    """Launch a product with a packed weight of 512 inputs and 256 outputs; `form` as `PackedWeight.kind`."""
+    kind, _, size = form.partition("/")
+    bits, group = int(kind[-1]), int(size)
+    scales = torch.empty((256, 512 // group), dtype=torch.float16)
+    weight = PackedWeight(
+        torch.empty((256, 512 * (4 if bits == 4 else 8) // 8), dtype=torch.uint8), bits, group,
+        scales if bits != 6 else scales.to(torch.int8),
+        offsets=scales if kind == "int4" else None,
+        values=torch.zeros(16) if kind == "table4" else None,
+        units=scales[:, ::16].contiguous() if bits == 6 else None,
+    )  # fmt: skip
+    x = torch.empty((rows, 512), dtype=torch.bfloat16)
+    ops.packed_linear(x, weight, x[0, :256], torch.empty((rows, 256), dtype=torch.bfloat16))
+
+
+PACKED_FORMS = ("int4/32", "int4/128", "table4/32", "int5/32", "int6/16", "int8/32")
 OTHERS: list[Callable[[Any], None]] = [
     _write,
     lambda ops: _write(ops, torch.int8),
@@ -66,4 +86,5 @@ OTHERS: list[Callable[[Any], None]] = [
     lambda ops: ops.copy_blocks(torch.empty((2, 4, 64)), *torch.zeros((2, 3), dtype=torch.int64)),
     _pointwise,
     _sampling,
+    *(partial(packed_products, rows=rows, form=form) for form in PACKED_FORMS for rows in (1, 200)),
 ]

@@ -129,8 +129,17 @@ def test_attention_elsewhere(gpu: Gpu, dtype: torch.dtype, rows: int, determinis
     _fits(gpu, lambda ops: launches.attend(ops, dtype=dtype, rows=rows, deterministic=deterministic))
 
 
+@pytest.mark.parametrize(("gpu", "rows", "instruction"), [(HOPPER, 1, "mma.sync"), (AMPERE, 200, "mma.sync")])
+def test_packed_products_are_of_bytes_on_tensor_cores(gpu: Gpu, rows: int, instruction: str) -> None:
+    _fits(gpu, lambda ops: launches.packed_products(ops, rows=rows))
+    found = _launched(gpu, lambda ops: launches.packed_products(ops, rows=rows))
+    [product] = [compile_for(gpu, it) for it in found if it.name == "_packed_product"]
+    assert instruction in product.asm["ptx"]
+    assert "s8.s8" in product.asm["ptx"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("gpu", [HOPPER, AMPERE_SMALL, AMD])
+@pytest.mark.parametrize("gpu", [HOPPER, AMPERE, AMPERE_SMALL, AMD])
 @pytest.mark.parametrize("launch", launches.OTHERS)
 def test_the_others(gpu: Gpu, launch: Callable[[Any], None]) -> None:
     _fits(gpu, launch)

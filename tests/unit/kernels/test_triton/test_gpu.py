@@ -17,7 +17,15 @@ pytestmark = [
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "module", ["cases_attention.py", "cases_pool.py", "cases_pointwise.py", "cases_sampling.py", "cases_gpu.py"]
+    "module",
+    [
+        "cases_attention.py",
+        "cases_pool.py",
+        "cases_pointwise.py",
+        "cases_products.py",
+        "cases_sampling.py",
+        "cases_gpu.py",
+    ],
 )
 def test_on_the_gpu(module: str) -> None:
     run_cases([module], "not slow", TRITON_INTERPRET="0", MOONPOOL_TRITON_DEVICE="cuda")
