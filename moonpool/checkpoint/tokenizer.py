@@ -355,7 +355,9 @@ class Detokenizer:
         self._window = tokenizer.with_text(prompt[-16:], skip_special)[-8:]  # tokens decoded anew at each push
         self._read = len(self._window)  # leading window tokens with final text
         # Characters of the window's text already returned. A character that the prompt has begun is not among them.
-        self._shown = len(self._decode(self._window).rstrip(_REPLACEMENT))
+        prompt_text = self._decode(self._window)
+        self._shown = len(prompt_text.rstrip(_REPLACEMENT))
+        self._begun = len(prompt_text) - self._shown  # characters that the prompt has begun, and may never end
 
     def push(self, ids: Iterable[int]) -> str:
         """Take further tokens; returns the text that is final now."""
@@ -363,17 +365,23 @@ class Detokenizer:
         text = self._decode(self._window)
         held = text.endswith(_REPLACEMENT) and len(self._window) - self._read < _MAX_HELD_TOKENS
         final = text.rstrip(_REPLACEMENT) if held else text
-        new = final[self._shown :]
-        self._shown = max(self._shown, len(final))
+        new = self._unseen(final)
         if not held:
             self._shift()
         return new
 
     def flush(self) -> str:
         """Return what is still held back; the sequence has ended."""
-        text = self._decode(self._window)
+        return self._unseen(self._decode(self._window))
+
+    def _unseen(self, text: str) -> str:
+        """Return what was not returned of the window's `text`; what stays broken of the prompt is not returned."""
+        if self._begun and len(text) > self._shown:
+            broken = text[self._shown : self._shown + self._begun]
+            self._shown += len(broken) - len(broken.lstrip(_REPLACEMENT))
+            self._begun = 0
         new = text[self._shown :]
-        self._shown = len(text)
+        self._shown = max(self._shown, len(text))
         return new
 
     def _shift(self) -> None:

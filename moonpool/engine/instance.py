@@ -46,7 +46,18 @@ BESIDE_THREADS = 2
 """So that a long prompt that is read does not keep KV from landing."""
 DRAIN_SHARE = 0.8
 """Share of `drain_s` in which running requests may finish."""
-__all__ = ["EngineConfig", "EngineService", "EngineSetup", "InstanceContext", "engine_setup", "run_instance"]
+__all__ = [
+    "EngineConfig",
+    "EngineService",
+    "EngineSetup",
+    "InstanceContext",
+    "StartEngine",
+    "engine_setup",
+    "run_instance",
+    "start_engine",
+]
+StartEngine = Callable[..., AbstractAsyncContextManager[Engine]]
+"""Starts an engine, as `start_engine` does."""
 log = get_logger(__name__)
 
 
@@ -164,7 +175,7 @@ async def run_instance(
     *,
     stages: int = 1,
     step_tokens: Callable[[Engine], int] = lambda engine: 0,
-    start: Callable[..., AbstractAsyncContextManager[Engine]] = start_engine,
+    start: StartEngine = start_engine,
 ) -> None:
     """Run one engine instance until stopped; `start` starts the engine.
 

@@ -192,12 +192,23 @@ class ContextRecords:
 
         Raises:
             NotFound: the tenant has no such context.
+            Unavailable: as `check_heard`.
         """
         tag = self._sync.records.get(TAG, tenant, name)
         found = self.get(tenant, tag.value.decode() if tag is not None else name)
         if found is None:
+            self.check_heard()
             raise NotFound(f"there is no context {name!r}")
         return found
+
+    def check_heard(self) -> None:
+        """Check that what is not known here is not there.
+
+        Raises:
+            Unavailable: no kvstore has told its records, as none has joined since this conductor started.
+        """
+        if not self._sync.heard:
+            raise Unavailable("contexts are kept by kvstores, and none has told this conductor of them yet")
 
     def get(self, tenant: str, context_id: str) -> pb.Context | None:
         """A tenant's context by id."""
@@ -647,10 +658,11 @@ class NamedContextManager:
         return self._contexts.find(request.tenant, context.id)
 
     async def list(self, request: pb.ListContextsRequest) -> list[pb.Context]:
-        """A tenant's contexts, or the one with the request's id."""
+        """A tenant's contexts, or the one with the request's id; raises as `ContextRecords.check_heard`."""
         await self._sync.pull()
         if request.id:
             return [self._contexts.find(request.tenant, request.id)]
+        self._contexts.check_heard()
         return _within_list_bytes(LIST_BYTES, self._contexts.of_tenant(request.tenant))
 
     async def delete(self, request: pb.DeleteContextRequest) -> pb.DeleteContextResponse:

@@ -86,6 +86,7 @@ class RecordSync:
     Attributes:
         records: those that are known here.
         listeners: called with records that are newer than the known ones, whoever wrote them.
+        heard: a kvstore has told all its records, so what is not known here is not there.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class RecordSync:
         self.records = ReplicatedRecords()
         self.clock = clock
         self.listeners: list[RecordsListener] = []
+        self.heard = False
         self._channels = channels
         self._stores = stores
         self._seen: dict[_StoreKey, int] = {}  # the last sequence number of each store
@@ -200,6 +202,7 @@ class RecordSync:
                 answer = await stub.SyncRecords(request, timeout=CALL_TIMEOUT_S)
                 self.merge(answer.records)
                 self._seen[key], more, part = answer.sequence, answer.more, []
+        self.heard = True
 
 
 def record_batches(records: Iterable[kv_pb2.Record]) -> Iterator[list[kv_pb2.Record]]:

@@ -10,7 +10,15 @@ import grpc.aio
 
 from moonpool import world
 from moonpool.cluster.proto_conversion import check_instance, speeds_to_proto
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
+from moonpool.engine.instance import (
+    WRITE_BACK_GRACE_S,
+    ExecutorParts,
+    InstanceContext,
+    StartEngine,
+    run_instance,
+    run_together,
+    start_engine,
+)
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
 from moonpool.engine.subscriber import Order, SubscribedStream, Subscriber, conductor_identity, known_tokens
@@ -539,11 +547,11 @@ def contract(instance: DecodeInstance) -> Service:
     return decode_pb2.DESCRIPTOR.services_by_name["DecodeService"], DecodeServicer(instance, instance.gauges())
 
 
-async def serve(context: ProcessContext, config: DecodeConfig) -> None:
+async def serve(context: ProcessContext, config: DecodeConfig, start: StartEngine = start_engine) -> None:
     """Runs a decode instance until told to stop; raises as `run_instance`."""
 
     def build(shared: InstanceContext) -> tuple[DecodeInstance, Service]:
         instance = DecodeInstance(shared, config)
         return instance, contract(instance)
 
-    await run_instance(context, config, kv_pb2.INSTANCE_KIND_DECODE, build)
+    await run_instance(context, config, kv_pb2.INSTANCE_KIND_DECODE, build, start=start)

@@ -11,7 +11,15 @@ import grpc.aio
 from moonpool import world
 from moonpool.cluster.proto_conversion import speeds_to_proto
 from moonpool.engine.emulated.engine import EmulatedEngine
-from moonpool.engine.instance import WRITE_BACK_GRACE_S, ExecutorParts, InstanceContext, run_instance, run_together
+from moonpool.engine.instance import (
+    WRITE_BACK_GRACE_S,
+    ExecutorParts,
+    InstanceContext,
+    StartEngine,
+    run_instance,
+    run_together,
+    start_engine,
+)
 from moonpool.engine.kv_service import LENDING_METRICS, READ_METRICS, KVDeletion, PoolReads
 from moonpool.engine.request import RequestReader
 from moonpool.kv.delete_kv import DeletionLog
@@ -297,7 +305,7 @@ def contract(instance: PrefillInstance) -> Service:
     return prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"], PrefillServicer(instance, instance.gauges())
 
 
-async def serve(context: ProcessContext, config: PrefillConfig) -> None:
+async def serve(context: ProcessContext, config: PrefillConfig, start: StartEngine = start_engine) -> None:
     """Runs a prefill instance until told to stop; raises as `run_instance`."""
 
     def build(shared: InstanceContext) -> tuple[PrefillInstance, Service]:
@@ -311,4 +319,5 @@ async def serve(context: ProcessContext, config: PrefillConfig) -> None:
         build,
         stages=config.pipeline_parallel_size,
         step_tokens=lambda engine: config.max_num_batched_tokens or engine.step_tokens,
+        start=start,
     )

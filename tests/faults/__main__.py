@@ -1,9 +1,12 @@
 """`python -m tests.faults --seconds 120 --seed 7`: fault storms on a local stack, one after the other."""
 
 import argparse
+import itertools
 import os
+import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each storm")
     parser.add_argument("--seed", type=int, default=1, help="of the first storm; the next has the next one")
     parser.add_argument("--storms", type=int, default=1, help="how many, one after the other")
+    parser.add_argument("--minutes", type=float, help="storms until so much time has passed, however many")
     parser.add_argument("--clients", type=int, default=6, help="requests at once")
     parser.add_argument("--corrupt", type=float, default=0.05, help="share of damaged frames")
     parser.add_argument("--transports", default="local", help="the transport that KV takes: local, tcp or grpc")
@@ -53,8 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as temporary:
         model = Path(temporary) / args.shape
         create(args.shape, model, seed=SEED, dtype="float32")
-        judge, failed = judge_of(model, args.engine), False
-        for seed in range(args.seed, args.seed + args.storms):
+        judge, failed, began = judge_of(model, args.engine), 0, time.monotonic()
+        for done in itertools.count():
+            minutes = (time.monotonic() - began) / 60
+            if minutes >= args.minutes if args.minutes else done >= args.storms:
+                break
+            of = f"{args.minutes:g} min" if args.minutes else args.storms
+            print(f"storm {done + 1} of {of}: {failed} failed, {minutes:.1f} min", flush=True)
+            seed = args.seed + done
             plan = StormPlan(
                 seed=seed,
                 seconds=args.seconds,
@@ -82,8 +92,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = report.failures + report.shortfalls()
             for failure in found:
                 print(f"FAILED {failure}", flush=True)
-            failed = failed or bool(found)
+            if found:
+                failed += 1
+                print(f"repeat with: {_again(args, seed)}", flush=True)
     return 1 if failed else 0
+
+
+def _again(args: argparse.Namespace, seed: int) -> str:
+    """The command that repeats one storm."""
+    given = vars(args) | {"seed": seed, "storms": 1, "minutes": None, "keep": None}
+    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items() if value is not None]
+    return shlex.join(["python", "-m", "tests.faults", *(part for flag in flags for part in flag)])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from moonpool.errors import DeadlineExceeded, MoonpoolError, Overloaded, Unavail
 from moonpool.sampling_params import SamplingParams
 from moonpool.transport.fault_injection import BREAK_CONNECTIONS, CONNECTION_BROKEN, CORRUPT_FRAMES, FRAME_DAMAGED
 from moonpool.transport.fault_injection import SEED as FAULT_SEED
+from tests.faults.disturbances import Disturbances
 from tests.faults.proxy import FaultProxies
 from tests.faults.report import REQUEST_TIMEOUT_S, Outcome, Report, StormPlan
 from tests.faults.schedule import Ask, Asks, Fault, kinds_for, plan_faults
@@ -27,6 +28,10 @@ HEARTBEAT_S = 0.5
 SILENCE_S = 3 * HEARTBEAT_S
 LATE_S = 5.0
 """A call may end so much later than its deadline: two cores are shared with everything else."""
+RECOVERY_S = 8.0
+"""After a fault's end a service is as before within so long: two cores are shared with everything else."""
+NEEDS = ("conductor", "prefill", "decode")
+"""Kinds of services without which no request is served."""
 REST_TIMEOUT_S = 90.0
 TYPED = (Unavailable, Overloaded, DeadlineExceeded)
 """What a client may be told instead of an answer (see `AsyncClient.generate`)."""
@@ -82,6 +87,7 @@ class Storm:
         self._began = 0.0
         self._injected: list[Fault] = []
         self._seen: list[Fault] = []
+        self._disturbances = Disturbances(stack.services)
 
     def run(self) -> Report:
         """The storm, the calm after it, and the judgement."""
@@ -105,6 +111,7 @@ class Storm:
         )
         outcomes = asyncio.run(self._storm(faults, asks))
         report = Report(self.plan, outcomes, faults, injected=self._injected, seen=self._seen)
+        report.up_share = self._disturbances.up_share(self._began, self._began + self.plan.seconds, NEEDS)
         self._calm(report, asks)
         self._judge_all(report)
         report.restarted = self._stack.restarted
@@ -142,8 +149,12 @@ class Storm:
     async def _hit(self, fault: Fault) -> None:
         self._say(f"{self._now():7.2f} s  {fault.kind} {fault.target}")
         self._injected.append(fault)
-        if await asyncio.to_thread(self._stack.hit, fault, self._healed):
-            self._seen.append(fault)
+        began = time.monotonic()
+        try:
+            if await asyncio.to_thread(self._stack.hit, fault, self._healed):
+                self._seen.append(fault)
+        finally:
+            self._disturbances.add([fault.target], began, time.monotonic() + RECOVERY_S)
         if fault.kind != "reset":
             self._say(f"{self._now():7.2f} s  {fault.kind} {fault.target} is over")
 
@@ -218,8 +229,13 @@ class Storm:
                 report.failures.append(f"{who} took {outcome.seconds:.1f} s of {outcome.timeout_s:g}")
             if outcome.ended not in ("complete", "cancelled", *(kind.__name__ for kind in TYPED)):
                 report.failures.append(f"{who}: {outcome.error}")
-            if outcome.ended == Unavailable.__name__ and not self.plan.may_fail(outcome):
-                report.failures.append(f"{who} was lost after {len(outcome.tokens)} tokens: {outcome.error}")
+            if outcome.ended in (Unavailable.__name__, Overloaded.__name__):
+                why = self._disturbances.explain(outcome.began, outcome.began + outcome.seconds, NEEDS)
+                if not self.plan.may_fail(outcome, why):
+                    found = why or "no fault explains it"
+                    report.failures.append(
+                        f"{who} was lost after {len(outcome.tokens)} tokens, {found}: {outcome.error}"
+                    )
             if outcome.ended == "complete" and len(outcome.tokens) != ask.max_tokens:
                 report.failures.append(f"{who} has {len(outcome.tokens)} of {ask.max_tokens} tokens")
             if outcome.tokens and (wrong := self._judge.wrong(ask.prompt, outcome.tokens, ask.seed)):
@@ -240,7 +256,7 @@ async def _ask(client: AsyncClient, ask: Ask) -> Outcome:
     outcome = Outcome(ask)
     if ask.ending == "deadline":
         outcome.timeout_s = ask.limit
-    began = time.monotonic()
+    began = outcome.began = time.monotonic()
     following = asyncio.create_task(_follow(client, ask, outcome))
     try:
         if ask.ending == "cancel-time":

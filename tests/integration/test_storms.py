@@ -24,10 +24,10 @@ EMULATED = "emulated:llama-70b-a800"
 @pytest.mark.parametrize(
     ("engine", "plan"),
     [
-        (EMULATED, StormPlan(seed=8, seconds=120.0, conductors=3, least_per_s=5.0)),
-        ("real", StormPlan(seed=4, seconds=120.0, least_per_s=5.0)),
-        ("real", StormPlan(seed=9, seconds=60.0, transports="tcp", least_per_s=5.0)),
-        ("real", StormPlan(seed=11, seconds=60.0, transports="grpc", least_per_s=5.0)),
+        (EMULATED, StormPlan(seed=8, seconds=120.0, conductors=3)),
+        ("real", StormPlan(seed=4, seconds=120.0)),
+        ("real", StormPlan(seed=9, seconds=60.0, transports="tcp")),
+        ("real", StormPlan(seed=11, seconds=60.0, transports="grpc")),
     ],
 )
 def test_a_storm_keeps_every_promise_and_really_happens(
@@ -45,7 +45,7 @@ def test_a_storm_keeps_every_promise_and_really_happens(
 def test_a_storm_over_each_kind_of_layers(shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, experts, latent attention with experts, recurrent states."""
     model = create(shape, tmp_path / "model", seed=SEED, dtype="float32")
-    plan = StormPlan(seed=12, seconds=60.0, least_per_s=1.0)
+    plan = StormPlan(seed=12, seconds=60.0)
     report = run_storm(plan, base_plan(model, tmp_path / "data", "real"), judge_of(model, "real"), monkeypatch.setenv)
     assert report.failures == [], report.summary()
     assert report.shortfalls() == [], report.summary()
@@ -58,7 +58,6 @@ SHORT = StormPlan(
     targets=("prefill", "decode"),
     clients=3,
     gap_s=1.5,
-    least_per_s=0.2,
 )
 """An engine of decode is killed, one of prefill is stopped, connections are reset."""
 

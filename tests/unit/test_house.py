@@ -47,8 +47,6 @@ FROM_OUTSIDE = re.compile(
 )
 MAY_TAKE_FROM_OUTSIDE = {
     "moonpool/client/background.py": "the thread of the synchronous client",
-    "moonpool/client/kv/client.py": "KVClient waits for its sockets itself",
-    "moonpool/client/kv/connection.py": "KVClient waits for its sockets itself",
     "moonpool/kv/pool.py": "threads that only map memory, at a start",
     "moonpool/transport/blocking.py": "KVClient waits for its sockets itself",
     "moonpool/transport/regions.py": "unmaps memory; nobody waits for that",

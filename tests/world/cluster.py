@@ -11,7 +11,9 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import copy_context
-from typing import Any, NoReturn
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc.aio
 
@@ -46,10 +48,14 @@ from tests.world.disk import Disk
 from tests.world.loop import EPOCH_S, NODE, InlineExecutor, Node, VirtualLoop, VirtualTime, draws
 from tests.world.network import JITTER_S, MessageLog, Network
 
+if TYPE_CHECKING:
+    from tests.world.engine import CheckpointEngine
+
 MODEL = str(model_dir())
 _CONFIG = load_config(model_dir())
 PROFILE = "llama-70b-a800"
-CONDUCTOR_PORT = 10_001
+CONDUCTOR_PORT, STORE_PORT = 10_001, 10_002
+"""The same in each life of a process; engines have another port in each."""
 SETTLE_S = 2.0
 """From the start of the last service until requests come."""
 ASK_S = 5.0
@@ -151,15 +157,21 @@ class Service:
 
     Attributes:
         disk: of a kvstore; None: the kvstore has DRAM alone.
+        engine: of prefill and decode in this life, if a checkpoint's own engine computes.
+        journals: folder in which each life's core keeps a journal; None: none is kept.
     """
 
-    def __init__(self, simulation: Simulation, name: str, flags: Sequence[str], skew_s: float = 0.0) -> None:
+    def __init__(self, simulation: Simulation, name: str, flags: Sequence[str], *, computes: bool = False) -> None:
+        """`computes`: whether the checkpoint's own engine computes."""
         self.name = name
         self._simulation = simulation
         self._flags = [*flags, "--id", name]
-        self.skew_s = skew_s
+        self._computes = computes
+        self.skew_s = 0.0
         self._life = 0
         self.disk: Disk | None = None
+        self.engine: CheckpointEngine | None = None
+        self.journals: Path | None = None
         self.node: Node
         self.task: asyncio.Task[None]
         self._process: _Process
@@ -193,12 +205,22 @@ class Service:
         self._simulation.enter(self.node)
         serve, config = KINDS[self.kind]
         self._process = _Process(self.name)
-        flags, files = self._flags, dict[str, Any]()
+        flags, parts = list(self._flags), dict[str, Any]()
         if self.disk is not None:
             layer = self.disk.files
-            flags, files = [*flags, "--data-dir", str(self.disk.path)], {"files": lambda _: layer}
-        serving = serve(self._process, config.load(flags), **files)
+            flags += ["--data-dir", str(self.disk.path)]
+            parts["files"] = lambda _: layer
+        if self._computes:
+            from tests.world.engine import start_checkpoint  # torch takes seconds to import
+
+            parts["start"] = partial(start_checkpoint, decode=self.kind == "decode", begun=self._engine_begun)
+        if self.journals is not None:
+            flags += ["--set", f"journal_dir={self.journals / str(self.node)}"]
+        serving = serve(self._process, config.load(flags), **parts)
         self.task = self._simulation.loop.create_task(_awaited(serving), name=str(self.node))
+
+    def _engine_begun(self, engine: CheckpointEngine) -> None:
+        self.engine = engine
 
     def kill(self, *, power: bool = False) -> None:
         """As `kill -9`: no code of the node runs any more. With `power` its disk loses what was not synced."""
@@ -249,12 +271,19 @@ class Cluster:
         counts: Mapping[str, int],
         flags: Mapping[str, Sequence[str]],
         profile: str = PROFILE,
+        checkpoint: Path | None = None,
     ) -> None:
-        """Take how many of each kind, a kind's flags beside the usual ones, and the profile of all engines."""
+        """Take how many of each kind, a kind's flags beside the usual ones, and the profile of all engines.
+
+        With a `checkpoint` its own engine computes, in place of the profile's.
+        """
         self.addresses = [f"10.0.0.{1 + number}:{CONDUCTOR_PORT}" for number in range(counts.get("conductor", 1))]
-        engine = ["--model", MODEL, "--engine", f"emulated:{profile}", "--kv-transports", "grpc"]
+        model = MODEL if checkpoint is None else str(checkpoint)
+        computed = ["--dtype", "float32", "--set", "threads=1", "--set", "core_share=0"]
+        compute = ["--engine", f"emulated:{profile}"] if checkpoint is None else computed
+        engine = ["--model", model, *compute, "--kv-transports", "grpc"]
         usual = {
-            "conductor": ["--model", MODEL],
+            "conductor": ["--model", model],
             "kvstore": ["--kv-transports", "grpc"],
             "prefill": engine,
             "decode": engine,
@@ -265,9 +294,13 @@ class Cluster:
                 if kind == "conductor":
                     own = ["--listen", self.addresses[number]]
                 else:
-                    own = ["--listen", f"10.0.0.{1 + len(self.services)}:0", "--conductor", ",".join(self.addresses)]
+                    port = STORE_PORT if kind == "kvstore" else 0
+                    own = ["--listen", f"10.0.0.{1 + len(self.services)}:{port}"]
+                    own += ["--conductor", ",".join(self.addresses)]
                 name = f"{kind}-{number}"
-                self.services[name] = Service(simulation, name, [*usual[kind], *own, *flags.get(kind, ())])
+                computes = checkpoint is not None and kind in ("prefill", "decode")
+                parts = [*usual[kind], *own, *flags.get(kind, ())]
+                self.services[name] = Service(simulation, name, parts, computes=computes)
 
     async def start(self) -> None:
         """Start all services, conductors first, and let them join."""

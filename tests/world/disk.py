@@ -1,16 +1,53 @@
-"""A disk in memory of what was synced: a killed process loses nothing, and a loss of power what was not synced."""
+"""A disk that knows what was synced: a killed process loses nothing, and a loss of power what was not synced.
+
+It may be full for a while, or fail, or damage bytes.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
+from typing import Literal
 
+import lmdb
+
+from moonpool.kv.file_io import FileSpan, ReadOutcome
 from tests.unit.kvstore.ssd.power import PowerFiles
+
+DiskFault = Literal["full", "broken"]
+"""Nothing can be written; or nothing can be written nor read."""
+ERRORS: dict[DiskFault, int] = {"full": errno.ENOSPC, "broken": errno.EIO}
 
 RECORDS = "records"
 """Folder of a kvstore's deletions. They are synced as they are written, and not through the file layer."""
+
+
+class FailingFiles(PowerFiles):
+    """As `PowerFiles`, of a disk that may fail.
+
+    Attributes:
+        fault: what the disk has now; None: nothing.
+    """
+
+    def __init__(self, root: Path, *, without: Container[str] = ()) -> None:
+        super().__init__(root, self._step, without=without)
+        self.fault: DiskFault | None = None
+
+    def _step(self, name: str) -> None:
+        if self.fault is None or name in ("unlink", "truncate", "remove_folder"):
+            return
+        if name in ("transaction", "open_index", "index_sync"):
+            raise lmdb.DiskError(os.strerror(ERRORS[self.fault]))
+        raise OSError(ERRORS[self.fault], os.strerror(ERRORS[self.fault]))
+
+    def read(self, path: Path, spans: Sequence[FileSpan]) -> ReadOutcome:
+        if self.fault == "broken":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().read(path, spans)
 
 
 class Disk:
@@ -28,7 +65,21 @@ class Disk:
         self._lives = 0
         self.path = folder / "0"
         self.path.mkdir(parents=True)
-        self.files = PowerFiles(self.path, without=without)
+        self.files = FailingFiles(self.path, without=without)
+
+    def damage(self) -> bool:
+        """Change some bytes of a segment; returns whether there was one."""
+        segments = sorted(it for it in self.path.rglob("*.seg") if it.stat().st_size)
+        if not segments:
+            return False
+        path = self._chance.choice(segments)
+        with path.open("r+b") as file:
+            at = self._chance.randrange(path.stat().st_size)
+            file.seek(at)
+            before = file.read(self._chance.randrange(1, 64))
+            file.seek(at)
+            file.write(bytes(byte ^ self._chance.randrange(1, 256) for byte in before))
+        return True
 
     def new_life(self, *, power: bool) -> None:
         """The process has died, and with `power` the machine has lost its power."""

@@ -1,4 +1,4 @@
-"""gRPC in memory: servers and channels as `grpc.aio` has them, with latency, partitions, resets and a log of messages.
+"""gRPC in memory: servers and channels as `grpc.aio` has them, with latency, link faults, resets and a log of messages.
 
 Real handlers, interceptors and serialised messages run; only the connection is not real.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import Context, copy_context
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -22,6 +24,24 @@ EOF = grpc.aio.EOF
 LATENCY_S, JITTER_S = 0.0003, 0.0002
 """Of a message on its way: a constant, and the mean of what comes on top."""
 FIRST_PORT = 20_001
+RESENT_S = 0.2
+"""After so long a lost message is sent again, and then after twice as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFault:
+    """What happens to messages from one process to another, until a time on the loop's clock.
+
+    Attributes:
+        until: end of the fault.
+        delay_s: what each message takes longer; infinite: nothing comes through before `until`.
+        loss: share of messages that are lost on their way, and sent again.
+    """
+
+    until: float
+    delay_s: float = math.inf
+    loss: float = 0.0
+
 
 _WORLD = Context()
 """Where messages travel: no node's context."""
@@ -59,7 +79,7 @@ class Network:
         self._time = time
         self._draws = draws(f"network {seed}")
         self._last: dict[tuple[str, str], float] = {}
-        self._cut: dict[frozenset[str], float] = {}
+        self._faults: dict[tuple[str, str], LinkFault] = {}
         self._ports = FIRST_PORT
         self._channels = 0
 
@@ -75,23 +95,31 @@ class Network:
         return self._ports
 
     def send(self, call: _Call, up: bool, deliver: Callable[..., object], *args: Any) -> None:
-        """Deliver after the latency, in order on one connection, and not before a partition ends."""
+        """Deliver after the latency, in order on one connection, and as late as a fault of the link makes it."""
         loop = asyncio.get_running_loop()
         connection = (call.channel.name, call.channel.address) if up else (call.channel.address, call.channel.name)
         due = loop.time() + LATENCY_S + self._jitter_s * self._draws.expovariate(1.0)
-        due = max(due, self._last.get(connection, 0.0), self._cut_until(call))
+        if self._faults:
+            due = self._delayed(call, up, due)
+        due = max(due, self._last.get(connection, 0.0))
         self._last[connection] = due
         data = args[0] if args and isinstance(args[0], bytes) else b""
         self.log.add(self._time.now, connection, deliver.__name__, call.method, data)
         loop.call_at(due, deliver, *args, context=_WORLD)
 
+    def disturb(self, sender: str, receiver: str, seconds: float, delay_s: float = math.inf, loss: float = 0.0) -> None:
+        """Disturb a link for so long, as `LinkFault` says; by default nothing comes through."""
+        until = asyncio.get_running_loop().time() + seconds
+        self._faults[sender, receiver] = LinkFault(until, delay_s, loss)
+
     def partition(self, one: str, other: str, seconds: float) -> None:
         """Hold all messages between two processes back for so long."""
-        self._cut[frozenset((one, other))] = asyncio.get_running_loop().time() + seconds
+        self.disturb(one, other, seconds)
+        self.disturb(other, one, seconds)
 
     def heal(self) -> None:
-        """End all partitions."""
-        self._cut.clear()
+        """End all faults of links."""
+        self._faults.clear()
 
     def reset(self, one: str, other: str) -> None:
         """Break all connections between two processes."""
@@ -111,11 +139,21 @@ class Network:
             elif call.server is not None and call.server.node is node:
                 self.send(call, False, call.end, grpc.StatusCode.UNAVAILABLE, "Socket closed")
 
-    def _cut_until(self, call: _Call) -> float:
+    def _delayed(self, call: _Call, up: bool, due: float) -> float:
+        """When a message arrives that would arrive at `due`."""
         server = call.server or self.servers.get(call.channel.address)
-        if not self._cut or server is None:
-            return 0.0
-        return self._cut.get(frozenset((call.client.name, server.node.name)), 0.0)
+        if server is None:
+            return due
+        link = (call.client.name, server.node.name) if up else (server.node.name, call.client.name)
+        fault = self._faults.get(link)
+        if fault is None or fault.until <= due:
+            return due
+        if math.isinf(fault.delay_s):
+            return fault.until
+        due, resent_s = due + fault.delay_s, RESENT_S
+        while self._draws.random() < fault.loss:
+            due, resent_s = due + resent_s, 2 * resent_s
+        return due
 
 
 class _Inbox:

@@ -40,6 +40,14 @@ def on_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 def in_copy(body: Callable[[], Any]) -> Any:
     """What `body` returns in a copy of this process, which ends then."""
+    failed, result = forked(body)
+    if failed:
+        pytest.fail(failed, pytrace=False)
+    return result
+
+
+def forked(body: Callable[[], Any]) -> tuple[str, Any]:
+    """What `body` raises, "" for nothing, and what it returns, in a copy of this process, which ends then."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():  # of threads of this process: the copy has none, and needs none
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -50,15 +58,13 @@ def in_copy(body: Callable[[], Any]) -> Any:
     os.close(writing)
     try:
         with open(reading, "rb") as told:
-            failed, result = pickle.loads(told.read() or pickle.dumps(("the process has died", None)))
+            found: tuple[str, Any] = pickle.loads(told.read() or pickle.dumps(("the process has died", None)))
     except BaseException:
         os.kill(copy, signal.SIGKILL)
         raise
     finally:
         os.waitpid(copy, 0)
-    if failed:
-        pytest.fail(failed, pytrace=False)
-    return result
+    return found
 
 
 def _tell(body: Callable[[], Any], writing: int) -> None:

@@ -1,7 +1,15 @@
-"""A storm: faults by a seed against two of every service, with checked answers: `python -m tests.world.storm --seed 7`.
+"""A storm: clients that use everything, and faults by a seed, on virtual time: `python -m tests.world.storm --seed 7`.
 
-Prints a line of JSON for each storm. `--trace` shows its faults and errors, `--log FILE` writes all messages. What a
-storm does and what the services meet both follow from the seed, so a failure comes again.
+Clients of several tenants ask through the SDK and a gateway, with every feature (`tests/world/asks.py`), and use the
+kvstores. Faults hit processes, engines, links, disks, clocks and memory (`tests/world/faults.py`). Afterwards:
+
+- each answer is the plain model's, and follows its format; nobody is late but by its own deadline;
+- no request fails but while the faults explain it (`tests/faults/disturbances.py`);
+- what clients of the stores saw is what a store may do (`tests/world/history.py`); no tenant meets another's KV;
+- nothing is held, every service runs, and all features work again; the cores' journals rerun to the same actions.
+
+Prints a line of JSON for each storm, and then how often each path was met (`tests/world/marks.py`). What a storm
+does and what the services meet both follow from the seed, so a failure comes again.
 """
 
 from __future__ import annotations
@@ -9,203 +17,527 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import itertools
 import json
+import logging
+import os
+import random
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+
+from moonpool.checkpoint import Tokenizer
 from moonpool.client import AsyncClient, SamplingParams
 from moonpool.errors import MoonpoolError
+from moonpool.rpc.auth import hash_key
 from moonpool.rpc.tuning import tune_gc
-from moonpool.telemetry import logs
-from tests.world.cluster import Cluster, Service, Simulation, answer, leave
+from moonpool.scheduling.sessions import SessionTurn
+from moonpool.transport import fault_injection
+from tests.world.asks import FEATURES, OF, SCHEMA, TENANTS, TEXTS, Ask, Asks, Feature, Interface
+from tests.world.clients import TIMEOUT_S, Outcome, ask_http, ask_sdk, is_sdk, use_stores
+from tests.world.cluster import MODEL, STORE_PORT, Cluster, Simulation
 from tests.world.disk import Disk
-from tests.world.loop import draws
+from tests.world.faults import FLOOD, SKEW_S, FaultPlan, Faults
+from tests.world.gateway import Gateway
+from tests.world.history import Histories
+from tests.world.judge import EmulatedJudge, Judge, wrong_format
+from tests.world.marks import Marks
+from tests.world.process import forked
 
-FAULT_S = 2.5
-"""Mean distance of faults."""
+MESSAGES = "MOONPOOL_STORM_MESSAGES"
+"""Names the file for all messages."""
 RATE = 4.0
 """Requests a second."""
-LEAVING = 0.15
-"""Share of clients that leave before their answer ends."""
-TIMEOUT_S, HUNG_S = 120.0, 200.0
-SKEW_S = 5.0
-"""Wall clocks differ from the true time by so much at most."""
-SERVED = ("conductor", "kvstore", "prefill", "decode")
-KINDS = ("kill", "stop", "reset", "partition")
-POWER = 0.5
-"""Share of kills with which the machine loses its power, too."""
-ENGINE = ("--block-size", "64")
-FLAGS = {
-    "kvstore": ["--dram-bytes", str(1 << 20), "--ssd-bytes", str(1 << 24)],
-    "prefill": [*ENGINE, "--max-num-batched-tokens", "2048"],
-    "decode": [*ENGINE, "--kv-cache-memory-bytes", str(1 << 21)],
-}
+HUNG_S = 200.0
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+SDK_NEEDS = ("conductor", "prefill", "decode")
+BLOCK = 16
+CONTEXT = 200
+"""Tokens of a context."""
+SHOWN = 8
+"""Failures that are shown of a storm."""
+
+
+@dataclass(frozen=True, slots=True)
+class StormPlan:
+    """One storm.
+
+    Attributes:
+        seed: of everything that is drawn.
+        seconds: how long faults happen.
+        computes: whether the checkpoint's own engine computes; else it is emulated.
+        conductors: side by side.
+        faults: how faults are drawn.
+        corrupt: share of KV frames that are damaged.
+        rerun: whether journals are kept, rerun and read for marks.
+    """
+
+    seed: int
+    seconds: float = 15.0
+    computes: bool = False
+    conductors: int = 2
+    faults: FaultPlan = field(default_factory=FaultPlan)
+    corrupt: float = 0.0
+    rerun: bool = True
+
+    @classmethod
+    def drawn(cls, seed: int, seconds: float, *, rerun: bool = True) -> StormPlan:
+        """The plan that a seed stands for."""
+        drawn = random.Random(f"plan {seed}")
+        return cls(
+            seed,
+            seconds,
+            computes=seed % 2 == 0,
+            conductors=drawn.choice((1, 2, 2)),
+            faults=FaultPlan(drawn.choice((0.8, 1.5, 3.0))),
+            corrupt=drawn.choice((0.0, 0.0, 0.02)),
+            rerun=rerun,
+        )
+
+    def flags(self) -> dict[str, list[str]]:
+        """Flags of the services: pools and tiers are small, so that requests wait and blocks are evicted."""
+        engine = ["--block-size", str(BLOCK)]
+        if self.computes:
+            pool = ["--set", "blocks=320"]
+            decode = [*engine, *pool, "--speculative", "ngram", "--set", "preempt_every=60"]
+            prefill = [*engine, *pool, "--max-num-batched-tokens", "256"]
+            return {"kvstore": ["--dram-bytes", "2MiB", "--ssd-bytes", "16MiB"], "prefill": prefill, "decode": decode}
+        return {
+            "kvstore": ["--dram-bytes", "1MiB", "--ssd-bytes", "16MiB"],
+            "prefill": [*engine, "--max-num-batched-tokens", "1024"],
+            "decode": [*engine, "--kv-cache-memory-bytes", "2MiB"],
+        }
 
 
 class Storm:
-    """One storm; `run` gives what happened."""
+    """One storm; `run` gives what happened.
 
-    def __init__(self, simulation: Simulation, seconds: float, folder: Path) -> None:
-        """Take how long faults happen, and a folder for the disks of kvstores."""
-        self._simulation = simulation
-        self._seconds = seconds
-        self._draws = draws(f"storm {simulation.seed}")
-        self._loop = simulation.loop
-        self._side: list[asyncio.Task[None]] = []
-        self._cluster = Cluster(simulation, dict.fromkeys(SERVED, 2), FLAGS)
-        for service in self._cluster.services.values():
-            service.skew_s = self._draws.uniform(-SKEW_S, SKEW_S)
+    Attributes:
+        cluster: the services.
+        story: faults and errors, a line each.
+        bad: promises that were broken.
+        marks: paths that were met.
+    """
+
+    def __init__(self, simulation: Simulation, plan: StormPlan, folder: Path, checkpoint: Path) -> None:
+        """Take an empty folder for disks and journals."""
+        self.plan, self._simulation, self._loop = plan, simulation, simulation.loop
+        self._folder = folder
+        self._model = checkpoint if plan.computes else Path(MODEL)
+        self._judge = _judge(plan, checkpoint)
+        self._tokenizer = Tokenizer.load(self._model)
+        counts = {"conductor": plan.conductors, "kvstore": 2, "prefill": 2, "decode": 2}
+        self.cluster = Cluster(simulation, counts, plan.flags(), checkpoint=checkpoint if plan.computes else None)
+        drawn = random.Random(f"storm {plan.seed}")
+        for service in self.cluster.services.values():
+            service.skew_s = drawn.uniform(-SKEW_S, SKEW_S)
             if service.kind == "kvstore":
-                service.disk = Disk(folder / service.name, f"{simulation.seed} {service.name}")
+                service.disk = Disk(folder / service.name, f"{plan.seed} {service.name}")
+            elif plan.rerun:
+                service.journals = folder / "journals"
+        self._drawn = drawn
+        self._asks = Asks(plan.seed, plan.computes)
+        self._keys = {tenant: f"key of {tenant}" for tenant in TENANTS}
+        self._outcomes: list[Outcome] = []
+        self._work: list[asyncio.Task[Any]] = []
+        self._histories = Histories()
+        self._began = 0.0
         self.story: list[str] = []
         self.bad: list[str] = []
-        self.outcomes: Counter[str] = Counter()
-        self.faults = 0
-        self._answers: list[Any] = []
+        self.marks = Marks()
 
     async def run(self) -> dict[str, Any]:
-        await self._cluster.start()
-        self._begin = self._loop.time()
-        async with AsyncClient(self._cluster.addresses, timeout_s=TIMEOUT_S) as client:
-            self._beside(self._break_things())
-            work = await self._ask_things(client)
-            hung = (await asyncio.wait(work, timeout=HUNG_S))[1]
-            await asyncio.gather(*self._side)
-            self._simulation.network.heal()
-            if hung:
-                self.bad.append(f"{len(hung)} requests hang")
-            for task in work:
-                if task.done() and task.exception() is not None:
-                    self.bad.append(repr(task.exception()))
-            for service in self._cluster.services.values():
-                if service.task.done():
-                    self.bad.append(f"{service.node} has ended: {service.task.exception()!r}")
+        await self.cluster.start()
+        keys = self._folder / "keys"
+        keys.write_text("".join(f"sha256:{hash_key(key)} {name}\n" for name, key in self._keys.items()))
+        flags = ["--api-keys", str(keys)]
+        self._gateway = Gateway(self._simulation, self.cluster.addresses, str(self._model), flags)
+        fault_injection.corruptor = fault_injection.FrameCorruptor(self.plan.corrupt, self.plan.seed)
+        async with AsyncClient(self.cluster.addresses, timeout_s=TIMEOUT_S) as client:
+            self._client = client
+            await self._make_contexts()
+            self._began = self._loop.time()
+            faults = Faults(self._simulation, self.cluster, self._gateway, self.plan.faults, self._flood)
+            self._faults = faults
+            injection = self._loop.create_task(faults.run(self._now, self.plan.seconds))
+            self._use_stores()
+            await self._ask_things()
+            await injection
+            await self._end()
+            fault_injection.corruptor = None
             log = self._simulation.log.digest  # some gauges of kvstores, which are asked next, tell the real memory
-            try:
-                await self._cluster.rest()
-            except AssertionError as error:
-                self.bad.append(str(error))
-        answers = hashlib.sha256(repr(sorted(self._answers)).encode()).hexdigest()[:16]
+            await self._calm()
+        self._judge_all()
+        self.bad += self._histories.faults()
+        if self.plan.rerun:
+            await self.cluster.drain()
+            self.bad += self.marks.read(self._folder / "journals")
+        return self._result(log)
+
+    @property
+    def faults_told(self) -> list[str]:
+        """A line for each fault."""
+        return self._faults.told
+
+    def _result(self, log: str) -> dict[str, Any]:
+        answers = [(it.ask.number, it.begin, it.ended, [one.tokens for one in it.answers]) for it in self._outcomes]
+        digest = hashlib.sha256(repr(sorted(answers, key=lambda it: it[0])).encode()).hexdigest()[:16]
+        up = self._faults.disturbances.up_share(0.0, self.plan.seconds, SDK_NEEDS)
         return {
-            "seed": self._simulation.seed,
-            "requests": len(work),
-            "outcomes": dict(self.outcomes),
-            "faults": self.faults,
-            "bad": self.bad[:6],
+            "seed": self.plan.seed,
+            "engine": "computed" if self.plan.computes else "emulated",
+            "requests": len(self._outcomes),
+            "outcomes": dict(Counter(it.ended for it in self._outcomes)),
+            "operations": len(self._histories),
+            "faults": dict(sorted(self._faults.counts.items())),
+            "up": round(up, 3),
+            "bad": [text[:400] for text in self.bad[:SHOWN]],
             "virtual_s": self._now(),
-            "answers": answers,
+            "answers": digest,
             "log": log,
+            "marks": self.marks.counts,
         }
 
     def _now(self) -> float:
-        return round(self._loop.time() - self._begin, 6)
+        """Seconds of the storm."""
+        return round(self._loop.time() - self._began, 6)
 
-    def _beside(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._side.append(self._loop.create_task(coroutine))
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        self._work.append(self._loop.create_task(coroutine))
 
-    async def _ask_things(self, client: AsyncClient) -> list[asyncio.Task[None]]:
-        drawn, work = self._draws, list[asyncio.Task[None]]()
-        prefixes = [[drawn.randrange(8, 200) for _ in range(1024)] for _ in range(4)]
-        while self._now() < self._seconds:
-            await asyncio.sleep(drawn.expovariate(RATE))
-            prompt = drawn.choice(prefixes)[: drawn.randrange(64, 1024)]
-            prompt = prompt + [drawn.randrange(8, 200) for _ in range(drawn.randrange(1, 700))]
-            count = drawn.randrange(1, 60)
-            leave_s = drawn.uniform(0.05, 3.0) if drawn.random() < LEAVING else None
-            work.append(self._loop.create_task(self._ask(client, len(work), prompt, count, leave_s)))
-        return work
+    # --- what clients do --------------------------------------------------------------------------------------------
 
-    async def _ask(
-        self, client: AsyncClient, number: int, prompt: list[int], count: int, leave_s: float | None
-    ) -> None:
-        came, tokens, times = self._now(), list[int](), list[float]()
-        sampling = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
-        stream = client.stream(token_ids=prompt, sampling=sampling, request_id=f"t-{number}")
-        outcome = "done"
-        try:
-            async with asyncio.timeout(leave_s):
-                async for event in stream:
-                    tokens += event.token_ids
-                    times.append(self._now())
-        except TimeoutError:
-            outcome = "left"
-        except MoonpoolError as error:
-            outcome = type(error).__name__
-            self.story.append(f"{self._now()} t-{number} {error}")
-        right = answer(prompt, count)
-        if tokens != right[: len(tokens)] or (outcome == "done" and len(tokens) != count):
-            self.bad.append(f"t-{number} ({outcome}): wrong tokens, {len(tokens)} of {count}")
-        if outcome == "DeadlineExceeded" or self._now() - came > TIMEOUT_S + 1:
-            self.bad.append(f"t-{number} ({outcome}) took {self._now() - came:.1f} s")
-        self.outcomes[outcome] += 1
-        self._answers.append((number, came, times, outcome, tokens))
+    async def _make_contexts(self) -> None:
+        for tenant in TENANTS:
+            made = await self._client.contexts.create(token_ids=self._asks.document(tenant, 1)[:CONTEXT], tenant=tenant)
+            self._asks.contexts[tenant] = made.id
 
-    async def _break_things(self) -> None:
-        drawn, services = self._draws, list(self._cluster.services.values())
+    def _use_stores(self) -> None:
+        names = [name for name, it in self.cluster.services.items() if it.kind == "kvstore"]
+        addresses = {name: self.cluster.services[name].address for name in names}
+        assert all(address.endswith(f":{STORE_PORT}") for address in addresses.values())
+        for tenant in TENANTS[:2]:
+            self._spawn(use_stores(addresses, tenant, self.plan.seed, self._histories, self._now, self.plan.seconds))
+
+    async def _ask_things(self) -> None:
         while True:
-            await asyncio.sleep(drawn.expovariate(1 / FAULT_S))
-            if self._now() >= self._seconds:
+            await asyncio.sleep(self._drawn.expovariate(RATE))
+            if self._now() >= self.plan.seconds:
                 return
-            kind, one, other = drawn.choice(KINDS), drawn.choice(services), drawn.choice(services)
-            seconds = drawn.uniform(0.3, 4.0)
-            if one.node.dead or one.node.held is not None:
-                continue
-            self.faults += 1
-            self.story.append(f"{self._now()} {kind} {one.node} ({other.node}, {seconds:.2f} s)")
-            match kind:
-                case "kill":
-                    one.kill(power=drawn.random() < POWER)
-                    self._beside(self._later(seconds, one))
-                case "stop":
-                    one.stop()
-                    self._beside(self._later(seconds, one))
-                case "reset":
-                    self._simulation.network.reset(one.name, other.name)
-                case "partition":
-                    self._simulation.network.partition(one.name, other.name, seconds)
+            draw = self._drawn.random()
+            if draw < 0.06:
+                self._spawn(self._converse(f"s{len(self._work)}"))
+            elif draw < 0.08:
+                self._spawn(self._delete(f"gone{len(self._work)}"))
+            else:
+                self._spawn(self._ask(self._asks.next()))
 
-    async def _later(self, seconds: float, service: Service) -> None:
-        """Bring a killed or stopped service back."""
-        await asyncio.sleep(seconds)
-        if service.node.dead:
-            service.begin()
-        elif service.node.held is not None:
-            service.resume()
+    async def _ask(self, ask: Ask) -> Outcome:
+        outcome = Outcome(ask, self._now())
+        self._outcomes.append(outcome)
+        if is_sdk(ask):
+            work: Coroutine[Any, Any, None] = ask_sdk(self._client, ask, outcome, self._now)
+        else:
+            work = ask_http(self._gateway, ask, outcome, self._keys[ask.tenant])
+        await work
+        outcome.end = self._now()
+        if outcome.error:
+            self.story.append(f"{outcome.end:.6f} {ask}: {outcome.error[:300]}")
+        return outcome
+
+    async def _flood(self) -> None:
+        await asyncio.gather(*(self._ask(ask) for ask in self._asks.flood(FLOOD)))
+
+    async def _converse(self, name: str) -> None:
+        """A session of three turns: each begins with all of the one before."""
+        ask = replace(self._asks.next(), interface="stream", feature="greedy", chat=(), slo=None, context="")
+        tokens = ask.tokens or tuple(self._asks.document(ask.tenant, 2)[:50])
+        for turn in range(3):
+            session = SessionTurn(id=name, return_s=1.0, last=turn == 2)
+            how = replace(GREEDY, max_tokens=20)
+            now = replace(ask, tokens=tokens, how=how, session=session, ending="stay", number=-1)
+            outcome = await self._ask(now)
+            if outcome.ended != "complete":
+                return
+            if turn and outcome.cached and outcome.cached >= len(tokens) - 2 * BLOCK:
+                self.marks.meet("a turn finds the turn before")
+            new = [self._drawn.randrange(8, 250) for _ in range(self._drawn.randrange(1, 30))]
+            tokens = (*tokens, *outcome.answers[0].tokens, *new)
+            await asyncio.sleep(self._drawn.expovariate(1.0))
+
+    async def _delete(self, tenant: str) -> None:
+        """KV of a tenant that was deleted everywhere is not met again."""
+        tokens = tuple(self._drawn.randrange(8, 250) for _ in range(6 * BLOCK + 3))
+        ask = Ask(-1, tenant, "generate", "greedy", GREEDY, tokens)
+        await self._ask(ask)
+        await asyncio.sleep(self._drawn.uniform(0.0, 2.0))
+        try:
+            deleted = await self._client.delete_kv(tenants=[tenant], timeout_s=30.0)
+        except MoonpoolError as error:
+            self.story.append(f"{self._now():.6f} deletion of {tenant}: {error}")
+            return
+        outcome = await self._ask(ask)
+        if deleted.complete and outcome.cached:
+            self.bad.append(f"{tenant} was deleted everywhere, and {outcome.cached} tokens are cached")
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def _end(self) -> None:
+        """Wait for all clients; none may hang."""
+        hung = (await asyncio.wait(self._work, timeout=HUNG_S))[1]
+        if hung:
+            self.bad.append(f"{len(hung)} clients hang")
+        for task in self._work:
+            if task.done() and task.exception() is not None:
+                self.bad.append(f"a client: {task.exception()!r}")
+
+    async def _calm(self) -> None:
+        """All run, nothing is held, and every feature works over every interface."""
+        for service in [*self.cluster.services.values(), self._gateway]:
+            if service.task.done():
+                self.bad.append(f"{service.node} has ended: {service.task.exception()!r}")
+                return
+        try:
+            await self.cluster.rest()
+        except AssertionError as error:
+            self.bad.append(str(error))
+        asks = list(self._each())
+        outcomes = await asyncio.gather(*(self._ask(ask) for ask in asks))
+        for outcome in outcomes:
+            if outcome.ended != "complete":
+                self.bad.append(f"in the calm: {outcome.ask}: {outcome.ended} {outcome.error}")
+        try:
+            await self.cluster.rest()
+        except AssertionError as error:
+            self.bad.append(str(error))
+        await self._gateway.close()
+
+    def _each(self) -> Iterator[Ask]:
+        """A request for each feature that the engine has, over some interface."""
+        wanted: list[Feature] = [it for it in FEATURES if self.plan.computes or it in ("greedy", "drawn", "several")]
+        interfaces: set[Interface] = set(OF)
+        while wanted or interfaces:
+            ask = self._asks.next()
+            if ask.feature in wanted or ask.interface in interfaces:
+                wanted = [it for it in wanted if it != ask.feature]
+                interfaces.discard(ask.interface)
+                yield replace(ask, ending="stay", slo=None)
+
+    # --- the judgement ----------------------------------------------------------------------------------------------
+
+    def _judge_all(self) -> None:
+        for outcome in self._outcomes:
+            for fault in self._faults_of(outcome):
+                self.bad.append(f"{outcome.ask}: {fault}")
+            needs = SDK_NEEDS if is_sdk(outcome.ask) else (*SDK_NEEDS, "gateway")
+            why = self._faults.disturbances.explain(outcome.begin, outcome.end, needs)
+            if outcome.ended in ("failed", "refused") and outcome.ask.tenant != "flood" and not why:
+                span = f"{outcome.begin:.3f} to {outcome.end:.3f} s"
+                self.bad.append(f"{outcome.ask} {outcome.ended} for no fault, {span}: {outcome.error}")
+            self.marks.see(outcome, bool(why))
+        self.bad += self._foreign()
+        for operation in self._histories.operations():
+            if operation.kind == "delete" and operation.changed:
+                self.marks.meet("a store's value is deleted")
+            elif operation.kind == "get" and operation.value:
+                self.marks.meet("a store's value is read")
+
+    def _faults_of(self, outcome: Outcome) -> Iterator[str]:
+        """What is wrong with an outcome, whatever the faults."""
+        ask, judge = outcome.ask, self._judge
+        if outcome.unexpected:
+            yield outcome.unexpected
+        limit = ask.limit if ask.ending == "deadline" else TIMEOUT_S
+        if outcome.end - outcome.begin > limit + 1.0:
+            yield f"took {outcome.end - outcome.begin:.1f} s"
+        if outcome.ended == "late" and ask.ending != "deadline":
+            yield "was late"
+        if ask.feature == "tools":
+            yield from self._tool_faults(outcome)
+            return
+        if not outcome.answers:
+            return
+        prompt = self._prompt(ask)
+        if outcome.prompt and outcome.prompt != prompt:
+            yield "has another prompt"
+        whole = outcome.ended == "complete"
+        if whole and len(outcome.answers) != ask.how.n:
+            yield f"has {len(outcome.answers)} answers"
+        if ask.interface in TEXTS:
+            yield from self._text_faults(outcome, prompt)
+            return
+        for index, one in enumerate(outcome.answers):
+            if ask.feature == "beams":
+                if whole and (fault := judge.wrong_score(prompt, one.tokens, one.score or 0.0)):
+                    yield fault
+                continue
+            if fault := judge.wrong(prompt, one.tokens, ask.how, index):
+                yield f"answer {index}: {fault}"
+            if whole and ask.how.ignore_eos and len(one.tokens) != ask.how.max_tokens:
+                yield f"answer {index} has {len(one.tokens)} of {ask.how.max_tokens} tokens"
+            if whole and one.finish == "stop" and (fault := wrong_format(ask.how, one.text)):
+                yield f"answer {index}: {fault}"
+            if one.logprobs and (fault := judge.wrong_logprobs(prompt, one.logprobs)):
+                yield f"answer {index}: {fault}"
+        if outcome.scored and (fault := judge.wrong_logprobs(prompt[:1], outcome.scored)):
+            yield f"the prompt: {fault}"
+
+    def _tool_faults(self, outcome: Outcome) -> Iterator[str]:
+        if any(it.finish == "length" for it in outcome.answers):
+            return
+        for given in outcome.arguments:
+            try:
+                jsonschema.validate(json.loads(given) if isinstance(given, str) else given, SCHEMA)
+            except (ValueError, jsonschema.ValidationError) as error:
+                yield f"a tool's arguments {given!r}: {error}"
+
+    def _text_faults(self, outcome: Outcome, prompt: list[int]) -> Iterator[str]:
+        """Of an interface that tells no tokens."""
+        ask, [one] = outcome.ask, outcome.answers
+        if ask.feature == "schema":
+            if one.finish in ("stop", "end_turn") and (fault := wrong_format(ask.how, one.text)):
+                yield fault
+            return
+        right = self._judge.greedy(prompt, ask.how.max_tokens)
+        if right is None:
+            return
+        stream = self._tokenizer.stream(prompt)
+        text = stream.push(right) + stream.flush()
+        if (outcome.ended == "complete" and one.text != text) or not text.startswith(one.text):
+            yield f"{one.text!r} is not {text!r}"
+
+    def _prompt(self, ask: Ask) -> list[int]:
+        if ask.chat:
+            return self._tokenizer.apply_chat_template(ask.chat)
+        context = self._asks.document(ask.tenant, 1)[:CONTEXT] if ask.context else []
+        return [*context, *ask.tokens]
+
+    def _foreign(self) -> Iterator[str]:
+        """Cached tokens that no earlier request of the tenant explains.
+
+        What a client has not heard of an answer's end is not known, and explains any tokens behind what it heard. A
+        request that was placed again finds what it has computed before.
+        """
+        known: dict[tuple[str, str], list[tuple[Outcome | None, list[int]]]] = {}
+        for tenant in TENANTS:
+            known[tenant, ""] = [(None, self._asks.document(tenant, 1)[:CONTEXT])]
+        known_prompts = [it for it in self._outcomes if it.ask.feature != "tools"]  # whose prompts the template makes
+        for it in known_prompts:
+            prompt = self._prompt(it.ask)
+            tokens = [(it, [*prompt, *one.tokens]) for one in it.answers] or [(it, prompt)]
+            known.setdefault((it.ask.tenant, it.ask.salt), []).extend(tokens)
+        for it in known_prompts:
+            again = it.placements > 1 or it.resumes
+            if not is_sdk(it.ask):
+                again = bool(self.plan.corrupt) or self._faults.disturbances.any(it.begin, it.end)
+            if it.cached and not again and not any(
+                _explains(it, self._prompt(it.ask), other, tokens)
+                for other, tokens in known[it.ask.tenant, it.ask.salt]
+            ):
+                yield f"{it.ask}: {it.cached} tokens are cached, which the tenant has not asked before"
+
+
+def _explains(it: Outcome, prompt: Sequence[int], other: Outcome | None, tokens: Sequence[int]) -> bool:
+    """Whether the cached tokens of `it` are those of another request, or of a context."""
+    assert it.cached is not None
+    if other is it or (other is not None and other.begin > it.end):
+        return False
+    heard = other is None or (other.ended == "complete" and other.ask.interface not in TEXTS)
+    return _common(prompt, tokens) >= (it.cached if heard else min(it.cached, len(tokens)))
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 KEPT: list[object] = []
 """Storms that are over: what is destroyed would run code of the dead."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, action="append", help="may be given several times (default: 1)")
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--trace", action="store_true", help="show faults and errors")
-    parser.add_argument("--log", help="file for all messages, a line each")
-    args = parser.parse_args()
-    logs.configure("error", "world", False)
-    tune_gc()
-    failed = False
-    for seed in args.seed or [1]:
-        began = time.process_time()
-        simulation = Simulation(seed, args.log)
-        with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as folder:
-            storm = Storm(simulation, args.seconds, Path(folder))
-            KEPT.append((simulation, storm))
+def _judge(plan: StormPlan, checkpoint: Path) -> Judge:
+    if not plan.computes:
+        return EmulatedJudge()
+    from tests.world.plain import PlainJudge  # torch takes seconds to import
+
+    return PlainJudge(checkpoint)
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A tiny random Llama, whose engine computes."""
+    from moonpool.models.random_checkpoint import create
+
+    return create("tiny-llama", folder, seed=5, dtype="float32")
+
+
+def run_storm(plan: StormPlan, checkpoint: Path) -> dict[str, Any]:
+    """What comes of a storm, and its story. The process must end with `leave`."""
+    logging.disable(logging.ERROR)  # disks that are broken on purpose
+    began = time.process_time()
+    simulation = Simulation(plan.seed, os.environ.get(MESSAGES))
+    with tempfile.TemporaryDirectory(prefix="moonpool-storm-") as folder:
+        storm = Storm(simulation, plan, Path(folder), checkpoint)
+        KEPT.append((simulation, storm))
+        try:
             result = simulation.run(storm.run())
-        print(json.dumps({**result, "cpu_s": round(time.process_time() - began, 2)}), flush=True)
-        if args.trace:
-            print(*storm.story, sep="\n", flush=True)
-        if result["bad"]:
-            failed = True
-            print(f"repeat with: python -m tests.world.storm --seed {seed} --seconds {args.seconds:g}", file=sys.stderr)
-    leave(1 if failed else 0)
+        except Exception:
+            result = {"seed": plan.seed, "bad": [traceback.format_exc()], "marks": storm.marks.counts}
+    story = [*storm.story, *(storm.faults_told)]
+    return {**result, "cpu_s": round(time.process_time() - began, 2), "story": sorted(story, key=_time_of)}
+
+
+def _time_of(line: str) -> float:
+    return float(line.split(" ", 1)[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.world.storm", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first storm; the next has the next one")
+    parser.add_argument("--storms", type=int, default=1, help="how many, one after the other")
+    parser.add_argument("--minutes", type=float, help="storms until so much time has passed, however many")
+    parser.add_argument("--seconds", type=float, default=15.0, help="how long faults happen in each, virtual time")
+    parser.add_argument("--engine", choices=("emulated", "computed"), help="default: by the seed")
+    parser.add_argument("--trace", action="store_true", help="show faults and errors")
+    parser.add_argument("--log", help="file for all messages of one storm, a line each")
+    args = parser.parse_args()
+    tune_gc()
+    if args.log:
+        os.environ[MESSAGES] = args.log
+    began, marks, failed, done = time.monotonic(), Counter[str](), 0, 0
+    with tempfile.TemporaryDirectory(prefix="moonpool-checkpoint-") as folder:
+        checkpoint = make_checkpoint(Path(folder) / "tiny-llama")
+        for seed in itertools.count(args.seed):
+            minutes = (time.monotonic() - began) / 60
+            if minutes >= args.minutes if args.minutes else done >= args.storms:
+                break
+            plan = StormPlan.drawn(seed, args.seconds)
+            if args.engine:
+                plan = replace(plan, computes=args.engine == "computed")
+            error, result = forked(partial(run_storm, plan, checkpoint))
+            result = result or {"bad": [error], "marks": {}, "story": []}
+            story, met, done = result.pop("story"), result.pop("marks"), done + 1
+            marks.update(met)
+            print(json.dumps({**result, "marks": sum(map(bool, met.values()))}), flush=True)
+            if args.trace:
+                print(*story, sep="\n", flush=True)
+            if result["bad"]:
+                failed += 1
+                how = f" --engine {args.engine}" if args.engine else ""
+                again = f"python -m tests.world.storm --seed {seed} --seconds {args.seconds:g}{how}"
+                print(f"repeat with: {again}", file=sys.stderr, flush=True)
+            of = f"{args.minutes:g} min" if args.minutes else args.storms
+            print(f"{done} of {of}: {failed} failed, {minutes:.1f} min", file=sys.stderr, flush=True)
+    print("paths met:", *(f"{count:7} {mark}" for mark, count in marks.items()), sep="\n", file=sys.stderr)
+    print(json.dumps({"paths": marks}), flush=True)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

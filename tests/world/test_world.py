@@ -1,4 +1,4 @@
-"""The services on virtual time: right tokens, the same messages under any hash seed, storms, and the simulator."""
+"""The services on virtual time: right tokens, the same messages under any hash seed, and the simulator."""
 
 import itertools
 import json
@@ -23,8 +23,6 @@ ALL = 0.002
 """The same of median and mean."""
 ELSEWHERE = 0.1
 """Share of requests that may be placed at another prefill instance."""
-STORMS = (1, 2, 3)
-MORE_STORMS = [range(first, first + 10) for first in range(4, 104, 10)]
 
 
 def run(module: str, *flags: str, hash_seed: int = 0) -> list[dict[str, Any]]:
@@ -110,22 +108,3 @@ def test_who_gets_no_processor_is_not_lost(services: Sequence[str]) -> None:
 def test_who_is_stopped_is_lost() -> None:
     (found,) = run("starvation", "--service", "decode-0", "--how", "stop")
     assert found == {"lost": ["decode-0"], "right": True, "placements": 2}
-
-
-def storms(seeds: Sequence[int], seconds: int, hash_seed: int = 0) -> list[dict[str, Any]]:
-    """Storms in one process, as most of a storm's start is the imports."""
-    flags = ["--seconds", str(seconds), *(flag for seed in seeds for flag in ("--seed", str(seed)))]
-    return run("storm", *flags, hash_seed=hash_seed)
-
-
-def test_storms() -> None:
-    assert all(storm["faults"] for storm in storms(STORMS, 10))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seeds", MORE_STORMS, ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
-@pytest.mark.timeout(600)
-def test_more_storms(seeds: Sequence[int]) -> None:
-    """Each storm twice: its messages do not depend on the hash seed either."""
-    first, second = (storms(seeds, 20, hash_seed) for hash_seed in (0, 1))
-    assert [storm["log"] for storm in first] == [storm["log"] for storm in second]

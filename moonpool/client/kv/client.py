@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from types import TracebackType
@@ -13,6 +12,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, Self, TypeVar
 from pydantic import ValidationError
 from typing_extensions import Buffer
 
+from moonpool import world
 from moonpool.client.background import BackgroundLoop, same_arguments
 from moonpool.client.kv.connection import (
     MAX_KEYS_PER_CALL,
@@ -255,8 +255,8 @@ class AsyncKVClient:
         await self.aclose()
 
     def _deadline(self, timeout_s: float | None) -> float:
-        """End of a call on the clock `time.monotonic`. All parts of the call share the time."""
-        return time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        """End of a call on the clock `world.monotonic`. All parts of the call share the time."""
+        return world.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
 
     async def _identify(self, deadline: float) -> _CallerIdentity:
         """The caller's identity. The first call asks the store.

@@ -9,9 +9,7 @@ call on a stream.
 from __future__ import annotations
 
 import itertools
-import secrets
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from moonpool import world
 from moonpool.client.background import BackgroundLoop
 from moonpool.errors import DeadlineExceeded, InvalidRequest, StreamBroken, TransferFailed, Unavailable
 from moonpool.kv.frames import DamagedSliceError
@@ -135,7 +134,7 @@ class KVConnection:
     def __init__(self, store: StoreAddress) -> None:
         self._store = store
         self._channels = Channels(store.tls)
-        self._sender = kv_pb2.Instance(id="kv-client", incarnation=secrets.randbits(63) or 1)
+        self._sender = kv_pb2.Instance(id="kv-client", incarnation=world.random_bits(63) or 1)
         self._streams: OrderedDict[KVLayout, SizeClassStreams] = OrderedDict()
 
     def portion(self, layout: KVLayout) -> int:
@@ -276,12 +275,12 @@ class ValueRead:
 
 
 def remaining_s(deadline: float) -> float:
-    """Seconds deadline `deadline`, on the clock `time.monotonic`.
+    """Seconds deadline `deadline`, on the clock `world.monotonic`.
 
     Raises:
         TransferFailed: the deadline has passed.
     """
-    seconds = deadline - time.monotonic()
+    seconds = deadline - world.monotonic()
     if seconds <= 0:
         raise TransferFailed("the call took too long")
     return seconds
@@ -435,8 +434,8 @@ class BlockingKVConnection(KVConnection):
     def __init__(self, loop: BackgroundLoop, store: StoreAddress) -> None:
         super().__init__(store)
         self._loop = loop
-        self._writers = _DirectTable[BlockingWriter](loop, time.monotonic)
-        self._readers = _DirectTable[BlockingReader](loop, time.monotonic)
+        self._writers = _DirectTable[BlockingWriter](loop, world.monotonic)
+        self._readers = _DirectTable[BlockingReader](loop, world.monotonic)
 
     def portion(self, layout: KVLayout) -> int:
         writer = self._writers.get(layout)
@@ -449,13 +448,13 @@ class BlockingKVConnection(KVConnection):
         return self._loop.run(super().remove(keys, timeout_s))
 
     async def put(self, layout: KVLayout, blocks: BlocksToPut, timeout_s: float) -> PutOutcome:
-        deadline, writer = time.monotonic() + timeout_s, self._writers.get(layout)
+        deadline, writer = world.monotonic() + timeout_s, self._writers.get(layout)
         if writer is not None and len(blocks.keys) <= writer.most:
             with translated_errors:
                 outcome = writer.put(blocks, timeout_s)
             if outcome is not None:
                 return outcome
-        outcome = self._loop.run(super().put(layout, blocks, deadline - time.monotonic()))
+        outcome = self._loop.run(super().put(layout, blocks, deadline - world.monotonic()))
         if (
             self._writers.wants(layout)
             and layout.block_bytes <= ONE_SHOT_BYTES
@@ -467,7 +466,7 @@ class BlockingKVConnection(KVConnection):
     async def read(
         self, layout: KVLayout, keys: Sequence[bytes], *, on_slice: OnSlice, into: Into, timeout_s: float
     ) -> int:
-        deadline, reader = time.monotonic() + timeout_s, self._readers.get(layout)
+        deadline, reader = world.monotonic() + timeout_s, self._readers.get(layout)
         if reader is not None and reader.most:
             with translated_errors:
                 if len(keys) <= reader.most:
@@ -476,7 +475,7 @@ class BlockingKVConnection(KVConnection):
                     count = _read_direct(reader, keys, on_slice, into, timeout_s)
             if count is not None:
                 return count
-        left_s = deadline - time.monotonic()
+        left_s = deadline - world.monotonic()
         count = self._loop.run(super().read(layout, keys, on_slice=on_slice, into=into, timeout_s=left_s))
         if (
             self._readers.wants(layout)
@@ -506,10 +505,10 @@ def _read_direct(
     reader: BlockingReader, keys: Sequence[bytes], on_slice: OnSlice, into: Into, timeout_s: float
 ) -> int | None:
     """Read values in portions that fit into one message each. Returns None if a session is needed."""
-    done, deadline = 0, time.monotonic() + timeout_s
+    done, deadline = 0, world.monotonic() + timeout_s
     while done < len(keys):
         some = keys[done : done + reader.most]
-        left_s = deadline - time.monotonic()
+        left_s = deadline - world.monotonic()
         count = reader.read(
             some, into=_offset_index(into, done), on_slice=_offset_index(on_slice, done), timeout_s=left_s
         )

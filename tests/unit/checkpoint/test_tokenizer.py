@@ -193,6 +193,20 @@ def test_half_characters_are_held_back() -> None:
     assert continued.push(ids[2:]) == "🎉x"
 
 
+@pytest.mark.parametrize("broken", [1, 2, 3])
+def test_what_a_prompt_leaves_broken_is_not_in_the_answer(broken: int) -> None:
+    """Whether the answer begins another character, breaks one itself, or has no token at all."""
+    party = TOKENIZER.encode("🎉", add_special=False)
+    assert len(party) == 4, "a token for each byte"
+    prompt, brace = [*TOKENIZER.encode("so"), *party[:broken]], TOKENIZER.encode("{", add_special=False)
+    assert TOKENIZER.stream(prompt).push(brace) == "{"
+    assert TOKENIZER.stream(prompt).flush() == ""
+    apart = TOKENIZER.stream(prompt)
+    assert [apart.push(brace), apart.push(party[:1]), apart.flush()] == ["{", "", "\ufffd"]
+    replaced = TOKENIZER.stream(TOKENIZER.encode("so\ufffd"))
+    assert [replaced.push(brace), replaced.flush()] == ["{", ""]
+
+
 def test_invalid_bytes_are_not_held_for_ever() -> None:
     lead = TOKENIZER.encode("🎉", add_special=False)[0]
     stream = TOKENIZER.stream()

@@ -203,6 +203,16 @@ async def test_a_deleted_context_is_gone_with_its_pin_and_its_kv() -> None:
                 await calling()
 
 
+async def test_before_a_kvstore_has_told_no_context_is_called_unknown() -> None:
+    """A conductor that has just begun: the client may try again, or ask another conductor."""
+    async with stack(prefill(), decode()) as s:
+        for calling in _calls(s, "cache-1", "ours"):
+            with pytest.raises(Unavailable, match="none has told this conductor of them yet"):
+                await calling()
+        with pytest.raises(Unavailable, match="none has told"):
+            await s.client.contexts.list(tenant="ours")
+
+
 async def test_another_tenants_context_is_as_none() -> None:
     async with stack(FakeStore(), prefill(), decode()) as s:
         made = await s.client.contexts.create(token_ids=[1, 2], tenant="ours", tags=["t"])

@@ -1,0 +1,287 @@
+"""A storm's clients: they send requests through the SDK and the gateway, and use a kvstore; and what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moonpool.client import AsyncClient, GenerateResult
+from moonpool.client.kv import AsyncKVClient
+from moonpool.client.token_stream import AsyncTokenStream
+from moonpool.errors import DeadlineExceeded, InvalidRequest, MoonpoolError, Overloaded, Unavailable
+from moonpool.logprobs import TokenLogprobs
+from tests.world.asks import PATHS, SDK, Ask, Interface, tool_arguments
+from tests.world.gateway import Exchange, Gateway
+from tests.world.history import Histories, Operation
+
+TIMEOUT_S = 120.0
+"""Longest time of a request whose client sets none."""
+REFUSED = (429, 503, 504)
+KEYS, VALUE_BYTES = 5, (100, 3000)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One of a request's answers, or its beginning.
+
+    Attributes:
+        tokens: as far as the interface tells them.
+        text: of the answer.
+        finish: why it ended; "" if it has not.
+        logprobs: of the tokens, if they were wanted.
+        score: of a beam search's hypothesis.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score: float | None = None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a request.
+
+    Attributes:
+        ask: the request.
+        begin, end: seconds of the storm.
+        ended: "complete", "left", "late" (its own deadline), "refused" (in other words than its own limits), "limited"
+            (by its own limits) or "failed".
+        error: what the client was told.
+        answers: by number.
+        prompt: its tokens, where they are known.
+        cached: tokens of the prompt that were not computed; None: not told.
+        scored: log probabilities of the prompt.
+        arguments: of the tool's calls.
+        resumes: times that a stream was resumed.
+        placements: how often the request was placed.
+        unexpected: what nobody may ever be told; "" for nothing.
+    """
+
+    ask: Ask
+    begin: float
+    end: float = 0.0
+    ended: str = ""
+    error: str = ""
+    answers: list[Answer] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
+    cached: int | None = None
+    scored: list[TokenLogprobs] = field(default_factory=list)
+    arguments: Sequence[Any] = ()
+    resumes: int = 0
+    placements: int = 0
+    unexpected: str = ""
+
+    def answer(self, index: int) -> Answer:
+        """Answer `index`, which begins if it has not."""
+        while len(self.answers) <= index:
+            self.answers.append(Answer())
+        return self.answers[index]
+
+
+Now = Callable[[], float]
+
+
+async def ask_sdk(client: AsyncClient, ask: Ask, outcome: Outcome, now: Now) -> None:
+    """Send a request through the SDK, and wait for what comes of it."""
+    stream: AsyncTokenStream | None = None
+    arguments: dict[str, Any] = {
+        "token_ids": ask.tokens, "sampling": ask.how, "tenant": ask.tenant, "priority": ask.priority,
+        "cache_salt": ask.salt, "slo": ask.slo, "session": ask.session, "context": ask.context,
+        "request_id": f"{outcome.begin:.6f} {ask.number}",
+        "timeout_s": ask.limit if ask.ending == "deadline" else TIMEOUT_S,
+    }  # fmt: skip
+    try:
+        async with asyncio.timeout(ask.limit if ask.ending == "leave" else None):
+            if ask.interface == "generate":
+                _take_result(outcome, await client.generate(**arguments))
+            else:
+                stream = client.stream(**arguments)
+                await _follow(stream, ask, outcome)
+        outcome.ended = outcome.ended or "complete"
+    except TimeoutError:
+        outcome.ended = "left"
+    except DeadlineExceeded as error:
+        outcome.ended, outcome.error = "late", str(error)
+    except Overloaded as error:
+        limited = ask.slo is not None and error.reason in ("ttft_slo", "tbt_slo")
+        outcome.ended, outcome.error = "limited" if limited else "refused", f"{error.reason}: {error}"
+    except Unavailable as error:
+        outcome.ended, outcome.error = "failed", f"{type(error).__name__}: {error}"
+    except MoonpoolError as error:
+        outcome.ended = "failed"
+        outcome.error = outcome.unexpected = f"{type(error).__name__}: {error}"
+
+
+async def _follow(stream: AsyncTokenStream, ask: Ask, outcome: Outcome) -> None:
+    async for event in stream:
+        found = outcome.answer(event.choice)
+        if event.token_ids and event.position != len(found.tokens) and not ask.how.beam_width:
+            outcome.unexpected = f"tokens at {event.position} after {len(found.tokens)}"
+        found.tokens += event.token_ids
+        found.text += event.text
+        found.logprobs += event.logprobs
+        outcome.scored += [it for it in event.prompt_logprobs if it is not None]
+        if ask.ending == "leave after tokens" and sum(len(it.tokens) for it in outcome.answers) >= ask.limit:
+            outcome.ended = "left"
+            stream.cancel()
+            return
+    assert stream.result is not None, "a stream that has ended well has a result"
+    told = [(it.tokens, it.text) for it in outcome.answers]
+    _take_result(outcome, stream.result)
+    if not ask.how.beam_width and told != [(it.tokens, it.text) for it in outcome.answers]:
+        outcome.unexpected = "the result is not what the events told"
+
+
+def _take_result(outcome: Outcome, result: GenerateResult) -> None:
+    outcome.answers = [
+        Answer(list(it.token_ids), it.text, it.finish_reason, list(it.logprobs), it.score) for it in result.choices
+    ]
+    outcome.cached = result.usage.cached_tokens
+    outcome.scored = [it for it in result.prompt_logprobs if it is not None]
+    outcome.resumes, outcome.placements = result.resumes, len(result.placements)
+
+
+async def ask_http(gateway: Gateway, ask: Ask, outcome: Outcome, key: str) -> None:
+    """Send a request through the gateway, and wait for what comes of it."""
+    exchange = await gateway.ask("POST", PATHS[ask.interface], ask.body(), key)
+    try:
+        async with asyncio.timeout(ask.limit if ask.ending == "leave" else TIMEOUT_S):
+            await exchange.ended.wait()
+    except TimeoutError:
+        exchange.leave()
+        outcome.ended = "left"
+        if ask.ending != "leave":
+            outcome.unexpected = "no end"
+    _read(ask, exchange, outcome)
+    if outcome.ended:
+        return
+    if exchange.status in REFUSED:
+        outcome.ended, outcome.error = "refused", exchange.content.decode()
+    elif not exchange.whole:
+        outcome.ended, outcome.error = "failed", "the gateway is lost"
+    elif exchange.status != 200:
+        outcome.ended, outcome.error = "failed", exchange.content.decode()
+        outcome.unexpected = f"{exchange.status} {outcome.error}"
+    else:
+        outcome.ended = "complete"
+
+
+def _read(ask: Ask, exchange: Exchange, outcome: Outcome) -> None:
+    """Read what has come of a response."""
+    if exchange.status != 200:
+        return
+    if not ask.streamed:
+        if exchange.whole:
+            _read_whole(ask, exchange.answer, outcome)
+        return
+    for event in exchange.events:
+        if "error" in event or event.get("type") in ("error", "response.failed"):
+            outcome.ended, outcome.error = "failed", str(event)
+            return
+        _read_event(ask.interface, event, outcome)
+    if exchange.whole and ask.interface in ("completions", "chat") and b"data: [DONE]" not in exchange.content:
+        outcome.unexpected = "a stream without its last line"
+
+
+def _read_event(interface: Interface, event: dict[str, Any], outcome: Outcome) -> None:
+    match interface:
+        case "completions" | "chat":
+            outcome.prompt = outcome.prompt or event.get("prompt_token_ids") or []
+            for choice in event["choices"]:
+                outcome.prompt = outcome.prompt or choice.get("prompt_token_ids") or []
+                found = outcome.answer(choice["index"])
+                found.tokens += choice.get("token_ids") or ()
+                found.text += choice["text"] if interface == "completions" else choice["delta"].get("content") or ""
+                found.finish = choice.get("finish_reason") or found.finish
+            _read_usage(event.get("usage"), outcome)
+        case "responses":
+            if event["type"] == "response.output_text.delta":
+                outcome.answer(0).text += event["delta"]
+            elif event["type"] in ("response.completed", "response.incomplete"):
+                streamed = outcome.answer(0).text
+                _read_whole_response(event["response"], outcome)
+                if streamed != outcome.answer(0).text:
+                    outcome.unexpected = "the response's text is not that of its events"
+        case _:
+            if event["type"] == "content_block_delta" and event["delta"]["type"] == "text_delta":
+                outcome.answer(0).text += event["delta"]["text"]
+            elif event["type"] == "message_delta":
+                outcome.answer(0).finish = event["delta"]["stop_reason"]
+                outcome.cached = event["usage"].get("cache_read_input_tokens")
+
+
+def _read_whole(ask: Ask, answer: dict[str, Any], outcome: Outcome) -> None:
+    if ask.feature == "tools":
+        outcome.arguments = tool_arguments(ask.interface, answer)
+    match ask.interface:
+        case "completions" | "chat":
+            outcome.prompt = answer.get("prompt_token_ids") or answer["choices"][0].get("prompt_token_ids") or []
+            for choice in answer["choices"]:
+                found = outcome.answer(choice["index"])
+                found.tokens = choice.get("token_ids") or []
+                told = choice["text"] if ask.interface == "completions" else choice["message"].get("content")
+                found.text, found.finish = told or "", choice["finish_reason"]
+            _read_usage(answer.get("usage"), outcome)
+        case "responses":
+            _read_whole_response(answer, outcome)
+        case _:
+            found = outcome.answer(0)
+            found.text = "".join(it["text"] for it in answer["content"] if it["type"] == "text")
+            found.finish = answer["stop_reason"]
+            outcome.cached = answer["usage"].get("cache_read_input_tokens")
+
+
+def _read_whole_response(answer: dict[str, Any], outcome: Outcome) -> None:
+    messages = [it for it in answer["output"] if it["type"] == "message"]
+    found = outcome.answer(0)
+    found.text = "".join(part["text"] for it in messages for part in it["content"])
+    found.finish = {"completed": "stop", "incomplete": "length"}.get(answer["status"], answer["status"])
+    outcome.cached = answer["usage"]["input_tokens_details"]["cached_tokens"]
+
+
+def _read_usage(usage: dict[str, Any] | None, outcome: Outcome) -> None:
+    if usage and usage.get("prompt_tokens_details"):
+        outcome.cached = usage["prompt_tokens_details"]["cached_tokens"]
+
+
+async def use_stores(
+    addresses: dict[str, str], tenant: str, seed: object, histories: Histories, now: Now, until: float
+) -> None:
+    """Put, read and delete values of a few keys at all stores, until a time; each value is new."""
+    drawn, number = random.Random(f"values {seed} {tenant}"), 0
+    clients = {
+        store: AsyncKVClient(address, namespace="storm", tenant=tenant, timeout_s=5.0, transports="grpc")
+        for store, address in addresses.items()
+    }
+    while now() < until:
+        await asyncio.sleep(drawn.expovariate(6.0))
+        store, key = drawn.choice(list(clients)), b"key %d" % drawn.randrange(KEYS)
+        client, kind = clients[store], drawn.choices(("put", "get", "delete"), (4, 5, 2))[0]
+        number += 1
+        value = f"{tenant}/{number}/".ljust(drawn.choice(VALUE_BYTES), "v") if kind == "put" else ""
+        operation = Operation(kind, value, now())
+        histories.add(store, tenant, key, operation)
+        try:
+            if kind == "put":
+                operation.changed = await client.put(key, value.encode())
+            elif kind == "delete":
+                operation.changed = await client.delete(key)
+            else:
+                found = await client.get(key)
+                operation.value = "" if found is None else found.decode(errors="replace")
+                operation.changed = False
+        except (MoonpoolError, InvalidRequest):
+            continue
+        operation.end = now()
+    for client in clients.values():
+        await client.aclose()
+
+
+def is_sdk(ask: Ask) -> bool:
+    """Whether the request goes past the gateway."""
+    return ask.interface in SDK

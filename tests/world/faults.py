@@ -1,0 +1,212 @@
+"""Faults of a storm on virtual time: of processes, engines, links, disks, clocks and memory, drawn from a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tests.faults.disturbances import Disturbances
+from tests.world.cluster import Cluster, Service, Simulation
+from tests.world.gateway import Gateway
+from tests.world.marks import DIED
+
+FaultKind = Literal[
+    "kill", "lose power", "stop", "starve", "drain", "engine", "gateway", "reset", "partition", "one way", "slow",
+    "lossy", "clock", "full disk", "broken disk", "damaged disk", "flood",
+]  # fmt: skip
+WEIGHTS: Mapping[FaultKind, int] = {
+    "kill": 5, "lose power": 2, "stop": 4, "starve": 1, "drain": 2, "engine": 1, "gateway": 1, "reset": 4,
+    "partition": 3, "one way": 2, "slow": 2, "lossy": 2, "clock": 2, "full disk": 1, "broken disk": 1,
+    "damaged disk": 2, "flood": 1,
+}  # fmt: skip
+HARMLESS: tuple[FaultKind, ...] = ("starve", "clock", "full disk", "broken disk", "damaged disk", "flood")
+"""Faults for which no request may fail."""
+OF_STORES: tuple[FaultKind, ...] = ("lose power", "full disk", "broken disk", "damaged disk")
+OF_LINKS: tuple[FaultKind, ...] = ("reset", "partition", "one way", "slow", "lossy")
+RECOVERY_S = 6.0
+"""After a fault's end a service is as before within so long: it has joined all conductors, and is known to be well."""
+LONGEST_S, SKEW_S = 4.0, 5.0
+FLOOD = 6
+"""Requests of a flood."""
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """How a storm's faults are drawn.
+
+    Attributes:
+        gap_s: mean seconds between two faults.
+        kinds: faults that may happen, of `WEIGHTS`.
+    """
+
+    gap_s: float = 2.5
+    kinds: Sequence[FaultKind] = tuple(WEIGHTS)
+
+
+class Faults:
+    """Injects faults until a time, and brings back what it has hurt.
+
+    Attributes:
+        told: a line for each fault.
+        counts: how often each kind was injected.
+        disturbances: who was disturbed when.
+    """
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        cluster: Cluster,
+        gateway: Gateway,
+        plan: FaultPlan,
+        flood: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`flood` sends requests that want more memory than there is."""
+        self._simulation, self._cluster, self._gateway, self._plan = simulation, cluster, gateway, plan
+        self._flood = flood
+        self._drawn = random.Random(f"faults {simulation.seed}")
+        self._side: list[asyncio.Task[None]] = []
+        self._busy: set[str] = set()
+        """Services that have not been brought back."""
+        self.told: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.disturbances = Disturbances([*cluster.services, gateway.name])
+
+    async def run(self, now: Callable[[], float], until: float) -> None:
+        """Inject faults until a time; returns when all services run again."""
+        drawn = self._drawn
+        while True:
+            await asyncio.sleep(drawn.expovariate(1 / self._plan.gap_s))
+            if now() >= until:
+                break
+            [kind] = drawn.choices(self._plan.kinds, [WEIGHTS[it] for it in self._plan.kinds])
+            seconds = drawn.uniform(0.3, LONGEST_S)
+            names = self._hit(kind, seconds)
+            if not names:
+                continue
+            self.counts[kind] = self.counts.get(kind, 0) + 1
+            self.told.append(f"{now():.6f} {kind} {' '.join(names)} for {seconds:.2f} s")
+            if kind not in HARMLESS:
+                hurt = _hurt_by_link(*names) if kind in OF_LINKS else names
+                self.disturbances.add(hurt, now(), now() + seconds + RECOVERY_S)
+        while self._side:
+            await asyncio.gather(*self._side)
+            self._side = [task for task in self._side if not task.done()]
+        self._simulation.network.heal()
+
+    def _hit(self, kind: FaultKind, seconds: float) -> list[str]:
+        """Inject a fault; returns whom it hits, or nobody if it finds none."""
+        drawn = self._drawn
+        if kind in OF_LINKS:
+            return self._hit_link(kind, seconds)
+        if kind == "flood":
+            self._beside(self._flooded())
+            return ["decode-0", "decode-1"]
+        if kind == "gateway":
+            if self._gateway.node.dead:
+                return []
+            self._gateway.kill()
+            self._beside(self._later(seconds, self._gateway.begin))
+            return [self._gateway.name]
+        services = [it for it in self._cluster.services.values() if it.name not in self._busy]
+        if kind in OF_STORES:
+            services = [it for it in services if it.disk is not None]
+        if kind == "engine":
+            services = [it for it in services if it.engine is not None]
+        if not services:
+            return []
+        service = drawn.choice(services)
+        return [service.name] if self._hit_service(kind, service, seconds) else []
+
+    def _hit_link(self, kind: FaultKind, seconds: float) -> list[str]:
+        drawn, network = self._drawn, self._simulation.network
+        names = [*self._cluster.services, self._gateway.name, "client"]
+        one, other = drawn.sample(names, 2)
+        match kind:
+            case "reset":
+                network.reset(one, other)
+            case "partition":
+                network.partition(one, other, seconds)
+            case "one way":
+                network.disturb(one, other, seconds)
+            case "slow":
+                for link in ((one, other), (other, one)):
+                    network.disturb(*link, seconds, drawn.uniform(0.02, 0.3))
+            case "lossy":
+                for link in ((one, other), (other, one)):
+                    network.disturb(*link, seconds, 0.0, drawn.uniform(0.05, 0.4))
+        return [one, other]
+
+    def _hit_service(self, kind: FaultKind, service: Service, seconds: float) -> bool:
+        drawn, disk = self._drawn, service.disk
+        match kind:
+            case "kill" | "lose power":
+                service.kill(power=kind == "lose power")
+                self._back(service, seconds, service.begin)
+            case "stop" | "starve":
+                service.stop() if kind == "stop" else service.starve()
+                self._back(service, seconds, service.resume)
+            case "drain":
+                self._back(service, 0.0, lambda: None, self._drained(service))
+            case "engine":
+                assert service.engine is not None
+                service.engine.fail(DIED)
+                self._back(service, 0.0, lambda: None, self._restarted(service))
+            case "clock":
+                service.node.skew_s += drawn.uniform(-SKEW_S, SKEW_S)
+            case "full disk" | "broken disk":
+                assert disk is not None
+                disk.files.fault = "full" if kind == "full disk" else "broken"
+                self._beside(self._later(seconds, lambda: setattr(disk.files, "fault", None)))
+            case "damaged disk":
+                assert disk is not None
+                return disk.damage()
+        return True
+
+    def _back(
+        self, service: Service, seconds: float, back: Callable[[], None], first: Awaitable[None] | None = None
+    ) -> None:
+        """Bring a service back; nothing else happens to it meanwhile."""
+        self._busy.add(service.name)
+
+        async def work() -> None:
+            if first is not None:
+                await first
+            await asyncio.sleep(seconds)
+            back()
+            self._busy.discard(service.name)
+
+        self._beside(work())
+
+    async def _drained(self, service: Service) -> None:
+        await service.drain()
+        service.begin()
+
+    async def _restarted(self, service: Service) -> None:
+        """A process whose engine has died ends with the reason, and is started again."""
+        await asyncio.wait([service.task])
+        service.begin()
+
+    async def _flooded(self) -> None:
+        await self._flood()
+
+    async def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        await asyncio.sleep(seconds)
+        work()
+
+    def _beside(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._side.append(self._simulation.loop.create_task(coroutine))
+
+
+def _hurt_by_link(one: str, other: str) -> list[str]:
+    """Of two services that do not reach each other those without which requests that need both must do."""
+    kinds = {name.partition("-")[0]: name for name in (one, other)}
+    if len(kinds) == 1 or "kvstore" in kinds:
+        return []
+    if "conductor" in kinds and not kinds.keys() & {"client", "gateway"}:
+        del kinds["conductor"]
+    elif "conductor" in kinds:
+        return [kinds["conductor"]]
+    return [name for kind, name in kinds.items() if kind in ("prefill", "decode")]

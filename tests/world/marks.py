@@ -1,0 +1,227 @@
+"""Paths that a storm has met, told by the journals of the services' cores and by what clients saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from moonpool.runtime.journal import JournalEntry, journal_files, rerun
+from moonpool.scheduling.block_manager import DeleteKV
+from moonpool.scheduling.state_machine import IoEnded
+from services.conductor.core import events as conductor
+from services.conductor.core.router import ReplicatePrefix
+from services.decode.core import actions as decode_actions
+from services.decode.core import events as decode
+from services.prefill.core import actions as prefill_actions
+from services.prefill.core import events as prefill
+from tests.world.clients import Outcome
+
+OF_CONDUCTORS = (
+    "a takeover",
+    "a takeover with known tokens",
+    "a takeover of several answers",
+    "a resumed request is placed anew",
+    "a resumed request meets a damaged frame",
+    "a request is placed anew",
+    "a request is placed anew after a damaged frame",
+    "a client is gone",
+    "an instance's events have a gap",
+    "a hot prefix is copied",
+)
+OF_DECODE = (
+    "a sequence goes on behind known tokens",
+    "a sequence has outlived its conductor",
+    "several answers have outlived their conductor",
+    "an answer is fetched after its end",
+    "a preempted sequence is swapped out",
+    "a guess is right",
+    "a guess is wrong",
+    "beams fork",
+    "an engine dies",
+    "KV is deleted",
+    "a conductor is fenced off",
+)
+OF_PREFILL = (
+    "a prefix is loaded from a store",
+    "a prefix is loaded from a peer",
+    "a load is cut short",
+    "a transfer's frame is damaged",
+)
+OF_CLIENTS = (
+    "a stream is resumed",
+    "an answer with a format is resumed",
+    "an answer with log probabilities is resumed",
+    "several answers are placed anew",
+    "beams are placed anew",
+    "an answer over HTTP is complete while services are disturbed",
+    "a tool is called",
+    "a prompt is cached",
+    "a request is refused for its own limits",
+    "a request is late for its own deadline",
+    "a turn finds the turn before",
+    "a context is used",
+    "a store's value is deleted",
+    "a store's value is read",
+)
+ALL = (*OF_CONDUCTORS, *OF_DECODE, *OF_PREFILL, *OF_CLIENTS)
+ONLY_COMPUTED = (
+    "a guess is right",
+    "a guess is wrong",
+    "beams fork",
+    "beams are placed anew",
+    "an engine dies",
+    "a tool is called",
+    "an answer with a format is resumed",
+    "an answer with log probabilities is resumed",
+)
+"""Marks that need an engine that computes."""
+
+
+DIED = "killed by the storm"
+"""Reason of an engine's death."""
+
+
+class Marks:
+    """How often each path was met."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(ALL, 0)
+
+    def meet(self, mark: str, times: int = 1) -> None:
+        """A path was met."""
+        assert mark in self.counts, f"{mark} is no mark"
+        self.counts[mark] += times
+
+    def read(self, folder: Path) -> Iterator[str]:
+        """Meet what all journals below a folder tell; yields what is wrong with a journal, when it is rerun."""
+        for kept in sorted({path.parent for path in folder.rglob("*.[01]")}):
+            reader = READERS[kept.name.partition("-")[0]](self.meet)
+            for path in journal_files(kept):
+                again = rerun(path, reader)
+                if again.difference is not None:
+                    yield f"{kept.name}: other actions when rerun: {again.difference}"
+                again.core.check_invariants()
+
+    def see(self, outcome: Outcome, disturbed: bool) -> None:
+        """Meet what a client saw."""
+        ask, several = outcome.ask, outcome.placements > 1 or outcome.resumes
+        met = {
+            "a stream is resumed": outcome.resumes,
+            "an answer with a format is resumed": outcome.resumes and ask.how.response_format,
+            "an answer with log probabilities is resumed": outcome.resumes and ask.how.logprobs is not None,
+            "several answers are placed anew": several and ask.feature == "several",
+            "beams are placed anew": several and ask.feature == "beams",
+            "an answer over HTTP is complete while services are disturbed": disturbed
+            and not outcome.placements
+            and outcome.ended == "complete",
+            "a tool is called": outcome.arguments,
+            "a prompt is cached": outcome.cached,
+            "a request is refused for its own limits": outcome.ended == "limited",
+            "a request is late for its own deadline": outcome.ended == "late",
+            "a context is used": ask.context and outcome.ended == "complete",
+        }
+        for mark, holds in met.items():
+            if holds:
+                self.meet(mark)
+
+
+Meet = Callable[[str], None]
+Reader = Callable[[int, JournalEntry, list[Any]], None]
+
+
+def _conductor_reader(meet: Meet) -> Reader:
+    resumed: dict[int, conductor.RequestSpec] = {}
+
+    def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
+        event = entry.event
+        if isinstance(event, conductor.RequestArrived) and event.spec.resumed is not None:
+            resumed[event.spec.number] = event.spec
+        elif isinstance(event, conductor.ClientGone):
+            meet("a client is gone")
+        for action in actions:
+            match action:
+                case conductor.TakeOverSequence():
+                    meet("a takeover")
+                    spec = resumed[action.request]
+                    if spec.resumed is not None and spec.resumed.tokens >= conductor.MIN_KNOWN_TOKENS:
+                        meet("a takeover with known tokens")
+                    if spec.choices > 1:
+                        meet("a takeover of several answers")
+                case conductor.AnnouncePlacement() if action.request in resumed:
+                    meet("a resumed request is placed anew")
+                case conductor.Rehash():
+                    meet("a request is placed anew")
+                    if action.failure.kind in conductor.DAMAGED_KINDS:
+                        meet("a request is placed anew after a damaged frame")
+                        if action.request in resumed:
+                            meet("a resumed request meets a damaged frame")
+                case conductor.Resync():
+                    meet("an instance's events have a gap")
+                case ReplicatePrefix():
+                    meet("a hot prefix is copied")
+
+    return read
+
+
+def _decode_reader(meet: Meet) -> Reader:
+    retained: set[int] = set()
+
+    def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
+        match entry.event:
+            case decode.StartDecoding(known=known) if any(known):
+                meet("a sequence goes on behind known tokens")
+            case decode.RunDone(drafts=drafts):
+                for draft in drafts:
+                    meet("a guess is right" if draft.accepted else "a guess is wrong")
+            case decode.EngineDied(why=why) if DIED in why:
+                meet("an engine dies")
+            case DeleteKV():
+                meet("KV is deleted")
+        for action in actions:
+            match action:
+                case decode_actions.RequestFreed(retained=True):
+                    retained.add(action.id)
+                case decode_actions.RequestAdopted():
+                    meet("a sequence has outlived its conductor")
+                    if len(action.positions) > 1:
+                        meet("several answers have outlived their conductor")
+                    if action.id in retained:
+                        meet("an answer is fetched after its end")
+                case decode_actions.SwapOut():
+                    meet("a preempted sequence is swapped out")
+                case decode_actions.ForkSequences():
+                    meet("beams fork")
+                case decode_actions.FenceConductor():
+                    meet("a conductor is fenced off")
+
+    return read
+
+
+def _prefill_reader(meet: Meet) -> Reader:
+    sources: dict[int, tuple[prefill.KVSource, ...]] = {}
+    loads: dict[int, prefill.KVSource] = {}
+
+    def read(number: int, entry: JournalEntry, actions: list[Any]) -> None:
+        match entry.event:
+            case prefill.SubmitJob():
+                sources[entry.event.job] = entry.event.sources
+            case IoEnded(io=io, result=prefill.LoadEnded() as load) if io in loads:
+                if load.missing is not None or load.failed:
+                    meet("a load is cut short")
+                elif load.blocks:
+                    meet(f"a prefix is loaded from a {'peer' if loads[io].peer else 'store'}")
+            case IoEnded(result=prefill.IoFailed(damaged_block=int())):
+                meet("a transfer's frame is damaged")
+        for action in actions:
+            if isinstance(action, prefill_actions.LoadBlocks) and action.job in sources:
+                loads[action.io] = sources[action.job][action.source]
+
+    return read
+
+
+READERS: dict[str, Callable[[Meet], Reader]] = {
+    "conductor": _conductor_reader,
+    "decode": _decode_reader,
+    "prefill": _prefill_reader,
+}
