@@ -166,7 +166,7 @@ class Ask:
 
 
 def _set(how: SamplingParams, name: str) -> bool:
-    return getattr(how, name) != getattr(SamplingParams(), name)
+    return bool(getattr(how, name) != getattr(SamplingParams(), name))
 
 
 PATHS: Mapping[Interface, str] = {
