@@ -51,6 +51,7 @@ MAY_TAKE_FROM_OUTSIDE = {
     "moonpool/transport/blocking.py": "KVClient waits for its sockets itself",
     "moonpool/transport/regions.py": "unmaps memory; nobody waits for that",
     "moonpool/transport/shared_memory.py": "the age of a file",
+    "services/kvstore/ssd/encryption.py": "makes a key of a file, once",
     "services/conductor/explain.py": "writes a recording; nobody waits for that",
 }
 SET_OF_OBJECTS = re.compile(r"\bself\.\w+: set\[(?!int|str|bytes|tuple|Path|BlockKey)")

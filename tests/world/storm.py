@@ -439,10 +439,10 @@ class Storm:
             again = it.placements > 1 or it.resumes
             if not is_sdk(it.ask):
                 again = bool(self.plan.corrupt) or self._faults.disturbances.any(it.begin, it.end)
-            if it.cached and not again and not any(
-                _explains(it, self._prompt(it.ask), other, tokens)
-                for other, tokens in known[it.ask.tenant, it.ask.salt]
-            ):
+            if not it.cached or again:
+                continue
+            others, prompt = known[it.ask.tenant, it.ask.salt], self._prompt(it.ask)
+            if not any(_explains(it, prompt, other, tokens) for other, tokens in others):
                 yield f"{it.ask}: {it.cached} tokens are cached, which the tenant has not asked before"
 
 
