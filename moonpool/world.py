@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,17 +68,21 @@ def _open_files() -> float:
         return 0.0
 
 
+@cache
+def _this_machine() -> str:
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
 def _this_process() -> str:
     try:
-        boot, space = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+        return f"{_this_machine()} {os.getpid()}"
     except OSError:  # not Linux
         return ""
-    return f"{boot} {space} {os.getpid()}"
 
 
 def _waited_s(process: str) -> float:
-    here, _, number = process.rpartition(" ")
-    if not process or here != _this_process().rpartition(" ")[0]:
+    machine, _, number = process.rpartition(" ")
+    if not process or machine != _this_process().rpartition(" ")[0]:
         return 0.0
     try:
         return int(Path(f"/proc/{int(number)}/schedstat").read_text().split()[1]) / 1e9

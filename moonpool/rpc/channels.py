@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -272,6 +273,32 @@ QUIET_SHARE, PROBE_SHARE = 0.4, 0.3
 PROBES = 2
 
 
+class ProcessorWait:
+    """Seconds for which a peer has had no processor since the peer was heard: its silence then says nothing.
+
+    The kernel is asked at most every `RESAMPLE_S`, not at each message; so up to `RESAMPLE_S` before the last message
+    may count too.
+    """
+
+    RESAMPLE_S = 0.1
+
+    def __init__(self, total_s: Callable[[], float]) -> None:
+        """`total_s`: seconds for which the peer has had no processor since its start."""
+        self._total_s = total_s
+        self._then_s = 0.0
+        self._sampled_at = -math.inf
+
+    def heard(self, now: float) -> None:
+        """A message came at `now`, a time of the event loop."""
+        if now - self._sampled_at >= self.RESAMPLE_S:
+            self._sampled_at = now
+            self._then_s = self._total_s()
+
+    def since_s(self) -> float:
+        """Seconds without a processor since the peer was heard."""
+        return self._total_s() - self._then_s
+
+
 @dataclass(slots=True, eq=False)
 class MonitoredCall:
     """A call that waits for the peer. `lost`: the call was given up because the peer does not answer."""
@@ -303,8 +330,7 @@ class ConnectionMonitor:
         """
         self._ask = ask
         self._silence_s = silence_s
-        self._waited_s = waited_s
-        self._waited_when_heard = 0.0
+        self._no_processor = ProcessorWait(waited_s)
         self._waiting: dict[MonitoredCall, None] = {}  # in the order in which they began
         self._heard_at = 0.0
         self._watching: asyncio.Task[None] | None = None
@@ -342,7 +368,7 @@ class ConnectionMonitor:
     def heard(self) -> None:
         """Something came."""
         self._heard_at = asyncio.get_running_loop().time()
-        self._waited_when_heard = self._waited_s()
+        self._no_processor.heard(self._heard_at)
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -359,8 +385,8 @@ class ConnectionMonitor:
 
     def _left_s(self) -> float:
         """Seconds of silence until the peer is asked."""
-        waited_s = self._waited_s() - self._waited_when_heard
-        return self._heard_at + waited_s + QUIET_SHARE * self._silence_s - asyncio.get_running_loop().time()
+        due = self._heard_at + self._no_processor.since_s() + QUIET_SHARE * self._silence_s
+        return due - asyncio.get_running_loop().time()
 
     async def _is_there(self) -> bool:
         since = self._heard_at

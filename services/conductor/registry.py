@@ -14,7 +14,7 @@ from moonpool.errors import InvalidRequest, Mismatch, NotFound, Unavailable
 from moonpool.kv.keys import pack_keys, unpack_keys
 from moonpool.kv.layout import KVLayout
 from moonpool.rpc.auth import require_role
-from moonpool.rpc.channels import Channels
+from moonpool.rpc.channels import Channels, ProcessorWait
 from moonpool.rpc.stream_writes import bare_write
 from moonpool.telemetry.logs import get_logger
 from moonpool.transport.streams import ServerStream
@@ -429,7 +429,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         self._admit = admit
         self._member: ClusterMember
         self._left = False
-        self._waited_s = 0.0  # time until the last message in which the instance had no processor
+        self._no_processor: ProcessorWait
 
     async def on_hello(self, message: conductor_pb2.JoinRequest) -> None:
         """Add an instance that serves the cluster's model and can be reached."""
@@ -439,7 +439,8 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         await self._cluster.probe(hello.instance.address, PROBE_TIMEOUT_S)
         await self._admit(hello.instance)
         self._member = self._cluster.join(hello, self.send_queue.post)
-        self._waited_s = world.waited_s(hello.process)
+        self._no_processor = ProcessorWait(lambda: world.waited_s(self._member.process))
+        self._no_processor.heard(asyncio.get_running_loop().time())
         emulated = {"emulated": hello.model.emulated} if hello.model.emulated else {}
         log.info("joined", instance=self._member.id, address=hello.instance.address, **emulated)
         self.send_queue.post(conductor_pb2.JoinResponse(welcome=self._welcome))
@@ -447,7 +448,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
     def on_message(self, message: conductor_pb2.JoinRequest, payload: memoryview) -> None:
         """A load report, or KV events."""
         member = self._member
-        self._waited_s = world.waited_s(member.process)
+        self._no_processor.heard(self._heard_at)
         if not self._cluster.is_member(member):
             raise Mismatch("instance.id", f"another process has joined as {member.id}")
         match message.WhichOneof("message"):
@@ -462,7 +463,7 @@ class JoinStream(ServerStream[conductor_pb2.JoinRequest]):
         """Whether the instance was heard lately and answers a probe. Time without a processor does not count."""
         answers = await self._answers()
         silent_s = asyncio.get_running_loop().time() - self._heard_at
-        waited_s = world.waited_s(self._member.process) - self._waited_s
+        waited_s = self._no_processor.since_s()
         limit_s = (SILENT_HEARTBEATS if answers else QUIET_HEARTBEATS) * self._welcome.heartbeat_s
         if silent_s >= limit_s > silent_s - waited_s:
             log.warning("an instance gets no processor", instance=self._member.id, waited_s=round(waited_s, 2))

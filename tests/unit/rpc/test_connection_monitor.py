@@ -5,7 +5,7 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from moonpool.client import AsyncClient
-from moonpool.rpc.channels import PROBES, ConnectionMonitor, MonitoredCall
+from moonpool.rpc.channels import PROBES, ConnectionMonitor, MonitoredCall, ProcessorWait
 from moonpool.rpc.server import serving
 from tests.unit.client.test_grpc import DESCRIPTOR, Scripted
 
@@ -68,6 +68,15 @@ async def test_what_comes_meanwhile_is_an_answer() -> None:
     assert (await given_up(pulse)).lost
     assert asked.times == PROBES + PROBES, "what was heard ended each of the first two"
     await pulse.aclose()
+
+
+def test_messages_seldom_ask_the_kernel() -> None:
+    totals = iter((10.0, 12.0, 12.5, 20.0))
+    wait = ProcessorWait(lambda: next(totals))
+    for message in range(100):
+        wait.heard(message * ProcessorWait.RESAMPLE_S / 100)  # one sample: 10
+    wait.heard(ProcessorWait.RESAMPLE_S)  # the second: 12
+    assert (wait.since_s(), wait.since_s()) == (0.5, 8.0)
 
 
 async def test_without_a_limit_nobody_is_asked() -> None:
