@@ -93,6 +93,17 @@ def work_of(new_tokens: int, prefix_tokens: int, steps: int = 1) -> PrefillWork:
     return PrefillWork(steps, new_tokens, attention_pairs(new_tokens, prefix_tokens), prefix_tokens)
 
 
+def steps_of(tokens: int, step_tokens: int) -> int:
+    """Steps that `tokens` tokens take; `step_tokens` 0 = all in one step."""
+    return -(-tokens // step_tokens) if step_tokens else 1
+
+
+def prompt_work(tokens: int, prefix_tokens: int, step_tokens: int) -> PrefillWork:
+    """Work that a prompt needs behind a prefix, in steps of at most `step_tokens` tokens; 0 = in one step."""
+    new = tokens - prefix_tokens
+    return work_of(new, prefix_tokens, steps_of(new, step_tokens))
+
+
 def prefill_seconds(
     speeds: Speeds, new_tokens: int, prefix_tokens: int, *, steps: int = 1, begins: bool = True
 ) -> float:
@@ -159,25 +170,18 @@ def pipelined_seconds(compute_s: float, *, steps: int, stages: int) -> float:
     return compute_s * (steps + stages - 1) / (steps * stages)
 
 
-def load_is_cheaper(
-    speeds: Speeds, *, total_tokens: int, local_tokens: int, stored_tokens: int, token_bytes: int, layers: int = 1
-) -> bool:
-    """Tell whether loading a stored prefix is predicted to be quicker than computing the prefix.
+def load_is_cheaper(speeds: Speeds, local: PrefillWork, rest: PrefillWork, *, nbytes: int, layers: int = 1) -> bool:
+    """Tell whether loading a longer prefix is predicted to be quicker than computing the prefix.
 
     Args:
         speeds: speeds at the instance that would load or compute.
-        total_tokens: tokens of the prompt.
-        local_tokens: leading tokens with KV in the instance's own pool.
-        stored_tokens: leading tokens with KV in the store; only those beyond `local_tokens` would be loaded.
-        token_bytes: bytes of KV per token over all layers.
+        local: the prompt's work behind the prefix in the instance's own pool.
+        rest: the prompt's work behind the longer prefix.
+        nbytes: bytes of KV to load.
         layers: the model's layers, for overlapping loads with computation; 1 = no overlap.
     """
-    if stored_tokens <= local_tokens:
-        return False
-    recompute = prefill_seconds(speeds, total_tokens - local_tokens, local_tokens)
-    rest = prefill_seconds(speeds, total_tokens - stored_tokens, stored_tokens)
-    load = load_seconds(speeds, (stored_tokens - local_tokens) * token_bytes)
-    return overlapped_seconds(load, rest, layers) < recompute
+    load_s = load_seconds(speeds, nbytes)
+    return overlapped_seconds(load_s, work_seconds(speeds, *rest), layers) < work_seconds(speeds, *local)
 
 
 FIRST_NOISE = 0.2

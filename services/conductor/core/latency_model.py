@@ -22,8 +22,8 @@ from moonpool.scheduling.latency import (
     learnt_rate,
     overlapped_seconds,
     pipelined_seconds,
+    prompt_work,
     transfer_seconds,
-    work_of,
     work_seconds,
 )
 from moonpool.scheduling.state_machine import digest_of
@@ -313,19 +313,13 @@ class PrefillLatencyModel:
     def _work(self, blocks: int, step_tokens: int) -> PrefillWork:
         """Work left behind `blocks` leading blocks."""
         prefix = self._shape.reused_tokens(self._tokens, blocks)
-        new = self._tokens - prefix
-        work = self._works[blocks, step_tokens] = work_of(new, prefix, steps_of(new, step_tokens))
+        work = self._works[blocks, step_tokens] = prompt_work(self._tokens, prefix, step_tokens)
         return work
 
 
 def fixed_seconds(speeds: Speeds, work: PrefillWork, compute_s: float, own_s: float) -> float:
     """Fixed part of the seconds that work takes in a pipeline; `compute_s` is the work stage after stage."""
     return work.steps * speeds.prefill_base_s * (own_s / compute_s) if compute_s else 0.0
-
-
-def steps_of(tokens: int, step_tokens: int) -> int:
-    """Steps that `tokens` tokens take; `step_tokens` 0 = all in one step."""
-    return -(-tokens // step_tokens) if step_tokens else 1
 
 
 class DecodeLatencyModel:

@@ -15,7 +15,7 @@ from moonpool.errors import InvalidRequest, Unavailable
 from moonpool.frozen import frozen
 from moonpool.kv import rendezvous
 from moonpool.scheduling.fair_share import QueueKey, priority_rank
-from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds, transfer_seconds
+from moonpool.scheduling.latency import decode_step_seconds, prefill_seconds, steps_of, transfer_seconds
 from moonpool.scheduling.state_machine import digest_of
 from services.conductor.core.decode_pool import DecodeInstanceState, DecodePool
 from services.conductor.core.instances import SHORTLIST, InstanceFacts, LoadFacts, blocks_at
@@ -26,7 +26,6 @@ from services.conductor.core.latency_model import (
     KVShape,
     PrefillLatencyModel,
     PrefixHolder,
-    steps_of,
 )
 from services.conductor.core.prefill_pool import PrefillInstanceState, PrefillPool, PromptToPlace, TtftLimit
 from services.conductor.core.prefix_index import NO_SLOT, PrefixIndex, slots_in

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from moonpool.kv.keys import BlockKey
-from moonpool.scheduling.latency import Speeds, load_seconds, prefill_seconds
+from moonpool.scheduling.latency import Speeds, load_seconds, prefill_seconds, steps_of
 from services.prefill.core.jobs import PrefillJob, PrefillState, PrefixLoad, StepFlight
 
 LAYER_STALL_S = 0.02
@@ -182,6 +182,8 @@ def _wait_pays_until(
     if load.stalled or other.owner.transient or state.now >= late_at:
         return None
     end = min(common_prefix(job.spec.keys[: state.reusable_blocks(job)], other.spec.keys), load.end)
-    compute_s = prefill_seconds(state.tracker.speeds, (end - at) * size, at * size, steps=1, begins=False)
+    tokens = (end - at) * size
+    steps = steps_of(tokens, state.settings.step_tokens)
+    compute_s = prefill_seconds(state.tracker.speeds, tokens, at * size, steps=steps, begins=False)
     left_s = load.progressed_at + each_s * (state.settings.layers - load.layers) - state.now
     return late_at if left_s < compute_s else None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import KVOwner
-from moonpool.scheduling.latency import Speeds, load_is_cheaper, load_seconds
+from moonpool.scheduling.latency import Speeds, load_is_cheaper, load_seconds, prompt_work
 from moonpool.scheduling.state_machine import digest_of
 from services.prefill.core.actions import EndReplication, LoadBlocks, PrefixLoaded, PrefixMiss, ReadReplica
 from services.prefill.core.events import KVSource, LoadEnded, ReplicateBlocks
@@ -151,21 +151,17 @@ class PrefixLoads:
     def _worth(self, job: PrefillJob) -> int:
         """Leading blocks that the prompt should have after loading from the next source; 0: computing is cheaper."""
         source, settings = job.sources[job.prefix.next_source], self._state.settings
-        blocks = min(source.blocks, self._state.reusable_blocks(job))
+        speeds, blocks = self._speeds(source), min(source.blocks, self._state.reusable_blocks(job))
         if self.is_paused(source) or blocks <= job.prefix.blocks:
             return 0
         lacking = blocks - job.prefix.blocks
         if self._state.manager.num_slots_available < min(settings.window_blocks, lacking):
             return 0
-        cheaper = load_is_cheaper(
-            self._speeds(source),
-            total_tokens=job.spec.tokens,
-            local_tokens=job.prefix.cached,
-            stored_tokens=settings.reused_tokens(job.spec.tokens, blocks),
-            token_bytes=settings.read_bytes(lacking) // (lacking * settings.block_tokens),
-            layers=settings.layers,
-        )
-        return blocks if cheaper else 0
+        tokens = job.spec.tokens
+        local = prompt_work(tokens, job.prefix.cached, settings.step_tokens)
+        rest = prompt_work(tokens, settings.reused_tokens(tokens, blocks), settings.step_tokens)
+        nbytes = settings.read_bytes(lacking)
+        return blocks if load_is_cheaper(speeds, local, rest, nbytes=nbytes, layers=settings.layers) else 0
 
     def timeout_s(self, source: KVSource, nbytes: int) -> float:
         """Longest time for reading `nbytes`, seconds."""

@@ -302,6 +302,13 @@ def test_what_is_held_whole_is_not_loaded() -> None:
     assert run(it) == [[(2, 31, 32)]]
 
 
+def test_a_load_that_saves_steps_pays_though_steps_are_not_known_to_grow() -> None:
+    """The timings at the start gave a step's fixed part alone: the prompt takes two steps, its tail one."""
+    it = World(staged(1, step_tokens=40), Speeds(prefill_base_s=0.05, load_bytes_per_s=1e9))
+    _, load = loading(it, 60, 3)
+    assert len(load.blocks) == 3
+
+
 def test_a_complete_load_needs_no_gate() -> None:
     it = world(step_tokens=4 * BT)
     it.arrive(4 * BT, 9)

@@ -15,6 +15,7 @@ from moonpool.scheduling.latency import (
     overlapped_seconds,
     pipelined_seconds,
     prefill_seconds,
+    prompt_work,
     transfer_seconds,
 )
 from moonpool.v1 import conductor_pb2
@@ -66,12 +67,21 @@ def test_overlap_hides_all_but_a_layer() -> None:
 @pytest.mark.parametrize(("rate", "cheaper"), [(1000.0, True), (1.0, False)])
 def test_loading_pays_when_the_store_is_quick(rate: float, cheaper: bool) -> None:
     speeds = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=rate)
-    assert load_is_cheaper(speeds, total_tokens=10, local_tokens=0, stored_tokens=8, token_bytes=10) is cheaper
+    assert load_is_cheaper(speeds, prompt_work(10, 0, 0), prompt_work(10, 8, 0), nbytes=80) is cheaper
+
+
+@pytest.mark.parametrize(("step_tokens", "cheaper"), [(80, True), (0, False)])
+def test_each_step_that_a_load_saves_counts(step_tokens: int, cheaper: bool) -> None:
+    """Timings at the start of a busy machine may give a step's fixed part alone."""
+    speeds = Speeds(prefill_base_s=0.05, load_bytes_per_s=1e9)
+    local, rest = (prompt_work(648, prefix, step_tokens) for prefix in (0, 640))
+    assert (local.steps, rest.steps) == ((9, 1) if step_tokens else (1, 1))
+    assert load_is_cheaper(speeds, local, rest, nbytes=90_000) is cheaper
 
 
 def test_what_is_local_is_not_loaded() -> None:
     speeds = Speeds(prefill_per_token_s=1.0, load_bytes_per_s=1e9)
-    assert not load_is_cheaper(speeds, total_tokens=10, local_tokens=8, stored_tokens=8, token_bytes=1)
+    assert not load_is_cheaper(speeds, prompt_work(10, 8, 0), prompt_work(10, 8, 0), nbytes=0)
 
 
 def test_rates_follow_what_was_measured() -> None:
