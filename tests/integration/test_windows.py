@@ -1,7 +1,8 @@
-"""A model with windows through all services: a conversation, preempted, and behind the loss of all pools."""
+"""Models with windows or states through all services: conversations, preempted, and behind the loss of all pools."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,18 +14,21 @@ from tests.integration.reference import GAP_TOLERANCE, Reference
 from tests.integration.stack import CheckedStack
 
 SEED = 11
-pytestmark = pytest.mark.slow
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "tiny-gemma3": {},  # windows of 48 tokens in every other layer
+    "tiny-mistral": {"sliding_window": 48},  # in every layer
+    "tiny-qwen3-next": {},
+}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Gemma 3 with windows of 48 tokens in every other layer."""
-    folder = tmp_path_factory.mktemp("gemma") / "model"
-    create("tiny-gemma3", folder, seed=SEED, dtype="float32")
-    return folder
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape: str = request.param
+    folder = tmp_path_factory.mktemp(shape) / "model"
+    return create(shape, folder, seed=SEED, dtype="float32", overrides=MODELS[shape])
 
 
-@pytest.fixture(scope="module", params=["cache", "store", "swap"])
+@pytest.fixture(scope="module")
 def stack(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[CheckedStack]:
@@ -35,14 +39,26 @@ def stack(
         yield stack
 
 
+@pytest.mark.parametrize(
+    ("model", "stack"),
+    [
+        pytest.param("tiny-gemma3", "cache", marks=pytest.mark.slow),
+        pytest.param("tiny-gemma3", "store", marks=pytest.mark.slow),
+        pytest.param("tiny-gemma3", "swap", marks=pytest.mark.slow),
+        ("tiny-mistral", "store"),
+        pytest.param("tiny-qwen3-next", "store", marks=pytest.mark.slow),
+    ],
+    indirect=True,
+)
 def test_a_conversation(stack: CheckedStack, model: Path) -> None:
     """Each turn finds the turns before in the pools, and in the store when the pools are gone."""
     reference, history, known = Reference(model), tokens(9 * BLOCK + 5, SEED), 0
     with Client(stack.address) as client:
         for turn in range(4):
-            how = SamplingParams(max_tokens=3 * BLOCK, temperature=0.0, ignore_eos=True)
+            how = SamplingParams(max_tokens=3 * BLOCK, temperature=0.0, ignore_eos=True, n=1 + turn % 2)
             result = client.generate(token_ids=history, sampling=how)
-            reference.assert_greedy(history, result.token_ids, GAP_TOLERANCE)
+            for choice in result.choices:
+                reference.assert_greedy(history, choice.token_ids, GAP_TOLERANCE)
             print(f"turn {turn}: {result.usage.cached_tokens} of {len(history)} tokens were cached")
             assert result.usage.cached_tokens >= known - BLOCK
             known = len(history) + 3 * BLOCK

@@ -5,6 +5,7 @@ All running sequences advance by one token per step; a step in which no sequence
 
 from collections.abc import Callable, Collection, Sequence
 from heapq import heappop, heappush
+from itertools import takewhile
 
 from moonpool.frozen import frozen
 from moonpool.scheduling.block_manager import BlockManager
@@ -204,7 +205,13 @@ def fork_sequences(request: DecodeRequest, manager: BlockManager) -> None:
     for number in range(first.id + 1, first.id + request.spec.width):
         manager.acquire(first.table, first.past)
         copy = RequestSequence(
-            number, list(first.keys), first.tokens, list(first.table), stored=list(first.stored), past=first.past
+            number,
+            list(first.keys),
+            first.tokens,
+            list(first.table),
+            stored=list(first.stored),
+            borders=list(first.borders),
+            past=first.past,
         )
         request.sequences.append(copy)
 
@@ -322,16 +329,16 @@ def advance_search(state: DecodeState, request: DecodeRequest, candidates: Seque
 
 def _fork_from_parents(state: DecodeState, sequences: list[RequestSequence], parents: list[int]) -> None:
     """Each sequence takes the parent's blocks."""
-    before = [(sequence.table, sequence.keys, sequence.stored, sequence.past) for sequence in sequences]
+    before = [(it.table, it.keys, it.stored, it.borders, it.past) for it in sequences]
     pairs = zip(sequences, (before[parent] for parent in parents), strict=True)
     moved = [(sequence, taken) for sequence, taken in pairs if taken[0] != sequence.table]
-    for _, (table, _, _, past) in moved:
+    for _, (table, *_, past) in moved:
         state.blocks.acquire(table, past)
     for sequence, _ in moved:
         state.blocks.release(sequence.table, sequence.past)
-    for sequence, (table, keys, stored, past) in moved:
-        sequence.table, sequence.keys, sequence.stored = list(table), list(keys), list(stored)
-        sequence.past = past
+    for sequence, (table, keys, stored, borders, past) in moved:
+        sequence.table, sequence.keys, sequence.past = list(table), list(keys), past
+        sequence.stored, sequence.borders = list(stored), list(borders)
         state.act(SetBlockTable(sequence.id, tuple(table)))
 
 
@@ -435,6 +442,12 @@ def count_leading_blocks(request: DecodeRequest, held: Collection[int]) -> int:
     return next((number for number in table if number not in held), len(table))
 
 
+def count_shared_blocks(request: DecodeRequest) -> int:
+    """Leading blocks that all sequences of a preempted request share."""
+    of_each = zip(*request.preemption.blocks.tables, strict=False)
+    return sum(1 for _ in takewhile(lambda blocks: len(set(blocks)) == 1, of_each))
+
+
 def resume_with_blocks(
     request: DecodeRequest, held: Collection[int], settings: DecodeSettings, manager: BlockManager
 ) -> None:
@@ -463,7 +476,8 @@ def begin_prompt_here(request: DecodeRequest, held: int, settings: DecodeSetting
     [sequence] = request.sequences
     # A full last block gets a key on being computed, as an answer's block does.
     del sequence.keys[(sequence.tokens - 1) // settings.block_tokens :]
-    sequence.stored = [min(held, len(sequence.keys))] * request.stores
+    there = [min(held, len(sequence.keys))] * request.stores
+    sequence.stored, sequence.borders = there, list(there)
     request.prompt_here, request.preemption.sharing = True, block_sharing_of(request, settings)
     if held * settings.block_tokens >= sequence.tokens:
         _skip_held(request, range(held), settings)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from moonpool.frozen import frozen
 from moonpool.kv.keys import BlockKey
 from moonpool.scheduling.block_manager import WRITTEN_PART
-from moonpool.scheduling.latency import load_seconds, prefill_seconds
+from moonpool.scheduling.latency import load_seconds, prefill_seconds, steps_of
 from moonpool.scheduling.state_machine import digest_of
 from services.decode.core import batch
 from services.decode.core.actions import LoadStoredBlocks, SetBlockTable, StoreBlock, SwapDrop, SwapIn, SwapOut
@@ -28,11 +28,20 @@ class StoredCopy:
     blocks: int
 
 
+def recompute_seconds(state: DecodeState, tokens: int, there: int) -> float:
+    """Predicted seconds of computing `tokens` tokens behind `there` tokens, in steps as decode computes them."""
+    steps = steps_of(tokens, state.settings.step_tokens)
+    return prefill_seconds(state.tracker.speeds, tokens, there, steps=steps)
+
+
 class StoredBlocks:
     """Copies of the sequences' full blocks in kvstores: writes and loads.
 
     A store's content is a belief: prefill has written the prompt's blocks to the same stores, and a store may lose any
     block at any time. If the belief is wrong, fewer blocks are loaded and the rest is computed.
+
+    Blocks of answers are written when they are full, without slices of layers with a window. These are written of the
+    last blocks only: where a sequence ends, or is preempted to come back from the store.
 
     Attributes:
         loading: slots of requests that are being loaded.
@@ -50,21 +59,41 @@ class StoredBlocks:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int) -> None:
+    def write(
+        self, request: DecodeRequest, sequence: RequestSequence, index: int, store: int, *, windowed: bool = False
+    ) -> None:
         """Writes a full block to one of the request's kvstores; the pool keeps the block until the write ends.
 
-        Does nothing if the request's blocks may not be kept.
+        Does nothing if the request's blocks may not be kept. `windowed`: with the slices of layers with a window, which
+        the block has; without such layers, a block is always written whole.
         """
         if request.owner.transient:
             return
         block, blocks = sequence.table[index], self._state.blocks
-        windowed = not blocks.is_partial(block) and self._windows_written * WRITTEN_PART <= blocks.num_slots
+        windowed = windowed or not blocks.num_slots
         self._windows_written += windowed and blocks.num_slots > 0
         blocks.acquire([block], 0 if windowed else 1)
         if sequence.stored[store] == index:
             sequence.stored[store] = index + 1
         io = self._state.ios.begin(StorePin(request, sequence, index, block, store, windowed))
         self._state.act(StoreBlock(io, sequence.id, index, block, store, windowed))
+
+    def write_window(self, request: DecodeRequest, sequence: RequestSequence) -> None:
+        """Writes the window behind which a sequence's full blocks are continued, to the stores that have the blocks.
+
+        Nothing is written if a slice is missing, or if writes already hold their share of the window slots.
+        """
+        blocks, end = self._state.blocks, len(sequence.keys)
+        if not blocks.num_slots or request.owner.transient:
+            return
+        for store, border in enumerate(sequence.borders):
+            first = max(border, end - self._settings.window_blocks)
+            full = self._windows_written * WRITTEN_PART > blocks.num_slots
+            lacking = sequence.stored[store] < end or any(map(blocks.is_partial, sequence.table[first:end]))
+            if first < end and not full and not lacking:
+                for index in range(first, end):
+                    self.write(request, sequence, index, store, windowed=True)
+                sequence.borders[store] = end
 
     def block_filled(self, request: DecodeRequest, sequence: RequestSequence, key: BlockKey) -> None:
         """A sequence's next block is full: registers the block's key and writes the block to the kvstores.
@@ -82,12 +111,18 @@ class StoredBlocks:
             self.write(request, sequence, index, store)
 
     def write_missing(self, request: DecodeRequest) -> None:
-        """Writes the first sequence's full blocks that the fullest kvstore lacks, if there is a kvstore."""
-        source = self.source(request)
-        if source is not None:
-            sequence = request.sequences[0]
-            for index in range(source.blocks, len(sequence.keys)):
-                self.write(request, sequence, index, source.store)
+        """Writes the first sequence's full blocks that the fullest kvstore lacks, if there is a kvstore.
+
+        With windows, writes a lone sequence's window. A group is loaded as far as its sequences share blocks.
+        """
+        sequence = request.sequences[0]
+        most = max(sequence.stored, default=None)
+        if most is None:
+            return
+        for index in range(most, len(sequence.keys)):
+            self.write(request, sequence, index, sequence.stored.index(most))
+        if len(request.sequences) == 1:
+            self.write_window(request, sequence)
 
     def write_prompt(self, request: DecodeRequest) -> None:
         """Writes the full blocks of a prompt that is computed here; prefill writes those of other prompts."""
@@ -98,30 +133,39 @@ class StoredBlocks:
             for store, there in enumerate(sequence.stored):
                 for index in range(there, full):
                     self.write(request, sequence, index, store)
+            if full == len(sequence.keys):
+                self.write_window(request, sequence)
 
     def written(self, pin: StorePin, result: object) -> None:
         """A write has ended."""
         self._windows_written -= pin.windowed and self._state.blocks.num_slots > 0
         self._state.blocks.release([pin.block], 0 if pin.windowed else 1)
         if not (isinstance(result, StoreEnd) and result.ok):
-            stored = pin.sequence.stored
+            stored, borders = pin.sequence.stored, pin.sequence.borders
             stored[pin.store] = min(stored[pin.store], pin.index)
+            borders[pin.store] = 0 if pin.windowed else borders[pin.store]
 
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def source(self, request: DecodeRequest) -> StoredCopy | None:
-        """The kvstore that holds most; None if the request has no kvstore."""
-        stored = request.sequences[0].stored
-        most = max(stored, default=None)
-        return None if most is None else StoredCopy(stored.index(most), most)
+        """The kvstore from which most can be loaded; None if the request has no kvstore."""
+        sequence = request.sequences[0]
+        loadable = sequence.stored
+        if self._settings.window_blocks:  # where the window is there, too; of a group, behind blocks that all share
+            pairs = zip(sequence.stored, sequence.borders, strict=True)
+            loadable = [border if border <= there else 0 for there, border in pairs]
+        most = max(loadable, default=None)
+        return None if most is None else StoredCopy(loadable.index(most), most)
 
     def restore_s(self, request: DecodeRequest) -> float:
         """Predicted seconds of loading what the stores hold and computing the rest; without a store, of computing."""
-        source, speeds = self.source(request), self._state.tracker.speeds
+        source, sequence = self.source(request), request.sequences[0]
         loaded = source.blocks if source is not None else 0
+        if len(request.sequences) == 1:  # the window is written on being preempted
+            loaded = max(sequence.stored, default=0)
         there = loaded * self._settings.block_tokens
         tokens = batch.tokens_to_recompute(request, self._settings)
-        return self._load_s(loaded) + prefill_seconds(speeds, tokens - there, there)
+        return self._load_s(loaded) + recompute_seconds(self._state, tokens - there, there)
 
     def cached_blocks(self, request: DecodeRequest) -> dict[int, int]:
         """Pool blocks for restoring a request, by index in the `BlockSharing`.
@@ -138,13 +182,13 @@ class StoredBlocks:
     def load(self, request: DecodeRequest, held: frozenset[int]) -> bool:
         """Begins to load the first sequence's blocks behind those in `held`, if a store holds some and loading pays.
 
-        Blocks that only further sequences have are computed. Sequences of a group may continue behind any block that
-        they share, and need its window: with windows, their blocks are computed.
+        Blocks that only further sequences have are computed. With windows, all sequences of a group continue where the
+        loaded blocks end.
         """
-        if self._settings.window_blocks and len(request.sequences) > 1:
-            return False
         source, sequence, first = self.source(request), request.sequences[0], batch.count_leading_blocks(request, held)
         if source is None or source.blocks <= first or not self._pays(request, first, source):
+            return False
+        if self._settings.window_blocks and source.blocks > batch.count_shared_blocks(request):
             return False
         blocks = tuple(sequence.table[first : source.blocks])
         windows = blocks[len(blocks) - min(len(blocks), self._settings.window_blocks) :]
@@ -168,7 +212,7 @@ class StoredBlocks:
         self._learn(pin, result)
         if request.status is not RequestStatus.LOADING:
             return
-        if end < len(pin.blocks):  # with windows, fewer than wanted may be worth nothing
+        if result.blocks < len(pin.blocks):  # with windows, fewer than wanted may be worth nothing
             end = self._state.blocks.continuable(pin.sequence.table[:end])
         for index in range(pin.first, end):
             self._state.blocks.register(pin.sequence.table[index], pin.sequence.keys[index], request.owner)
@@ -183,7 +227,7 @@ class StoredBlocks:
         if request.preemption.recompute or mode not in (Preemption.AUTO, Preemption.STORE):
             return False
         blocks, size = source.blocks - held, self._settings.block_tokens
-        compute_s = prefill_seconds(self._state.tracker.speeds, blocks * size, held * size)
+        compute_s = recompute_seconds(self._state, blocks * size, held * size)
         return mode is Preemption.STORE or self._load_s(blocks) < compute_s
 
     def _learn(self, pin: LoadPin, result: LoadEnd) -> None:
@@ -215,7 +259,8 @@ class StoredBlocks:
         for request in requests:
             for sequence in request.sequences:
                 assert len(sequence.stored) == request.stores
-                assert all(0 <= blocks <= len(sequence.keys) for blocks in sequence.stored)
+                assert len(sequence.borders) == request.stores
+                assert all(0 <= blocks <= len(sequence.keys) for blocks in sequence.stored + sequence.borders)
             assert request.status is not RequestStatus.LOADING or request in loading
 
 
@@ -314,7 +359,7 @@ class PreemptedRequests:
         return {
             Preemption.SWAP: 2 * self._settings.moved_bytes(blocks) / self.swap_bytes_per_s,
             Preemption.STORE: self._stored_blocks.restore_s(request),
-            Preemption.CACHE: prefill_seconds(self._state.tracker.speeds, tokens, 0),
+            Preemption.CACHE: recompute_seconds(self._state, tokens, 0),
         }
 
     def _choose_mode(self, request: DecodeRequest, blocks: int) -> Preemption:

@@ -97,6 +97,7 @@ class RequestSequence:
         table: block table; each block is referenced once.
         computed: leading tokens that have KV, or get KV from an earlier sequence; while recomputing.
         stored: for each of the request's kvstores, leading full blocks believed to be there.
+        borders: for each kvstore, the most leading blocks whose window is believed to be there; only with windows.
         shared: leading tokens whose KV another sequence writes; while recomputing.
         past: leading blocks whose windowed slices the sequence does not read any more.
     """
@@ -107,6 +108,7 @@ class RequestSequence:
     table: list[int] = field(default_factory=list)
     computed: int = 0
     stored: list[int] = field(default_factory=list)
+    borders: list[int] = field(default_factory=list)
     shared: int = 0
     past: int = 0
 
@@ -210,7 +212,8 @@ class DecodeRequest:
     def of(cls, event: ReserveBlocks, now: float, until: float) -> Self:
         """A request on arrival."""
         spec = event.request
-        first = RequestSequence(event.id, list(spec.keys), spec.tokens, stored=[len(spec.keys)] * event.stores)
+        there = [len(spec.keys)] * event.stores
+        first = RequestSequence(event.id, list(spec.keys), spec.tokens, stored=there, borders=list(there))
         longest = event.total_tokens - spec.prompt_tokens
         return cls(
             asked=event,
@@ -306,7 +309,7 @@ class DecodeRequest:
         """From now on no block gets a key or is looked up in kvstores."""
         self.owner.transient = True
         for sequence in self.sequences:
-            sequence.stored = [0] * self.stores
+            sequence.stored, sequence.borders = [0] * self.stores, [0] * self.stores
 
     def check_invariants(self, *, leased: bool) -> None:
         """Asserts what the status means. `leased`: the request has a lease."""

@@ -578,6 +578,9 @@ class DecodeScheduler:
         """Frees a request as soon as no step, copy or transfer uses the request's blocks."""
         self._leases.clear(request.id)
         self.budget.expect(request, 0)
+        if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING):
+            for sequence in request.sequences:
+                self.stored_blocks.write_window(request, sequence)
         in_use = request.status in COPYING or self._stop_receiving(request)
         quiet = not in_use and self.planner.take_out(request)
         self.planner.slots_kept.pop(request.id, None)
@@ -674,6 +677,7 @@ class DecodeScheduler:
         request = self._table.of(number)
         self._lengths.observe(self.planner.batch.tokens_of(sequence) - request.spec.prompt_tokens)
         if len(request.sequences) > 1:
+            self.stored_blocks.write_window(request, sequence)
             self.planner.end(request, sequence)
         else:
             self._finish(request)

@@ -173,6 +173,14 @@ def test_the_quickest_way_is_taken(
     assert (world.core.stored_blocks.loaded_blocks > 0) == loads
 
 
+def test_a_load_that_saves_steps_pays_though_steps_are_not_known_to_grow() -> None:
+    """Loading a block takes 1.02 ms. Computing a block takes two steps of 0.6 ms."""
+    speeds = Speeds(prefill_base_s=0.6e-3, load_bytes_per_s=1e6)
+    world, older, younger = crowded(replace(SMALL, preemption=Preemption.AUTO, speeds=speeds, step_tokens=BT // 2))
+    finish(world, older, younger)
+    assert world.core.stored_blocks.loaded_blocks > 0
+
+
 def test_loads_are_learnt_from() -> None:
     world, *_ = crowded(SMALL)
     world.end_io(until_load(world).io)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from services.decode.core.actions import LoadStoredBlocks
 from services.decode.core.settings import Preemption
 from tests.unit.decode.core.sequence import BT, prompt
 from tests.unit.decode.core.world import World, config
@@ -42,6 +43,55 @@ def test_a_prompt_computed_here_holds_its_chunk_beside(window: int, states: bool
         world.step()
     assert most <= window + 1 + (2 if states else 3)
     world.assert_at_rest()
+
+
+@pytest.mark.parametrize(("window", "states"), WINDOWS)
+def test_a_store_gets_the_window_where_an_answer_ends(window: int, states: bool) -> None:
+    """The next turn continues there; of the answer's other blocks, the store has the other layers alone."""
+    world = small(window, states=states, slots=4 * window + 4)
+    number = world.go(prompt(6 * BT + 3), 12 * BT, stores=1)
+    answer = world.sequences[number]
+    world.work()
+    keys = answer.keys()
+    stored = [world.stored[0, key] for key in keys]
+    assert len(stored) == 18
+    assert all(set(range(BT)) <= content.keys() for content in stored)
+    assert [index for index in range(6, 18) if min(stored[index]) < 0] == list(range(18 - window, 18))
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+@pytest.mark.parametrize(("window", "states"), WINDOWS)
+def test_a_preempted_sequence_comes_back_from_the_store_with_its_window(window: int, states: bool) -> None:
+    usual = {"preemption": Preemption.STORE, "step_tokens": BT, "preempt_every": 3}
+    world = small(window, states=states, slots=60, **usual)
+    number = world.go(prompt(6 * BT + 3), 8 * BT, stores=1)
+    world.work()
+    loads = [it for it in world.actions if isinstance(it, LoadStoredBlocks)]
+    assert max(len(it.blocks) for it in loads) > 6 + window
+    assert len(world.answers[number]) == 8 * BT
+    world.assert_at_rest()
+    world.assert_reruns()
+
+
+@pytest.mark.parametrize(("window", "states"), WINDOWS)
+def test_a_group_comes_back_from_the_store_up_to_what_its_sequences_share(window: int, states: bool) -> None:
+    usual = {"preemption": Preemption.STORE, "step_tokens": BT, "preempt_every": 3}
+    world = small(window, states=states, slots=60, **usual)
+    number = world.go(prompt(6 * BT + 3), (5 * BT, 6 * BT, 6 * BT), stores=1)
+    asked = world.core.requests[number]
+    loads = []
+    while world.core.requests:
+        before = len(world.actions)
+        group = len(asked.sequences) > 1
+        world.end_io(min(world.ios)) if world.ios else world.step()
+        loads += [it for it in world.actions[before:] if isinstance(it, LoadStoredBlocks) and group]
+    assert loads
+    assert {(it.first, len(it.blocks)) for it in loads} == {(0, 6)}
+    assert sorted(map(len, world.answers.values())) == [5 * BT, 6 * BT, 6 * BT]
+    world.work()
+    world.assert_at_rest()
+    world.assert_reruns()
 
 
 @pytest.mark.parametrize("way", [Preemption.CACHE, Preemption.RECOMPUTE, Preemption.SWAP])
