@@ -136,7 +136,10 @@ def config_hash(config: ModelConfig) -> bytes:
     return blake3(b"moonpool config 1\0" + json.dumps(fields, sort_keys=True).encode()).digest()
 
 
-_LATER = ("recurrent", "output_gate", "chunked", "length_from", "weighted_inputs")
+_LATER = (
+    "recurrent", "output_gate", "chunked", "length_from", "weighted_inputs", "value_norm", "values_of_keys", "scalar",
+    "beside",
+)  # fmt: skip
 """Fields that came after version 2 of the hash: they count where they are used, so that other KV keeps its name."""
 
 
@@ -205,10 +208,13 @@ def kv_layout(config: ModelConfig, dtype: str, block_tokens: int, kv_dtype: str 
     """Return how one block of this model's KV is arranged, all layers.
 
     The element type is the weights', `dtype`, if `kv_dtype` is "auto"; else KV is quantised, "int8" or "fp8". Recurrent
-    states are float32.
+    states are float32. If all layers have windows, one layer's KV is kept whole (`DecoderSpec.whole_layer`).
     """
     stored = dtype if kv_dtype == "auto" else QUANTISED[kv_dtype]
-    return KVLayout.of_layers(block_tokens, [_layer_kv(layer, stored) for layer in config.decoder.layers])
+    layers = [_layer_kv(layer, stored) for layer in config.decoder.layers]
+    if (whole := config.decoder.whole_layer) is not None:
+        layers[whole] = layers[whole]._replace(kind="full", window=0)
+    return KVLayout.of_layers(block_tokens, layers)
 
 
 def _layer_kv(layer: LayerSpec, dtype: str) -> LayerKV:
@@ -228,6 +234,8 @@ def check_shape(config: ModelConfig, source: str) -> None:
     Raises:
         CheckpointError: names `source`.
     """
+    if all(layer.recurrent is not None for layer in config.decoder.layers):
+        raise CheckpointError(f"{source}: a model without attention, whose layers are all recurrent, is not supported")
     for layer in config.decoder.layers:
         attention = layer.attention
         if attention.num_heads % attention.num_kv_heads:

@@ -1,7 +1,7 @@
 """A model family's contract: what checkpoints say, and what their tensors are called. Torch-free.
 
-A family is one file beside this file, with a `ModelFamily`, and an entry in `FAMILIES`; docs/extend/model_family.md
-lists the steps. Checkpoint readers and the weight loader tell families apart only by the description.
+A family is a `ModelFamily` in a file beside this file; docs/extend/model_family.md lists the steps. Checkpoint readers
+and the weight loader tell families apart only by the description.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class TensorNames:
     output: str = "self_attn.o_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    scalar: str = "layer_scalar"
     sinks: str = "self_attn.sinks"
     q_a: str = "self_attn.q_a_proj"
     q_a_norm: str = "self_attn.q_a_layernorm"
@@ -64,6 +65,11 @@ class TensorNames:
     gate_up: str = ""
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    dense_out_norm: str = "post_feedforward_layernorm_1"
+    experts_norm: str = "pre_feedforward_layernorm_2"
+    experts_out_norm: str = "post_feedforward_layernorm_2"
     correction_row: bool = False
     """Whether the correction is stored as a row [1, count]."""
     expert: str = "mlp.experts.{expert}."
@@ -235,21 +241,25 @@ _ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
 
 def layer_kinds(
-    fields: JsonFields, layers: int, default: Sequence[str], known: Sequence[str] = _ATTENTION_KINDS
+    fields: JsonFields,
+    layers: int,
+    default: Sequence[str],
+    known: Sequence[str] = _ATTENTION_KINDS,
+    key: str = "layer_types",
 ) -> Sequence[str]:
-    """Return each layer's kind from `layer_types`, `default` where the key is absent.
+    """Return each layer's kind from `key`, `default` where the key is absent.
 
     Raises:
         CheckpointError: not a list with as many kinds as layers.
     """
-    kinds = fields.get("layer_types")
+    kinds = fields.get(key)
     if kinds is None:
         return default
     if not isinstance(kinds, list) or len(kinds) < layers:
-        raise CheckpointError(f"{fields.source}: layer_types must be a list of {layers} kinds, not {kinds!r}")
+        raise CheckpointError(f"{fields.source}: {key} must be a list of {layers} kinds, not {kinds!r}")
     for kind in kinds:
         if kind not in known:
-            raise UnsupportedModel("layer_types", f"{kind!r} is none of {', '.join(known)}")
+            raise UnsupportedModel(key, f"{kind!r} is none of {', '.join(known)}")
     return [str(kind) for kind in kinds[:layers]]
 
 

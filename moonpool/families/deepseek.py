@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups, shared experts."""
+"""DeepSeek V2 and V3 (Moonlight and Kimi K2 among them): latent attention, experts in groups; Youtu: dense."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -85,6 +85,11 @@ def _decoder3(fields: JsonFields) -> DecoderSpec:
     return with_dense_layers(fields, decoder, shared_experts(fields))
 
 
+def _dense_decoder(fields: JsonFields) -> DecoderSpec:
+    decoder = latent_decoder(fields, paired=fields.flag("rope_interleave", True))
+    return decoder.each(lambda _, layer: layer.with_feed_forward(bias=False))
+
+
 def with_dense_layers(fields: JsonFields, decoder: DecoderSpec, experts: ExpertsSpec) -> DecoderSpec:
     """Return `decoder` with experts in all layers but the first `first_k_dense_replace`."""
     dense = int(fields.number("first_k_dense_replace", 0))
@@ -144,6 +149,20 @@ DEEPSEEK_V2 = ModelFamily(
         "first_k_dense_replace": 0,
     },
     gguf=GgufNames(architecture="deepseek2", keys=_LATENT_KEYS, complete=_from_gguf),
+)
+YOUTU = ModelFamily(
+    architecture="YoutuForCausalLM",
+    model_type="youtu",
+    decoder=_dense_decoder,
+    defaults={
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+    },
 )
 DEEPSEEK_V3 = ModelFamily(
     architecture="DeepseekV3ForCausalLM",

@@ -1,4 +1,7 @@
-"""Gemma 1, 2 and 3 (text): norms with 1 + weight, scaled embeddings; soft caps in 2; two tables of RoPE in 3."""
+"""Gemma 1 to 4 (text), VaultGemma: norms with 1 + weight, scaled embeddings; soft caps in 2; two ropes in 3 and 4.
+
+Of Gemma 4 the models with embeddings of each layer and shared KV (E2B, E4B) are refused by name.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +19,7 @@ from moonpool.families.base import (
 )
 from moonpool.families.fields import JsonFields
 from moonpool.families.rope import read_rope
-from moonpool.families.spec import DecoderSpec, RopeSpec
+from moonpool.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RopeSpec
 
 
 def _decoder(fields: JsonFields, rope_kind: str | None = None) -> DecoderSpec:
@@ -43,6 +46,12 @@ def _decoder2(fields: JsonFields, rope_kind: str | None = None) -> DecoderSpec:
     return windowed(fields, decoder, layer_kinds(fields, layers, pattern))
 
 
+def _vault_decoder(fields: JsonFields) -> DecoderSpec:
+    return _decoder2(fields).each(
+        lambda _, layer: replace(layer, attention_out_norm=False, feed_forward_out_norm=False)
+    )
+
+
 _SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
@@ -63,6 +72,59 @@ def _decoder3(fields: JsonFields) -> DecoderSpec:
     if fields.get("rope_local_base_freq") is not None:  # the old spelling, whose rope_scaling is for full layers only
         local = RopeSpec(fields.number("rope_local_base_freq"), size)
     return windowed(fields, replace(plain, ropes=(decoder.ropes[0], local)), kinds)
+
+
+def _decoder4(fields: JsonFields) -> DecoderSpec:
+    """Layers that see all tokens have heads of another size and number, whose values are their keys."""
+    if fields.get("use_bidirectional_attention") == "all":
+        raise UnsupportedModel("use_bidirectional_attention", "attention to later tokens is not supported")
+    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if fields.get(key):
+            raise UnsupportedModel(key, f"{fields.get(key)!r} is not supported")
+    decoder, act = llama_decoder(fields, rope_kind="full_attention"), activation(fields, "hidden_activation")
+    layers, size = len(decoder.layers), decoder.layers[0].attention.head_dim
+    pattern = ["full_attention" if (index + 1) % 6 == 0 else "sliding_attention" for index in range(layers)]
+    kinds = [*layer_kinds(fields, layers, pattern)[:-1], "full_attention"]
+    whole, heads = fields.positive("global_head_dim", 512), decoder.layers[0].attention.num_kv_heads
+    overrides = fields.get("per_layer_config") or {}
+    equal, norm = fields.flag("attention_k_eq_v", False), replace(decoder.final_norm, wide=True)
+    experts = None
+    if fields.flag("enable_moe_block", False):
+        experts = ExpertsSpec(
+            fields.positive("num_experts"),
+            fields.positive("top_k_experts"),
+            fields.positive("moe_intermediate_size"),
+            "softmax",
+            normalised=True,
+            beside=True,
+        )
+    if equal:
+        heads = fields.positive("num_global_key_value_heads", heads, null=heads)
+
+    def kind(index: int, layer: LayerSpec) -> LayerSpec:
+        layer = replace(layer, norm=norm, attention_out_norm=True, feed_forward_out_norm=True, scalar=True)
+        layer = layer.with_attention(scale=1.0, qk_norm=norm, value_norm=True).with_feed_forward(
+            activation=act, experts=experts
+        )
+        if kinds[index] == "sliding_attention":
+            return layer.with_attention(rope=1)
+        its = JsonFields(overrides.get(str(index), {}), f"{fields.source}: per_layer_config.{index}")
+        return layer.with_attention(
+            head_dim=its.positive("head_dim", whole),
+            num_kv_heads=its.positive("num_key_value_heads", heads),
+            values_of_keys=equal,
+        )
+
+    decoder = decoder.each(kind)
+    wide = decoder.layers[-1].attention.head_dim
+    decoder = replace(
+        decoder,
+        ropes=(read_rope(fields, wide, kind="full_attention"), read_rope(fields, size, kind="sliding_attention")),
+        final_norm=norm,
+        embedding_factor=float(fields.positive("hidden_size") ** 0.5),
+        logits_soft_cap=None if fields.get(_SOFT_CAPS[1]) is None else fields.number(_SOFT_CAPS[1]),
+    )
+    return windowed(fields, decoder, kinds)
 
 
 def _query_scalar(found: dict[str, Any]) -> Mapping[str, Any]:
@@ -114,6 +176,13 @@ GEMMA2 = ModelFamily(
         complete=_query_scalar,
     ),
 )
+VAULT_GEMMA = ModelFamily(
+    architecture="VaultGemmaForCausalLM",
+    model_type="vaultgemma",
+    decoder=_vault_decoder,
+    defaults=GEMMA2.defaults,
+    names=_NAMES,
+)
 GEMMA3 = ModelFamily(
     architecture="Gemma3ForCausalLM",
     other_architectures=("Gemma3ForConditionalGeneration",),
@@ -146,4 +215,32 @@ GEMMA3 = ModelFamily(
         },
         complete=lambda found: {"rope_local_base_freq": 10000.0, **found, **_query_scalar(found)},
     ),
+)
+GEMMA4 = ModelFamily(
+    architecture="Gemma4ForCausalLM",
+    other_architectures=("Gemma4ForConditionalGeneration",),
+    model_type="gemma4_text",
+    decoder=_decoder4,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0},
+        },
+    },
+    names=replace(
+        _NAMES,
+        router="router.proj",
+        experts_gate_up="experts.gate_up_proj",
+        experts_down="experts.down_proj",
+        expert="experts.{expert}.",
+    ),
+    renamed={"model.": "model.language_model."},
+    inner_config="text_config",
 )

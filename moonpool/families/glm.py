@@ -1,4 +1,4 @@
-"""GLM-4 in all forms: dense (with two or four norms a layer), with experts, and with latent attention."""
+"""GLM-4 in all forms: dense (with two or four norms a layer), with experts, with latent attention; Solar Open."""
 
 from dataclasses import replace
 
@@ -86,6 +86,22 @@ GLM4_MOE = ModelFamily(
         renamed={"post_attention_norm": "feed_forward_norm"},
         further_layers="nextn_predict_layers",
     ),
+)
+SOLAR_OPEN = ModelFamily(
+    architecture="SolarOpenForCausalLM",
+    model_type="solar_open",
+    decoder=_moe_decoder,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "moe_intermediate_size": 1280,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+    },
+    other_keys={"intermediate_size": "moe_intermediate_size"},
 )
 GLM4_MOE_LITE = ModelFamily(
     architecture="Glm4MoeLiteForCausalLM",

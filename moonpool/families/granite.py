@@ -1,9 +1,9 @@
-"""Granite, dense, with experts, and with Mamba-2 layers: factors of embeddings, residual sums, attention and logits."""
+"""Granite: dense, with experts, windows or Mamba-2 layers; factors of embeddings, residual sums, attention, logits."""
 
 from dataclasses import replace
 
-from moonpool.errors import UnsupportedModel
-from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder
+from moonpool.errors import CheckpointError, UnsupportedModel
+from moonpool.families.base import GgufNames, ModelFamily, TensorNames, layer_kinds, llama_decoder, windowed
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import DecoderSpec, ExpertsSpec, LayerSpec, RecurrentSpec
 
@@ -39,6 +39,22 @@ def _moe_decoder(fields: JsonFields) -> DecoderSpec:
         shared_inner=int(fields.number("shared_intermediate_size", 0)),
     )
     return _decoder(fields).each(lambda _, layer: layer.with_feed_forward(experts=experts))
+
+
+def _windows(fields: JsonFields, decoder: DecoderSpec) -> DecoderSpec:
+    """Windows in three of four layers, sinks in all, and each layer's own base of RoPE, of which 0 stands for none."""
+    layers, rope = len(decoder.layers), decoder.ropes[0]
+    pattern = ["sliding_attention" if index % 4 else "full_attention" for index in range(layers)]
+    bases = fields.get("layer_rope_theta") or [rope.theta] * layers
+    if not isinstance(bases, list) or len(bases) != layers:
+        raise CheckpointError(f"{fields.source}: layer_rope_theta must be a list of {layers} numbers, not {bases!r}")
+    if rope.scaling is not None and set(bases) != {rope.theta}:
+        raise UnsupportedModel("layer_rope_theta", "bases of layers beside a scaled RoPE are not supported")
+    thetas = sorted(set(bases) - {0})
+    decoder = replace(decoder, ropes=tuple(replace(rope, theta=float(theta)) for theta in thetas)).each(
+        lambda index, layer: layer.with_attention(sinks=True, rope=thetas.index(bases[index]) if bases[index] else None)
+    )
+    return windowed(fields, decoder, layer_kinds(fields, layers, pattern))
 
 
 def _hybrid_decoder(fields: JsonFields) -> DecoderSpec:
@@ -120,6 +136,30 @@ GRANITE_MOE_SHARED = ModelFamily(
     decoder=_moe_decoder,
     defaults=GRANITE_MOE.defaults,
     names=replace(GRANITE_MOE.names, shared_gate_up="shared_mlp.input_linear", shared_down="shared_mlp.output_linear"),
+)
+GRANITE_SWA = ModelFamily(
+    architecture="GraniteSWAForCausalLM",
+    model_type="granite_swa",
+    decoder=lambda fields: _windows(fields, _decoder(fields)),
+    defaults={
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+        "sliding_window": 128,
+    },
+)
+GRANITE_MOE_SWA = ModelFamily(
+    architecture="GraniteMoeSWAForCausalLM",
+    model_type="granitemoe_swa",
+    decoder=lambda fields: _windows(fields, _moe_decoder(fields)),
+    defaults={**GRANITE_MOE.defaults, "sliding_window": 128},
+    names=replace(
+        GRANITE_MOE_SHARED.names,
+        router="block_sparse_moe.router",
+        experts_gate_up="block_sparse_moe.experts.gate_up_proj",
+        experts_down="block_sparse_moe.experts.down_proj",
+    ),
 )
 GRANITE_HYBRID = ModelFamily(
     architecture="GraniteMoeHybridForCausalLM",

@@ -13,7 +13,7 @@ from moonpool.errors import CheckpointError, UnsupportedModel
 from moonpool.families.fields import JsonFields
 from moonpool.families.spec import RopeScaling, RopeSpec
 
-_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 
 
 def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, paired: bool = False) -> RopeSpec:
@@ -32,6 +32,10 @@ def read_rope(fields: JsonFields, head_dim: int, *, kind: str | None = None, pai
     rope, name = _parameters(fields, kind)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if rope.get("rope_type", rope.get("type")) == "proportional":  # the other frequencies of the whole head are 0
+        turned = int(share * head_dim // 2)
+        divisors = (rope.number("factor", 1.0),) * turned + (math.inf,) * (head_dim // 2 - turned)
+        return RopeSpec(theta, head_dim, RopeScaling("divisors", 1.0, divisors=divisors), paired)
     width = int(head_dim * share)
     scaling, magnitude = _scaling(fields, rope, name, theta, width)
     return RopeSpec(theta, width, scaling, paired, magnitude)

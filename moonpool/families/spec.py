@@ -127,6 +127,10 @@ class AttentionSpec:
     """
     qk_norm_last: bool = False
     """Norm after rotation instead of before."""
+    value_norm: bool = False
+    """Each head's values have the norm of `qk_norm`, without a weight."""
+    values_of_keys: bool = False
+    """Values are the keys before norm and rotation: they have no projection."""
     latent: LatentSpec | None = None
     output_gate: bool = False
     """Attention's result is multiplied with the sigmoid of a gate, which lies behind each head's query."""
@@ -211,6 +215,11 @@ class ExpertsSpec:
     """Whether the weights multiply the experts' inputs instead of their outputs."""
     shared_gate: bool = False
     """Whether that network's output is weighted by a sigmoid of a stored projection."""
+    beside: bool = False
+    """Whether they stand beside the layer's dense network, each with norms (Gemma 4): they read the sum before the
+    feed-forward part, the router behind a norm without weight and times a stored factor of each element, divided by
+    sqrt(hidden). Each expert's weight has a stored factor.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +257,8 @@ class LayerSpec:
     parallel: bool = False
     residual_factor: float = 1.0
     """Factor on each part's addition."""
+    scalar: bool = False
+    """The layer's result is multiplied with a stored number."""
     recurrent: RecurrentSpec | None = None
     """What stands in place of attention, of which only the shape of other layers' KV counts then."""
 
@@ -277,6 +288,8 @@ class LayerSpec:
             ("attention sinks", attention.sinks),
             ("a gate of attention's result", attention.output_gate),
             ("another norm of queries and keys", not heads or attention.qk_norm_last),
+            ("a norm of values", attention.value_norm or attention.values_of_keys),
+            ("a factor on the layer's result", self.scalar),
             ("no rotary embeddings", attention.rope != 0),
             ("experts", inner.experts is not None),
             ("another activation", inner.activation != "silu" or not inner.gated),
@@ -314,6 +327,16 @@ class DecoderSpec:
     def recurrent(self) -> bool:
         """Whether some layers have a recurrent state."""
         return any(layer.recurrent is not None for layer in self.layers)
+
+    @property
+    def whole_layer(self) -> int | None:
+        """The layer whose KV is kept for all tokens though the layer has a window; None if another layer's is kept.
+
+        Blocks that lack the KV behind windows are found by the KV that they have.
+        """
+        windows = [layer.recurrent is None and layer.attention.window is not None for layer in self.layers]
+        kept = any(layer.recurrent is None and layer.attention.window is None for layer in self.layers)
+        return None if kept or not any(windows) else windows.index(True)
 
     def each(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
         """Return this decoder with `change(index, layer)` in place of each layer."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -140,6 +140,10 @@ class PackedBatch:
         for plan in self.plans.values():
             plan.go_on(tables if plan.window is None else its["slot_tables"])
         return self
+
+    def without_slots(self) -> PackedBatch:
+        """Return the batch as a layer sees it whose KV is kept in all blocks; attention is planned anew."""
+        return replace(self, slot_tables=self.block_tables, slot_ids=self.block_ids, plans={})
 
     def filled(self) -> list[int]:
         """Blocks that the step fills, for a batch with one token per sequence."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moonpool.families.spec import ExpertsSpec
-from moonpool.models.layers import FeedForward, Linear, elementwise
+from moonpool.models.layers import FeedForward, Linear, Norm, elementwise
 
 
 @dataclass(slots=True)
@@ -26,16 +26,20 @@ class MixtureOfExperts:
     experts: Sequence[FeedForward]
     shared: FeedForward | None
     shared_gate: Linear | None  # hidden to 1
+    factors: Tensor | None = None  # [count] float32: of each expert's weight
 
     @property
     def nbytes(self) -> int:
         """Memory of the weights, bytes."""
-        parts = (self.router, self.correction, *self.experts, self.shared, self.shared_gate)
+        parts = (self.router, self.correction, *self.experts, self.shared, self.shared_gate, self.factors)
         return sum(part.nbytes for part in parts if part is not None)
 
-    def __call__(self, x: Tensor, *, deterministic: bool) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs [T, hidden] for `x` [T, hidden]."""
-        logits = self.router(x.float(), deterministic=deterministic)
+    def __call__(self, x: Tensor, *, deterministic: bool, routed: Tensor | None = None) -> Tensor:
+        """Return the weighted sum of the chosen experts' outputs [T, hidden] for `x` [T, hidden].
+
+        `routed`: what the router reads, if not `x`.
+        """
+        logits = self.router((x if routed is None else routed).float(), deterministic=deterministic)
         weights, chosen = self._route(logits, deterministic=deterministic)
         out = torch.zeros_like(x)
         order = chosen.flatten().argsort(stable=True)
@@ -74,6 +78,8 @@ class MixtureOfExperts:
         weights = scores.gather(1, chosen)
         if spec.normalised:
             weights = weights / weights.sum(-1, keepdim=True).clamp(min=spec.least_sum)
+        if self.factors is not None:
+            weights = weights * self.factors[chosen]
         return weights * spec.factor, chosen
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -88,3 +94,28 @@ class MixtureOfExperts:
         closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)
         found: Tensor = grouped.masked_fill(closed[..., None], -torch.inf).flatten(1)
         return found
+
+
+@dataclass(slots=True)
+class DenseAndExperts:
+    """A dense network and experts side by side, `ExpertsSpec.beside`."""
+
+    dense: FeedForward
+    dense_out_norm: Norm
+    router_norm: Norm  # without a weight
+    experts_norm: Norm
+    experts: MixtureOfExperts
+    experts_out_norm: Norm
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights, bytes."""
+        norms = (self.dense_out_norm, self.experts_norm, self.experts_out_norm)
+        return sum(part.nbytes for part in (self.dense, self.experts, *norms))
+
+    def __call__(self, x: Tensor, before: Tensor, *, deterministic: bool) -> Tensor:
+        """Return both parts' sum [T, hidden]: the dense network reads `x`, the experts `before`, which has no norm."""
+        dense = self.dense_out_norm(self.dense(x, deterministic=deterministic))
+        routed = self.router_norm(before)
+        chosen = self.experts(self.experts_norm(before), routed=routed, deterministic=deterministic)
+        return dense + self.experts_out_norm(chosen)

@@ -42,7 +42,7 @@ from moonpool.families.spec import (
     RecurrentSpec,
 )
 from moonpool.models.dequantise import dequantise
-from moonpool.models.experts import MixtureOfExperts
+from moonpool.models.experts import DenseAndExperts, MixtureOfExperts
 from moonpool.models.imatrix import read_imatrix
 from moonpool.models.layers import FeedForward, Linear, Norm, fused_gate
 from moonpool.models.packed import PackedWeight, join_rows, pack_int4, pack_int8
@@ -437,10 +437,9 @@ class _LayerReader:
             self._attention(),
             self._norm("attention_out_norm"),
             self._norm("feed_forward_norm"),
-            self._experts(spec.feed_forward.experts)
-            if spec.feed_forward.experts is not None
-            else self._feed_forward("", spec.feed_forward),
+            self._feed_forward_part(),
             self._norm("feed_forward_out_norm"),
+            self._optional("scalar"),
         )
 
     def _attention(self) -> AttentionWeights | LatentWeights | RecurrentWeights:
@@ -452,12 +451,15 @@ class _LayerReader:
         fused = "qkv" if "qkv.weight" in self._tensors else "q k v"
         if spec.output_gate:
             fused = "q k v attention_gate"
+        if spec.values_of_keys:
+            fused = "q k k"
         return AttentionWeights(
             self._linear(fused),
             self._norm("q_norm", spec.qk_norm),
             self._norm("k_norm", spec.qk_norm),
             self._linear("output"),
             self._optional("sinks"),
+            Norm(replace(spec.qk_norm, weighted=False), None, None) if spec.value_norm and spec.qk_norm else None,
         )
 
     def _recurrent(self, spec: RecurrentSpec) -> RecurrentWeights:
@@ -514,13 +516,30 @@ class _LayerReader:
             self._linear(f"{prefix}down"),
         )
 
+    def _feed_forward_part(self) -> FeedForward | MixtureOfExperts | DenseAndExperts:
+        spec, norm = self._spec.feed_forward, self._spec.norm
+        if spec.experts is None:
+            return self._feed_forward("", spec)
+        experts = self._experts(spec.experts)
+        if not spec.experts.beside:
+            return experts
+        names = ("dense_out_norm", "experts_norm", "experts_out_norm")
+        dense_out, norm_in, norm_out = (Norm(norm, self._one(f"{name}.weight"), None) for name in names)
+        unweighted = Norm(replace(norm, weighted=False), None, None)
+        dense = self._feed_forward("", replace(spec, experts=None))
+        return DenseAndExperts(dense, dense_out, unweighted, norm_in, experts, norm_out)
+
     def _experts(self, spec: ExpertsSpec) -> MixtureOfExperts:
         one = replace(self._spec.feed_forward, inner=spec.inner, bias=spec.bias, experts=None)
         shared = replace(one, inner=spec.shared_inner, bias=False) if spec.shared_inner else None
         router_bias, correction = self._optional("router.bias"), self._optional("correction")
+        router, scale = self._one("router.weight").float(), self._optional("router_scale")
+        factors = self._optional("expert_scale")
+        if scale is not None:
+            router = router * (scale.float() * len(scale) ** -0.5)
         return MixtureOfExperts(
             spec,
-            Linear(self._one("router.weight").float(), None if router_bias is None else router_bias.float()),
+            Linear(router, None if router_bias is None else router_bias.float()),
             None if correction is None else correction.float(),
             self._all_experts(one, spec.count)
             if "experts_down.weight" in self._tensors
@@ -529,6 +548,7 @@ class _LayerReader:
             Linear(self._one("shared_weight.weight"), self._optional("shared_weight.bias"))
             if spec.shared_gate
             else None,
+            None if factors is None else factors.float(),
         )
 
     def _all_experts(self, spec: FeedForwardSpec, count: int) -> list[FeedForward]:

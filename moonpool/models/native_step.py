@@ -181,8 +181,8 @@ def _why_not(config: ModelConfig, layers: Sequence[LayerWeights]) -> str:
     if config.head_dim % 16 or config.head_dim > MAX_HEAD_DIM:
         return f"head_dim {config.head_dim} is no multiple of 16 up to {MAX_HEAD_DIM}"
     specs = [layer.spec.feed_forward.experts for layer in layers]
-    if any(its is not None and (its.weighted_inputs or its.chosen > _MOST_CHOSEN) for its in specs):
-        return "experts take weighted inputs, or a row has too many"
+    if any(its is not None and (its.weighted_inputs or its.beside or its.chosen > _MOST_CHOSEN) for its in specs):
+        return "experts take weighted inputs, stand beside a dense network, or a row has too many"
     if any(linear.panels is None for layer in layers for linear in _linears(layer)):
         return "a matrix cannot be arranged in panels"
     return ""
@@ -209,6 +209,7 @@ def _linears(layer: LayerWeights) -> tuple[Linear, ...]:
     assert isinstance(attention, AttentionWeights)
     if isinstance(inner, FeedForward):
         return attention.qkv, attention.output, inner.gate_up, inner.down
+    assert isinstance(inner, MixtureOfExperts)
     networks = [*inner.experts, *([] if inner.shared is None else [inner.shared])]
     gates = [] if inner.shared_gate is None else [inner.shared_gate]
     each = [linear for network in networks for linear in (network.gate_up, network.down)]
@@ -228,6 +229,7 @@ def _layer_structure(weights: LayerWeights) -> structures.Layer:
     if isinstance(inner, FeedForward):
         layer.gate_up, layer.down = _panels(inner.gate_up), _panels(inner.down)
     else:
+        assert isinstance(inner, MixtureOfExperts)
         layer.experts = ctypes.pointer(_experts_structure(inner))
     return layer
 

@@ -24,6 +24,7 @@ from kernels.plan import AttentionPlan, make_plan, plan_of_shapes
 from moonpool.checkpoint.config import ModelConfig
 from moonpool.families.spec import AttentionSpec
 from moonpool.models.batch import LayersKV, LayersScales, PackedBatch
+from moonpool.models.experts import DenseAndExperts
 from moonpool.models.layers import Linear, Norm, RopeTable, elementwise, in_tiles
 from moonpool.models.native_step import (
     NativeRun,
@@ -116,6 +117,7 @@ class StageModel:
         positions_of_all = config.max_position_embeddings
         self._ropes = [RopeTable(rope, positions_of_all, self.dtype, self.device) for rope in config.decoder.ropes]
         self.deterministic = deterministic
+        self._whole_layer = config.decoder.whole_layer
         self.undo = StateUndo()
         self.kernels = choice.prepare(self.device, self.dtype)  # built now, not in the first step
         native = native_layers(config, layer_begin, self.layers)
@@ -303,6 +305,8 @@ class StageModel:
         """Run layer `index` in torch; `kv` [blocks, kv_heads, planes, block_tokens, head_dim] is the layer's part."""
         weights = self.layers[index - self.layer_begin]
         spec = weights.spec
+        if index == self._whole_layer:
+            batch = batch.without_slots()
         normed = hidden if weights.attention_norm is None else weights.attention_norm(hidden)
         if isinstance(weights.attention, RecurrentWeights):
             added = weights.attention(normed, batch, kv, self.undo, deterministic=self.deterministic)
@@ -321,12 +325,16 @@ class StageModel:
             inner = weights.feed_forward_norm(added, residual=hidden)  # hidden is the sum from here on
         else:
             inner = hidden.add_(added)
-        added = weights.feed_forward(inner, deterministic=self.deterministic)
+        if isinstance(weights.feed_forward, DenseAndExperts):
+            added = weights.feed_forward(inner, hidden, deterministic=self.deterministic)
+        else:
+            added = weights.feed_forward(inner, deterministic=self.deterministic)
         if weights.feed_forward_out_norm is not None:
             added = weights.feed_forward_out_norm(added)
         if spec.residual_factor != 1.0:
             added = added * spec.residual_factor
-        return added.add_(hidden)
+        hidden = added.add_(hidden)
+        return hidden if weights.scalar is None else hidden.mul_(weights.scalar)
 
     def _attention(
         self,
@@ -341,6 +349,8 @@ class StageModel:
         tokens, heads, kv_heads = normed.shape[0], spec.num_heads, spec.num_kv_heads
         qkv = weights.qkv(normed, deterministic=self.deterministic).view(tokens, -1, spec.head_dim)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads : heads + 2 * kv_heads]
+        if weights.v_norm is not None:
+            v = weights.v_norm(v)
         if not spec.qk_norm_last:
             qk = _normed_heads(weights, spec, qk)
         qk = self._rotated(spec, qk, batch)

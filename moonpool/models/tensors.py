@@ -65,6 +65,8 @@ def layer_tensors(config: ModelConfig, index: int, has: Callable[[str], bool] = 
     rope = None if spec.attention.rope is None else config.decoder.ropes[spec.attention.rope]
     paired = rope.width if rope is not None and rope.paired else 0
     prefix = names.layer.format(index=index)
+    if spec.scalar:
+        slots["scalar"] = _plain(names.scalar, (1,))
     if spec.recurrent is not None:
         slots |= _recurrent(names, config.hidden_size, spec.recurrent)
     elif spec.attention.latent is not None:
@@ -89,7 +91,8 @@ def _attention(names: TensorNames, config: ModelConfig, spec: AttentionSpec, pai
         assert not paired
     else:
         turn = partial(_unpaired, size, paired) if paired else None
-        for slot, rows, arrange in (("q", q, turn), ("k", kv, turn), ("v", kv, None)):
+        projected = (("q", q, turn), ("k", kv, turn), ("v", kv, None))
+        for slot, rows, arrange in projected[: 2 if spec.values_of_keys else 3]:
             its = getattr(names, slot)
             slots |= _linear(names, slot, its, (rows, hidden), bias=spec.qkv_bias, arrange=arrange)
         if spec.output_gate:  # a head's gate lies behind the head's query
@@ -187,7 +190,10 @@ def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec, *, whole: b
     spec = layer.feed_forward
     if spec.experts is not None:
         yield from _experts(names, hidden, spec.experts, whole=whole).items()
-        return
+        if not spec.experts.beside:
+            return
+        for slot in ("dense_out_norm", "experts_norm", "experts_out_norm"):
+            yield from _norm(slot, getattr(names, slot), layer.norm, (hidden,)).items()
     if names.gate_up and spec.gated:
         yield from _linear(names, "gate_up", names.gate_up, (2 * spec.inner, hidden), bias=spec.bias).items()
     else:
@@ -199,6 +205,9 @@ def _feed_forward(names: TensorNames, hidden: int, layer: LayerSpec, *, whole: b
 
 def _experts(names: TensorNames, hidden: int, experts: ExpertsSpec, *, whole: bool) -> Slots:
     slots = _linear(names, "router", names.router, (experts.count, hidden), bias=experts.router_bias)
+    if experts.beside:
+        slots["router_scale"] = _plain(names.router_scale, (hidden,))
+        slots["expert_scale"] = _plain(names.expert_scale, (experts.count,))
     if experts.correction:
         stored = (1, experts.count) if names.correction_row else (experts.count,)
         slots["correction"] = Stored(names.correction, stored, (experts.count,), torch.Tensor.flatten)

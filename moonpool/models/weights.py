@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from moonpool.families.spec import LayerSpec
-from moonpool.models.experts import MixtureOfExperts
+from moonpool.models.experts import DenseAndExperts, MixtureOfExperts
 from moonpool.models.layers import FeedForward, Linear, Norm
 from moonpool.models.recurrent import RecurrentWeights
 
@@ -22,6 +22,7 @@ class AttentionWeights:
     k_norm: Norm | None
     output: Linear  # heads * head_dim to hidden
     sinks: Tensor | None  # [heads]
+    v_norm: Norm | None = None  # without a weight
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +59,9 @@ class LayerWeights:
     attention: AttentionWeights | LatentWeights | RecurrentWeights
     attention_out_norm: Norm | None
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward | MixtureOfExperts
+    feed_forward: FeedForward | MixtureOfExperts | DenseAndExperts
     feed_forward_out_norm: Norm | None
+    scalar: Tensor | None = None  # [1]
 
     @property
     def nbytes(self) -> int:

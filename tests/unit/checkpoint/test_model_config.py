@@ -140,7 +140,7 @@ def test_spellings_and_defaults(changed: dict[str, Any], expected: dict[str, Any
         ("quantization_config.quant_method", {"quantization_config": {"quant_method": "hqq"}}),
         ("hidden_act", {"hidden_act": "xielu"}),
         ("layer_types", {**MISTRAL, "layer_types": ["full_attention", "linear_attention"]}),
-        ("rope_scaling.rope_type", {"rope_scaling": {"type": "proportional", "factor": 4.0}}),
+        ("rope_scaling.rope_type", {"rope_scaling": {"type": "axial", "factor": 4.0}}),
         ("clip_qkv", {"architectures": ["OlmoForCausalLM"], "clip_qkv": 8.0}),
         ("alibi", {"architectures": ["FalconForCausalLM"], "alibi": True}),
         ("topk_method", {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 32, "topk_method": "other"}),

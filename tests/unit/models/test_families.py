@@ -52,6 +52,7 @@ FACTORS = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA4 = {"intermediate_size_mlp": 80}
+GEMMA4 = {**HEAD, **WINDOW, "global_head_dim": 32, "hidden_size_per_layer_input": 0}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
 CONV = ["conv", "full_attention", "conv", "conv"]
 LINEAR = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
@@ -128,7 +129,10 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt_neox, serial": ("gpt_neox", {"use_parallel_residual": False}),
     "gpt_oss": ("gpt_oss", {**HEAD, **WINDOW, **LOCAL, "layer_types": ALTERNATING}),
     "granite": ("granite", FACTORS),
+    "granite_swa": ("granite_swa", {**FACTORS, **WINDOW}),
+    "granite_swa, bases": ("granite_swa", {**WINDOW, "layer_rope_theta": [0, 10000.0, 500.0, 10000.0]}),
     "granitemoe": ("granitemoe", {**FACTORS, **LOCAL}),
+    "granitemoe_swa": ("granitemoe_swa", {**FACTORS, **LOCAL, **WINDOW, "shared_intermediate_size": 48}),
     "granitemoeshared": ("granitemoeshared", {**FACTORS, **LOCAL, "shared_intermediate_size": 48}),
     "gptj": ("gptj", {"rotary_dim": 8}),
     "helium": ("helium", HEAD),
@@ -175,6 +179,24 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "use_qk_norm": False,
             "no_rope_layers": [1, 0, 1, 1],
             "attn_temperature_tuning": False,
+        },
+    ),
+    "gemma4": ("gemma4_text", {**GEMMA4, "final_logit_softcapping": 20.0}),
+    "gemma4, values of keys": ("gemma4_text", {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4, experts": (
+        "gemma4_text",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
+    "mellum": (
+        "mellum",
+        {
+            **HEAD,
+            **WINDOW,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "layer_types": ALTERNATING,
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
     ),
     "minimax_m2": ("minimax_m2", {**HEAD, **LOCAL}),
@@ -247,10 +269,13 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "seed_oss": ("seed_oss", HEAD),
+    "solar_open": ("solar_open", {**HEAD, **ROUTED, "n_group": 4, "topk_group": 2}),
     "smollm3": ("smollm3", {}),
     "stablelm": ("stablelm", {}),
     "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
     "starcoder2": ("starcoder2", WINDOW),
+    "vaultgemma": ("vaultgemma", {**HEAD, **WINDOW, "query_pre_attn_scalar": 16, "layer_types": ALTERNATING}),
+    "youtu": ("youtu", LATENT),
 }
 LENGTHS, NEW = (5, 33, 80), 12
 
@@ -309,6 +334,7 @@ def test_greedy_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> N
         ("qwen3_5", "Qwen3_5ForConditionalGeneration", "model.language_model.", "lm_head."),
         ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", "model.language_model.", "lm_head."),
         ("gemma3", "Gemma3ForConditionalGeneration", "language_model.model.", "language_model.lm_head."),
+        ("gemma4, experts", "Gemma4ForConditionalGeneration", "model.language_model.", "lm_head."),
         ("llama4", "Llama4ForConditionalGeneration", "language_model.model.", "language_model.lm_head."),
     ],
 )
@@ -361,6 +387,17 @@ def with_whole_experts(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 def test_what_a_hybrid_cannot_be_is_refused_by_name(architecture: str, field: str, value: Any) -> None:
     family = FAMILIES[architecture]
     config = transformers.AutoConfig.for_model(family.model_type, **{**TINY, "layer_types": LINEAR}).to_dict()
+    with pytest.raises(UnsupportedModel, match=field):
+        family.decoder(family.fields({**config, field: value}, "config.json"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size_per_layer_input", 32), ("num_kv_shared_layers", 2), ("use_bidirectional_attention", "all")],
+)
+def test_what_gemma_4_cannot_be_is_refused_by_name(field: str, value: Any) -> None:
+    family = FAMILIES["Gemma4ForCausalLM"]
+    config = transformers.AutoConfig.for_model("gemma4_text", **{**TINY, **GEMMA4}).to_dict()
     with pytest.raises(UnsupportedModel, match=field):
         family.decoder(family.fields({**config, field: value}, "config.json"))
 
