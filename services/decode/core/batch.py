@@ -544,14 +544,14 @@ def _give_chunk_slots(state: DecodeState, request: DecodeRequest, sequence: Requ
         begins = [other.shared // size for other in request.sequences]
         needed = {max(needed), *(border - 1 for border in begins if start < border * size <= end)}
         further = {border - 1 for border in (sequence.tokens // size,) if start < border * size <= end}
-    lacking = [block for index in sorted(needed) if manager.is_partial(block := sequence.table[index])]
+    lacking = [index for index in sorted(needed) if manager.is_partial(sequence.table[index])]
     short = len(lacking) - max(0, state.budget.slots)
     if short > 0:
         if settings.states_alone:
             return 0
+        end = max(start, lacking[-short] * size)
         del lacking[-short:]
-        end = max(start, (max(needed) + 1 - short) * size)
-    manager.give_slots(lacking)
+    manager.give_slots(sequence.table[index] for index in lacking)
     if state.budget.slots > 0:
         manager.give_slots(sequence.table[index] for index in further)
     return end - start

@@ -119,8 +119,9 @@ class StoredBlocks:
         most = max(sequence.stored, default=None)
         if most is None:
             return
+        store = sequence.stored.index(most)
         for index in range(most, len(sequence.keys)):
-            self.write(request, sequence, index, sequence.stored.index(most))
+            self.write(request, sequence, index, store)
         if len(request.sequences) == 1:
             self.write_window(request, sequence)
 

@@ -195,14 +195,14 @@ class StepPlanner:
         if settings.states_alone:
             further = {border - 1 for border in job.borders if first < border <= part.end // size}
             needed = {end - 1, *further.intersection((job.spec.tokens // size - 1,))}
-        lacking = [block for index in sorted(needed) if manager.is_partial(block := job.table.blocks[index])]
+        lacking = [index for index in sorted(needed) if manager.is_partial(job.table.blocks[index])]
         short = len(lacking) - manager.num_slots_available
         if short > 0:
             if settings.states_alone:
                 return False
+            part.end, part.last = lacking[-short] * size, False
             del lacking[-short:]
-            part.end, part.last = (end - short) * size, False
-        manager.give_slots(lacking)
+        manager.give_slots(job.table.blocks[index] for index in lacking)
         more = [block for index in sorted(further) if manager.is_partial(block := job.table.blocks[index])]
         manager.give_slots(more[: manager.num_slots_available])
         if settings.states_alone and (idle := manager.num_slots_idle // 2):
